@@ -1,0 +1,13 @@
+"""The exceptions that users may want to catch. A caller's mistake in an argument stays a ValueError."""
+
+
+class RMMError(Exception):
+    """Base class of the errors that this library raises itself."""
+
+
+class DoubleBackwardError(RMMError, RuntimeError):
+    """Raised when the gradient of a sketched layer is itself differentiated.
+
+    The sketch fixes an estimate of one gradient; the derivative of that estimate is not an estimate of the second
+    derivative. Use ratio 1.0, or `revert_linears`, where second derivatives are needed.
+    """

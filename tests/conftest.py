@@ -1,0 +1,50 @@
+"""Fixtures for the whole suite: devices, seeds, offline transformers, and memory that is not zero by luck."""
+
+import os
+from collections.abc import Iterator
+
+# Before anything imports huggingface_hub, which reads these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+DEVICES = [pytest.param("cpu")]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that this machine has."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random state at the start of each test, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def nan_poison() -> Iterator[None]:
+    """Uninitialised memory holds NaN instead of what happened to lie there, so that an unwritten element shows."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that ask for a GPU are skipped, not failed, where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,206 @@
+"""The shape of the repository: who may import whom, what must not exist, and what a wheel holds."""
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "rmm_linear"
+KERNELS = ROOT / "kernels" / "rmm_linear_kernels"
+FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
+
+# layer of rmm_linear -> the layers of rmm_linear that it may import (design: no circle, one seam to the kernels)
+ALLOWED = {
+    "errors": set(),
+    "ops": {"errors"},
+    "sketches": {"ops", "errors"},
+    "config": {"sketches", "errors"},
+    "functional": {"sketches", "config", "ops", "errors"},
+    "linear": {"functional", "config", "sketches", "errors"},
+    "memory": {"linear", "config", "errors"},
+    "convert": {"linear", "config", "memory", "errors"},
+    "variance": {"sketches", "linear", "config", "memory", "errors"},
+    "checkpointing": {"memory", "errors"},
+}
+# these sit on the public interface and may import all of it
+ON_TOP = {"__init__", "integrations", "cli"}
+
+
+def python_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if ".venv" not in path.parts and "build" not in path.parts)
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Absolute dotted names of everything that the file imports, at any depth; relative imports resolved."""
+    package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(LIBRARY).with_suffix("").parts[0]
+
+
+def importers_of(package: str, folder: Path) -> set[str]:
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in python_files(folder)
+        if any(name.split(".")[0] == package for name in imported_modules(path))
+    }
+
+
+def test_kernels_is_a_folder_and_not_a_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.slow
+def test_trainer_imports_with_the_repository_on_the_path():
+    pytest.importorskip("transformers")
+    code = "from transformers import Trainer; print(Trainer.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "Trainer", done.stderr
+
+
+def test_no_file_names_nothing():
+    tracked = [*python_files(LIBRARY), *python_files(ROOT / "kernels"), *python_files(ROOT / "tests")]
+    tracked += python_files(ROOT / "experiments")
+    assert [path for path in tracked if path.name in FORBIDDEN_NAMES] == []
+
+
+def test_kernels_import_only_torch_triton_and_the_standard_library():
+    allowed = {"torch", "triton", "rmm_linear_kernels"} | sys.stdlib_module_names
+    found = {
+        (path.name, name)
+        for path in python_files(KERNELS)
+        for name in imported_modules(path)
+        # relative imports resolve to kernels.rmm_linear_kernels...
+        if name.removeprefix("kernels.").split(".")[0] not in allowed
+    }
+    assert found == set()
+
+
+def test_only_ops_imports_the_kernels():
+    assert importers_of("rmm_linear_kernels", LIBRARY) <= {"rmm_linear/ops.py"}
+
+
+def test_only_the_trainer_integration_imports_transformers():
+    assert importers_of("transformers", LIBRARY) <= {"rmm_linear/integrations/hf_trainer.py"}
+
+
+def test_the_library_imports_no_triton_tests_or_experiments():
+    for package in ("triton", "tests", "experiments"):
+        assert importers_of(package, LIBRARY) == set(), package
+
+
+def test_layers_import_downwards_only():
+    wrong = []
+    for path in python_files(LIBRARY):
+        layer = layer_of(path)
+        if layer in ON_TOP:
+            continue
+        # a test of its own kind, shipped with the package: it exercises the layers above it
+        if path.name == "contract.py":
+            continue
+        for name in imported_modules(path):
+            parts = name.split(".")
+            if parts[0] == "rmm_linear" and len(parts) > 1 and parts[1] != layer and parts[1] not in ALLOWED[layer]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == []
+
+
+def test_experiments_use_public_names_only():
+    private = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in python_files(ROOT / "experiments")
+        for name in imported_modules(path)
+        if name.startswith("rmm_linear") and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert private == []
+
+
+def test_the_library_imports_without_its_optional_packages():
+    blocked = ["transformers", "triton", "scipy", "matplotlib", "sklearn", "datasets", "evaluate", "pandas", "rich"]
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
+        "import torch, rmm_linear\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))\n"
+        "rmm_linear.convert_linears(model, 0.5)\n"
+        "model(torch.randn(256, 8)).sum().backward()\n"
+        "print(type(model[0]).__name__, bool(model[0].weight.grad.isfinite().all()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["RMMLinear", "True"], done.stderr
+
+
+def test_the_callback_without_transformers_says_what_to_install():
+    code = (
+        "import sys\n"
+        "sys.modules['transformers'] = None\n"
+        "import rmm_linear\n"
+        "try:\n"
+        "    rmm_linear.RMMCallback\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert 'pip install "rmm-linear[hf]"' in done.stdout, done.stderr
+
+
+def test_version_is_the_same_everywhere():
+    import rmm_linear
+
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert declared is not None
+    assert rmm_linear.__version__ == declared[1]
+    assert f"[{declared[1]}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_public_names_exist_and_are_sorted():
+    pytest.importorskip("transformers")
+    import rmm_linear
+
+    assert [name for name in rmm_linear.__all__ if not hasattr(rmm_linear, name)] == []
+    assert len(set(rmm_linear.__all__)) == len(rmm_linear.__all__)
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_both_packages_and_nothing_else(tmp_path):
+    pytest.importorskip("setuptools")
+    # what the build backend makes, without pip: no download, no isolation, and no build folder left in the repository
+    code = (
+        "import os, shutil, sys\n"
+        "source, target = sys.argv[1:]\n"
+        "names = shutil.ignore_patterns('.git', '.venv', '*_cache', '__pycache__', '*.egg-info', 'results', 'runs')\n"
+        "copy = os.path.join(target, 'source')\n"
+        "shutil.copytree(source, copy, ignore=names)\n"
+        "os.chdir(copy)\n"
+        "from setuptools import build_meta\n"
+        "print(build_meta.build_wheel(target))\n"
+    )
+    arguments = [sys.executable, "-c", code, str(ROOT), str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert tops == {"rmm_linear", "rmm_linear_kernels"}
+    assert {"rmm_linear/py.typed", "rmm_linear/__init__.py", "rmm_linear_kernels/__init__.py"} <= names
+
+
+def test_no_registry_or_machine_is_named_in_the_set_up():
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "constraints.txt", ".ci/run"))
+    text += (ROOT / ".ci" / "make-venv").read_text(encoding="utf-8")
+    assert re.findall(r"https?://|--index-url|--extra-index-url", text) == []
