@@ -1,0 +1,1 @@
+"""The strided-block Hadamard sketch."""

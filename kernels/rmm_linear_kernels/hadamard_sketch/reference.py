@@ -1,0 +1,160 @@
+"""The strided-block Hadamard sketch in plain torch: the truth that a GPU kernel has to match.
+
+The rows are split into K blocks by stride: block k holds rows k, k + K, k + 2K, ... (neighbours in a sequence are
+alike, so that contiguous blocks would have more variance). In block k
+
+    S_k^T = H[columns] diag(signs_k) / sqrt(p)
+
+with independent fair signs for all rows, and p rows of a Hadamard matrix H of order b, drawn uniformly without
+replacement and shared by all blocks. Given the columns, E over the signs of S_k S_k^T is already I, so that sharing
+them costs no variance. A block of m real rows uses the smallest order b >= m that has a known construction here
+(every multiple of 4 up to 64 but 52, see `hadamard_order`), and the first m columns of H: the missing rows act as
+zeros, and the less padding, the less variance.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..philox.reference import choose_without_replacement, random_signs
+
+# Transient elements when a half-precision input is widened slab by slab.
+_SLAB_ELEMENTS = 1 << 22
+# Prime q with q % 4 == 3 gives order q + 1 (Paley I); prime q with q % 4 == 1 gives order 2 (q + 1) (Paley II).
+_PALEY_1 = {12: 11, 20: 19, 24: 23, 44: 43, 48: 47, 60: 59}
+_PALEY_2 = {28: 13, 36: 17}
+
+
+def hadamard_order(rows: int) -> int:
+    """Return the order of the Hadamard matrix used for a block of `rows` rows.
+
+    Args:
+        rows: Real rows of a block, at least 1.
+
+    Returns:
+        1, 2, the least multiple of 4 that is at least `rows` (56 in place of 52), or, above 64, the least power of 2.
+    """
+    if rows <= 2:
+        return rows
+    if rows > 64:
+        return 1 << (rows - 1).bit_length()
+    order = -(-rows // 4) * 4
+    return 56 if order == 52 else order
+
+
+@lru_cache(maxsize=64)
+def _hadamard_on_cpu(order: int) -> Tensor:
+    if order == 1:
+        return torch.ones(1, 1, dtype=torch.int8)
+    if order in _PALEY_1 or order in _PALEY_2:
+        prime = _PALEY_1.get(order) or _PALEY_2[order]
+        residues = {(i * i) % prime for i in range(1, prime)}
+        character = [0] + [1 if i in residues else -1 for i in range(1, prime)]
+        jacobsthal = torch.tensor([[character[(i - j) % prime] for j in range(prime)] for i in range(prime)])
+        core = torch.zeros(prime + 1, prime + 1, dtype=torch.long)
+        core[0, 1:] = 1
+        core[1:, 0] = 1 if prime % 4 == 1 else -1
+        core[1:, 1:] = jacobsthal
+        identity = torch.eye(prime + 1, dtype=torch.long)
+        if prime % 4 == 3:
+            return (identity + core).to(torch.int8)
+        plus = torch.tensor([[1, 1], [1, -1]])
+        minus = torch.tensor([[1, -1], [-1, -1]])
+        return (torch.kron(core, plus) + torch.kron(identity, minus)).to(torch.int8)
+    half = _hadamard_on_cpu(order // 2)
+    return torch.cat((torch.cat((half, half), 1), torch.cat((half, -half), 1)))
+
+
+def hadamard_matrix(order: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a Hadamard matrix: entries +1 and -1, rows orthogonal.
+
+    Sylvester's doubling for even halves, Paley's constructions (1933) for the orders 12, 20, 24, 28, 36, 44, 48, 60.
+
+    Args:
+        order: A value of `hadamard_order`.
+        dtype: Floating dtype of the result.
+        device: Device of the result.
+
+    Returns:
+        Shape (order, order).
+    """
+    return _hadamard_on_cpu(order).to(device=device, dtype=dtype)
+
+
+def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:
+    """H[columns] diag(signs) for every block, unscaled; zero where a block has no row. (..., blocks, kept, m)."""
+    block_rows = -(-rows // blocks)
+    order = hadamard_order(block_rows)
+    columns = choose_without_replacement(seed, order, kept)  # (..., kept)
+    signs = random_signs(seed, rows, dtype=dtype)  # (..., rows)
+    # Row j * blocks + k is row j of block k; the rows missing from the last stride get the sign 0.
+    signs = torch.nn.functional.pad(signs, (0, block_rows * blocks - rows))
+    signs = signs.unflatten(-1, (block_rows, blocks)).transpose(-1, -2)  # (..., blocks, m)
+    matrix = hadamard_matrix(order, dtype=dtype, device=seed.device)[columns][..., :block_rows]  # (..., kept, m)
+    return matrix.unsqueeze(-3) * signs.unsqueeze(-2)
+
+
+def hadamard_sketch(
+    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Return scale * sqrt(kept) * S^T (x - 1 mean^T) for the strided-block Hadamard S.
+
+    Args:
+        x: Input, shape (rows, features), any float dtype, any strides.
+        seed: 0-d int64.
+        mean: Shape (features,), subtracted from every row, or None.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations; `1 / sqrt(kept)` gives S^T x itself.
+        dtype: Dtype of the result; sums are formed in float32, or float64 for a float64 `x`.
+
+    Returns:
+        Shape (blocks * kept, features); row k * kept + c is combination c of block k.
+    """
+    rows, features = x.shape
+    if rows == 0:
+        return x.new_empty((blocks * kept, features), dtype=dtype)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mixing = _mixing(seed, rows, blocks, kept, compute).mul_(scale)
+    full = rows // blocks  # strides that reach every block
+    body = x[: full * blocks].unflatten(0, (full, blocks)).transpose(0, 1)  # (blocks, full, features)
+    if x.dtype == compute:
+        out = torch.bmm(mixing[..., :full], body)
+    else:
+        # Widen slab by slab: a float32 copy of all of x would be larger than what the sketch saves.
+        out = x.new_empty((blocks, kept, features), dtype=compute)
+        step = max(1, _SLAB_ELEMENTS // max(1, full * features))
+        for start in range(0, blocks, step):
+            slab = slice(start, start + step)
+            torch.bmm(mixing[slab, :, :full], body[slab].to(compute), out=out[slab])
+    rest = rows - full * blocks
+    if rest:
+        out[:rest] += mixing[:rest, :, full:] * x[full * blocks :].unsqueeze(1)
+    if mean is not None:
+        out -= mixing.sum(-1, keepdim=True) * mean.to(compute)
+    return out.flatten(0, 1).to(dtype)
+
+
+def hadamard_dense(seeds: Tensor, *, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:
+    """Return S itself for many seeds.
+
+    Args:
+        seeds: Shape (draws,), int64.
+        rows: Rows of x.
+        blocks: Number of strided blocks.
+        kept: Hadamard rows kept of each block.
+        dtype: Dtype of the result.
+
+    Returns:
+        Shape (draws, rows, blocks * kept).
+    """
+    draws = seeds.numel()
+    if rows == 0:
+        return torch.zeros((draws, 0, blocks * kept), dtype=dtype, device=seeds.device)
+    mixing = _mixing(seeds, rows, blocks, kept, dtype) / kept**0.5  # (draws, blocks, kept, m)
+    block_rows = mixing.shape[-1]
+    dense = mixing.new_zeros((draws, block_rows, blocks, blocks, kept))
+    each = torch.arange(blocks, device=seeds.device)
+    dense[:, :, each, each, :] = mixing.permute(0, 3, 1, 2)  # (draws, m, blocks, kept)
+    return dense.flatten(1, 2)[:, :rows].flatten(2)

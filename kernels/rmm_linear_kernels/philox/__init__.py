@@ -1,0 +1,1 @@
+"""Philox 4x32-10 random bits: the counter-based stream that every sketch draws from."""

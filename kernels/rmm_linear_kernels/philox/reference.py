@@ -1,0 +1,163 @@
+"""Philox 4x32-10 in plain torch, bit-equal to `tl.randint4x` (Salmon et al. 2011, "Parallel random numbers").
+
+A counter-based generator has no state: the words of stream `stream` are a pure function of a 64-bit seed and the
+index, so forward and backward, CPU and GPU, and every block of a kernel agree on S without storing it.
+
+    word w of a stream  =  output w % 4 of Philox(key = seed, counter = (w // 4, stream, 0, 0))
+                        =  lane w % 4 of tl.randint4x(seed, stream << 32 | w // 4)
+
+The layout of the streams is a versioned promise: the same version and the same seed give the same S.
+Words are held in int64 tensors with values in [0, 2**32), since torch has no complete uint32 arithmetic.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+# One stream for each purpose, so that no two draws of a sketch share bits.
+SIGN_STREAM = 0
+CHOICE_STREAM = 1
+PROJECTION_STREAM = 2
+
+_MASK32 = 0xFFFFFFFF
+_ROUNDS = 10
+# Multipliers and key increments in the order (lane c0, lane c2) and (k0, k1).
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+
+
+def randint4x(seed: Tensor, offset: Tensor) -> Tensor:
+    """Return the four 32-bit words of each Philox counter, as `tl.randint4x` does.
+
+    Args:
+        seed: 64-bit seeds, shape (...,), int64.
+        offset: Counters, shape (count,), int64; the low and high 32 bits are the counter's first two words.
+
+    Returns:
+        Words in [0, 2**32), shape (4, ..., count), int64.
+    """
+    key = torch.stack((seed & _MASK32, (seed >> 32) & _MASK32)).unsqueeze(-1)  # (2, ..., 1): k0, k1
+    lanes_shape = (2, *seed.shape, offset.numel())
+    column = (2,) + (1,) * (seed.dim() + 1)
+    multipliers = torch.tensor(_MULTIPLIERS, device=seed.device).view(column)
+    increments = torch.tensor(_KEY_INCREMENTS, device=seed.device).view(column)
+    zero = torch.zeros_like(offset)
+    # The two multiplied lanes (c0, c2) and the two others (c1, c3) are carried as pairs: half as many torch calls.
+    even = torch.stack((offset & _MASK32, zero)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
+    odd = torch.stack(((offset >> 32) & _MASK32, zero)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
+    for _ in range(_ROUNDS):
+        # The product of two 32-bit words wraps in int64, but all of its 64 bits are right; the mask undoes the sign.
+        product = (even * multipliers).flip(0)
+        even = (product >> 32).bitwise_and_(_MASK32).bitwise_xor_(odd).bitwise_xor_(key)
+        odd = product.bitwise_and_(_MASK32)
+        key = (key + increments).bitwise_and_(_MASK32)
+    return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def random_words(seed: Tensor, count: int, *, stream: int, first_counter: int = 0) -> Tensor:
+    """Return `count` consecutive 32-bit words of a stream.
+
+    Args:
+        seed: 64-bit seeds, shape (...,), int64.
+        count: Number of words a seed.
+        stream: Which stream to read, in [0, 2**32).
+        first_counter: Counter to start at; the first word returned is word `4 * first_counter` of the stream.
+
+    Returns:
+        Words in [0, 2**32), shape (..., count), int64.
+    """
+    counters = math.ceil(count / 4)
+    offset = torch.arange(first_counter, first_counter + counters, device=seed.device) + (stream << 32)
+    words = randint4x(seed, offset)
+    return words.movedim(0, -1).reshape(*seed.shape, 4 * counters)[..., :count]
+
+
+def random_signs(
+    seed: Tensor, count: int, *, dtype: torch.dtype, stream: int = SIGN_STREAM, first_counter: int = 0
+) -> Tensor:
+    """Return independent fair signs, 32 to a word and 128 to a counter, least significant bit first.
+
+    Args:
+        seed: 64-bit seeds, shape (...,), int64.
+        count: Number of signs a seed.
+        dtype: Floating dtype of the result.
+        stream: Which stream to read.
+        first_counter: Counter to start at; the first sign returned is sign `128 * first_counter` of the stream.
+
+    Returns:
+        Entries +1 (bit 0) and -1 (bit 1), shape (..., count).
+    """
+    words = random_words(seed, math.ceil(count / 32), stream=stream, first_counter=first_counter)
+    bits = (words.unsqueeze(-1) >> torch.arange(32, device=seed.device)) & 1
+    return (1 - 2 * bits.flatten(-2)[..., :count]).to(dtype)
+
+
+def random_normals(seed: Tensor, count: int, *, stream: int = PROJECTION_STREAM, first_counter: int = 0) -> Tensor:
+    """Return independent standard normals by Box-Muller, as `tl.randn4x` forms them (equal up to rounding).
+
+    Args:
+        seed: 64-bit seeds, shape (...,), int64.
+        count: Number of normals a seed.
+        stream: Which stream to read.
+        first_counter: Counter to start at; the first normal returned is normal `4 * first_counter` of the stream.
+
+    Returns:
+        Normals, shape (..., count), float32.
+    """
+    counters = math.ceil(count / 4)
+    words = random_words(seed, 4 * counters, stream=stream, first_counter=first_counter)
+    # Triton folds the sign bit: u = (w < 2**31 ? w : ~w) * 2**-31, slightly less than 1 at most.
+    folded = torch.where(words >= 1 << 31, words ^ _MASK32, words)
+    uniform = folded.to(torch.float32) * 4.6566127342e-10
+    first, second = uniform.unflatten(-1, (-1, 2)).unbind(-1)
+    radius = torch.sqrt(-2.0 * torch.log(first.clamp(min=1e-7)))
+    angle = 6.283185307179586 * second
+    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), -1).flatten(-2)[..., :count]
+
+
+def choose_without_replacement(seed: Tensor, population: int, chosen: int) -> Tensor:
+    """Choose `chosen` of `population` items, every subset equally likely, without a host synchronisation.
+
+    Each item gets a random 32-bit key and the smallest keys win. Two equal keys (probability below
+    population**2 / 2**33) are told apart by the item's number.
+
+    Args:
+        seed: 64-bit seeds, shape (...,), int64.
+        population: Number of items.
+        chosen: Number of items to choose, at most `population`.
+
+    Returns:
+        Item numbers, shape (..., chosen), int64, in random order.
+    """
+    keys = random_words(seed, population, stream=CHOICE_STREAM)
+    return torch.argsort(keys, dim=-1, stable=True)[..., :chosen]
+
+
+def choose_with_replacement(seed: Tensor, population: int, chosen: int) -> Tensor:
+    """Draw `chosen` items independently and uniformly (the probabilities differ by at most 2**-32 from uniform).
+
+    Args:
+        seed: 64-bit seeds, shape (...,), int64.
+        population: Number of items, below 2**31.
+        chosen: Number of draws.
+
+    Returns:
+        Item numbers, shape (..., chosen), int64.
+    """
+    return (random_words(seed, chosen, stream=CHOICE_STREAM) * population) >> 32
+
+
+def random_fractions(seed: Tensor, count: int) -> Tensor:
+    """Return independent uniforms with 53 random bits each.
+
+    Args:
+        seed: 64-bit seeds, shape (...,), int64.
+        count: Number of uniforms a seed.
+
+    Returns:
+        Multiples of 2**-53 in [0, 1), shape (..., count), float64.
+    """
+    words = random_words(seed, 2 * count, stream=CHOICE_STREAM)
+    high, low = words.unflatten(-1, (-1, 2)).unbind(-1)
+    return (((high >> 5) << 26) | (low >> 6)).to(torch.float64) * 2.0**-53

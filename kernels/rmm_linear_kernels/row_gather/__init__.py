@@ -1,0 +1,1 @@
+"""Row sampling: uniform, column-row sampling (CRS) and winner-take-all CRS."""

@@ -1,0 +1,1 @@
+"""The weight gradient out of two sketches."""

@@ -1,0 +1,1 @@
+"""Subsampled randomised trigonometric transforms: DCT and real DFT."""

@@ -1,0 +1,42 @@
+"""Train Transformers with far less activation memory: linear layers that keep a sketch of their input.
+
+    model = convert_linears(model, ratio=0.5)
+
+`rmm_linear.functional` opens with the method in a page.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.convert import ConversionSummary, convert_linears, revert_linears, summary
+from rmm_linear.errors import DoubleBackwardError, RMMError
+from rmm_linear.linear import RMMLinear
+from rmm_linear.sketches import Sketch, available_sketches
+
+if TYPE_CHECKING:
+    from rmm_linear.integrations.hf_trainer import RMMCallback
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConversionSummary",
+    "DoubleBackwardError",
+    "RMMCallback",
+    "RMMConfig",
+    "RMMError",
+    "RMMLinear",
+    "Sketch",
+    "available_sketches",
+    "convert_linears",
+    "revert_linears",
+    "summary",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on demand: only the callback needs transformers.
+    if name == "RMMCallback":
+        from rmm_linear.integrations.hf_trainer import RMMCallback
+
+        return RMMCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

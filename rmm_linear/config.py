@@ -1,0 +1,208 @@
+"""RMMConfig: everything that decides how a layer sketches its input, in one frozen, validated object."""
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from rmm_linear.sketches import SKETCHES, Centered, Sketch, available_sketches
+
+_RECIPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    # No pass for the mean: the fastest, at somewhat more variance.
+    "fast": {"center": False},
+    # Bershatsky et al. 2022: a dense Gaussian for every layer, heads and poolers included.
+    "paper": {"sketch": "gaussian", "center": False, "min_rows": 1},
+    "paper_rademacher": {"sketch": "rademacher", "center": False, "min_rows": 1},
+    "paper_dct": {"sketch": "dct", "center": False, "min_rows": 1},
+    "paper_dft": {"sketch": "dft", "center": False, "min_rows": 1},
+    # Liu et al. 2023 (arXiv 2305.15265), with the norms of x alone.
+    "wta_crs": {"sketch": "wta_crs", "ratio": 0.3, "center": False},
+}
+
+
+@dataclass(frozen=True)
+class RMMConfig:
+    """How a linear layer keeps its input for the backward pass.
+
+    Immutable, hashable, and checked once, when it is made. `to_json` and `from_json` round-trip.
+
+    Example:
+        >>> from rmm_linear import RMMConfig
+        >>> RMMConfig(ratio=0.2).replace(center=False)
+        RMMConfig(ratio=0.2, sketch='hadamard', center=False, min_rows=128)
+
+    Attributes:
+        ratio: Rows kept over rows, in (0, 1]; the paper's rho. 1.0 makes the layer exact.
+        sketch: Name of the sketch; `rmm_linear.sketches.available_sketches()` lists them.
+        center: Keep the column mean of the input exactly and sketch only the rest: less variance for one more pass
+            over the input and 4 bytes a feature.
+        min_rows: Inputs of fewer rows (poolers, classification heads) are kept as they are: there is little to save
+            and much noise to add.
+    """
+
+    ratio: float = 0.5
+    sketch: str = "hadamard"
+    center: bool = True
+    min_rows: int = 128
+    _sketch_object: Sketch = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
+            raise ValueError(
+                f"ratio={self.ratio!r} is not in (0, 1]; pass the share of rows to keep, such as 0.5, or 1.0 for an"
+                " exact layer"
+            )
+        if not isinstance(self.sketch, str) or self.sketch not in SKETCHES:
+            raise ValueError(f"sketch={self.sketch!r} is unknown; choose one of {', '.join(available_sketches())}")
+        if not isinstance(self.center, bool):
+            raise ValueError(f"center={self.center!r} is not a bool; pass True or False")
+        if isinstance(self.min_rows, bool) or not isinstance(self.min_rows, Integral) or self.min_rows < 0:
+            raise ValueError(f"min_rows={self.min_rows!r} is not a non-negative int; pass 1 to sketch any input")
+        object.__setattr__(self, "ratio", float(self.ratio))
+        object.__setattr__(self, "min_rows", int(self.min_rows))
+        sketch = SKETCHES[self.sketch](ratio=self.ratio)
+        object.__setattr__(self, "_sketch_object", Centered(sketch) if self.center else sketch)
+
+    @property
+    def sketch_object(self) -> Sketch:
+        """The sketch that the configuration describes, centering included."""
+        return self._sketch_object
+
+    def sketches(self, rows: int) -> bool:
+        """Tell whether an input of `rows` rows is sketched rather than kept.
+
+        Args:
+            rows: Rows of the flattened input.
+
+        Returns:
+            False at ratio 1, below `min_rows`, and for no rows at all.
+        """
+        return self.ratio < 1 and rows >= max(1, self.min_rows)
+
+    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype) -> int:
+        """Return what a layer keeps of an input for its weight gradient.
+
+        Args:
+            rows: Rows of the flattened input.
+            features: Input features.
+            dtype: Dtype that the layer computes in.
+
+        Returns:
+            Bytes, all-in; those of the input itself where it is not sketched.
+        """
+        if not self.sketches(rows):
+            return rows * features * dtype.itemsize
+        return self.sketch_object.saved_bytes(rows, features, dtype)
+
+    def replace(self, **changes: Any) -> "RMMConfig":
+        """Return a copy with some knobs changed.
+
+        Args:
+            **changes: New values by name.
+
+        Returns:
+            The new configuration.
+
+        Raises:
+            ValueError: If a name is unknown or a value is bad.
+        """
+        _check_names(changes)
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the knobs by name.
+
+        Returns:
+            A dictionary that `from_dict` takes back.
+        """
+        return {name: getattr(self, name) for name in _knobs()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RMMConfig":
+        """Make a configuration of `to_dict`'s output; knobs that are missing take their defaults.
+
+        Args:
+            values: Knobs by name.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If a name is unknown or a value is bad.
+        """
+        _check_names(values)
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Return the configuration as one line of JSON.
+
+        Returns:
+            Text that `from_json` takes back.
+        """
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "RMMConfig":
+        """Make a configuration of `to_json`'s output.
+
+        Args:
+            text: JSON of an object.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If the text is no JSON object, a name is unknown or a value is bad.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a JSON text: {error}; pass what RMMConfig.to_json() returned") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"expected a JSON object, got {text!r}; pass what RMMConfig.to_json() returned")
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_recipe(cls, name: str, **changes: Any) -> "RMMConfig":
+        """Return a named configuration.
+
+        "default"; "fast" (no centering); "paper" (Bershatsky et al. 2022: dense Gaussian) and "paper_rademacher",
+        "paper_dct", "paper_dft"; "wta_crs" (Liu et al. 2023, ratio 0.3).
+
+        Args:
+            name: Name of the recipe.
+            **changes: Knobs to change, most often `ratio`.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If the recipe or a knob is unknown, or a value is bad.
+        """
+        if name not in _RECIPES:
+            raise ValueError(f"recipe {name!r} is unknown; choose one of {', '.join(_RECIPES)}")
+        _check_names(changes)
+        return cls(**{**_RECIPES[name], **changes})
+
+    @staticmethod
+    def recipes() -> tuple[str, ...]:
+        """Return the names that `from_recipe` knows.
+
+        Returns:
+            Names.
+        """
+        return tuple(_RECIPES)
+
+
+def _knobs() -> list[str]:
+    return [knob.name for knob in fields(RMMConfig) if knob.init]
+
+
+def _check_names(values: dict[str, Any]) -> None:
+    known = _knobs()
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise ValueError(f"unknown knob {unknown[0]!r}; RMMConfig has {', '.join(known)}")

@@ -1,0 +1,199 @@
+"""The method, in a page: a linear layer that keeps a sketch of its input instead of the input.
+
+For x (rows, in), weight (out, in) and the output's gradient g (rows, out), a linear layer has three matmuls:
+
+    output      = x weight^T + bias
+    grad_input  = g weight
+    grad_weight = g^T x
+
+Only the third needs x, and so the whole input of every layer is kept from the forward to the backward pass for it.
+Bershatsky et al. 2022 ("Memory-Efficient Backpropagation through Large Linear Layers", arXiv 2201.13195) estimate it:
+draw a random S (rows, rank) with E[S S^T] = I, keep S^T x (rank, in), and form
+
+    grad_weight ~ (S^T g)^T (S^T x) = g^T (S S^T) x,        whose mean is g^T x
+
+This is unbiased noise, of the kind that minibatches add anyway; how much depends on the sketch (each one's file derives
+its variance) and falls with the ratio rank / rows. Everything else stays as it was: output and grad_input are bit-equal
+to `torch.nn.functional.linear`, and grad_bias, the sum of g over its rows, is exact.
+
+S is never stored. It is a pure function of a 64-bit seed, which is drawn on x's device by an op of our own and saved
+as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the compiler cannot draw it twice.
+
+What happens where:
+
+    linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
+    _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
+    sketches/         compress(x, seed) and backward(g, saved): the only verbs that are used here
+    ops.py            the opaque operators beneath the sketches
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rmm_linear import ops
+from rmm_linear.config import RMMConfig
+from rmm_linear.errors import DoubleBackwardError
+from rmm_linear.sketches import SavedSketch, Sketch
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: RMMConfig, seed: Tensor | int | None = None
+) -> Tensor:
+    """Apply a linear map whose weight gradient is estimated from a sketch of `x` (Bershatsky et al. 2022, sec. 2).
+
+    Output and grad_input are bit-equal to `torch.nn.functional.linear`, grad_bias is exact, and grad_weight is
+    unbiased. Where no weight gradient is wanted (a frozen weight, `torch.no_grad`), at ratio 1, and below
+    `config.min_rows` rows it *is* `torch.nn.functional.linear`. Autocast is followed as there.
+
+    Warning:
+        Noise inflates the gradient's norm by sqrt(1 + relative variance). Clipping at a fixed norm then clips more
+        often, and a clipped gradient is no longer unbiased.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import RMMConfig
+        >>> from rmm_linear.functional import linear
+        >>> x, weight = torch.randn(256, 16), torch.randn(8, 16, requires_grad=True)
+        >>> linear(x, weight, config=RMMConfig(ratio=0.25)).sum().backward()
+        >>> weight.grad.shape
+        torch.Size([8, 16])
+
+    Args:
+        x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last.
+        weight: Shape (out, in), dtype of `x` (or castable to it under autocast).
+        bias: Shape (out,), or None.
+        config: How to sketch.
+        seed: 64-bit seed of S: an int, or a 0-d int64 tensor on x's device. Drawn from the device's default
+            generator if None. Two layers that share a seed share S.
+
+    Returns:
+        Shape (..., out).
+
+    Raises:
+        ValueError: If shapes, dtypes or the seed do not fit.
+        DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
+    """
+    _check(x, weight, bias, config)
+    if not weight.requires_grad or torch.is_inference_mode_enabled():
+        return F.linear(x, weight, bias)
+    rows = x.numel() // max(1, x.shape[-1])
+    if not config.sketches(rows):
+        return F.linear(x, weight, bias)
+    # Drawn under no_grad as well: reentrant checkpointing runs its first forward so, and dropout after this layer
+    # must find the generator in the same state in both of its passes.
+    seed = _seed_tensor(seed, x)
+    if not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    dtype = _compute_dtype(x)
+    x = x.to(dtype)
+    sketch = config.sketch_object
+    saved = sketch.compress(x.detach().reshape(rows, x.shape[-1]), seed)
+    return _SketchedLinear.apply(x, weight, bias, sketch, saved.seed, *saved.tensors)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that F.linear computes in: autocast lowers all floats but float64."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
+def _seed_tensor(seed: Tensor | int | None, x: Tensor) -> Tensor:
+    if seed is None:
+        return ops.draw_seed(x.detach())
+    if isinstance(seed, Tensor):
+        if seed.dim() != 0 or seed.dtype != torch.int64 or seed.device != x.device:
+            raise ValueError(
+                f"seed is a {seed.dim()}-d {seed.dtype} tensor on {seed.device}; pass a 0-d int64 tensor on {x.device},"
+                " an int, or None to draw one"
+            )
+        return seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"seed={seed!r} is not a 64-bit int; pass one, a 0-d int64 tensor, or None to draw one")
+    return torch.tensor(seed, dtype=torch.int64, device=x.device)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig) -> None:
+    if not isinstance(config, RMMConfig):
+        raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}, which is not a real floating dtype; cast it, e.g. x.float()")
+    if weight.dim() != 2:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; expected (out, in)")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; x's last dimension must be the weight's"
+            f" {weight.shape[1]} input features"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the output features")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"x has dtype {x.dtype} and weight {weight.dtype}; cast one of them, or run under torch.autocast"
+        )
+
+
+class _SketchedLinear(torch.autograd.Function):
+    """F.linear forward; in the backward pass the weight gradient comes from the sketch."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, seed: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        # Cast by hand: autocast's weight cache must not learn a cast made here, where gradients are off, or a later
+        # F.linear on the same weight (tied embeddings) would get no weight gradient.
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, sketch, seed, *tensors = inputs
+        ctx.save_for_backward(weight, seed, *tensors)
+        ctx.sketch = sketch
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        weight, seed, *tensors = ctx.saved_tensors
+        need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+        rows_of_g = g.reshape(-1, g.shape[-1])
+        grads: list[Tensor | None] = [None, None, None]
+        with torch.no_grad():
+            if need_input:
+                grads[0] = torch.mm(rows_of_g, weight.to(g.dtype)).reshape(*g.shape[:-1], weight.shape[1])
+            saved = SavedSketch(seed, tuple(tensors))
+            grad_weight, grad_bias = ctx.sketch.backward(
+                rows_of_g, saved, need_weight=need_weight, need_bias=need_bias
+            )
+            if grad_weight is not None:
+                grads[1] = grad_weight.to(weight.dtype)
+            if grad_bias is not None:
+                grads[2] = grad_bias.to(ctx.bias_dtype)
+        if torch.is_grad_enabled():
+            # create_graph=True: fine as long as nobody differentiates what comes out once more.
+            wanted = [grad for grad in grads if grad is not None]
+            refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
+            grads = [None if grad is None else next(refused) for grad in grads]
+        return (*grads, None, None, *(None for _ in tensors))
+
+
+class _RefuseSecondDerivative(torch.autograd.Function):
+    """Pass gradients on, and raise when they are differentiated."""
+
+    @staticmethod
+    def forward(g: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise DoubleBackwardError(
+            "a sketched linear layer has no second derivative: its input was not kept. For gradient penalties and"
+            " Hessian products use model.eval(), ratio=1.0, or revert_linears(model)"
+        )

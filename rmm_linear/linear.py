@@ -1,0 +1,82 @@
+"""RMMLinear: the module that `convert_linears` turns an `nn.Linear` into."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.functional import linear
+
+
+class RMMLinear(nn.Linear):
+    """A linear layer that keeps a sketch of its input for the weight gradient, in training mode.
+
+    Parameters, state_dict and output are those of `nn.Linear`, so are all gradients but the weight's, which is an
+    unbiased estimate (see `rmm_linear.functional`). In eval mode it is an `nn.Linear` in every respect.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import RMMConfig, RMMLinear
+        >>> layer = RMMLinear(16, 8, config=RMMConfig(ratio=0.25))
+        >>> layer(torch.randn(4, 64, 16)).sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([8, 16])
+
+    Attributes:
+        rmm_config: How the layer sketches; may be replaced at any time.
+    """
+
+    rmm_config: RMMConfig
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: RMMConfig | None = None,
+    ) -> None:
+        """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model.
+
+        Args:
+            in_features: Size of the input's last dimension.
+            out_features: Size of the output's last dimension.
+            bias: Whether to learn an additive bias.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
+            config: How to sketch; `RMMConfig()` by default.
+
+        Raises:
+            ValueError: If `config` is not an RMMConfig.
+        """
+        if config is not None and not isinstance(config, RMMConfig):
+            raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.rmm_config = config if config is not None else RMMConfig()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input: Shape (..., in_features), any float dtype.
+
+        Returns:
+            Shape (..., out_features).
+
+        Raises:
+            ValueError: If the input does not fit the weight, in training mode.
+        """
+        if not self.training:
+            return F.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, config=self.rmm_config)
+
+    def extra_repr(self) -> str:
+        """Return the layer's line in `print(model)`.
+
+        Returns:
+            The shape and the configuration.
+        """
+        config = self.rmm_config
+        return f"{super().extra_repr()}, ratio={config.ratio:g}, sketch={config.sketch!r}, center={config.center}"

@@ -1,0 +1,258 @@
+"""What a sketch is: an object with two verbs, and the registry of their names.
+
+A sketch replaces x by S^T x and a seed in the forward pass and forms an unbiased estimate of g^T x from S^T x and
+S^T g in the backward pass. The autograd function knows nothing but `compress` and `backward`; planners add
+`saved_bytes`, estimators `variance`, and tests `dense`, which is S itself.
+
+Sketches are frozen dataclasses: hashable, comparable, with no state between calls.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rmm_linear import ops
+
+SEED_BYTES = 8
+# Decimal ratios such as 0.3 are meant exactly: 0.3 of 10 rows is 3, although the float is slightly less.
+_RATIO_DENOMINATOR = 10**6
+
+
+class SavedSketch(NamedTuple):
+    """All that a layer keeps for its weight gradient: tensors only, so that checkpointing can replay it.
+
+    Attributes:
+        seed: 0-d int64; S is a function of it (and, for some sketches, of x).
+        tensors: What the sketch stores, most often one tensor S^T x of shape (rank, in).
+    """
+
+    seed: Tensor
+    tensors: tuple[Tensor, ...]
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sketches sum: float64 for float64, else float32.
+
+    Args:
+        dtype: Dtype of the activations.
+
+    Returns:
+        `torch.float64` or `torch.float32`.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ratio_fraction(ratio: float) -> Fraction:
+    """Return the ratio as the decimal fraction that the user wrote.
+
+    Args:
+        ratio: In (0, 1].
+
+    Returns:
+        The nearest fraction with a denominator up to a million, and never 0.
+    """
+    return max(Fraction(ratio).limit_denominator(_RATIO_DENOMINATOR), Fraction(1, _RATIO_DENOMINATOR))
+
+
+@dataclass(frozen=True)
+class Sketch(ABC):
+    """A random compression of the rows of x that lets g^T x be estimated without bias.
+
+    Subclasses set `name`, under which `RMMConfig(sketch=...)` finds them, and prove themselves by a subclass of
+    `rmm_linear.sketches.contract.SketchContract`.
+
+    Attributes:
+        ratio: Rows kept over rows, in (0, 1].
+    """
+
+    ratio: float
+    name: ClassVar[str]
+
+    def rank(self, rows: int) -> int:
+        """Return how many rows are kept of `rows`: round(ratio * rows), at least 1 of any row.
+
+        Args:
+            rows: Number of rows; may be a SymInt while a compiler traces.
+
+        Returns:
+            The rank of S.
+        """
+        fraction = ratio_fraction(self.ratio)
+        kept = (2 * fraction.numerator * rows + fraction.denominator) // (2 * fraction.denominator)
+        return torch.sym_min(rows, torch.sym_max(1, kept))
+
+    def is_exact(self, rows: int) -> bool:
+        """Tell whether S S^T = I in every draw: the estimate is then the gradient itself, up to rounding.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            False unless the sketch is an orthogonal one at full rank.
+        """
+        return rows == 0
+
+    @abstractmethod
+    def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
+        """Sketch the input: the forward pass.
+
+        Args:
+            x: Activations, shape (rows, in), any float dtype.
+            seed: 0-d int64 on x's device.
+            mean: Shape (in,): sketch x - 1 mean^T instead of x (see `Centered`).
+
+        Returns:
+            What is to be kept for `backward`.
+        """
+
+    @abstractmethod
+    def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
+        """Return S^T (g - 1 mean^T) for the S that `compress` used, such that its product with the stored sketch is
+        the estimate.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            mean: Shape (out,), or None.
+
+        Returns:
+            Shape (rank, out), float32 (float64 for float64).
+        """
+
+    def backward(
+        self, g: Tensor, saved: SavedSketch, *, need_weight: bool = True, need_bias: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Estimate g^T x, and sum g over its rows: the backward pass.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            need_weight: Whether the weight gradient is wanted.
+            need_bias: Whether the bias gradient is wanted.
+
+        Returns:
+            The estimate of g^T x, shape (out, in), float32 (float64 for float64); and the exact column sum of g,
+            shape (out,), in g's dtype; None where not wanted.
+        """
+        grad_weight = None
+        if need_weight:
+            grad_weight = ops.sketched_grad_weight(self.sketch_gradient(g, saved), saved.tensors[0])
+        return grad_weight, g.sum(0) if need_bias else None
+
+    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
+        """Return the bytes that a forward pass keeps, all-in: the sketch, the seed, and whatever goes with them.
+
+        Args:
+            rows: Rows of x.
+            features: Columns of x.
+            dtype: Dtype of x.
+            valid_rows: Rows that are sketched, where others (padding) are left out; all rows by default.
+
+        Returns:
+            Bytes.
+        """
+        kept = self.rank(rows if valid_rows is None else valid_rows)
+        return kept * features * dtype.itemsize + SEED_BYTES
+
+    @abstractmethod
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return E||estimate - g^T x||_F^2 in closed form.
+
+        Args:
+            x: Activations, shape (rows, in).
+            g: Gradient of the output, shape (rows, out).
+
+        Returns:
+            0-d float64.
+        """
+
+    @abstractmethod
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return S itself for many seeds. Large: for tests.
+
+        Args:
+            x: Activations, shape (rows, in); some sketches depend on them.
+            seeds: Shape (draws,), int64.
+
+        Returns:
+            Shape (draws, rows, rank), float64.
+        """
+
+
+class ObliviousSketch(Sketch):
+    """A sketch whose S depends on the seed and the number of rows alone, not on x."""
+
+    @abstractmethod
+    def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
+        """Return S^T (y - 1 mean^T), times or over the storage scale (see `rmm_linear.ops`).
+
+        Args:
+            y: Shape (rows, features), any float dtype.
+            seed: 0-d int64.
+            mean: Shape (features,), or None.
+            gradient: False for the stored sketch of x, true for that of g.
+
+        Returns:
+            Shape (rank, features); in y's dtype for x, in float32 (float64 for float64) for g.
+        """
+
+    def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
+        """Sketch the input; see `Sketch.compress`.
+
+        Args:
+            x: Activations, shape (rows, in).
+            seed: 0-d int64.
+            mean: Shape (in,), or None.
+
+        Returns:
+            The seed and one tensor of shape (rank, in) in x's dtype.
+        """
+        return SavedSketch(seed, (self.project(x, seed, mean, gradient=False),))
+
+    def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
+        """Return S^T (g - 1 mean^T) over the storage scale; see `Sketch.sketch_gradient`.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            mean: Shape (out,), or None.
+
+        Returns:
+            Shape (rank, out), float32 (float64 for float64).
+        """
+        return self.project(g, saved.seed, mean, gradient=True)
+
+
+SKETCHES: dict[str, type[Sketch]] = {}
+
+
+def register(sketch: type[Sketch]) -> type[Sketch]:
+    """Enter a sketch class under its `name`; a decorator for third-party sketches as well.
+
+    Args:
+        sketch: A concrete subclass of `Sketch` constructible as `sketch(ratio=...)`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ValueError: If the name is taken by another class.
+    """
+    present = SKETCHES.get(sketch.name)
+    if present is not None and present is not sketch:
+        raise ValueError(f"sketch name {sketch.name!r} is taken by {present.__qualname__}; choose another name")
+    SKETCHES[sketch.name] = sketch
+    return sketch
+
+
+def available_sketches() -> tuple[str, ...]:
+    """Return the names that `RMMConfig(sketch=...)` accepts.
+
+    Returns:
+        Names, in alphabetical order.
+    """
+    return tuple(sorted(SKETCHES))

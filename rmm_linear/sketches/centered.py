@@ -1,0 +1,153 @@
+"""Centering: keep the column mean of x exactly, sketch only what is left.
+
+    grad_weight = (column sum of g) mu^T  +  sketched (g - 1 nu^T)^T (x - 1 mu^T),      mu, nu the column means
+
+The first term is exact and nearly free, since the column sum of g is the bias gradient. The rows of x - 1 mu^T add up
+to zero, so that g may be centred as well with nothing stored. Unbiased, and the energy of both means is gone from the
+variance: the closed form is the inner sketch's on the centred pair.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rmm_linear import ops
+from rmm_linear.sketches.base import SavedSketch, Sketch, accumulate_dtype
+
+
+def _centred(y: Tensor) -> Tensor:
+    return y - y.mean(0) if y.shape[0] else y
+
+
+@dataclass(frozen=True)
+class Centered(Sketch):
+    """Any sketch, applied to the centred input. Not in the registry: `RMMConfig(center=True)` puts it around one.
+
+    Attributes:
+        inner: The sketch of the centred rows.
+    """
+
+    name: ClassVar[str] = "centered"
+    ratio: float = field(init=False)
+    inner: Sketch
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", self.inner.ratio)
+
+    def rank(self, rows: int) -> int:
+        """Return the inner sketch's rank.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            The rank of S.
+        """
+        return self.inner.rank(rows)
+
+    def is_exact(self, rows: int) -> bool:
+        """Tell whether the inner sketch is exact.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            As `Sketch.is_exact`; also true of a single row, which is its own mean.
+        """
+        return rows <= 1 or self.inner.is_exact(rows)
+
+    def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
+        """Sketch x - 1 mu^T and keep mu; see `Sketch.compress`.
+
+        Args:
+            x: Activations, shape (rows, in).
+            seed: 0-d int64.
+            mean: Must be None: the mean is this sketch's own.
+
+        Returns:
+            The inner sketch's tensors and, last, mu (in,), float32 (float64 for float64): rounding it to a half
+            precision would leave a bias of 2**-9 of the mean's part, since g is centred on the strength of it.
+        """
+        assert mean is None
+        mean = x.sum(0, dtype=accumulate_dtype(x.dtype)) / torch.sym_max(1, x.shape[0])
+        saved = self.inner.compress(x, seed, mean=mean)
+        return SavedSketch(seed, (*saved.tensors, mean))
+
+    def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
+        """Return S^T (g - 1 mean^T) of the inner sketch; see `Sketch.sketch_gradient`.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            mean: Shape (out,), or None.
+
+        Returns:
+            Shape (rank, out).
+        """
+        return self.inner.sketch_gradient(g, SavedSketch(saved.seed, saved.tensors[:-1]), mean=mean)
+
+    def backward(
+        self, g: Tensor, saved: SavedSketch, *, need_weight: bool = True, need_bias: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Estimate g^T x, the mean's part exactly; see `Sketch.backward`.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            need_weight: Whether the weight gradient is wanted.
+            need_bias: Whether the bias gradient is wanted.
+
+        Returns:
+            The estimate (out, in) and the column sum of g (out,), None where not wanted.
+        """
+        compute = accumulate_dtype(g.dtype)
+        # The bias gradient is summed as nn.Linear sums it; a half-precision sum is too coarse for the mean's part.
+        column_sum = g.sum(0) if need_bias or g.dtype == compute else None
+        grad_weight = None
+        if need_weight:
+            total = column_sum if g.dtype == compute else g.sum(0, dtype=compute)
+            assert total is not None
+            sketched = self.sketch_gradient(g, saved, mean=total / torch.sym_max(1, g.shape[0]))
+            grad_weight = ops.sketched_grad_weight(sketched, saved.tensors[0], total, saved.tensors[-1])
+        return grad_weight, column_sum if need_bias else None
+
+    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
+        """Return the inner sketch's bytes and the mean's; see `Sketch.saved_bytes`.
+
+        Args:
+            rows: Rows of x.
+            features: Columns of x.
+            dtype: Dtype of x.
+            valid_rows: Rows that are sketched, all by default.
+
+        Returns:
+            Bytes.
+        """
+        mean_bytes = features * accumulate_dtype(dtype).itemsize
+        return self.inner.saved_bytes(rows, features, dtype, valid_rows) + mean_bytes
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return the inner sketch's closed form on x - 1 mu^T and g - 1 nu^T.
+
+        Args:
+            x: Activations, shape (rows, in).
+            g: Gradient of the output, shape (rows, out).
+
+        Returns:
+            0-d float64.
+        """
+        return self.inner.variance(_centred(x.double()), _centred(g.double()))
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return the inner sketch's S for x - 1 mu^T.
+
+        Args:
+            x: Activations, shape (rows, in).
+            seeds: Shape (draws,), int64.
+
+        Returns:
+            Shape (draws, rows, rank), float64.
+        """
+        return self.inner.dense(_centred(x.double()), seeds)

@@ -1,0 +1,56 @@
+"""Column-row sampling: rows drawn with replacement, p_i proportional to ||x_i|| (Drineas, Kannan and Mahoney 2006).
+
+Variance. r independent draws of g_i x_i^T / p_i: (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rmm_linear import ops
+from rmm_linear.sketches.base import register
+from rmm_linear.sketches.closed_forms import gradient_sums
+from rmm_linear.sketches.column_row_sampling import ColumnRowSampling
+
+
+@register
+@dataclass(frozen=True)
+class CRS(ColumnRowSampling):
+    """Rows drawn with replacement, with probabilities proportional to their norms."""
+
+    name: ClassVar[str] = "crs"
+    winner_take_all: ClassVar[bool] = False
+
+    def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
+        """Draw rows; see `ColumnRowSampling.sample`.
+
+        Args:
+            norms: Row norms up to a common factor, shape (rows,), float64.
+            seeds: Shape (draws,), int64.
+            rank: Number of draws.
+
+        Returns:
+            Row numbers and squared entries of S, each (draws, rank).
+        """
+        return ops.sample_rows(norms, seeds, rank=rank)
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r.
+
+        Args:
+            x: Activations, shape (rows, in).
+            g: Gradient of the output, shape (rows, out).
+
+        Returns:
+            0-d float64.
+        """
+        rows = x.shape[0]
+        if rows == 0:
+            return torch.zeros((), dtype=torch.float64, device=x.device)
+        weights = ops.row_weights(ops.row_norms(x, None)).double()
+        products = x.double().square().sum(1) * g.double().square().sum(1)
+        # A row of weight 0 is a zero row: its product is 0 as well.
+        weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
+        return (weighted.sum() - gradient_sums(x, g).gradient_squared) / self.rank(rows)

@@ -1,0 +1,134 @@
+"""Strided-block Hadamard sketch, the default: as cheap as one skinny matmul, and orthogonal.
+
+In each block of b rows, S_k^T = H[columns] diag(signs) / sqrt(p): random signs, and p rows of a Hadamard matrix of
+order b, uniformly without replacement. It costs rows * p * in multiply-adds in place of a dense sketch's
+rows * rank * in, and since H is orthogonal its variance vanishes with p -> b, where a dense Gaussian's stays.
+
+Variance. For i != j of one block, the entry of S S^T is s_i s_j / p times a sum of p of the b values H_ci H_cj = +-1,
+which add up to 0; a sample without replacement of these has the mean square p (b - p) / (b - 1). Its diagonal is 1 in
+every draw, and the signs make different pairs uncorrelated, blocks included. Hence
+
+    (b - p) / (p (b - 1)) * sum over blocks of (P_k Q_k + C_k - 2 s_k)
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rmm_linear import ops
+from rmm_linear.sketches.base import ObliviousSketch, ratio_fraction, register
+
+_BLOCK = 64
+
+
+@register
+@dataclass(frozen=True)
+class Hadamard(ObliviousSketch):
+    """Strided blocks of at most 64 rows, each mixed by random signs and a random part of a Hadamard matrix.
+
+    `rows` rows form K = ceil(rows / 64) blocks (block k holds rows k, k + K, k + 2K, ...), of which
+    p = floor(ratio * rows / K) combinations each are kept, at least one: never more than round(ratio * rows) rows,
+    and 6 of 64 for a ratio of 0.1. Below a ratio of 1/32 the blocks are larger, 2 / ratio rounded up to a power of 2.
+    """
+
+    name: ClassVar[str] = "hadamard"
+
+    def geometry(self, rows: int) -> tuple[int, int]:
+        """Return the number of blocks and the Hadamard rows kept of each.
+
+        Args:
+            rows: Number of rows; may be a SymInt.
+
+        Returns:
+            (blocks, kept).
+        """
+        if isinstance(rows, int) and rows == 0:
+            return 0, 1
+        fraction = ratio_fraction(self.ratio)
+        numerator, denominator = fraction.numerator, fraction.denominator
+        block = max(_BLOCK, 1 << (-(-2 * denominator // numerator) - 1).bit_length())
+        blocks = (rows + block - 1) // block
+        return blocks, torch.sym_max(1, (numerator * rows) // (denominator * blocks))
+
+    def rank(self, rows: int) -> int:
+        """Return blocks * kept; see `Hadamard`.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            Rows of the stored sketch.
+        """
+        blocks, kept = self.geometry(rows)
+        return blocks * kept
+
+    def is_exact(self, rows: int) -> bool:
+        """Tell whether every block is full and all of its combinations are kept.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            True at ratio 1 if the rows fill their blocks' Hadamard matrices, and for 0 or 1 rows.
+        """
+        if rows == 0:
+            return True
+        blocks, kept = self.geometry(rows)
+        return kept == ops.hadamard_order(-(-rows // blocks))
+
+    def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
+        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`.
+
+        Args:
+            y: Shape (rows, features).
+            seed: 0-d int64.
+            mean: Shape (features,), or None.
+            gradient: Whether `y` is the gradient.
+
+        Returns:
+            Shape (rank, features).
+        """
+        blocks, kept = self.geometry(y.shape[0])
+        return ops.hadamard_sketch(y, seed, mean, blocks=blocks, kept=kept, gradient=gradient)
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return E||estimate - g^T x||_F^2; the module's docstring derives it.
+
+        Args:
+            x: Activations, shape (rows, in).
+            g: Gradient of the output, shape (rows, out).
+
+        Returns:
+            0-d float64.
+        """
+        rows = x.shape[0]
+        blocks, kept = self.geometry(rows)
+        if self.is_exact(rows):
+            return torch.zeros((), dtype=torch.float64, device=x.device)
+        block_rows = -(-rows // blocks)
+        order = ops.hadamard_order(block_rows)
+        # Gram matrices of the blocks, (blocks, block_rows, block_rows): small, where x^T g of each would be large.
+        grams = []
+        for y in (x, g):
+            padded = torch.nn.functional.pad(y.double(), (0, 0, 0, block_rows * blocks - rows))
+            block = padded.unflatten(0, (block_rows, blocks)).transpose(0, 1)
+            grams.append(torch.bmm(block, block.transpose(1, 2)))
+        x_gram, g_gram = grams
+        x_rows, g_rows = x_gram.diagonal(dim1=1, dim2=2), g_gram.diagonal(dim1=1, dim2=2)
+        pairs = x_rows.sum(1) * g_rows.sum(1) + (x_gram * g_gram).sum((1, 2)) - 2 * (x_rows * g_rows).sum(1)
+        return (order - kept) / (kept * (order - 1)) * pairs.sum()
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return S; see `Sketch.dense`.
+
+        Args:
+            x: Activations, shape (rows, in); only the number of rows matters.
+            seeds: Shape (draws,), int64.
+
+        Returns:
+            Shape (draws, rows, rank), float64.
+        """
+        blocks, kept = self.geometry(x.shape[0])
+        return ops.hadamard_dense(seeds, rows=x.shape[0], blocks=blocks, kept=kept, dtype=torch.float64)

@@ -1,0 +1,109 @@
+"""What the DCT and the DFT sketches share: S = sqrt(n / r) D Q[:, columns], Q orthonormal, and its variance.
+
+Variance. Let A = S S^T without the signs, f = n (n - r) / (r (n - 1)) and M_ij = sum_c Q_ic^2 Q_jc^2. Drawing r of the
+n columns without replacement gives, with G = g g^T and X = x x^T,
+
+    E[A_ij^2] = f M_ij for i != j,      Cov(A_ii, A_kk) = f (M_ik - 1 / n),
+
+and the row signs make different pairs uncorrelated, so that
+
+    E||estimate - g^T x||^2 = f [ sum_ij M_ij (||g_i||^2 ||x_j||^2 + 2 G_ij X_ij) - 2 sum_i M_ii s_i - C / n ].
+
+For both transforms the trigonometric sums close: M_ij = alpha + (1 / 2n) * #{partners q : q(i) = j}, where the partners
+of row i are, modulo n: the DCT's i and n - 1 - i; the DFT's i and -i and, for an even n, i + n / 2 and n / 2 - i.
+alpha makes the rows of M add up to 1. (All |Q_ij|^2 equal to 1 / n gives the Hadamard sketch's form.)
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rmm_linear import ops
+from rmm_linear.sketches.base import ObliviousSketch
+from rmm_linear.sketches.closed_forms import gradient_sums
+
+
+@dataclass(frozen=True)
+class TrigonometricSketch(ObliviousSketch):
+    """Random row signs, an orthonormal trigonometric transform over the rows, `rank` random columns of it."""
+
+    kind: ClassVar[str]
+
+    def is_exact(self, rows: int) -> bool:
+        """Tell whether all columns are kept.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            True at full rank.
+        """
+        return self.rank(rows) == rows
+
+    def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
+        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`.
+
+        Args:
+            y: Shape (rows, features).
+            seed: 0-d int64.
+            mean: Shape (features,), or None.
+            gradient: Whether `y` is the gradient.
+
+        Returns:
+            Shape (rank, features).
+        """
+        rank = self.rank(y.shape[0])
+        return ops.trigonometric_sketch(y, seed, mean, rank=rank, kind=self.kind, gradient=gradient)
+
+    @abstractmethod
+    def partners(self, row: Tensor) -> list[Tensor]:
+        """Return, for every row, the rows with which its squared entries of Q correlate.
+
+        Args:
+            row: 0 .. n - 1, shape (n,), int64.
+
+        Returns:
+            Permutations of the rows, each of shape (n,), the first one `row` itself.
+        """
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return E||estimate - g^T x||_F^2; the module's docstring derives it.
+
+        Args:
+            x: Activations, shape (rows, in).
+            g: Gradient of the output, shape (rows, out).
+
+        Returns:
+            0-d float64.
+        """
+        n, rank = x.shape[0], self.rank(x.shape[0])
+        if self.is_exact(n):
+            return torch.zeros((), dtype=torch.float64, device=x.device)
+        x, g = x.double(), g.double()
+        sums = gradient_sums(x, g)
+        x_rows, g_rows = x.square().sum(1), g.square().sum(1)
+        row = torch.arange(n, device=x.device)
+        partners = self.partners(row)
+        alpha = (1 - len(partners) / (2 * n)) / n
+        total = alpha * (sums.x_squared * sums.g_squared + 2 * sums.gradient_squared - 2 * sums.row_products)
+        for partner in partners:
+            gram = (g * g[partner]).sum(1) * (x * x[partner]).sum(1)
+            fixed = (partner == row) * x_rows * g_rows
+            total = total + ((g_rows * x_rows[partner]).sum() + 2 * gram.sum() - 2 * fixed.sum()) / (2 * n)
+        return n * (n - rank) / (rank * (n - 1)) * (total - sums.gradient_squared / n)
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return S; see `Sketch.dense`.
+
+        Args:
+            x: Activations, shape (rows, in); only the number of rows matters.
+            seeds: Shape (draws,), int64.
+
+        Returns:
+            Shape (draws, rows, rank), float64.
+        """
+        rank = self.rank(x.shape[0])
+        return ops.trigonometric_dense(seeds, rows=x.shape[0], rank=rank, kind=self.kind, dtype=torch.float64)

@@ -1,0 +1,109 @@
+"""Uniform row sampling, with and without replacement: the cheapest sketches, and the baseline of all others.
+
+Variance. With replacement, r independent draws of n g_i x_i^T: (n s - C) / r. Without replacement, the finite
+population's factor: (n - r) / (r (n - 1)) * (n s - C).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rmm_linear import ops
+from rmm_linear.sketches.base import ObliviousSketch, register
+from rmm_linear.sketches.closed_forms import gradient_sums
+
+
+@dataclass(frozen=True)
+class _UniformRows(ObliviousSketch):
+    replacement: ClassVar[bool]
+
+    def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
+        """Return the drawn rows of y - 1 mean^T; see `ObliviousSketch.project`.
+
+        Args:
+            y: Shape (rows, features).
+            seed: 0-d int64.
+            mean: Shape (features,), or None.
+            gradient: Whether `y` is the gradient.
+
+        Returns:
+            Shape (rank, features).
+        """
+        rank = self.rank(y.shape[0])
+        return ops.uniform_row_sketch(y, seed, mean, rank=rank, replacement=self.replacement, gradient=gradient)
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return S; see `Sketch.dense`.
+
+        Args:
+            x: Activations, shape (rows, in); only the number of rows matters.
+            seeds: Shape (draws,), int64.
+
+        Returns:
+            Shape (draws, rows, rank), float64.
+        """
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        index = ops.uniform_rows(seeds, rows=rows, rank=rank, replacement=self.replacement)
+        dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
+        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
+
+
+@register
+@dataclass(frozen=True)
+class RowsWithReplacement(_UniformRows):
+    """`rank` independent uniform draws of a row."""
+
+    name: ClassVar[str] = "rows_with_replacement"
+    replacement: ClassVar[bool] = True
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return (n s - C) / r.
+
+        Args:
+            x: Activations, shape (rows, in).
+            g: Gradient of the output, shape (rows, out).
+
+        Returns:
+            0-d float64.
+        """
+        sums = gradient_sums(x, g)
+        return (sums.rows * sums.row_products - sums.gradient_squared) / max(1, self.rank(sums.rows))
+
+
+@register
+@dataclass(frozen=True)
+class RowsWithoutReplacement(_UniformRows):
+    """A uniform subset of `rank` rows."""
+
+    name: ClassVar[str] = "rows_without_replacement"
+    replacement: ClassVar[bool] = False
+
+    def is_exact(self, rows: int) -> bool:
+        """Tell whether all rows are kept.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            True at full rank.
+        """
+        return self.rank(rows) == rows
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return (n - r) / (r (n - 1)) * (n s - C).
+
+        Args:
+            x: Activations, shape (rows, in).
+            g: Gradient of the output, shape (rows, out).
+
+        Returns:
+            0-d float64.
+        """
+        sums = gradient_sums(x, g)
+        if self.is_exact(sums.rows):
+            return torch.zeros_like(sums.gradient_squared)
+        rank = self.rank(sums.rows)
+        population = (sums.rows - rank) / (rank * (sums.rows - 1))
+        return population * (sums.rows * sums.row_products - sums.gradient_squared)
