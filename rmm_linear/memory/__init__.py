@@ -1,0 +1,6 @@
+"""What a model keeps for its backward pass, and what its sketched layers save."""
+
+from rmm_linear.memory.kept import SavedTensors, measure_kept_bytes
+from rmm_linear.memory.saving import MeasuredSaving
+
+__all__ = ["MeasuredSaving", "SavedTensors", "measure_kept_bytes"]

@@ -1,0 +1,206 @@
+"""What does a forward pass keep for its backward pass? Every distinct storage, counted once.
+
+Autograd hands each tensor that it keeps to the innermost `saved_tensors_hooks`. The hooks here hand it back unchanged
+and write down its storage: `untyped_storage().nbytes()`, since a view of ten elements keeps the whole of what it views
+alive, and one storage saved by three layers is kept once. Parameters and buffers live anyway and do not count.
+
+Inside `torch.utils.checkpoint` autograd's innermost hooks are the checkpoint's own: what a checkpointed block would
+have saved is not kept, and is not counted. Under `torch.compile` the hooks see what the compiled graph saves.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that keeping `tensor` keeps alive.
+
+    One for an ordinary tensor, several for a sparse one and for a wrapper such as DTensor.
+
+    Args:
+        tensor: Any tensor.
+
+    Yields:
+        Storages, not necessarily distinct.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout == torch.sparse_coo:
+        yield tensor._indices().untyped_storage()
+        yield tensor._values().untyped_storage()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        yield from (part.untyped_storage() for part in parts)
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        yield from (part.untyped_storage() for part in parts)
+
+
+class StorageSet:
+    """A set of storages, with their sizes, that does not keep them alive.
+
+    A weak reference to a storage keeps its identity from being given to another one, so that memory which was freed
+    and used again does not pass for what lay there before.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._references: dict[int, StorageWeakRef] = {}
+        self.sizes: dict[int, int] = {}
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self.add(storage)
+
+    def add(self, storage: torch.UntypedStorage) -> int:
+        """Add a storage, if it is not there yet.
+
+        Args:
+            storage: The storage.
+
+        Returns:
+            Its key in `sizes`.
+        """
+        key = storage._cdata
+        if key not in self._references:
+            self._references[key] = StorageWeakRef(storage)
+            self.sizes[key] = storage.nbytes()
+        return key
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._references
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+
+def own_tensors(exclude: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of modules, and tensors themselves.
+
+    Args:
+        exclude: Modules and tensors.
+
+    Yields:
+        Tensors.
+
+    Raises:
+        ValueError: If an element is neither a module nor a tensor.
+    """
+    for item in exclude:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, nn.Module):
+            for tensor in (*item.parameters(), *item.buffers()):
+                if not nn.parameter.is_lazy(tensor):
+                    yield tensor
+        else:
+            raise ValueError(f"cannot exclude {type(item).__name__}; pass modules or tensors")
+
+
+class SavedTensors:
+    """Count what autograd keeps for the backward pass while this context is active.
+
+    Args:
+        *exclude: Modules, whose parameters and buffers do not count, and tensors that do not count. Views of them do
+            not count either.
+
+    Warning:
+        What is saved inside the context counts, whether or not its graph is still alive at the end; and what was
+        hidden from autograd (`ctx.x = x` in a custom Function) is not seen.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(8, 4), torch.randn(16, 8)
+        >>> with SavedTensors(layer) as kept:
+        ...     y = layer(x)
+        >>> kept.bytes, kept.holds(x)
+        (512, True)
+    """
+
+    def __init__(self, *exclude: nn.Module | Tensor) -> None:
+        self._exclude = exclude
+        self._excluded = StorageSet(own_tensors(exclude))
+        self._kept = StorageSet()
+        self._hooks: saved_tensors_hooks | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all distinct storages kept."""
+        return sum(self._kept.sizes.values())
+
+    @property
+    def storages(self) -> dict[int, int]:
+        """Each storage's bytes by its key, in the order in which they were first saved."""
+        return dict(self._kept.sizes)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether the memory of `tensor` is kept for the backward pass.
+
+        Args:
+            tensor: Any tensor, a view included.
+
+        Returns:
+            True if something was saved that lies in (any of) the storages of `tensor`.
+        """
+        return any(storage in self._kept for storage in storages_of(tensor))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        for storage in storages_of(tensor):
+            if storage not in self._excluded:
+                self._kept.add(storage)
+        return tensor
+
+    def __enter__(self) -> "SavedTensors":
+        if self._hooks is not None:
+            raise ValueError("this SavedTensors is active already; make a second one to nest them")
+        # A module's tensors may have been moved or replaced since it was named.
+        self._excluded = StorageSet(own_tensors(self._exclude))
+        self._kept = StorageSet()
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(kind, error, traceback)
+            self._hooks = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(bytes={self.bytes}, storages={len(self._kept)})"
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def measure_kept_bytes(
+    fn: Callable[..., object], *args: Any, exclude: Iterable[nn.Module | Tensor] = (), **kwargs: Any
+) -> int:
+    """Run `fn` with gradients enabled and return the bytes that it keeps for its backward pass.
+
+    Args:
+        fn: A module, or any function of tensors. The parameters and buffers of a module do not count.
+        *args: Its arguments.
+        exclude: More modules and tensors that do not count.
+        **kwargs: Its arguments by name.
+
+    Returns:
+        Bytes of all distinct storages saved. The result of `fn` is dropped.
+
+    Example:
+        >>> measure_kept_bytes(torch.nn.Linear(8, 4), torch.randn(16, 8))
+        512
+    """
+    owner = getattr(fn, "__self__", fn)
+    with torch.enable_grad(), SavedTensors(*exclude, *([owner] if isinstance(owner, nn.Module) else [])) as kept:
+        fn(*args, **kwargs)
+    return kept.bytes

@@ -1,0 +1,166 @@
+"""What do the sketched layers of a model save, against the same forward pass with exact layers?
+
+The layers cannot answer one by one. Query, key and value projections share one input, which exact layers keep once; a
+fused attention keeps its output, the input of the next projection, anyway; and a checkpointed block keeps nothing. So
+one forward of the sketched model is watched, and the exact one's bytes follow from what is seen:
+
+    exact = kept - what the sketched layers keep of their own + every distinct input that nobody else keeps
+
+which equals a measurement of the exact model to the byte.
+"""
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rmm_linear.linear import RMMLinear
+from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
+
+
+class MeasuredSaving(SavedTensors):
+    """Count what one forward keeps, and what it would have kept with exact layers.
+
+    Args:
+        model: A model with `RMMLinear` layers, in training mode and not compiled.
+
+    Example:
+        >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(64, 64)), ratio=0.5)
+        >>> with MeasuredSaving(model) as saving:
+        ...     loss = model(torch.randn(512, 64)).sum()
+        >>> saving.exact_bytes, saving.saved_bytes < saving.exact_bytes
+        (131072, True)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        # the layer whose forward is running, and how many tensors it has saved so far
+        self._running: nn.Module | None = None
+        self._packs = 0
+        # storages that somebody other than a sketched layer saved; and all inputs of sketched layers
+        self._saved_elsewhere = StorageSet()
+        self._inputs = StorageSet()
+        # inputs that exact layers would keep: those that lie in memory, by key, and fresh copies (casts), in bytes
+        self._exact_inputs: set[int] = set()
+        self._fresh_bytes = 0
+        self._cast_weights: dict[int, Tensor] = {}
+        self.promised_bytes = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the model kept for its backward pass."""
+        return self.bytes
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that the model would have kept with exact layers."""
+        kept = self._kept.sizes
+        own = {key for key in kept if key not in self._saved_elsewhere.sizes and key not in self._inputs.sizes}
+        stays = sum(size for key, size in kept.items() if key not in own)
+        inputs = sum(self._inputs.sizes[key] for key in self._exact_inputs if key not in kept or key in own)
+        return stays + inputs + self._fresh_bytes
+
+    @property
+    def saving_bytes(self) -> int:
+        """Bytes saved: negative where sketches cost more than what they replace."""
+        return self.exact_bytes - self.saved_bytes
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if self._running is None:
+            for storage in storages_of(tensor):
+                self._saved_elsewhere.add(storage)
+        else:
+            self._packs += 1
+        return super()._pack(tensor)
+
+    def _before_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._running = layer
+        self._packs = 0
+
+    def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        self._running = None
+        # Nothing saved: no gradient is wanted, or a checkpoint has taken over, and an exact layer would keep nothing.
+        if self._packs == 0:
+            return
+        assert isinstance(layer, RMMLinear)
+        x = args[0] if args else kwargs["input"]
+        for storage in storages_of(x):
+            self._inputs.add(storage)
+        device = x.device.type
+        lowered = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if layer.weight.requires_grad:
+            self._promise(layer, x, _cast_dtype(x, lowered))
+            self._expect_input(x, _cast_dtype(x, lowered))
+        if x.requires_grad:
+            self._expect_weight(layer.weight, _cast_dtype(layer.weight, lowered))
+
+    def _promise(self, layer: RMMLinear, x: Tensor, dtype: torch.dtype) -> None:
+        features = x.shape[-1]
+        rows = x.numel() // max(1, features)
+        exact = x.numel() * dtype.itemsize
+        self.promised_bytes += exact - layer.rmm_config.saved_bytes(rows, features, dtype)
+
+    def _expect_input(self, x: Tensor, dtype: torch.dtype) -> None:
+        # A cast, or the copy that flattening a strided input takes, belongs to this call alone: three layers with one
+        # input make three of them.
+        if dtype != x.dtype or not _flattens_in_place(x):
+            self._fresh_bytes += x.numel() * dtype.itemsize
+            return
+        for storage in storages_of(x):
+            if storage not in self._excluded:
+                self._exact_inputs.add(self._inputs.add(storage))
+
+    def _expect_weight(self, weight: Tensor, dtype: torch.dtype) -> None:
+        if dtype == weight.dtype:
+            return
+        # autocast casts a trainable float32 leaf once, and everything else anew at each call
+        if torch.is_autocast_cache_enabled() and weight.requires_grad and weight.is_leaf:
+            if id(weight) in self._cast_weights:
+                return
+            self._cast_weights[id(weight)] = weight
+        self._fresh_bytes += weight.numel() * dtype.itemsize
+
+    def __enter__(self) -> "MeasuredSaving":
+        super().__enter__()
+        self._reset()
+        for layer in self._model.modules():
+            if isinstance(layer, RMMLinear):
+                self._handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
+                self._handles.append(
+                    layer.register_forward_hook(self._after_layer, with_kwargs=True, always_call=True)
+                )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._cast_weights.clear()
+        super().__exit__(kind, error, traceback)
+
+
+def _cast_dtype(tensor: Tensor, lowered: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which autocast has a matmul read the tensor: it leaves float64 alone."""
+    if lowered is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor.dtype
+    return lowered
+
+
+def _flattens_in_place(x: Tensor) -> bool:
+    """Tell whether F.linear can view x as (rows, features); a copy is kept otherwise."""
+    if x.dim() <= 2:
+        return True
+    try:
+        x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return False
+    return True
