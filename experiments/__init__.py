@@ -1,0 +1,1 @@
+"""Experiments on top of the public API of `rmm_linear`; nothing in the library imports from here."""

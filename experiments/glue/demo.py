@@ -1,0 +1,330 @@
+"""The task `demo`: tell sentences of a small grammar from broken ones. Generated, seeded, offline, learnable.
+
+The grammar makes English sentences whose verbs agree with their subjects in number and person, across adjectives,
+prepositional phrases and nested relative clauses that put nouns of another number in between:
+
+    S       -> NP VP
+    NP      -> PRONOUN | DET (ADJ) NOUN (PP | RELATIVE) | NP and NP
+    PP      -> PREP NP
+    RELATIVE-> that VP | that NP VERB
+    VP      -> BE ADJ | VERB (ADVERB) | VERB NP
+
+Half of the sentences are broken, in one of two ways. *Agreement*: one verb takes the wrong number. *Order*: a few
+neighbouring words are shuffled until two words follow each other that never do in the grammar, so that a broken
+sentence is never a good one by accident. Learning the second takes word order, the first takes finding each verb's
+subject: the accuracy of a model between the two says how far it came.
+
+No sentence of the validation split occurs in the training split.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from datasets import Dataset, DatasetDict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForSequenceClassification
+
+from .tasks import Task
+
+DEMO_TASK = Task(
+    name="demo",
+    text_keys=("sentence",),
+    labels=("broken", "grammatical"),
+    metrics=("accuracy",),
+    folder="demo",
+    columns=("sentence", "label"),
+)
+
+# the data, unlike the model, does not vary with the seed of a run: every run sees the same sentences
+DATA_SEED = 20220131
+TRAIN_ROWS = 12_000
+VALIDATION_ROWS = 2_000
+VOCABULARY_SIZE = 800
+
+_NOUNS = "actor bird cat child-children dog farmer fox-foxes friend king man-men mouse-mice nurse poet singer".split()
+_VERBS = "admires calls finds follows helps knows likes misses-miss sees teaches-teach trusts watches-watch".split()
+_LONE_VERBS = "cries-cry dances laughs sings sleeps works".split()
+_ADJECTIVES = "angry calm clever happy kind old sad tall".split()
+_ADVERBS = "again alone here often today".split()
+_PREPOSITIONS = "behind beside near with".split()
+_DETERMINERS = {"singular": "a every the this".split(), "plural": "many some the these".split()}
+_PRONOUNS = {"first": "I", "second": "you", "third": "he she", "plural": "we they"}
+
+
+def _singular_and_plural(nouns: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = (noun.split("-") for noun in nouns)
+    return [(pair[0], pair[1] if len(pair) > 1 else pair[0] + "s") for pair in pairs]
+
+
+def _third_person_and_plain(verbs: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = (verb.split("-") for verb in verbs)
+    return [(pair[0], pair[1] if len(pair) > 1 else pair[0].removesuffix("s")) for pair in pairs]
+
+
+NOUN_FORMS = _singular_and_plural(_NOUNS)
+VERB_FORMS = _third_person_and_plain(_VERBS)
+LONE_VERB_FORMS = _third_person_and_plain(_LONE_VERBS)
+_OTHER_FORM = {form: other for pair in (*VERB_FORMS, *LONE_VERB_FORMS) for form, other in (pair, (pair[1], pair[0]))}
+_BE = {"first": "am", "second": "are", "third": "is", "plural": "are"}
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a sentence with its part of speech and, for verbs, the person that it agrees with."""
+
+    text: str
+    kind: str
+    person: str = ""
+
+
+class Grammar:
+    """Draws sentences. One instance holds one stream of random numbers."""
+
+    def __init__(self, seed: int, *, depth: int = 2) -> None:
+        """Start a stream.
+
+        Args:
+            seed: Seed of the stream.
+            depth: How many phrases may nest inside one another.
+        """
+        self._random = random.Random(seed)
+        self._depth = depth
+
+    def sentence(self) -> list[Word]:
+        """Draw one grammatical sentence.
+
+        Returns:
+            Its words, the full stop left out.
+        """
+        subject, person = self._noun_phrase(self._depth)
+        return subject + self._verb_phrase(person, self._depth - 1)
+
+    def _choose(self, words: Sequence[str]) -> str:
+        return self._random.choice(words)
+
+    def _chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def _noun_phrase(self, depth: int) -> tuple[list[Word], str]:
+        """Words of a noun phrase and its person: first, second, third (singular) or plural."""
+        if self._chance(0.12):
+            person = self._choose(tuple(_PRONOUNS))
+            return [Word(self._choose(_PRONOUNS[person].split()), "pronoun")], person
+        if depth > 1 and self._chance(0.08):
+            left, _ = self._simple_noun_phrase(0)
+            right, _ = self._simple_noun_phrase(0)
+            return [*left, Word("and", "and"), *right], "plural"
+        return self._simple_noun_phrase(depth)
+
+    def _simple_noun_phrase(self, depth: int) -> tuple[list[Word], str]:
+        number = self._choose(("singular", "plural"))
+        words = [Word(self._choose(_DETERMINERS[number]), "determiner")]
+        if self._chance(0.25):
+            words.append(Word(self._choose(_ADJECTIVES), "adjective"))
+        words.append(Word(self._random.choice(NOUN_FORMS)[number == "plural"], "noun"))
+        person = "third" if number == "singular" else "plural"
+        if depth > 0 and self._chance(0.35):
+            inner, _ = self._noun_phrase(depth - 1)
+            words += [Word(self._choose(_PREPOSITIONS), "preposition"), *inner]
+        elif depth > 0 and self._chance(0.45):
+            words += self._relative_clause(person, depth - 1)
+        return words, person
+
+    def _relative_clause(self, person: str, depth: int) -> list[Word]:
+        if self._chance(0.5):
+            return [Word("that", "that"), *self._verb_phrase(person, depth)]
+        inner, inner_person = self._noun_phrase(depth)
+        return [Word("that", "that"), *inner, self._verb(VERB_FORMS, inner_person, "verb")]
+
+    def _verb_phrase(self, person: str, depth: int) -> list[Word]:
+        if self._chance(0.3):
+            return [Word(_BE[person], "be", person), Word(self._choose(_ADJECTIVES), "adjective")]
+        if depth < 1 or self._chance(0.4):
+            words = [self._verb(LONE_VERB_FORMS, person, "lone verb")]
+            return [*words, Word(self._choose(_ADVERBS), "adverb")] if self._chance(0.5) else words
+        inner, _ = self._noun_phrase(depth - 1)
+        return [self._verb(VERB_FORMS, person, "verb"), *inner]
+
+    def _verb(self, forms: Sequence[tuple[str, str]], person: str, kind: str) -> Word:
+        return Word(self._random.choice(forms)[person != "third"], kind, person)
+
+    def break_agreement(self, words: Sequence[Word]) -> list[Word]:
+        """Give one verb of a sentence a form that its subject does not take.
+
+        Args:
+            words: A grammatical sentence.
+
+        Returns:
+            The same words, one verb changed.
+        """
+        at = self._random.choice([index for index, word in enumerate(words) if word.person])
+        verb = words[at]
+        if verb.kind == "be":
+            text = self._choose([form for form in ("am", "are", "is") if form != verb.text])
+        else:
+            text = _OTHER_FORM[verb.text]
+        return [*words[:at], Word(text, verb.kind, verb.person), *words[at + 1 :]]
+
+    def break_order(self, words: Sequence[Word]) -> list[Word]:
+        """Shuffle three neighbouring words of a sentence until some two neighbours are impossible in the grammar.
+
+        Args:
+            words: A grammatical sentence.
+
+        Returns:
+            The same words in another order.
+        """
+        span = min(3, len(words))
+        while True:
+            start = self._random.randrange(len(words) - span + 1)
+            shuffled = list(words[start : start + span])
+            self._random.shuffle(shuffled)
+            broken = [*words[:start], *shuffled, *words[start + span :]]
+            if not has_possible_order(broken):
+                return broken
+
+
+# every pair of kinds that can be neighbours in a sentence, "" being its beginning and its end
+_NP_START = {"pronoun", "determiner"}
+_NP_END = {"pronoun", "noun", "verb", "lone verb", "adverb", "adjective"}
+_VP_START = {"be", "verb", "lone verb"}
+POSSIBLE_NEIGHBOURS: frozenset[tuple[str, str]] = frozenset(
+    {("", start) for start in _NP_START}
+    | {("determiner", "adjective"), ("determiner", "noun"), ("adjective", "noun")}
+    | {("noun", after) for after in ("preposition", "that", "and", "")}
+    | {(before, start) for before in ("preposition", "that", "verb", "and") for start in _NP_START}
+    | {(end, start) for end in _NP_END for start in _VP_START}
+    | {("that", start) for start in _VP_START}
+    | {("be", "adjective"), ("lone verb", "adverb")}
+    | {(end, "") for end in _NP_END}
+)
+
+
+def has_possible_order(words: Sequence[Word]) -> bool:
+    """Whether all neighbours in a sentence can be neighbours in the grammar.
+
+    Args:
+        words: The sentence.
+
+    Returns:
+        False only for sentences that the grammar can't produce.
+    """
+    kinds = ["", *(word.kind for word in words), ""]
+    return all(pair in POSSIBLE_NEIGHBOURS for pair in zip(kinds, kinds[1:], strict=False))
+
+
+def as_text(words: Sequence[Word]) -> str:
+    """Write a sentence out.
+
+    Args:
+        words: Its words.
+
+    Returns:
+        The words with blanks between and a full stop.
+    """
+    return " ".join(word.text for word in words) + " ."
+
+
+def demo_splits(train_rows: int = TRAIN_ROWS, validation_rows: int = VALIDATION_ROWS) -> DatasetDict:
+    """Generate both splits: half good, a quarter with broken agreement, a quarter with broken order.
+
+    Args:
+        train_rows: Rows of the training split.
+        validation_rows: Rows of the validation split.
+
+    Returns:
+        Splits `train` and `validation` with columns `sentence` and `label`; equal in every call.
+    """
+    grammar = Grammar(DATA_SEED)
+    seen: set[str] = set()
+    rows: dict[str, list[str] | list[int]] = {"sentence": [], "label": []}
+    sentences: list[str] = []
+    labels: list[int] = []
+    while len(sentences) < train_rows + validation_rows:
+        words = grammar.sentence()
+        at = len(sentences)
+        if at % 2:
+            words = grammar.break_agreement(words) if at % 4 == 1 else grammar.break_order(words)
+        text = as_text(words)
+        if text in seen:
+            continue
+        seen.add(text)
+        sentences.append(text)
+        labels.append(1 - at % 2)
+    rows = {"sentence": sentences, "label": labels}
+    everything = Dataset.from_dict(rows, features=DEMO_TASK.features)
+    # the last rows are the validation split; the sampler shuffles the training split
+    return DatasetDict(
+        train=everything.select(range(train_rows)),
+        validation=everything.select(range(train_rows, train_rows + validation_rows)),
+    )
+
+
+def demo_tokenizer(sentences: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer, the kind that RoBERTa has.
+
+    Args:
+        sentences: The training split's sentences.
+
+    Returns:
+        The tokenizer.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sentences, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        cls_token="<s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        model_max_length=64,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def demo_model(vocabulary_size: int, *, num_outputs: int, is_regression: bool) -> RobertaForSequenceClassification:
+    """Build the small RoBERTa with fresh weights from torch's default generator.
+
+    Args:
+        vocabulary_size: Size of its vocabulary.
+        num_outputs: Size of its output.
+        is_regression: Whether its output is a number to predict.
+
+    Returns:
+        The model.
+    """
+    config = RobertaConfig(
+        vocab_size=vocabulary_size,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=512,
+        max_position_embeddings=66,
+        type_vocab_size=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+        num_labels=num_outputs,
+        problem_type="regression" if is_regression else "single_label_classification",
+    )
+    return RobertaForSequenceClassification(config)

@@ -1,0 +1,121 @@
+"""Where a number comes from: versions, commit, hardware and fingerprints of data and weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import DatasetDict
+from torch import nn
+
+import rmm_linear
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "evaluate",
+    "accelerate",
+    "tokenizers",
+    "scikit-learn",
+    "scipy",
+    "numpy",
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this library and of what it ran on."""
+    found = {"python": platform.python_version(), "rmm_linear": rmm_linear.__version__}
+    return found | {package: metadata.version(package) for package in _PACKAGES}
+
+
+def commit() -> dict[str, Any]:
+    """The repository's commit, and whether tracked files differed from it; None where there is no repository."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "modified": None}
+    return {"commit": head, "modified": bool(changed)}
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Processor, memory and accelerator, without anything that names the machine.
+
+    Args:
+        device: The device that trains.
+
+    Returns:
+        The description.
+    """
+    return {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu": _processor(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    # not every system knows these names
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the names and bytes of all parameters: equal if and only if two models are bitwise equal.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The digest in hexadecimal.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def data_fingerprint(splits: DatasetDict) -> str:
+    """SHA-256 over all rows of both splits.
+
+    Args:
+        splits: Splits `train` and `validation`.
+
+    Returns:
+        The digest in hexadecimal.
+    """
+    digest = hashlib.sha256()
+    for split in ("train", "validation"):
+        for column in splits[split].column_names:
+            digest.update(f"{split}/{column}".encode())
+            digest.update(repr(list(splits[split][column])).encode())
+    return digest.hexdigest()

@@ -1,0 +1,129 @@
+"""Run one configuration, or the whole grid of a named one: `python -m experiments.glue.run --help`.
+
+Examples:
+    python -m experiments.glue.run --method hadamard --ratio 0.2
+    python -m experiments.glue.run --config minilm --task mrpc --method exact --data GLUE --model MODEL
+    python -m experiments.glue.run --config demo --grid --report
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .errors import HarnessError
+
+DEFAULT_RESULTS = Path(__file__).parent / "results"
+
+# command-line names of settings whose own name would read badly there
+_HELP = {
+    "task": "cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli or demo",
+    "data": "hub, demo, or a folder in the official GLUE layout",
+    "model": "demo, a name on the hub, or a folder that from_pretrained reads",
+    "method": "exact, checkpointing, or a sketch: gaussian, hadamard, ...",
+    "ratio": "rows kept over rows; in (0, 1]",
+    "min_rows": "inputs with fewer rows stay exact",
+    "seed": "seed of everything that is drawn",
+    "epochs": "passes over the training split",
+    "max_steps": "stop after so many steps; 0 for all",
+    "batch_size": "sequences a training step",
+    "max_length": "longest sequence in tokens",
+    "learning_rate": "peak learning rate",
+    "precision": "float32 or bfloat16",
+    "save_steps": "steps between checkpoints within an epoch; 0 for none",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports mistakes the way the rest of the harness does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise HarnessError(f"{message}; see --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m experiments.glue.run",
+        description="Fine-tune with exact, checkpointed or sketched linear layers and write one result file a run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", default="demo", help="named configuration to start from (default: demo)")
+    types: dict[str, Any] = {"ratio": float, "epochs": float, "learning_rate": float}
+    for name in ("seed", "max_steps", "batch_size", "max_length", "min_rows", "save_steps"):
+        types[name] = int
+    for name, text in _HELP.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=types.get(name, str), help=text)
+    parser.add_argument("--center", action=argparse.BooleanOptionalAction, help="keep the column mean apart")
+    parser.add_argument("--grid", action="store_true", help="run every missing run of the configuration's grid")
+    parser.add_argument("--results", type=Path, help="results folder (default: experiments/glue/results/<config>)")
+    parser.add_argument("--report", action="store_true", help="end with the tables and the figure of the folder")
+    parser.add_argument("--force", action="store_true", help="throw away earlier results of the same runs")
+    parser.add_argument("--cpu", action="store_true", help="leave an accelerator alone")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: The arguments; those of the process if None.
+
+    Returns:
+        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
+    """
+    try:
+        return _run(_parser().parse_args(arguments))
+    except HarnessError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    # imports that take seconds come after the command line has been read
+    from .settings import RunSettings, load_named_config
+
+    config = load_named_config(options.config)
+    known = {field.name for field in dataclasses.fields(RunSettings)}
+    changes = {key: value for key, value in vars(options).items() if key in known and value is not None}
+    runs = config.grid(**changes) if options.grid else [config.run(**changes)]
+    # a change may make runs of the grid equal, such as one method asked for a whole grid of them
+    runs = list({run.name: run for run in runs}.values())
+    if all(run.data != "hub" and _is_local(run.model) for run in runs):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    results = options.results or DEFAULT_RESULTS / config.name
+
+    from .training import execute, finished_result
+
+    for number, run in enumerate(runs, start=1):
+        done = None if options.force else finished_result(run, results)
+        result = done or execute(run, results, force=options.force, cpu=options.cpu)
+        print(f"[{number}/{len(runs)}] {_one_line(result)}{'  (finished before)' if done else ''}", flush=True)
+    if options.report:
+        from .report import write_report
+
+        print(write_report(results))
+    return 0
+
+
+def _is_local(model: str) -> bool:
+    return model == "demo" or Path(model).is_dir()
+
+
+def _one_line(result: dict[str, Any]) -> str:
+    kept = result["kept_bytes"]
+    return (
+        f"{result['name']}: score {100 * result['final']['score']:.1f}, keeps {kept['model'] / 2**20:.2f} MiB "
+        f"(exact {kept['exact_model'] / 2**20:.2f}), trained {result['train_seconds']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""The nine GLUE tasks: their texts, labels and metrics, and how to read them from the hub or from official files.
+
+A folder in the official layout holds one folder a task (`CoLA/`, `SST-2/`, ...) with `train.tsv` and `dev.tsv`
+(MNLI: `dev_matched.tsv`). The files are tab-separated with bare quotation marks inside the fields, so they are read
+with `csv.QUOTE_NONE`; every row is checked, since a reader that fills missing fields would train on a truncated
+download without a word.
+
+The generated task `demo` lives in `demo.py` and uses the same `Task` description.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
+
+from .errors import HarnessError
+
+HUB_DATASET = "nyu-mll/glue"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one task is, independent of where its files come from.
+
+    Attributes:
+        name: The name used on the command line and on the hub.
+        text_keys: Columns of the loaded dataset that hold the text, one for single sentences, two for pairs.
+        labels: Class names in the order of their integer labels; empty for a regression task.
+        metrics: Names of the metrics, as `glue_metric` returns them. The task's score is their mean.
+        folder: Folder of the task in the official layout.
+        columns: Official column of each text key and, last, of the label.
+        header: Whether the official files open with a line of column names; if not, `columns` are positions.
+        width: Number of columns of a file without a header.
+        dev_file: The official file of the validation split.
+        hub_split: The hub's name of the validation split.
+        malformed_rows: How many rows of the official release are known to lack columns. These are left out, as in the
+            hub's copy; anything beyond is an error.
+    """
+
+    name: str
+    text_keys: tuple[str, ...]
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    folder: str
+    columns: tuple[str, ...]
+    header: bool = True
+    width: int = 0
+    dev_file: str = "dev.tsv"
+    hub_split: str = "validation"
+    malformed_rows: int = 0
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the label is a number to predict rather than a class."""
+        return not self.labels
+
+    @property
+    def num_outputs(self) -> int:
+        """Size of the model's output: one for regression, else the number of classes."""
+        return max(len(self.labels), 1)
+
+    @property
+    def features(self) -> Features:
+        """Column types of the loaded dataset."""
+        label = Value("float32") if self.is_regression else ClassLabel(names=list(self.labels))
+        return Features({**{key: Value("string") for key in self.text_keys}, "label": label})
+
+    def parse_label(self, text: str) -> float | int:
+        """Turn a label field of an official file into a number.
+
+        Args:
+            text: The field: a class name, a class number, or a score from 0 to 5.
+
+        Returns:
+            The class index, or the score of a regression task.
+
+        Raises:
+            ValueError: If the field is none of these.
+        """
+        if self.is_regression:
+            score = float(text)
+            if not (math.isfinite(score) and 0.0 <= score <= 5.0):
+                raise ValueError(text)
+            return score
+        if text in self.labels:
+            return self.labels.index(text)
+        # CoLA, MRPC, QQP, SST-2 and WNLI write the number of the class, the others its name
+        if text in _class_numbers(self):
+            return int(text)
+        raise ValueError(text)
+
+    @property
+    def label_values(self) -> str:
+        """What a label field may hold, for messages."""
+        if self.is_regression:
+            return "a number from 0 to 5"
+        return "one of " + ", ".join(_class_numbers(self) or self.labels)
+
+
+def _class_numbers(task: Task) -> tuple[str, ...]:
+    written_as_names = task.name in ("mnli", "qnli", "rte")
+    return () if written_as_names else tuple(str(index) for index in range(len(task.labels)))
+
+
+_PAIR = ("sentence1", "sentence2")
+_ENTAILMENT = ("entailment", "not_entailment")
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            name="cola",
+            text_keys=("sentence",),
+            labels=("unacceptable", "acceptable"),
+            metrics=("matthews_correlation",),
+            folder="CoLA",
+            columns=("3", "1"),
+            header=False,
+            width=4,
+        ),
+        Task(
+            name="sst2",
+            text_keys=("sentence",),
+            labels=("negative", "positive"),
+            metrics=("accuracy",),
+            folder="SST-2",
+            columns=("sentence", "label"),
+        ),
+        Task(
+            name="mrpc",
+            text_keys=_PAIR,
+            labels=("not_equivalent", "equivalent"),
+            metrics=("accuracy", "f1"),
+            folder="MRPC",
+            columns=("#1 String", "#2 String", "Quality"),
+        ),
+        Task(
+            name="qqp",
+            text_keys=("question1", "question2"),
+            labels=("not_duplicate", "duplicate"),
+            metrics=("accuracy", "f1"),
+            folder="QQP",
+            columns=("question1", "question2", "is_duplicate"),
+            malformed_rows=40,
+        ),
+        Task(
+            name="stsb",
+            text_keys=_PAIR,
+            labels=(),
+            metrics=("pearson", "spearmanr"),
+            folder="STS-B",
+            columns=("sentence1", "sentence2", "score"),
+        ),
+        Task(
+            name="mnli",
+            text_keys=("premise", "hypothesis"),
+            labels=("entailment", "neutral", "contradiction"),
+            metrics=("accuracy",),
+            folder="MNLI",
+            columns=("sentence1", "sentence2", "gold_label"),
+            dev_file="dev_matched.tsv",
+            hub_split="validation_matched",
+        ),
+        Task(
+            name="qnli",
+            text_keys=("question", "sentence"),
+            labels=_ENTAILMENT,
+            metrics=("accuracy",),
+            folder="QNLI",
+            columns=("question", "sentence", "label"),
+        ),
+        Task(
+            name="rte",
+            text_keys=_PAIR,
+            labels=_ENTAILMENT,
+            metrics=("accuracy",),
+            folder="RTE",
+            columns=("sentence1", "sentence2", "label"),
+        ),
+        Task(
+            name="wnli",
+            text_keys=_PAIR,
+            labels=("not_entailment", "entailment"),
+            metrics=("accuracy",),
+            folder="WNLI",
+            columns=("sentence1", "sentence2", "label"),
+        ),
+    )
+}
+
+
+def load_task(task: Task, data: str) -> DatasetDict:
+    """Load the train and validation splits of a task.
+
+    Args:
+        task: The task to load.
+        data: `"hub"`, or the path of a folder in the official GLUE layout.
+
+    Returns:
+        Splits `train` and `validation` with the task's text columns and `label`.
+
+    Raises:
+        HarnessError: If the folder, a file or a row is not what the official layout says, or the hub can't be reached.
+    """
+    if data == "hub":
+        return _load_from_hub(task)
+    root = Path(data)
+    if not root.is_dir():
+        raise HarnessError(
+            f"the data folder {data} does not exist; pass --data <folder in the official GLUE layout>, "
+            "--data hub or --data demo"
+        )
+    folder = root / task.folder
+    if not folder.is_dir():
+        raise HarnessError(
+            f"{root} has no folder {task.folder} for the task {task.name}; expected {task.folder}/train.tsv and "
+            f"{task.folder}/{task.dev_file}"
+        )
+    return DatasetDict(
+        train=read_official_file(task, folder / "train.tsv"),
+        validation=read_official_file(task, folder / task.dev_file),
+    )
+
+
+def _load_from_hub(task: Task) -> DatasetDict:
+    try:
+        splits = load_dataset(HUB_DATASET, task.name)
+    # the hub client raises a dozen unrelated exception types for "no network", "offline mode" and "not found"
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise HarnessError(
+            f"the task {task.name} could not be loaded from the hub ({reason}); check the network, or pass "
+            "--data <folder in the official GLUE layout> or --data demo"
+        ) from error
+    columns = [*task.text_keys, "label"]
+    return DatasetDict(
+        train=splits["train"].select_columns(columns), validation=splits[task.hub_split].select_columns(columns)
+    )
+
+
+def read_official_file(task: Task, path: Path) -> Dataset:
+    """Read one official TSV file, checking every row.
+
+    Args:
+        task: The task that the file belongs to.
+        path: The file.
+
+    Returns:
+        A dataset with the task's text columns and `label`, in the order of the file.
+
+    Raises:
+        HarnessError: Naming path, line and remedy, if the file is missing, empty, truncated or ill-formed.
+    """
+    if not path.is_file():
+        raise HarnessError(f"the file {path} does not exist; the task {task.name} needs it, download it again")
+    columns: dict[str, list[Any]] = {key: [] for key in (*task.text_keys, "label")}
+    for row in _checked_rows(task, path):
+        for key, value in zip(columns, row, strict=True):
+            columns[key].append(value)
+    if not columns["label"]:
+        raise HarnessError(f"the file {path} holds no rows; download it again")
+    return Dataset.from_dict(columns, features=task.features)
+
+
+def _checked_rows(task: Task, path: Path) -> Iterator[list[Any]]:
+    """Yield texts and label of every row; a fault raises with the number of its line."""
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        if file.tell():
+            file.seek(-1, 2)
+            if file.read(1) not in b"\r\n":
+                raise HarnessError(
+                    f"the file {path} is truncated: its last line has no line end; download it again, or end it with "
+                    "a newline if it is whole"
+                )
+    line = 0
+    malformed: list[tuple[int, int]] = []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            positions, width = _positions(task, path, reader)
+            for row in reader:
+                line = reader.line_num
+                if len(row) != width:
+                    malformed.append((line, len(row)))
+                    if len(malformed) > task.malformed_rows:
+                        raise _wrong_width(path, *malformed[0], width)
+                    continue
+                yield [*(row[at] for at in positions[:-1]), _label(task, path, line, row[positions[-1]])]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise HarnessError(
+            f"the file {path} is not readable as UTF-8 tab-separated text after line {line} ({error}); download it again"
+        ) from error
+    # a download that was cut off ends in a short row, whatever faults the official release has before
+    if malformed and malformed[-1][0] == line:
+        raise _wrong_width(path, *malformed[-1], width)
+
+
+def _positions(task: Task, path: Path, reader: Iterator[list[str]]) -> tuple[list[int], int]:
+    """Where the texts and the label are, and how many columns a row has; reads the header if there is one."""
+    if not task.header:
+        return [int(column) for column in task.columns], task.width
+    header: Sequence[str] = next(reader, [])
+    missing = [column for column in task.columns if column not in header]
+    if missing:
+        raise HarnessError(
+            f"the file {path}, line 1, has no column {', '.join(missing)} (found: {', '.join(header) or 'nothing'}); "
+            f"the official {task.folder} file has it, download it again"
+        )
+    return [header.index(column) for column in task.columns], len(header)
+
+
+def _wrong_width(path: Path, line: int, found: int, width: int) -> HarnessError:
+    return HarnessError(
+        f"the file {path}, line {line}, has {found} columns instead of {width}: the file is truncated or not "
+        "tab-separated; download it again"
+    )
+
+
+def _label(task: Task, path: Path, line: int, text: str) -> float | int:
+    try:
+        return task.parse_label(text)
+    except ValueError:
+        raise HarnessError(
+            f"the file {path}, line {line}, has the label {text!r}, which is not {task.label_values}; "
+            "the line is damaged, download the file again"
+        ) from None

@@ -1,0 +1,549 @@
+"""One run: settings in, one result file out, through `transformers.Trainer`.
+
+The result is a function of the settings alone. A run that was interrupted goes on from its last checkpoint and ends
+with the very same numbers: `Trainer` restores weights, optimizer, schedule, random state and its log, and everything
+that this module records about a step comes from that log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import evaluate
+import numpy as np
+import torch
+import transformers
+from datasets import DatasetDict
+from datasets import disable_progress_bars as disable_dataset_progress_bars
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from rmm_linear import RMMCallback
+from rmm_linear.memory import SavedTensors
+
+from . import provenance
+from .demo import demo_model, demo_splits, demo_tokenizer
+from .errors import HarnessError
+from .peak_memory import PeakMemory
+from .result_file import COMPLETE, FAILED, FORMAT, RUNNING, check_writable, read_result, write_result
+from .settings import CHECKPOINTING, RunSettings, is_local_model
+from .tasks import load_task
+
+METRIC_FOLDER = Path(__file__).parent / "glue_metric"
+_STEP_COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "seconds")
+
+
+def result_path(settings: RunSettings, results: Path) -> Path:
+    """Where the result of a run lies.
+
+    Args:
+        settings: The run.
+        results: The results folder.
+
+    Returns:
+        The path of its file.
+    """
+    return results / f"{settings.name}.json"
+
+
+def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | None:
+    """The result of a run, if it is complete.
+
+    Args:
+        settings: The run.
+        results: The results folder.
+
+    Returns:
+        The result file's content, or None if the run is still to do or to finish.
+
+    Raises:
+        HarnessError: If the file holds a run with other settings.
+    """
+    path = result_path(settings, results)
+    previous = read_result(path)
+    if previous is None:
+        return None
+    asked = settings.recorded()
+    changed = [key for key in asked if previous["config"].get(key) != asked[key]]
+    if changed:
+        changes = ", ".join(f"{key} {previous['config'].get(key)!r} instead of {asked[key]!r}" for key in changed)
+        raise HarnessError(
+            f"{path} holds a run with other settings ({changes}); pass --force to replace it or another --results"
+        )
+    return previous if previous["status"] == COMPLETE else None
+
+
+def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: bool = False) -> dict[str, Any]:
+    """Run, or finish, one run, and write its result file.
+
+    Args:
+        settings: What to run.
+        results: The folder of the result file. Checkpoints lie in its folder `.checkpoints` until the run is complete.
+        force: Throw away an earlier result and its checkpoints.
+        cpu: Leave an accelerator alone.
+
+    Returns:
+        The content of the result file. If the run was complete already, nothing is run.
+
+    Raises:
+        HarnessError: If data, model or results folder are not usable. Nothing is written then.
+    """
+    path = result_path(settings, results)
+    check_writable(results)
+    if not force:
+        finished = finished_result(settings, results)
+        if finished is not None:
+            return finished
+    prepared = PreparedRun(settings, cpu=cpu)
+    checkpoints = results / ".checkpoints" / settings.name
+    previous = None if force else read_result(path)
+    if previous is None:
+        # checkpoints without a result file belong to nothing
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    result = prepared.describe() | {"attempts": previous["attempts"] if previous else []}
+    attempt = {"from_step": 0, "wall_seconds": 0.0} | provenance.commit()
+    result["attempts"].append(attempt)
+    began = time.perf_counter()
+
+    def write(status: str, **more: Any) -> None:
+        attempt["wall_seconds"] = time.perf_counter() - began
+        result.update(more, status=status)
+        result["wall_seconds"] = sum(each["wall_seconds"] for each in result["attempts"])
+        write_result(path, result)
+
+    write(RUNNING)
+    try:
+        outcome = prepared.train(
+            checkpoints, on_start=lambda step: attempt.update(from_step=step), on_save=lambda: write(RUNNING)
+        )
+    except KeyboardInterrupt:
+        # still resumable; the time since the last checkpoint is lost work, but spent
+        write(RUNNING)
+        raise
+    except Exception as error:
+        write(FAILED, error=f"{type(error).__name__}: {error}")
+        raise
+    write(COMPLETE, **outcome)
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        # only if no other run has checkpoints in it
+        checkpoints.parent.rmdir()
+    return result
+
+
+class PreparedRun:
+    """A run whose data, tokenizer and model are loaded: whatever the user can get wrong has been checked."""
+
+    def __init__(self, settings: RunSettings, *, cpu: bool = False) -> None:
+        """Load everything.
+
+        Args:
+            settings: What to run.
+            cpu: Leave an accelerator alone.
+
+        Raises:
+            HarnessError: If data or model are not usable.
+        """
+        self.settings = settings
+        self.task = settings.task_description
+        self._cpu = cpu
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+        disable_dataset_progress_bars()
+        # the bars of loading and saving weights; the one over the steps stays
+        transformers.logging.disable_progress_bar()
+        splits = demo_splits() if settings.data == "demo" else load_task(self.task, settings.data)
+        self.tokenizer = self._load_tokenizer(splits)
+        set_seed(settings.seed)
+        self.model = self._load_model()
+        self.splits = self._tokenize(splits)
+        self.collate = DataCollatorWithPadding(self.tokenizer)
+        self._data_fingerprint = provenance.data_fingerprint(splits)
+        self._initial_weights = provenance.weights_fingerprint(self.model)
+
+    def _load_tokenizer(self, splits: DatasetDict) -> PreTrainedTokenizerBase:
+        if self.settings.model == "demo":
+            return demo_tokenizer([text for key in self.task.text_keys for text in splits["train"][key]])
+        with _model_errors(self.settings.model):
+            return AutoTokenizer.from_pretrained(self.settings.model)
+
+    def _load_model(self) -> PreTrainedModel:
+        if self.settings.model == "demo":
+            return demo_model(
+                len(self.tokenizer), num_outputs=self.task.num_outputs, is_regression=self.task.is_regression
+            )
+        with _model_errors(self.settings.model), _quiet_transformers():
+            return AutoModelForSequenceClassification.from_pretrained(
+                self.settings.model,
+                num_labels=self.task.num_outputs,
+                problem_type="regression" if self.task.is_regression else "single_label_classification",
+            )
+
+    def _tokenize(self, splits: DatasetDict) -> DatasetDict:
+        keys = self.task.text_keys
+        longest = min(self.settings.max_length, self.tokenizer.model_max_length)
+        return splits.map(
+            lambda batch: self.tokenizer(*(batch[key] for key in keys), truncation=True, max_length=longest),
+            batched=True,
+            remove_columns=list(keys),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that a result file says about a run before its first step.
+
+        Returns:
+            The first keys of the result file.
+        """
+        return {
+            "format": FORMAT,
+            "name": self.settings.name,
+            "status": RUNNING,
+            "config": self.settings.recorded(),
+            "metrics": list(self.task.metrics),
+            "model": {
+                "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+                "initial_weights_sha256": self._initial_weights,
+            },
+            "data": {
+                "train_rows": len(self.splits["train"]),
+                "validation_rows": len(self.splits["validation"]),
+                "sha256": self._data_fingerprint,
+            },
+            "versions": provenance.versions(),
+            "hardware": provenance.hardware(self.device),
+            **provenance.commit(),
+        }
+
+    def train(
+        self,
+        checkpoints: Path,
+        *,
+        on_start: Callable[[int], None] = lambda step: None,
+        on_save: Callable[[], None] = lambda: None,
+        callbacks: tuple[TrainerCallback, ...] = (),
+    ) -> dict[str, Any]:
+        """Train from the last checkpoint, if there is one, to the end.
+
+        Args:
+            checkpoints: Folder of this run's checkpoints.
+            on_start: Called with the step that training starts from.
+            on_save: Called after each checkpoint.
+            callbacks: More callbacks for the `Trainer`.
+
+        Returns:
+            The outcome: the remaining keys of the result file.
+        """
+        settings = self.settings
+        exact_bytes = self._kept_bytes()
+        set_seed(settings.seed)
+        trainer = self._trainer(checkpoints, on_save, callbacks)
+        if settings.method == CHECKPOINTING:
+            _enable_checkpointing(self.model)
+        kept_bytes = self._kept_bytes()
+        checkpoint = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+        on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
+        # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
+        set_seed(settings.seed)
+        with PeakMemory(self.device) as peak:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
+        return {
+            "kept_bytes": {
+                "model": kept_bytes,
+                "exact_model": exact_bytes,
+                "batch": "the first batch of the training split, in its order on disk",
+            },
+            "peak_memory": peak.report,
+            "final": {key: epochs[-1][key] for key in ("score", *self.task.metrics)},
+            "train_seconds": sum(steps["seconds"]),
+            "epochs": epochs,
+            "steps": steps,
+            "final_weights_sha256": provenance.weights_fingerprint(self.model),
+        }
+
+    def _kept_bytes(self) -> int:
+        """Bytes that one training step on a fixed batch keeps for its backward pass, parameters excluded."""
+        rows = [self.splits["train"][at] for at in range(min(self.settings.batch_size, len(self.splits["train"])))]
+        model = self.model.to(self.device)
+        batch = {key: value.to(self.device) for key, value in self.collate(rows).items()}
+        was_training = model.training
+        model.train()
+        with torch.random.fork_rng(), self._autocast(), SavedTensors(model) as kept:
+            # the loss must live until the count is taken: dropping it frees what it keeps
+            loss = model(**batch).loss
+        assert loss.requires_grad
+        model.train(was_training)
+        return int(kept.bytes)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
+
+    def _trainer(
+        self, checkpoints: Path, on_save: Callable[[], None], callbacks: tuple[TrainerCallback, ...]
+    ) -> Trainer:
+        settings = self.settings
+        clock = StepClock(self.device)
+        conversion = [RMMCallback(config=settings.rmm_config)] if settings.uses_sketch else []
+        trainer = _RecordingTrainer(
+            clock,
+            model=self.model,
+            args=self._arguments(checkpoints),
+            train_dataset=self.splits["train"],
+            eval_dataset=self.splits["validation"],
+            data_collator=self.collate,
+            processing_class=self.tokenizer,
+            compute_metrics=self._metrics(),
+            callbacks=[*conversion, Checkpoints(settings.save_steps, on_save), clock, *callbacks],
+        )
+        # the stock bar prints every log, which is a line a step here
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(QuietProgress(settings.name))
+        return trainer
+
+    def _arguments(self, checkpoints: Path) -> TrainingArguments:
+        settings = self.settings
+        steps_per_epoch = math.ceil(len(self.splits["train"]) / settings.batch_size)
+        total_steps = settings.max_steps or math.ceil(steps_per_epoch * settings.epochs)
+        schedule_kwargs = {"lr_end": 0.0, "power": 1.0} if settings.schedule == "polynomial" else {}
+        warmed = settings.schedule == "constant"
+        return TrainingArguments(
+            output_dir=str(checkpoints),
+            seed=settings.seed,
+            data_seed=settings.seed,
+            num_train_epochs=settings.epochs,
+            max_steps=settings.max_steps or -1,
+            per_device_train_batch_size=settings.batch_size,
+            per_device_eval_batch_size=settings.eval_batch_size,
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="constant_with_warmup" if warmed else settings.schedule,
+            lr_scheduler_kwargs=schedule_kwargs,
+            warmup_steps=math.ceil(total_steps * settings.warmup),
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_epsilon=settings.epsilon,
+            max_grad_norm=settings.max_grad_norm,
+            bf16=settings.precision == "bfloat16",
+            use_cpu=self._cpu,
+            eval_strategy="epoch",
+            # Checkpoints decides when to save
+            save_strategy="no",
+            save_total_limit=1,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            report_to="none",
+            # nothing to pin on a machine without an accelerator, and torch warns about it
+            dataloader_pin_memory=self.device.type == "cuda",
+            **_checkpointing_arguments(settings.method == CHECKPOINTING),
+        )
+
+    def _metrics(self) -> Callable[[EvalPrediction], dict[str, float]]:
+        metric = evaluate.load(str(METRIC_FOLDER), self.task.name)
+        is_regression = self.task.is_regression
+
+        def compute(prediction: EvalPrediction) -> dict[str, float]:
+            outputs = np.asarray(prediction.predictions)
+            guesses = outputs.reshape(-1) if is_regression else outputs.argmax(axis=-1)
+            return dict(metric.compute(predictions=guesses, references=prediction.label_ids))
+
+        return compute
+
+
+def _checkpointing_field() -> str:
+    # transformers 5.23 renames gradient checkpointing to activation checkpointing and deprecates the old name
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    return "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
+
+
+def _checkpointing_arguments(enabled: bool) -> dict[str, Any]:
+    if not enabled:
+        return {}
+    name = _checkpointing_field()
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    name = _checkpointing_field()
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+
+
+@contextlib.contextmanager
+def _model_errors(model: str) -> Iterator[None]:
+    """Turn whatever a model fails to load with into the one error that names the remedy."""
+    try:
+        yield
+    # OSError, ValueError, and several types of the hub client
+    except Exception as error:
+        where = "folder" if is_local_model(model) else "name on the hub (or folder)"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise HarnessError(
+            f"the model {model!r} could not be loaded as a {where} ({reason}); pass --model demo, a folder that "
+            "from_pretrained reads, or a name on the hub with the network up"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    # the note that the classification head is new says nothing here: it always is
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+def _split_log(
+    log: list[dict[str, Any]], metrics: list[str] | tuple[str, ...]
+) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
+    """Sort `Trainer`'s log into columns over steps and rows over epochs."""
+    training = [entry for entry in log if "loss" in entry]
+    steps = {column: [entry.get(column) for entry in training] for column in _STEP_COLUMNS}
+    epochs = []
+    for entry in log:
+        if "eval_loss" not in entry:
+            continue
+        values = {name: entry[f"eval_{name}"] for name in metrics}
+        score = sum(values.values()) / len(values)
+        epochs.append(
+            {"epoch": entry["epoch"], "step": entry["step"], "loss": entry["eval_loss"], "score": score, **values}
+        )
+    return steps, epochs
+
+
+class StepClock(TrainerCallback):
+    """Time each training step: forward, backward, clipping and the optimizer; neither data, evaluation nor saving."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start with no step timed.
+
+        Args:
+            device: The device that does the work, to be waited for.
+        """
+        self._device = device
+        self._began = 0.0
+        self.seconds = 0.0
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Start the clock."""
+        self._began = self._now()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Stop the clock."""
+        self.seconds = self._now() - self._began
+
+
+class _RecordingTrainer(Trainer):
+    """A `Trainer` whose log, and so every checkpoint, holds the time of each step as well."""
+
+    def __init__(self, clock: StepClock, **arguments: Any) -> None:
+        self._clock = clock
+        super().__init__(**arguments)
+
+    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
+        # not in a callback's on_log: that comes after the log has been kept
+        if "loss" in logs:
+            logs = {**logs, "seconds": self._clock.seconds}
+        super().log(logs, *arguments, **keywords)
+
+
+class Checkpoints(TrainerCallback):
+    """Ask for a checkpoint at the end of each epoch, after its evaluation, and every so many steps within.
+
+    `Trainer`'s own strategies can't do both. A checkpoint at an epoch's last step, before its evaluation, would lose
+    that evaluation on resuming; one after the last step of all would train one step too many.
+    """
+
+    def __init__(self, every_steps: int, on_saved: Callable[[], None]) -> None:
+        """Save every so many steps.
+
+        Args:
+            every_steps: The distance in steps; 0 for epochs only.
+            on_saved: Called after each checkpoint.
+        """
+        self._every_steps = every_steps
+        self._on_saved = on_saved
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Ask within an epoch."""
+        assert state.epoch is not None
+        due = self._every_steps > 0 and state.global_step % self._every_steps == 0
+        if due and not float(state.epoch).is_integer() and state.global_step < state.max_steps:
+            control.should_save = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Ask at the end of an epoch."""
+        if state.global_step < state.max_steps:
+            control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Pass it on."""
+        self._on_saved()
+
+
+class QuietProgress(ProgressCallback):
+    """`Trainer`'s progress bar, with the last loss and score beside it instead of a printed line a step."""
+
+    def __init__(self, name: str) -> None:
+        """Label the bar.
+
+        Args:
+            name: The label.
+        """
+        super().__init__()
+        self._name = name
+        self._shown: dict[str, str] = {}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Open the bar."""
+        super().on_train_begin(args, state, control)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self._name)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Show no second bar for an evaluation."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Show the loss and the metrics of the last evaluation."""
+        if self.training_bar is None or not logs:
+            return
+        hidden = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_loss")
+        for key, value in logs.items():
+            if key == "loss" or (key.startswith("eval_") and key not in hidden):
+                self._shown[key.removeprefix("eval_")] = f"{value:.3f}"
+        self.training_bar.set_postfix(self._shown, refresh=False)
