@@ -204,11 +204,9 @@ def convert_linears(
 
     plan: list[tuple[_Found, RMMConfig | None]] = []
     skipped: list[str] = []
-    unused = dict.fromkeys(rule.pattern for rule in rules)
+    unused = [repr(rule.pattern) for rule in rules if not any(rule.matches(layer) for layer in matched)]
     for layer in matched:
         rule = next((rule for rule in rules if rule.matches(layer)), None)
-        if rule is not None:
-            unused.pop(rule.pattern, None)
         wanted = default if rule is None else rule.config
         reason = why_not(layer.module, model) if wanted is not None else None
         if reason is not None:
@@ -227,7 +225,7 @@ def convert_linears(
     if skipped:
         warnings.warn("left exact: " + _listed(skipped), UserWarning, stacklevel=2)
     if unused:
-        message = f"overrides match none of the layers to convert: {_listed([repr(pattern) for pattern in unused])}"
+        message = f"overrides that match none of the layers to convert: {_listed(unused)}"
         warnings.warn(message, UserWarning, stacklevel=2)
     return model
 
@@ -299,7 +297,7 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
         return f"its class is {_class_name(kind)}, not nn.Linear"
     if not isinstance(module._parameters.get("weight"), Tensor):
         return "its weight is not a parameter but computed by a hook (weight_norm, spectral_norm, pruning)"
-    if "forward" in vars(module) and not isinstance(module, RMMLinear):
+    if _has_foreign_forward(module) and not isinstance(module, RMMLinear):
         return "its forward is replaced on the instance (accelerate's hooks do that), so that a class's is never called"
     if not module.weight.is_floating_point():
         return f"its weight has dtype {module.weight.dtype}"
@@ -417,6 +415,12 @@ def _named_by_model(model: nn.Module) -> Iterator[nn.Module]:
                 yield module
 
 
+def _has_foreign_forward(module: nn.Module) -> bool:
+    """Tell whether the instance has a forward that is not just its class's."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
 def _is_sharded_class(kind: type) -> bool:
     """Tell whether FSDP2 made this class of nn.Linear or RMMLinear: (FSDPModule, nn.Linear)."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -462,10 +466,14 @@ def _swap(module: nn.Module, old: type, new: type) -> None:
         module.__class__ = new
     elif _is_sharded_class(kind) and old in kind.__bases__:
         module.__class__ = _with_base(kind, old, new)
+    else:
+        return
+    # what accelerate leaves behind when it takes a hook off: the old class's own forward, bound to the instance
+    vars(module).pop("forward", None)
 
 
 def _revert(module: nn.Module) -> None:
-    if isinstance(module, RMMLinear) and "forward" in vars(module):
+    if isinstance(module, RMMLinear) and _has_foreign_forward(module):
         # What replaced its forward holds the class's own, which needs the configuration.
         module.rmm_config = module.rmm_config.replace(ratio=1.0)
         warnings.warn(

@@ -26,6 +26,10 @@ class MeasuredSaving(SavedTensors):
     Args:
         model: A model with `RMMLinear` layers, in training mode and not compiled.
 
+    Attributes:
+        promised_bytes: Sum over the calls of the layers of what each saves of its own input.
+        sketches_anything: Whether any layer with a ratio below 1 ran in training mode.
+
     Example:
         >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(64, 64)), ratio=0.5)
         >>> with MeasuredSaving(model) as saving:
@@ -51,7 +55,10 @@ class MeasuredSaving(SavedTensors):
         self._exact_inputs: set[int] = set()
         self._fresh_bytes = 0
         self._cast_weights: dict[int, Tensor] = {}
+        # calls of sketched layers, by what keeps them from saving anything
+        self._shared = self._checkpointed = self._small = 0
         self.promised_bytes = 0
+        self.sketches_anything = False
 
     @property
     def saved_bytes(self) -> int:
@@ -72,6 +79,21 @@ class MeasuredSaving(SavedTensors):
         """Bytes saved: negative where sketches cost more than what they replace."""
         return self.exact_bytes - self.saved_bytes
 
+    def reasons(self) -> list[str]:
+        """Say what kept the layers from saving what they promise one by one.
+
+        Returns:
+            Phrases, empty if nothing did.
+        """
+        elsewhere = len(self._exact_inputs & self._saved_elsewhere.sizes.keys())
+        found = {
+            "calls share their input with another layer, and exact layers keep it once": self._shared,
+            "inputs are kept by something else anyway (a fused attention keeps its output)": elsewhere,
+            "calls lie in checkpointed blocks, which keep nothing": self._checkpointed,
+            "inputs have fewer rows than min_rows and are kept as they are": self._small,
+        }
+        return [f"{count} {phrase}" for phrase, count in found.items() if count]
+
     def _pack(self, tensor: Tensor) -> Tensor:
         if self._running is None:
             for storage in storages_of(tensor):
@@ -86,26 +108,30 @@ class MeasuredSaving(SavedTensors):
 
     def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self._running = None
-        # Nothing saved: no gradient is wanted, or a checkpoint has taken over, and an exact layer would keep nothing.
-        if self._packs == 0:
-            return
         assert isinstance(layer, RMMLinear)
         x = args[0] if args else kwargs["input"]
-        for storage in storages_of(x):
-            self._inputs.add(storage)
         device = x.device.type
         lowered = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if layer.weight.requires_grad:
+        trains = layer.training and layer.weight.requires_grad
+        if trains:
             self._promise(layer, x, _cast_dtype(x, lowered))
+        # Nothing saved: no gradient is wanted, or a checkpoint has taken over, and an exact layer would keep nothing.
+        if self._packs == 0:
+            self._checkpointed += trains
+            return
+        for storage in storages_of(x):
+            self._inputs.add(storage)
+        if layer.weight.requires_grad:
             self._expect_input(x, _cast_dtype(x, lowered))
         if x.requires_grad:
             self._expect_weight(layer.weight, _cast_dtype(layer.weight, lowered))
 
     def _promise(self, layer: RMMLinear, x: Tensor, dtype: torch.dtype) -> None:
-        features = x.shape[-1]
+        config, features = layer.rmm_config, x.shape[-1]
         rows = x.numel() // max(1, features)
-        exact = x.numel() * dtype.itemsize
-        self.promised_bytes += exact - layer.rmm_config.saved_bytes(rows, features, dtype)
+        self.sketches_anything |= config.ratio < 1
+        self._small += config.ratio < 1 and not config.sketches(rows)
+        self.promised_bytes += x.numel() * dtype.itemsize - config.saved_bytes(rows, features, dtype)
 
     def _expect_input(self, x: Tensor, dtype: torch.dtype) -> None:
         # A cast, or the copy that flattening a strided input takes, belongs to this call alone: three layers with one
@@ -115,7 +141,9 @@ class MeasuredSaving(SavedTensors):
             return
         for storage in storages_of(x):
             if storage not in self._excluded:
-                self._exact_inputs.add(self._inputs.add(storage))
+                key = self._inputs.add(storage)
+                self._shared += key in self._exact_inputs
+                self._exact_inputs.add(key)
 
     def _expect_weight(self, weight: Tensor, dtype: torch.dtype) -> None:
         if dtype == weight.dtype:

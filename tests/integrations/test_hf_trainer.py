@@ -1,0 +1,332 @@
+"""RMMCallback in a real Trainer: converted at the right moment, measured to the byte, logged for everybody."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+
+from rmm_linear import RMMCallback, RMMConfig, RMMLinear, convert_linears, revert_linears
+from rmm_linear.memory import SavedTensors
+
+KEYS = {"rmm/saved_mib", "rmm/exact_mib"}
+LAYERS = 2 * 6
+
+
+def make_model(attention="sdpa"):
+    torch.manual_seed(1)
+    config = RobertaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation=attention,
+    )
+    return RobertaForSequenceClassification(config)
+
+
+def make_data(examples=48, length=32):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(5, 50, (examples, length), generator=generator)
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": int(row[0] > 27)} for row in ids]
+
+
+def make_trainer(tmp_path, *callbacks, model=None, model_init=None, **changes):
+    arguments = {
+        "per_device_train_batch_size": 8,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "dataloader_pin_memory": False,
+        **changes,
+    }
+    arguments = TrainingArguments(output_dir=str(tmp_path), **arguments)
+    if model is None and model_init is None:
+        model = make_model()
+    trainer = Trainer(
+        model,
+        arguments,
+        model_init=model_init,
+        train_dataset=make_data(),
+        eval_dataset=make_data(16),
+        callbacks=list(callbacks),
+    )
+    # the last of the default callbacks, which prints each log
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def converted(model):
+    return sum(isinstance(module, RMMLinear) for module in model.modules())
+
+
+class Reporter(TrainerCallback):
+    """Collects what reaches it, like the callbacks of TensorBoard and the others."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append((state.global_step, dict(logs)))
+
+    def rows(self):
+        return [(step, logs) for step, logs in self.logs if logs.keys() >= KEYS]
+
+
+class Early(Reporter):
+    pass
+
+
+class Late(Reporter):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def no_needless_warnings():
+    """A ratio this small saves more than half of what it promises: a warning would be a wrong one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*promise.*")
+        yield
+
+
+def test_the_model_is_converted_when_the_trainer_is_made(tmp_path):
+    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
+    assert trainer.optimizer is None
+    assert converted(trainer.model) == LAYERS
+    assert trainer.model.roberta.encoder.layer[0].output.dense.rmm_config == RMMConfig(ratio=0.1)
+    assert type(trainer.model.classifier.dense) is nn.Linear
+
+
+def test_options_are_those_of_convert_linears(tmp_path):
+    config = RMMConfig(ratio=0.1, sketch="rademacher")
+    trainer = make_trainer(tmp_path, RMMCallback(config=config, target_modules=["query"]))
+    assert converted(trainer.model) == 2
+    assert trainer.model.roberta.encoder.layer[1].attention.self.query.rmm_config == config
+
+
+def test_the_optimizer_trains_the_parameters_of_the_model(tmp_path):
+    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
+    before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    # the pooled token alone reaches the head: every weight has a gradient but the unused position embeddings' rows
+    changed = [name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])]
+    assert len(changed) == len(before)
+
+
+def test_a_model_that_model_init_makes_anew_is_converted(tmp_path):
+    made = []
+
+    def init():
+        made.append(make_model())
+        return made[-1]
+
+    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1), model_init=init)
+    trainer.train()
+    assert len(made) == 2
+    assert [converted(model) for model in made] == [LAYERS, LAYERS]
+    assert trainer.model is made[1]
+    optimized = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert optimized == {id(parameter) for parameter in made[1].parameters()}
+    assert [step for step, _ in trainer_rows(trainer)] == [1, 2, 3, 4, 4]
+
+
+def trainer_rows(trainer):
+    return [(row["step"], row) for row in trainer.state.log_history if row.keys() >= KEYS]
+
+
+def test_a_callback_that_is_added_late_converts_when_training_begins(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(RMMCallback(ratio=0.1))
+    assert converted(trainer.model) == 0
+    trainer.train()
+    assert converted(trainer.model) == LAYERS
+    assert len(trainer_rows(trainer)) == 5
+
+
+def test_a_layer_that_was_reverted_by_hand_stays_exact(tmp_path):
+    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
+    revert_linears(trainer.model)
+    trainer.train()
+    assert converted(trainer.model) == 0
+
+
+def test_every_reporter_gets_every_log_whatever_its_place(tmp_path):
+    early, late, callback = Early(), Late(), RMMCallback(ratio=0.1)
+    trainer = make_trainer(tmp_path, early, callback, late)
+    trainer.train()
+    # four steps, and the summary of the run
+    assert [step for step, _ in early.rows()] == [1, 2, 3, 4, 4]
+    assert [logs for _, logs in early.rows()] == [logs for _, logs in late.rows()]
+    assert [row for _, row in trainer_rows(trainer)] == [{**logs, "step": step} for step, logs in early.rows()]
+    values = early.rows()[0][1]
+    assert values["rmm/saved_mib"] == callback.saved_bytes / 2**20
+    assert values["rmm/exact_mib"] == callback.exact_bytes / 2**20
+    assert 0 < values["rmm/saved_mib"] < values["rmm/exact_mib"]
+
+
+def test_other_logs_are_as_without_the_callback(tmp_path):
+    plain = make_trainer(tmp_path)
+    convert_linears(plain.model, 0.1)
+    plain.train()
+    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if not row.keys() >= KEYS]
+    timeless = [{name: row[name] for name in row if "per_second" not in name and "runtime" not in name} for row in rows]
+    expected = [
+        {name: row[name] for name in row if "per_second" not in name and "runtime" not in name}
+        for row in plain.state.log_history
+    ]
+    assert timeless == expected
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_logged_bytes_are_those_of_the_exact_and_the_sketched_model(tmp_path, attention):
+    callback = RMMCallback(ratio=0.1)
+    trainer = make_trainer(tmp_path, callback, model=make_model(attention))
+    trainer.train()
+    batch = next(iter(trainer.get_train_dataloader()))
+    model = trainer.model.train()
+    with SavedTensors(model) as sketched:
+        model(**batch)
+    with SavedTensors(revert_linears(model)) as exact:
+        model(**batch)
+    assert callback.saved_bytes == sketched.bytes
+    assert callback.exact_bytes == exact.bytes
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_with_checkpointing_the_truth_is_logged_and_told(tmp_path, name):
+    if name not in TrainingArguments.__dataclass_fields__:
+        pytest.skip(f"this version of transformers has no {name}")
+    callback = RMMCallback(ratio=0.1)
+    trainer = make_trainer(tmp_path, callback, **{name: True})
+    with pytest.warns(UserWarning, match="calls lie in checkpointed blocks"):
+        trainer.train()
+    assert callback.saved_bytes == callback.exact_bytes
+    assert len(trainer_rows(trainer)) == 5
+
+
+def test_a_saving_that_is_not_measured_is_warned_about_once(tmp_path):
+    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.5))
+    with pytest.warns(UserWarning, match="promise") as caught:
+        trainer.train()
+        trainer.train()
+    messages = [str(warning.message) for warning in caught if "promise" in str(warning.message)]
+    assert len(messages) == 1
+    # two of query, key and value in each of two layers; and the output projection, whose input the attention keeps
+    assert "4 calls share their input" in messages[0]
+    assert "2 inputs are kept by something else" in messages[0]
+
+
+def test_ratio_one_promises_nothing_and_warns_of_nothing(tmp_path):
+    callback = RMMCallback(ratio=1.0)
+    make_trainer(tmp_path, callback).train()
+    assert callback.saved_bytes == callback.exact_bytes
+    assert callback.promised_bytes == 0
+
+
+def test_rows_below_min_rows_are_told(tmp_path):
+    trainer = make_trainer(tmp_path, RMMCallback(config=RMMConfig(ratio=0.1, min_rows=10_000)))
+    with pytest.warns(UserWarning, match="fewer rows than min_rows"):
+        trainer.train()
+    assert converted(trainer.model) == LAYERS
+
+
+def test_measuring_leaves_no_hook_behind(tmp_path):
+    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
+    trainer.train()
+    assert [module for module in trainer.model.modules() if module._forward_hooks or module._forward_pre_hooks] == []
+
+
+def test_a_failing_forward_leaves_no_hook_active_and_the_next_one_is_measured(tmp_path):
+    callback = RMMCallback(ratio=0.1)
+    trainer = make_trainer(tmp_path, callback)
+    fail = trainer.model.roberta.embeddings.register_forward_hook(lambda *_: {}["missing"])
+    with pytest.raises(KeyError):
+        trainer.train()
+    fail.remove()
+    x = torch.ones(4, requires_grad=True)
+    (x * x).sum().backward()
+    assert callback.saved_bytes is None
+    trainer.train()
+    assert callback.saved_bytes < callback.exact_bytes
+
+
+def test_evaluation_before_training_is_not_what_is_measured(tmp_path):
+    callback = RMMCallback(ratio=0.1)
+    trainer = make_trainer(tmp_path, callback, eval_on_start=True, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    reference = RMMCallback(ratio=0.1)
+    make_trainer(tmp_path, reference).train()
+    assert (callback.saved_bytes, callback.exact_bytes) == (reference.saved_bytes, reference.exact_bytes)
+
+
+def test_evaluation_is_bitwise_that_of_exact_layers(tmp_path):
+    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
+    trainer.train()
+    reporter = Reporter()
+    trainer.add_callback(reporter)
+    sketched = trainer.predict(make_data(16))
+    trainer.evaluate()
+    # only the evaluation's own log: the kept bytes are about training
+    assert [logs.keys() >= KEYS for _, logs in reporter.logs] == [False]
+    revert_linears(trainer.model)
+    exact = trainer.predict(make_data(16))
+    assert (sketched.predictions == exact.predictions).all()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
+    whole = make_trainer(tmp_path / "whole", RMMCallback(ratio=0.1))
+    whole.train()
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    first = make_trainer(tmp_path / "parts", RMMCallback(ratio=0.1), **saving)
+    first.train()
+    callback = RMMCallback(ratio=0.1)
+    second = make_trainer(tmp_path / "parts", callback, **saving)
+    second.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
+    assert converted(second.model) == LAYERS
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in second.model.state_dict().items())
+    # measured again, and logged for the steps that were run again
+    assert callback.saved_bytes is not None
+    assert [step for step, _ in trainer_rows(second)][-3:] == [3, 4, 4]
+
+
+def test_under_a_compiler_nothing_is_measured_and_that_is_said(tmp_path):
+    callback = RMMCallback(ratio=0.1)
+    model = make_model()
+    model.classifier.compile(backend="eager")
+    trainer = make_trainer(tmp_path, callback, model=model)
+    with pytest.warns(UserWarning, match=r"not measured under torch\.compile"):
+        trainer.train()
+    assert converted(trainer.model) == LAYERS
+    assert trainer_rows(trainer) == []
+
+
+def test_something_else_than_a_trainer_still_gets_the_values_in_its_logs():
+    callback, logs = RMMCallback(ratio=0.1), {"loss": 1.0}
+    callback.saved_bytes, callback.exact_bytes = 2**20, 2**21
+    callback.on_log(None, None, None, logs=logs)
+    assert logs == {"loss": 1.0, "rmm/saved_mib": 1.0, "rmm/exact_mib": 2.0}
+
+
+def test_ratio_and_config_together_are_refused():
+    with pytest.raises(ValueError, match="both ratio=0.5 and config"):
+        RMMCallback(0.5, config=RMMConfig())
+
+
+def test_a_bad_ratio_is_refused_before_there_is_a_trainer():
+    with pytest.raises(ValueError, match="ratio=1.5"):
+        RMMCallback(ratio=1.5)

@@ -1,0 +1,315 @@
+"""SavedTensors, measure_kept_bytes and MeasuredSaving: every distinct storage, once, to the byte."""
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.memory import MeasuredSaving, SavedTensors, measure_kept_bytes
+
+FLOAT = 4
+
+
+def test_a_linear_layer_keeps_its_input_and_nothing_else(device):
+    layer, x = nn.Linear(8, 4, device=device), torch.randn(16, 8, device=device)
+    with SavedTensors(layer) as kept:
+        layer(x)
+    assert kept.bytes == 16 * 8 * FLOAT
+    assert list(kept.storages.values()) == [16 * 8 * FLOAT]
+    assert kept.holds(x)
+
+
+def test_parameters_and_buffers_and_their_views_do_not_count():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    x = torch.randn(16, 8, requires_grad=True)
+    with SavedTensors(model) as kept:
+        model.eval()(x)
+    assert not any(kept.holds(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    with SavedTensors() as everything:
+        model(x)
+    assert everything.holds(model[0].weight)
+    assert everything.holds(model[0].weight.t()[1:])
+
+
+def test_a_tensor_may_be_left_out():
+    x, y = torch.randn(64, requires_grad=True), torch.randn(64, requires_grad=True)
+    with SavedTensors(x) as kept:
+        (x * y).sum()
+    assert kept.bytes == 64 * FLOAT
+    assert (kept.holds(x), kept.holds(y)) == (False, True)
+
+
+def test_an_input_that_three_layers_share_counts_once():
+    layers, x = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), torch.randn(16, 8)
+    with SavedTensors(layers) as kept:
+        sum(layer(x) for layer in layers)
+    assert kept.bytes == 16 * 8 * FLOAT
+
+
+def test_a_view_counts_the_whole_of_what_it_keeps_alive():
+    layer, x = nn.Linear(8, 4), torch.randn(16, 5, 8)
+    with SavedTensors(layer) as kept:
+        layer(x[:, 0])
+    assert kept.bytes == 16 * 5 * 8 * FLOAT
+    assert kept.holds(x[3:4, 2])
+
+
+def test_a_tensor_that_is_not_kept_is_not_held():
+    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
+    with SavedTensors(layer) as kept:
+        y = layer(x)
+    assert not kept.holds(y)
+    assert not kept.holds(x.clone())
+
+
+def test_memory_that_is_freed_and_used_again_counts_each_time():
+    layer = nn.Linear(256, 4)
+    with SavedTensors(layer) as kept:
+        for _ in range(20):
+            # each result is dropped at once, and the allocator hands out the same address again and again
+            layer(torch.randn(64, 256))
+    assert len(kept.storages) == 20
+    assert kept.bytes == 20 * 64 * 256 * FLOAT
+
+
+def test_measuring_keeps_nothing_alive():
+    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
+    storage = StorageWeakRef(x.untyped_storage())
+    with SavedTensors(layer) as kept:
+        y = layer(x)
+        del x
+        assert not storage.expired()
+        del y
+        assert storage.expired()
+    assert kept.bytes == 16 * 8 * FLOAT
+
+
+def test_gradients_are_bitwise_those_of_an_unwatched_run():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.randn(16, 8)
+    model(x).square().sum().backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with SavedTensors(model):
+        loss = model(x).square().sum()
+    loss.backward()
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), plain, strict=True))
+
+
+@pytest.mark.parametrize("no_graph", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_kept_without_a_graph(no_graph):
+    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
+    with SavedTensors(layer) as kept, no_graph():
+        layer(x)
+    assert kept.bytes == 0
+
+
+def test_autocast_keeps_the_casts(device):
+    layer, x = nn.Linear(8, 4, device=device), torch.randn(16, 8, device=device, requires_grad=True)
+    with SavedTensors(layer) as kept, torch.autocast(device.type, torch.bfloat16):
+        layer(x)
+    assert kept.bytes == (16 * 8 + 4 * 8) * 2
+    assert not kept.holds(x)
+
+
+def test_a_checkpointed_block_keeps_its_input_alone():
+    block = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.randn(16, 8, requires_grad=True)
+    with SavedTensors(block) as kept:
+        y = checkpoint(block, x, use_reentrant=False)
+    assert kept.holds(x)
+    # besides x: the state of the random number generator
+    assert kept.bytes <= 16 * 8 * FLOAT + torch.get_rng_state().numel()
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_compiled_model_is_measured_when_it_runs():
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(16, 8)
+    compiled(x).sum().backward()
+    with SavedTensors(model) as kept:
+        y = compiled(x)
+    # the input and the tanh
+    assert kept.bytes == 2 * 16 * 8 * FLOAT
+    y.sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_sparse_tensors_count_their_indices_and_values():
+    matrix = torch.eye(16).to_sparse().requires_grad_()
+    dense = torch.randn(16, 4, requires_grad=True)
+    with SavedTensors() as kept:
+        torch.sparse.mm(matrix, dense)
+    values, indices = 16 * FLOAT, 2 * 16 * 8
+    assert kept.bytes >= values + indices + 16 * 4 * FLOAT
+
+
+def test_a_context_can_be_used_again_but_not_twice_at_once():
+    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
+    kept = SavedTensors(layer)
+    for rows in (16, 4):
+        with kept:
+            layer(x[:rows].clone())
+        assert kept.bytes == rows * 8 * FLOAT
+    with kept, pytest.raises(ValueError, match="active already"):
+        kept.__enter__()
+
+
+def test_an_exception_leaves_no_hook_behind():
+    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
+    with pytest.raises(KeyError), SavedTensors(layer) as kept:
+        raise KeyError
+    layer(x)
+    assert kept.bytes == 0
+
+
+def test_something_that_is_neither_module_nor_tensor_is_refused():
+    with pytest.raises(ValueError, match="cannot exclude str"):
+        SavedTensors("model")
+
+
+def test_measure_kept_bytes_runs_a_module_without_its_parameters():
+    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
+    with torch.no_grad():
+        assert measure_kept_bytes(layer, x) == 16 * 8 * FLOAT
+        assert measure_kept_bytes(layer, input=x) == 16 * 8 * FLOAT
+        assert measure_kept_bytes(layer.forward, x) == 16 * 8 * FLOAT
+
+
+def test_measure_kept_bytes_leaves_out_what_it_is_told_to():
+    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
+    assert measure_kept_bytes(lambda: layer(x), exclude=[layer]) == 16 * 8 * FLOAT
+    assert measure_kept_bytes(lambda: layer(x), exclude=[layer, x]) == 0
+
+
+@pytest.mark.parametrize("rows", [128, 1000, 1009])
+@pytest.mark.parametrize("center", [True, False])
+def test_a_sketched_layer_keeps_what_its_config_says(rows, center):
+    config = RMMConfig(ratio=0.3, center=center)
+    layer = convert_linears(nn.Linear(24, 8), config=config)
+    x = torch.randn(rows, 24)
+    assert measure_kept_bytes(layer, x) == config.saved_bytes(rows, 24, torch.float32)
+
+
+# MeasuredSaving
+
+
+def roberta(attention, **changes):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RobertaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        attn_implementation=attention,
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **changes},
+    )
+    return transformers.RobertaForSequenceClassification(config).train()
+
+
+def batch():
+    ids = torch.randint(5, 50, (8, 32))
+    mask = torch.ones_like(ids)
+    mask[3:, 20:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(8, dtype=torch.long)}
+
+
+def compare(model, forward, config):
+    """The exact model's bytes: measured, and as MeasuredSaving tells them from the sketched model's forward."""
+    with SavedTensors(model) as exact:
+        forward()
+    convert_linears(model, config=config)
+    with SavedTensors(model) as sketched:
+        forward()
+    with MeasuredSaving(model) as saving:
+        forward()
+    assert saving.saved_bytes == sketched.bytes
+    return exact.bytes, saving
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_the_exact_model_is_told_to_the_byte(attention, autocast, ratio):
+    model, inputs = roberta(attention), batch()
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(**inputs).loss
+
+    exact, saving = compare(model, forward, RMMConfig(ratio=ratio))
+    assert saving.exact_bytes == exact
+    assert saving.saving_bytes == exact - saving.saved_bytes
+
+
+def test_the_exact_model_is_told_to_the_byte_with_dropout_and_a_frozen_part():
+    model, inputs = roberta("eager", hidden_dropout_prob=0.1), batch()
+    model.roberta.encoder.layer[0].requires_grad_(False)
+    model.roberta.embeddings.requires_grad_(False)
+    exact, saving = compare(model, lambda: model(**inputs).loss, RMMConfig(ratio=0.1))
+    assert saving.exact_bytes == exact
+
+
+def test_the_exact_model_is_told_to_the_byte_below_min_rows():
+    model, inputs = roberta("sdpa"), batch()
+    exact, saving = compare(model, lambda: model(**inputs).loss, RMMConfig(ratio=0.1, min_rows=1000))
+    assert saving.exact_bytes == saving.saved_bytes == exact
+    assert saving.promised_bytes == 0
+    assert any("min_rows" in reason for reason in saving.reasons())
+
+
+def test_a_strided_input_costs_the_exact_layer_a_copy():
+    layer = nn.Linear(24, 8)
+    x = torch.randn(24, 16, 32).permute(2, 1, 0)
+    exact, saving = compare(layer, lambda: layer(x), RMMConfig(ratio=0.25))
+    assert saving.exact_bytes == exact == 24 * 16 * 32 * FLOAT
+
+
+def test_layers_that_share_an_input_save_less_than_they_promise():
+    layers, x = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), torch.randn(640, 32)
+    exact, saving = compare(layers, lambda: sum(layer(x) for layer in layers), RMMConfig(ratio=0.5))
+    assert saving.exact_bytes == exact == 640 * 32 * FLOAT
+    assert saving.saving_bytes < 0 < saving.promised_bytes
+    assert saving.reasons()[0].startswith("2 calls share their input")
+
+
+def test_an_input_that_somebody_else_keeps_frees_nothing():
+    layer, x = nn.Linear(32, 32), torch.randn(640, 32, requires_grad=True)
+
+    def forward():
+        y = torch.tanh(x)
+        return layer(y)
+
+    exact, saving = compare(layer, forward, RMMConfig(ratio=0.25))
+    assert saving.exact_bytes == exact
+    assert saving.saving_bytes < 0
+    assert any("kept by something else" in reason for reason in saving.reasons())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_block_saves_nothing_more(use_reentrant):
+    block, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), torch.randn(640, 32, requires_grad=True)
+    exact, saving = compare(
+        block, lambda: checkpoint(block, x, use_reentrant=use_reentrant), RMMConfig(ratio=0.25)
+    )
+    assert saving.exact_bytes == saving.saved_bytes == exact
+    assert saving.promised_bytes > 0
+    assert any("checkpointed" in reason for reason in saving.reasons())
+
+
+def test_measuring_a_saving_leaves_no_hook_behind():
+    model = convert_linears(nn.Sequential(nn.Linear(8, 8)))
+    with MeasuredSaving(model):
+        model(torch.randn(256, 8))
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
+    with pytest.raises(ValueError, match="mismatch|last dimension"), MeasuredSaving(model):
+        model(torch.randn(256, 9))
+    assert not model[0]._forward_hooks

@@ -1,0 +1,117 @@
+"""summary: what is sketched, with what, what stays exact and why, and the bytes of a row."""
+
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from rmm_linear import RMMConfig, convert_linears, summary
+
+
+def model():
+    layers = nn.ModuleDict(
+        {
+            "wide": nn.Linear(64, 32),
+            "narrow": nn.Linear(16, 16).to(torch.bfloat16),
+            "frozen": nn.Linear(64, 64).requires_grad_(False),
+            "left": nn.Linear(8, 8),
+            "attention": nn.MultiheadAttention(8, 2),
+            "classifier": nn.Linear(64, 2),
+        }
+    )
+    config = RMMConfig(ratio=0.25, center=False)
+    targets = ["wide", "narrow", "frozen"]
+    return convert_linears(layers, config=config, target_modules=targets, overrides={"narrow": RMMConfig(ratio=1.0)})
+
+
+def rows():
+    return {row.name: row for row in summary(model(), file=io.StringIO()).rows}
+
+
+def test_every_linear_layer_has_a_row():
+    assert list(rows()) == ["wide", "narrow", "frozen", "left", "attention.out_proj", "classifier"]
+
+
+def test_a_row_tells_how_a_layer_is_sketched():
+    row = rows()["wide"]
+    assert row.config == RMMConfig(ratio=0.25, center=False)
+    assert (row.in_features, row.out_features, row.dtype, row.note) == (64, 32, "float32", "")
+
+
+def test_bytes_a_row_are_those_of_the_config_in_the_dtype_of_the_weight():
+    wide, narrow = rows()["wide"], rows()["narrow"]
+    assert wide.exact_bytes_per_row == 64 * 4
+    assert wide.kept_bytes_per_row == RMMConfig(ratio=0.25, center=False).saved_bytes(4096, 64, torch.float32) / 4096
+    assert wide.kept_bytes_per_row == pytest.approx(64 * 4 * 0.25, rel=0.01)
+    assert narrow.exact_bytes_per_row == narrow.kept_bytes_per_row == 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("narrow", "exact: ratio 1"),
+        ("frozen", "frozen weight: keeps no input"),
+        ("left", "exact: not targeted, or excluded"),
+        ("attention.out_proj", "exact: nn.MultiheadAttention reads its weight and never calls it"),
+        ("classifier", "exact: output head"),
+    ],
+)
+def test_a_row_tells_why_a_layer_is_exact(name, note):
+    assert rows()[name].note == note
+
+
+def test_a_frozen_layer_keeps_nothing_either_way():
+    row = rows()["frozen"]
+    assert (row.exact_bytes_per_row, row.kept_bytes_per_row) == (0, 0)
+
+
+def test_the_table_is_printed_and_aligned(capsys):
+    result = summary(model())
+    printed = capsys.readouterr().out
+    assert printed == f"{result}\n"
+    lines = printed.splitlines()
+    starts = {line.index(part) for line, part in zip(lines[2:4], ["hadamard", "hadamard"], strict=True)}
+    assert starts == {lines[0].index("sketch")}
+    assert "64 -> 32" in lines[2]
+    assert lines[-1].startswith("3 of 6 linear layers are sketched")
+
+
+def test_a_stream_may_be_given(capsys):
+    stream = io.StringIO()
+    result = summary(model(), file=stream)
+    assert stream.getvalue() == f"{result}\n"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_totals_are_the_sums_of_the_rows():
+    result = summary(model(), file=io.StringIO())
+    assert result.converted == 3
+    assert result.exact_bytes_per_row == sum(row.exact_bytes_per_row for row in result.rows)
+    assert result.kept_bytes_per_row < result.exact_bytes_per_row
+
+
+def test_the_summary_goes_through_json():
+    result = summary(model(), file=io.StringIO())
+    values = json.loads(json.dumps(result.to_dict()))
+    assert values["rows"][0]["config"] == RMMConfig(ratio=0.25, center=False).to_dict()
+    assert values["converted"] == 3
+
+
+def test_a_model_that_is_a_layer_has_a_row():
+    assert "(the model)" in str(summary(convert_linears(nn.Linear(8, 8)), file=io.StringIO()))
+
+
+def test_a_lazy_layer_has_a_row():
+    result = summary(nn.Sequential(nn.LazyLinear(4)), file=io.StringIO())
+    assert "LazyLinear" in result.rows[0].note
+
+
+def test_a_model_without_linear_layers_says_so():
+    assert str(summary(nn.ReLU(), file=io.StringIO())) == "no linear layers"
+
+
+def test_something_that_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="model is a list"):
+        summary([nn.Linear(2, 2)])
