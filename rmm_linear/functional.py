@@ -77,7 +77,7 @@ def linear(
         DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
     """
     _check(x, weight, bias, config)
-    if not weight.requires_grad or torch.is_inference_mode_enabled():
+    if not weight.requires_grad:
         return F.linear(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if not config.sketches(rows):
@@ -165,9 +165,7 @@ class _SketchedLinear(torch.autograd.Function):
             if need_input:
                 grads[0] = torch.mm(rows_of_g, weight.to(g.dtype)).reshape(*g.shape[:-1], weight.shape[1])
             saved = SavedSketch(seed, tuple(tensors))
-            grad_weight, grad_bias = ctx.sketch.backward(
-                rows_of_g, saved, need_weight=need_weight, need_bias=need_bias
-            )
+            grad_weight, grad_bias = ctx.sketch.backward(rows_of_g, saved, need_weight=need_weight, need_bias=need_bias)
             if grad_weight is not None:
                 grads[1] = grad_weight.to(weight.dtype)
             if grad_bias is not None:

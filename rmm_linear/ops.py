@@ -17,12 +17,13 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 from rmm_linear_kernels.random_projection import reference as _projection
 from rmm_linear_kernels.row_gather import reference as _rows
 from rmm_linear_kernels.sketched_grad_weight import reference as _grad_weight
 from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
-from torch import Tensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -97,12 +98,8 @@ def draw_seed(x: Tensor) -> Tensor:
     return torch.ops.rmm_linear.draw_seed.default(x)
 
 
-@_define(
-    "hadamard_sketch(Tensor x, Tensor seed, Tensor? mean, SymInt blocks, SymInt kept, bool gradient) -> Tensor"
-)
-def _hadamard_sketch(
-    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, gradient: bool
-) -> Tensor:
+@_define("hadamard_sketch(Tensor x, Tensor seed, Tensor? mean, SymInt blocks, SymInt kept, bool gradient) -> Tensor")
+def _hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, gradient: bool) -> Tensor:
     block_rows = max(1, x.shape[0]) / max(1, blocks)
     scale = block_rows**0.5 / kept if gradient else block_rows**-0.5
     dtype = _result_dtype(x, gradient)
@@ -114,9 +111,7 @@ def _(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, grad
     return x.new_empty((blocks * kept, x.shape[1]), dtype=_result_dtype(x, gradient))
 
 
-def hadamard_sketch(
-    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, gradient: bool
-) -> Tensor:
+def hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, gradient: bool) -> Tensor:
     """Return S^T (x - 1 mean^T) for the strided-block Hadamard S, over or times the storage scale.
 
     Args:
@@ -133,9 +128,7 @@ def hadamard_sketch(
     return torch.ops.rmm_linear.hadamard_sketch.default(x, seed, mean, blocks, kept, gradient)
 
 
-@_define(
-    "random_projection(Tensor x, Tensor seed, Tensor? mean, SymInt rank, bool gaussian, bool gradient) -> Tensor"
-)
+@_define("random_projection(Tensor x, Tensor seed, Tensor? mean, SymInt rank, bool gaussian, bool gradient) -> Tensor")
 def _random_projection(
     x: Tensor, seed: Tensor, mean: Tensor | None, rank: int, gaussian: bool, gradient: bool
 ) -> Tensor:
@@ -169,12 +162,8 @@ def random_projection(
     return torch.ops.rmm_linear.random_projection.default(x, seed, mean, rank, gaussian, gradient)
 
 
-@_define(
-    "trigonometric_sketch(Tensor x, Tensor seed, Tensor? mean, SymInt rank, str kind, bool gradient) -> Tensor"
-)
-def _trigonometric_sketch(
-    x: Tensor, seed: Tensor, mean: Tensor | None, rank: int, kind: str, gradient: bool
-) -> Tensor:
+@_define("trigonometric_sketch(Tensor x, Tensor seed, Tensor? mean, SymInt rank, str kind, bool gradient) -> Tensor")
+def _trigonometric_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, rank: int, kind: str, gradient: bool) -> Tensor:
     scale = x.shape[0] / max(1, rank) if gradient else 1.0
     dtype = _result_dtype(x, gradient)
     return _trigonometric.trigonometric_sketch(x, seed, mean, rank=rank, kind=kind, scale=scale, dtype=dtype)
@@ -188,7 +177,7 @@ def _(x: Tensor, seed: Tensor, mean: Tensor | None, rank: int, kind: str, gradie
 def trigonometric_sketch(
     x: Tensor, seed: Tensor, mean: Tensor | None, *, rank: int, kind: str, gradient: bool
 ) -> Tensor:
-    """Return S^T (x - 1 mean^T) for signed columns of the orthonormal DCT-II or real DFT, over or times the storage scale.
+    """Return S^T (x - 1 mean^T) for signed columns of the DCT-II or real DFT, over or times the storage scale.
 
     Args:
         x: Input, shape (rows, features), any float dtype.

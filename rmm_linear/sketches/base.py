@@ -8,7 +8,7 @@ Sketches are frozen dataclasses: hashable, comparable, with no state between cal
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar, NamedTuple
 
@@ -46,18 +46,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def ratio_fraction(ratio: float) -> Fraction:
-    """Return the ratio as the decimal fraction that the user wrote.
-
-    Args:
-        ratio: In (0, 1].
-
-    Returns:
-        The nearest fraction with a denominator up to a million, and never 0.
-    """
-    return max(Fraction(ratio).limit_denominator(_RATIO_DENOMINATOR), Fraction(1, _RATIO_DENOMINATOR))
-
-
 @dataclass(frozen=True)
 class Sketch(ABC):
     """A random compression of the rows of x that lets g^T x be estimated without bias.
@@ -67,10 +55,19 @@ class Sketch(ABC):
 
     Attributes:
         ratio: Rows kept over rows, in (0, 1].
+        numerator: Of the ratio as the decimal fraction that the user wrote, in integers that a compiler can trace.
+        denominator: Of the same, up to a million.
     """
 
     ratio: float
+    numerator: int = field(init=False, repr=False, compare=False)
+    denominator: int = field(init=False, repr=False, compare=False)
     name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        fraction = Fraction(self.ratio).limit_denominator(_RATIO_DENOMINATOR)
+        object.__setattr__(self, "numerator", max(1, fraction.numerator))
+        object.__setattr__(self, "denominator", fraction.denominator if fraction else _RATIO_DENOMINATOR)
 
     def rank(self, rows: int) -> int:
         """Return how many rows are kept of `rows`: round(ratio * rows), at least 1 of any row.
@@ -81,8 +78,7 @@ class Sketch(ABC):
         Returns:
             The rank of S.
         """
-        fraction = ratio_fraction(self.ratio)
-        kept = (2 * fraction.numerator * rows + fraction.denominator) // (2 * fraction.denominator)
+        kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
         return torch.sym_min(rows, torch.sym_max(1, kept))
 
     def is_exact(self, rows: int) -> bool:
@@ -111,8 +107,7 @@ class Sketch(ABC):
 
     @abstractmethod
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) for the S that `compress` used, such that its product with the stored sketch is
-        the estimate.
+        """Return S^T (g - 1 mean^T) for the S that `compress` used, scaled to go with the stored sketch.
 
         Args:
             g: Gradient of the output, shape (rows, out).

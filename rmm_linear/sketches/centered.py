@@ -35,6 +35,7 @@ class Centered(Sketch):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.inner.ratio)
+        super().__post_init__()
 
     def rank(self, rows: int) -> int:
         """Return the inner sketch's rank.

@@ -6,7 +6,6 @@ E||estimate - g^T x||_F^2 is a combination of a few such sums; each sketch's `va
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -41,6 +40,4 @@ def gradient_sums(x: Tensor, g: Tensor) -> GradientSums:
     x, g = x.double(), g.double()
     x_rows, g_rows = x.square().sum(1), g.square().sum(1)
     gradient = g.t() @ x
-    return GradientSums(
-        x.shape[0], x_rows.sum(), g_rows.sum(), gradient.square().sum(), (x_rows * g_rows).sum()
-    )
+    return GradientSums(x.shape[0], x_rows.sum(), g_rows.sum(), gradient.square().sum(), (x_rows * g_rows).sum())

@@ -48,9 +48,7 @@ class ColumnRowSampling(Sketch):
                     x.new_empty(0, dtype=accumulate_dtype(x.dtype)),
                 ),
             )
-        index, squared = ops.importance_rows(
-            x, seed, mean, grad_norms, rank=rank, winner_take_all=self.winner_take_all
-        )
+        index, squared = ops.importance_rows(x, seed, mean, grad_norms, rank=rank, winner_take_all=self.winner_take_all)
         return SavedSketch(seed, (ops.gather_rows(x, index, mean), index, squared))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:

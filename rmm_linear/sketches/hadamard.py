@@ -11,14 +11,14 @@ every draw, and the signs make different pairs uncorrelated, blocks included. He
     (b - p) / (p (b - 1)) * sum over blocks of (P_k Q_k + C_k - 2 s_k)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rmm_linear import ops
-from rmm_linear.sketches.base import ObliviousSketch, ratio_fraction, register
+from rmm_linear.sketches.base import ObliviousSketch, register
 
 _BLOCK = 64
 
@@ -31,9 +31,18 @@ class Hadamard(ObliviousSketch):
     `rows` rows form K = ceil(rows / 64) blocks (block k holds rows k, k + K, k + 2K, ...), of which
     p = floor(ratio * rows / K) combinations each are kept, at least one: never more than round(ratio * rows) rows,
     and 6 of 64 for a ratio of 0.1. Below a ratio of 1/32 the blocks are larger, 2 / ratio rounded up to a power of 2.
+
+    Attributes:
+        block: Most rows of a block.
     """
 
+    block: int = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "hadamard"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needed = -(-2 * self.denominator // self.numerator)
+        object.__setattr__(self, "block", max(_BLOCK, 1 << (needed - 1).bit_length()))
 
     def geometry(self, rows: int) -> tuple[int, int]:
         """Return the number of blocks and the Hadamard rows kept of each.
@@ -46,11 +55,8 @@ class Hadamard(ObliviousSketch):
         """
         if isinstance(rows, int) and rows == 0:
             return 0, 1
-        fraction = ratio_fraction(self.ratio)
-        numerator, denominator = fraction.numerator, fraction.denominator
-        block = max(_BLOCK, 1 << (-(-2 * denominator // numerator) - 1).bit_length())
-        blocks = (rows + block - 1) // block
-        return blocks, torch.sym_max(1, (numerator * rows) // (denominator * blocks))
+        blocks = (rows + self.block - 1) // self.block
+        return blocks, torch.sym_max(1, (self.numerator * rows) // (self.denominator * blocks))
 
     def rank(self, rows: int) -> int:
         """Return blocks * kept; see `Hadamard`.

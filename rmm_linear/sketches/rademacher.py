@@ -18,7 +18,7 @@ from rmm_linear.sketches.closed_forms import gradient_sums
 @register
 @dataclass(frozen=True)
 class Rademacher(ObliviousSketch):
-    """Independent fair signs over sqrt(rank). Costs what the Gaussian costs, but its random bits are 32 times cheaper."""
+    """Independent fair signs over sqrt(rank). Costs what the Gaussian costs; its random bits are 32 times cheaper."""
 
     name: ClassVar[str] = "rademacher"
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..philox.reference import choose_without_replacement, random_signs
+from ..philox.reference import signs_and_keys, smallest_keys
 
 # Transient elements when a half-precision input is widened slab by slab.
 _SLAB_ELEMENTS = 1 << 22
@@ -86,8 +86,8 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
     """H[columns] diag(signs) for every block, unscaled; zero where a block has no row. (..., blocks, kept, m)."""
     block_rows = -(-rows // blocks)
     order = hadamard_order(block_rows)
-    columns = choose_without_replacement(seed, order, kept)  # (..., kept)
-    signs = random_signs(seed, rows, dtype=dtype)  # (..., rows)
+    signs, keys = signs_and_keys(seed, rows, order, dtype=dtype)  # (..., rows), (..., order)
+    columns = smallest_keys(keys, kept)  # (..., kept)
     # Row j * blocks + k is row j of block k; the rows missing from the last stride get the sign 0.
     signs = torch.nn.functional.pad(signs, (0, block_rows * blocks - rows))
     signs = signs.unflatten(-1, (block_rows, blocks)).transpose(-1, -2)  # (..., blocks, m)

@@ -42,16 +42,17 @@ def randint4x(seed: Tensor, offset: Tensor) -> Tensor:
     column = (2,) + (1,) * (seed.dim() + 1)
     multipliers = torch.tensor(_MULTIPLIERS, device=seed.device).view(column)
     increments = torch.tensor(_KEY_INCREMENTS, device=seed.device).view(column)
+    rounds = torch.arange(_ROUNDS, device=seed.device).view(_ROUNDS, *(1 for _ in column))
+    keys = (key + rounds * increments).bitwise_and_(_MASK32)  # (rounds, 2, ..., 1)
     zero = torch.zeros_like(offset)
     # The two multiplied lanes (c0, c2) and the two others (c1, c3) are carried as pairs: half as many torch calls.
     even = torch.stack((offset & _MASK32, zero)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
     odd = torch.stack(((offset >> 32) & _MASK32, zero)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
-    for _ in range(_ROUNDS):
+    for key in keys.unbind(0):
         # The product of two 32-bit words wraps in int64, but all of its 64 bits are right; the mask undoes the sign.
         product = (even * multipliers).flip(0)
         even = (product >> 32).bitwise_and_(_MASK32).bitwise_xor_(odd).bitwise_xor_(key)
         odd = product.bitwise_and_(_MASK32)
-        key = (key + increments).bitwise_and_(_MASK32)
     return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 
@@ -69,8 +70,36 @@ def random_words(seed: Tensor, count: int, *, stream: int, first_counter: int = 
     """
     counters = math.ceil(count / 4)
     offset = torch.arange(first_counter, first_counter + counters, device=seed.device) + (stream << 32)
-    words = randint4x(seed, offset)
-    return words.movedim(0, -1).reshape(*seed.shape, 4 * counters)[..., :count]
+    return _in_order(randint4x(seed, offset))[..., :count]
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """(4, ..., counters) to (..., 4 * counters): the words of one counter after those of the other."""
+    return words.movedim(0, -1).flatten(-2)
+
+
+def signs_and_keys(seed: Tensor, signs: int, keys: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `random_signs` and the keys of `choose_without_replacement` out of one pass over the counters.
+
+    Args:
+        seed: 64-bit seeds, shape (...,), int64.
+        signs: Number of signs a seed.
+        keys: Number of keys a seed.
+        dtype: Floating dtype of the signs.
+
+    Returns:
+        Signs (..., signs) and keys (..., keys), int64.
+    """
+    sign_counters, key_counters = math.ceil(signs / 128), math.ceil(keys / 4)
+    offset = torch.arange(sign_counters + key_counters, device=seed.device)
+    offset[sign_counters:] += (CHOICE_STREAM << 32) - sign_counters
+    words = _in_order(randint4x(seed, offset))
+    return _signs(words[..., : 4 * sign_counters], signs, dtype), words[..., 4 * sign_counters :][..., :keys]
+
+
+def _signs(words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    bits = (words.unsqueeze(-1) >> torch.arange(32, device=words.device)) & 1
+    return (1 - 2 * bits.flatten(-2)[..., :count]).to(dtype)
 
 
 def random_signs(
@@ -89,8 +118,7 @@ def random_signs(
         Entries +1 (bit 0) and -1 (bit 1), shape (..., count).
     """
     words = random_words(seed, math.ceil(count / 32), stream=stream, first_counter=first_counter)
-    bits = (words.unsqueeze(-1) >> torch.arange(32, device=seed.device)) & 1
-    return (1 - 2 * bits.flatten(-2)[..., :count]).to(dtype)
+    return _signs(words, count, dtype)
 
 
 def random_normals(seed: Tensor, count: int, *, stream: int = PROJECTION_STREAM, first_counter: int = 0) -> Tensor:
@@ -130,7 +158,19 @@ def choose_without_replacement(seed: Tensor, population: int, chosen: int) -> Te
     Returns:
         Item numbers, shape (..., chosen), int64, in random order.
     """
-    keys = random_words(seed, population, stream=CHOICE_STREAM)
+    return smallest_keys(random_words(seed, population, stream=CHOICE_STREAM), chosen)
+
+
+def smallest_keys(keys: Tensor, chosen: int) -> Tensor:
+    """Return the positions of the `chosen` smallest keys, the earlier one of two equal keys first.
+
+    Args:
+        keys: Shape (..., population), int64.
+        chosen: Number of positions, at most the population.
+
+    Returns:
+        Positions, shape (..., chosen), int64.
+    """
     return torch.argsort(keys, dim=-1, stable=True)[..., :chosen]
 
 

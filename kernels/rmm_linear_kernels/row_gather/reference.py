@@ -1,8 +1,9 @@
 """Row sampling in plain torch, without a host synchronisation.
 
 Importance sampling runs on integer weights: w_i = round(2**40 * norm_i / max norm), at least 1 where the norm is not
-zero (fewer bits beyond 2**22 rows, so that the sum fits). The probabilities are then exactly p_i = w_i / sum(w), an int64 cumulative sum is deterministic on every device
-(a float one on CUDA is not), and the scales use the very p_i that the draws have, so that the rounding costs no bias.
+zero (fewer bits beyond 2**22 rows, so that the sum fits). The probabilities are then exactly p_i = w_i / sum(w), an
+int64 cumulative sum is deterministic on every device (a float one on CUDA is not), and the scales use the very p_i that
+the draws have, so that the rounding costs no bias.
 """
 
 import torch

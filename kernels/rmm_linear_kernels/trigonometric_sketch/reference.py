@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..philox.reference import choose_without_replacement, random_signs
+from ..philox.reference import signs_and_keys, smallest_keys
 
 # Elements of S generated at a time.
 _SLAB_ELEMENTS = 1 << 21
@@ -101,8 +101,8 @@ def trigonometric_sketch(
     """
     rows, features = x.shape
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    columns = choose_without_replacement(seed, rows, rank)
-    signs = random_signs(seed, rows, dtype=compute)
+    signs, keys = signs_and_keys(seed, rows, rows, dtype=compute)
+    columns = smallest_keys(keys, rank)
     out = x.new_zeros((rank, features), dtype=compute)
     ones = x.new_zeros((rank,), dtype=compute)
     step = max(1, _SLAB_ELEMENTS // max(rank, features, 1))
@@ -131,7 +131,7 @@ def trigonometric_dense(seeds: Tensor, *, rows: int, rank: int, kind: str, dtype
     Returns:
         Shape (draws, rows, rank).
     """
-    columns = choose_without_replacement(seeds, rows, rank)
-    signs = random_signs(seeds, rows, dtype=dtype)
+    signs, keys = signs_and_keys(seeds, rows, rows, dtype=dtype)
+    columns = smallest_keys(keys, rank)
     scale = math.sqrt(rows / max(1, rank))
     return trigonometric_slab(columns, signs, first_row=0, length=rows, kind=kind, dtype=dtype).mul_(scale)

@@ -1,0 +1,91 @@
+"""RMMConfig: validated once, immutable, and the same after a round trip."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from rmm_linear import RMMConfig, available_sketches
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.5, float("nan"), float("inf"), "0.5", None, True])
+def test_a_bad_ratio_is_named_with_its_remedy(ratio: object) -> None:
+    with pytest.raises(ValueError, match=r"not in \(0, 1\]; pass"):
+        RMMConfig(ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"sketch": "hadamrd"}, "'hadamrd' is unknown; choose one of .*hadamard"),
+        ({"sketch": None}, "unknown"),
+        ({"sketch": "centered"}, "unknown"),
+        ({"center": 1}, "not a bool"),
+        ({"min_rows": -1}, "min_rows=-1"),
+        ({"min_rows": 2.5}, "min_rows=2.5"),
+    ],
+    ids=str,
+)
+def test_other_bad_knobs_are_named(knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RMMConfig(**knobs)
+
+
+def test_unknown_knobs_recipes_and_texts_are_named() -> None:
+    with pytest.raises(ValueError, match="unknown knob 'rho'; RMMConfig has ratio"):
+        RMMConfig.from_dict({"rho": 0.5})
+    with pytest.raises(ValueError, match="unknown knob 'rho'"):
+        RMMConfig().replace(rho=0.5)
+    with pytest.raises(ValueError, match="recipe 'best' is unknown; choose one of default"):
+        RMMConfig.from_recipe("best")
+    for text in ("ratio=0.5", "[0.5]"):
+        with pytest.raises(ValueError, match="to_json"):
+            RMMConfig.from_json(text)
+
+
+@pytest.mark.parametrize("recipe", RMMConfig.recipes())
+def test_recipes_round_trip(recipe: str) -> None:
+    config = RMMConfig.from_recipe(recipe, ratio=0.2)
+    assert config.ratio == 0.2
+    for other in (
+        RMMConfig.from_json(config.to_json()),
+        RMMConfig.from_dict(config.to_dict()),
+        pickle.loads(pickle.dumps(config)),
+        copy.deepcopy(config),
+    ):
+        assert other == config
+        assert hash(other) == hash(config)
+        assert other.sketch_object == config.sketch_object
+
+
+def test_the_paper_recipe_is_a_dense_gaussian_for_every_layer() -> None:
+    assert RMMConfig.from_recipe("paper").to_dict() == {
+        "ratio": 0.5,
+        "sketch": "gaussian",
+        "center": False,
+        "min_rows": 1,
+    }
+
+
+def test_it_is_frozen_and_hides_the_sketch() -> None:
+    config = RMMConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ratio = 0.1
+    assert repr(config) == "RMMConfig(ratio=0.5, sketch='hadamard', center=True, min_rows=128)"
+
+
+def test_saved_bytes_are_the_inputs_where_nothing_is_sketched() -> None:
+    config = RMMConfig(ratio=0.5, center=False, min_rows=100)
+    assert config.saved_bytes(99, 8, torch.bfloat16) == 99 * 8 * 2
+    assert config.saved_bytes(128, 8, torch.bfloat16) == 64 * 8 * 2 + 8
+    assert config.replace(center=True).saved_bytes(128, 8, torch.bfloat16) == 64 * 8 * 2 + 8 + 8 * 4
+    assert config.replace(ratio=1.0).saved_bytes(128, 8, torch.float32) == 128 * 8 * 4
+
+
+@pytest.mark.parametrize("sketch", available_sketches())
+def test_every_registered_sketch_can_be_configured(sketch: str) -> None:
+    config = RMMConfig(ratio=0.3, sketch=sketch, center=False)
+    assert config.sketch_object.name == sketch
+    assert config.replace(center=True).sketch_object.inner == config.sketch_object

@@ -1,0 +1,207 @@
+"""The functional layer: exact where it promises to be, estimated where it says so, and clear about bad input."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rmm_linear import DoubleBackwardError, RMMConfig
+from rmm_linear.functional import linear
+
+CONFIG = RMMConfig(ratio=0.3, min_rows=1)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+LAYOUTS = {
+    "1d": ((40,), lambda base: base),
+    "2d": ((23, 40), lambda base: base),
+    "3d": ((6, 23, 40), lambda base: base),
+    "4d": ((2, 3, 23, 40), lambda base: base),
+    "one row": ((1, 40), lambda base: base),
+    "sliced features": ((6, 23, 80), lambda base: base[..., ::2]),
+    "sliced rows": ((6, 23, 40), lambda base: base[:, ::3]),
+    "transposed batch": ((6, 23, 40), lambda base: base.transpose(0, 1)),
+    "column-major": ((40, 138), lambda base: base.t()),
+    "3d column-major": ((40, 6, 23), lambda base: base.permute(1, 2, 0)),
+    "expanded": ((6, 1, 40), lambda base: base.expand(6, 23, 40)),
+}
+
+
+def _run(base: Tensor, layout: str, weight: Tensor, bias: Tensor | None, g: Tensor, *, sketched: bool) -> list[Tensor]:
+    leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in (base, weight, bias)]
+    x = LAYOUTS[layout][1](leaves[0])
+    output = linear(x, *leaves[1:], config=CONFIG, seed=11) if sketched else F.linear(x, *leaves[1:])
+    output.backward(g)
+    return [output.detach(), leaves[0].grad, *([] if bias is None else [leaves[2].grad])]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_output_grad_input_and_grad_bias_are_bit_equal_to_nn_linear(dtype: torch.dtype, layout: str) -> None:
+    shape, view = LAYOUTS[layout]
+    base, weight = torch.randn(shape).to(dtype), torch.randn(24, 40).to(dtype)
+    for bias in (torch.randn(24).to(dtype), None):
+        for stride in (1, 2):
+            g = torch.randn(*view(base).shape[:-1], 24 * stride).to(dtype)[..., ::stride]
+            expected = _run(base, layout, weight, bias, g, sketched=False)
+            result = _run(base, layout, weight, bias, g, sketched=True)
+            for position, (got, want) in enumerate(zip(result, expected, strict=True)):
+                name = ("output", "grad_input", "grad_bias")[position]
+                assert torch.equal(got, want), f"{name}, bias: {bias is not None}, stride of g: {stride}"
+                assert (got.dtype, got.shape) == (want.dtype, want.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_expanded_gradient_of_a_sum_is_taken(dtype: torch.dtype) -> None:
+    x, bias = torch.randn(70, 8).to(dtype), torch.zeros(5, dtype=dtype).requires_grad_()
+    weight = torch.randn(5, 8).to(dtype).requires_grad_()
+    linear(x, weight, bias, config=CONFIG).sum().backward()
+    assert torch.equal(bias.grad, torch.full((5,), 70).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "min_rows", "rows"), [(1.0, 1, 70), (0.5, 71, 70), (0.5, 0, 0), (0.5, 1, 0)], ids=str
+)
+def test_weight_gradient_is_bit_equal_where_nothing_is_sketched(ratio: float, min_rows: int, rows: int) -> None:
+    config = RMMConfig(ratio=ratio, min_rows=min_rows)
+    x, weight = torch.randn(rows, 8), torch.randn(5, 8)
+    grads = []
+    for apply in (lambda x, w: linear(x, w, config=config), F.linear):
+        leaf = weight.clone().requires_grad_()
+        apply(x, leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def test_a_frozen_weight_keeps_nothing_and_draws_nothing() -> None:
+    x, weight = torch.randn(200, 8, requires_grad=True), torch.randn(5, 8)
+    state = torch.get_rng_state()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        output = linear(x, weight, config=CONFIG)
+    assert [t.data_ptr() for t in kept] == [weight.data_ptr()]
+    assert torch.equal(torch.get_rng_state(), state)
+    output.sum().backward()
+    assert torch.equal(x.grad, F.linear(x.detach(), weight).new_ones(200, 5) @ weight)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    x, bias = torch.randn(200, 8), torch.randn(5)
+    for need_x, need_weight, need_bias in [(0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 0, 1), (0, 0, 1)]:
+        leaves = [
+            x.clone().requires_grad_(bool(need_x)),
+            torch.randn(5, 8).requires_grad_(bool(need_weight)),
+            bias.clone().requires_grad_(bool(need_bias)),
+        ]
+        linear(*leaves, config=CONFIG).sum().backward()
+        assert [leaf.grad is not None for leaf in leaves] == [bool(need_x), bool(need_weight), bool(need_bias)]
+
+
+def test_no_grad_and_inference_mode_give_a_plain_output() -> None:
+    x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            output = linear(x, weight, config=CONFIG)
+            assert torch.equal(output, F.linear(x, weight))
+        assert not output.requires_grad
+
+
+def test_the_input_dies_before_the_backward_pass() -> None:
+    weight = torch.randn(5, 8, requires_grad=True)
+    for config in (CONFIG, CONFIG.replace(center=False), CONFIG.replace(sketch="crs")):
+        x = torch.randn(512, 8) * 1.0
+        gone = weakref.ref(x.untyped_storage())
+        output = linear(x, weight, config=config)
+        del x
+        gc.collect()
+        assert gone() is None
+        output.sum().backward()
+
+
+def test_same_seed_is_bitwise_equal_and_the_default_generator_governs() -> None:
+    x, weight = torch.randn(300, 8), torch.randn(5, 8)
+
+    def gradient(seed: Tensor | int | None = None) -> Tensor:
+        leaf = weight.clone().requires_grad_()
+        linear(x, leaf, config=CONFIG, seed=seed).square().sum().backward()
+        return leaf.grad
+
+    assert torch.equal(gradient(5), gradient(torch.tensor(5)))
+    assert not torch.equal(gradient(5), gradient(6))
+    torch.manual_seed(0)
+    first, second = gradient(), gradient()
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(gradient(), first)
+
+
+def test_every_forward_of_a_step_draws_its_own_seed() -> None:
+    x, weight = torch.randn(300, 8), torch.randn(8, 8)
+    layers = [weight.clone().requires_grad_() for _ in range(3)]
+    for leaf in layers:
+        linear(x, leaf, config=CONFIG).square().sum().backward()
+    assert not torch.equal(layers[0].grad, layers[1].grad)
+    assert not torch.equal(layers[1].grad, layers[2].grad)
+
+
+def test_second_derivatives_are_refused_by_name() -> None:
+    x, weight = torch.randn(200, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    output = linear(x, weight, config=CONFIG).square().sum()
+    (grad_x,) = torch.autograd.grad(output, x, create_graph=True)
+    with pytest.raises(DoubleBackwardError, match=r"revert_linears"):
+        grad_x.square().sum().backward()
+
+
+def test_create_graph_alone_gives_the_same_gradients() -> None:
+    x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
+    grads = []
+    for create_graph in (False, True):
+        loss = linear(x, weight, config=CONFIG, seed=1).square().sum()
+        grads.append(torch.autograd.grad(loss, weight, create_graph=create_graph)[0].detach())
+    assert torch.equal(*grads)
+
+
+def test_torch_func_grad_agrees_with_autograd() -> None:
+    x, weight = torch.randn(200, 8), torch.randn(5, 8)
+
+    def loss(leaf: Tensor) -> Tensor:
+        return linear(x, leaf, config=CONFIG, seed=1).square().sum()
+
+    leaf = weight.clone().requires_grad_()
+    loss(leaf).backward()
+    assert torch.equal(torch.func.grad(loss)(weight), leaf.grad)
+
+
+def test_nan_and_inf_in_the_input_show_in_the_weight_gradient() -> None:
+    for sketch in ("hadamard", "gaussian", "crs", "wta_crs"):
+        for bad in (float("nan"), float("inf")):
+            x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
+            x[17, 3] = bad
+            linear(x, weight, config=CONFIG.replace(sketch=sketch)).backward(torch.ones(200, 5))
+            assert not weight.grad[:, 3].isfinite().any(), (sketch, bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(4, 8, dtype=torch.int64)}, "int64"),
+        ({"x": torch.zeros(4, 8, dtype=torch.complex64)}, "complex64"),
+        ({"x": torch.zeros(4, 9)}, r"\(4, 9\)"),
+        ({"x": torch.zeros(())}, r"\(\)"),
+        ({"x": torch.zeros(4, 8, dtype=torch.float64)}, "float64"),
+        ({"weight": torch.zeros(8, requires_grad=True)}, r"\(out, in\)"),
+        ({"bias": torch.zeros(6)}, r"\(6,\)"),
+        ({"config": 0.5}, "RMMConfig"),
+        ({"seed": 1 << 63}, "64-bit"),
+        ({"seed": torch.zeros(2, dtype=torch.int64)}, "0-d int64"),
+        ({"seed": 0.5}, "64-bit"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_named_with_its_remedy(change: dict[str, object], message: str) -> None:
+    arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(5, 8, requires_grad=True), "bias": None}
+    with pytest.raises(ValueError, match=message):
+        linear(**{**arguments, "config": CONFIG, **change})

@@ -1,0 +1,101 @@
+"""RMMLinear is an nn.Linear in all but what it keeps."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from rmm_linear import RMMConfig, RMMLinear
+
+CONFIG = RMMConfig(ratio=0.25, min_rows=1)
+
+
+def test_it_is_a_linear_layer_with_a_config() -> None:
+    layer = RMMLinear(16, 8, bias=False, dtype=torch.float64, config=CONFIG)
+    assert isinstance(layer, nn.Linear)
+    assert layer.weight.dtype == torch.float64
+    assert layer.bias is None
+    assert RMMLinear(16, 8).rmm_config == RMMConfig()
+    assert repr(layer) == (
+        "RMMLinear(in_features=16, out_features=8, bias=False, ratio=0.25, sketch='hadamard', center=True)"
+    )
+    with pytest.raises(ValueError, match="RMMConfig"):
+        RMMLinear(16, 8, config={"ratio": 0.5})
+
+
+def test_initial_parameters_equal_those_of_nn_linear() -> None:
+    torch.manual_seed(5)
+    plain = nn.Linear(16, 8)
+    torch.manual_seed(5)
+    layer = RMMLinear(16, 8, config=CONFIG)
+    assert torch.equal(plain.weight, layer.weight)
+    assert list(plain.state_dict()) == list(layer.state_dict())
+
+
+def test_eval_mode_is_nn_linear_to_the_bit_and_the_byte() -> None:
+    layer = RMMLinear(16, 8, config=CONFIG).eval()
+    plain = nn.Linear(16, 8)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(300, 16)
+    state = torch.get_rng_state()
+    kept: dict[str, list[tuple[int, ...]]] = {}
+    for name, module in (("layer", layer), ("plain", plain)):
+        shapes: list[tuple[int, ...]] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, shapes=shapes: shapes.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            module(x).square().sum().backward()
+        kept[name] = shapes
+    assert kept["layer"] == kept["plain"]
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+    assert torch.equal(layer.bias.grad, plain.bias.grad)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_training_mode_is_sketched_and_the_config_may_change() -> None:
+    layer = RMMLinear(16, 8, config=CONFIG)
+    x, g = torch.randn(300, 16), torch.randn(300, 8)
+    exact = g.t() @ x
+    layer(x).backward(g)
+    assert not torch.allclose(layer.weight.grad, exact, atol=1e-3)
+    layer.rmm_config = RMMConfig(ratio=1.0)
+    layer.zero_grad()
+    layer(x).backward(g)
+    torch.testing.assert_close(layer.weight.grad, exact)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_keep_parameters_and_config(how: str) -> None:
+    layer = RMMLinear(16, 8, config=CONFIG)
+    if how == "deepcopy":
+        other = copy.deepcopy(layer)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(layer))
+    else:
+        buffer = io.BytesIO()
+        torch.save(layer, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    assert other.rmm_config == CONFIG
+    assert torch.equal(other.weight, layer.weight)
+
+
+@pytest.mark.montecarlo
+def test_weight_gradient_of_the_module_is_unbiased_over_steps() -> None:
+    # 1,500 steps, each drawing its own seed; |z| < 4.5 has a false-alarm rate of 7e-6.
+    torch.manual_seed(1)
+    layer = RMMLinear(6, 3, config=CONFIG.replace(ratio=0.5))
+    x = torch.randn(60, 6) + 0.5
+    weighting = torch.randn(60, 3) + 0.2 * x[:, :3]
+    exact = weighting.t() @ x
+    slopes = []
+    for _ in range(1500):
+        layer.zero_grad()
+        (layer(x) * weighting).sum().backward()
+        slopes.append(float((layer.weight.grad * exact).sum() / exact.square().sum()))
+    slope = torch.tensor(slopes, dtype=torch.float64)
+    assert abs(slope.mean() - 1) < 4.5 * slope.std() / len(slopes) ** 0.5
+    assert slope.std() > 0.01
