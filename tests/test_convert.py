@@ -356,7 +356,7 @@ def test_a_converted_layer_under_an_accelerate_hook_reverts_to_exact():
 
 def test_a_warning_names_each_layer_once():
     model = nn.ModuleList([nn.Linear(8, 8), *(Quantized(8, 8) for _ in range(3))])
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="left exact") as caught:
         convert_linears(model)
     assert len(caught) == 1
     assert [str(caught[0].message).count(f"{index}: ") for index in (1, 2, 3)] == [1, 1, 1]
@@ -426,6 +426,14 @@ def test_a_layer_whose_parent_is_sharded_is_converted(process_group):
     assert converted(convert_linears(model, 0.5)) == ["0", "1"]
     model(torch.randn(256, 8)).sum().backward()
     assert model[0].weight.grad is not None
+
+
+def test_a_model_is_converted_after_it_was_wrapped_for_data_parallel_training(process_group):
+    model = nn.parallel.DistributedDataParallel(Model())
+    convert_linears(model, 0.5, target_modules=r"layers\.\d\.dense")
+    assert converted(model.module) == ["layers.0.dense", "layers.1.dense"]
+    model(torch.randn(256, 8)).sum().backward()
+    assert model.module.layers[0].dense.weight.grad.abs().sum() > 0
 
 
 def test_a_tensor_parallel_layer_is_skipped_with_its_reason(process_group):

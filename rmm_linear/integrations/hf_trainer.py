@@ -46,8 +46,10 @@ class RMMCallback(TrainerCallback):
     saving that the layers promise one by one is measured, a warning tells the reasons.
 
     Example:
-        >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[RMMCallback(ratio=0.5)])
-        >>> trainer.train()
+        >>> from rmm_linear import RMMCallback
+        >>> callback = RMMCallback(ratio=0.5, exclude_modules=["attention.output.dense"])
+
+        which goes to the trainer: `Trainer(model, args, train_dataset=data, callbacks=[callback]).train()`.
 
     Args:
         ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given.

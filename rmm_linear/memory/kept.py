@@ -117,6 +117,8 @@ class SavedTensors:
         hidden from autograd (`ctx.x = x` in a custom Function) is not seen.
 
     Example:
+        >>> import torch
+        >>> from rmm_linear.memory import SavedTensors
         >>> layer, x = torch.nn.Linear(8, 4), torch.randn(16, 8)
         >>> with SavedTensors(layer) as kept:
         ...     y = layer(x)
@@ -197,6 +199,8 @@ def measure_kept_bytes(
         Bytes of all distinct storages saved. The result of `fn` is dropped.
 
     Example:
+        >>> import torch
+        >>> from rmm_linear.memory import measure_kept_bytes
         >>> measure_kept_bytes(torch.nn.Linear(8, 4), torch.randn(16, 8))
         512
     """

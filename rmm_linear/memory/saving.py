@@ -31,6 +31,9 @@ class MeasuredSaving(SavedTensors):
         sketches_anything: Whether any layer with a ratio below 1 ran in training mode.
 
     Example:
+        >>> import torch
+        >>> from rmm_linear import convert_linears
+        >>> from rmm_linear.memory import MeasuredSaving
         >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(64, 64)), ratio=0.5)
         >>> with MeasuredSaving(model) as saving:
         ...     loss = model(torch.randn(512, 64)).sum()

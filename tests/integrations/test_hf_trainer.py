@@ -94,6 +94,15 @@ class Late(Reporter):
 
 
 @pytest.fixture(autouse=True)
+def one_thread():
+    """Matrices this small gain nothing from a second thread, and wait long for it on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
 def no_needless_warnings():
     """A ratio this small saves more than half of what it promises: a warning would be a wrong one."""
     with warnings.catch_warnings():
@@ -218,11 +227,15 @@ def test_with_checkpointing_the_truth_is_logged_and_told(tmp_path, name):
     assert len(trainer_rows(trainer)) == 5
 
 
+def run_twice(trainer):
+    trainer.train()
+    trainer.train()
+
+
 def test_a_saving_that_is_not_measured_is_warned_about_once(tmp_path):
     trainer = make_trainer(tmp_path, RMMCallback(ratio=0.5))
     with pytest.warns(UserWarning, match="promise") as caught:
-        trainer.train()
-        trainer.train()
+        run_twice(trainer)
     messages = [str(warning.message) for warning in caught if "promise" in str(warning.message)]
     assert len(messages) == 1
     # two of query, key and value in each of two layers; and the output projection, whose input the attention keeps
