@@ -19,6 +19,7 @@ No sentence of the validation split occurs in the training split.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,13 +45,68 @@ TRAIN_ROWS = 12_000
 VALIDATION_ROWS = 2_000
 VOCABULARY_SIZE = 800
 
-_NOUNS = "actor bird cat child-children dog farmer fox-foxes friend king man-men mouse-mice nurse poet singer".split()
-_VERBS = "admires calls finds follows helps knows likes misses-miss sees teaches-teach trusts watches-watch".split()
-_LONE_VERBS = "cries-cry dances laughs sings sleeps works".split()
-_ADJECTIVES = "angry calm clever happy kind old sad tall".split()
-_ADVERBS = "again alone here often today".split()
-_PREPOSITIONS = "behind beside near with".split()
-_DETERMINERS = {"singular": "a every the this".split(), "plural": "many some the these".split()}
+_NOUNS = (
+    "actor",
+    "bird",
+    "cat",
+    "child-children",
+    "dog",
+    "farmer",
+    "fox-foxes",
+    "friend",
+    "king",
+    "man-men",
+    "mouse-mice",
+    "nurse",
+    "poet",
+    "singer",
+)
+_VERBS = (
+    "admires",
+    "calls",
+    "finds",
+    "follows",
+    "helps",
+    "knows",
+    "likes",
+    "misses-miss",
+    "sees",
+    "teaches-teach",
+    "trusts",
+    "watches-watch",
+)
+_LONE_VERBS = (
+    "cries-cry",
+    "dances",
+    "laughs",
+    "sings",
+    "sleeps",
+    "works",
+)
+_ADJECTIVES = (
+    "angry",
+    "calm",
+    "clever",
+    "happy",
+    "kind",
+    "old",
+    "sad",
+    "tall",
+)
+_ADVERBS = (
+    "again",
+    "alone",
+    "here",
+    "often",
+    "today",
+)
+_PREPOSITIONS = (
+    "behind",
+    "beside",
+    "near",
+    "with",
+)
+_DETERMINERS = {"singular": ["a", "every", "the", "this"], "plural": ["many", "some", "the", "these"]}
 _PRONOUNS = {"first": "I", "second": "you", "third": "he she", "plural": "we they"}
 
 
@@ -213,7 +269,7 @@ def has_possible_order(words: Sequence[Word]) -> bool:
         False only for sentences that the grammar can't produce.
     """
     kinds = ["", *(word.kind for word in words), ""]
-    return all(pair in POSSIBLE_NEIGHBOURS for pair in zip(kinds, kinds[1:], strict=False))
+    return all(pair in POSSIBLE_NEIGHBOURS for pair in itertools.pairwise(kinds))
 
 
 def as_text(words: Sequence[Word]) -> str:

@@ -134,7 +134,8 @@ class RunSettings:
     @property
     def rmm_config(self) -> RMMConfig:
         """The configuration of the converted layers; only where `uses_sketch`."""
-        assert self.ratio is not None and self.center is not None
+        assert self.ratio is not None
+        assert self.center is not None
         return RMMConfig(ratio=self.ratio, sketch=self.method, center=self.center, min_rows=self.min_rows)
 
     @property

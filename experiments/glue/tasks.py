@@ -295,7 +295,7 @@ def _checked_rows(task: Task, path: Path) -> Iterator[list[Any]]:
                 yield [*(row[at] for at in positions[:-1]), _label(task, path, line, row[positions[-1]])]
     except (csv.Error, UnicodeDecodeError) as error:
         raise HarnessError(
-            f"the file {path} is not readable as UTF-8 tab-separated text after line {line} ({error}); download it again"
+            f"the file {path} is not UTF-8 tab-separated text after line {line} ({error}); download it again"
         ) from error
     # a download that was cut off ends in a short row, whatever faults the official release has before
     if malformed and malformed[-1][0] == line:

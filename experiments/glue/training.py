@@ -22,7 +22,6 @@ import torch
 import transformers
 from datasets import DatasetDict
 from datasets import disable_progress_bars as disable_dataset_progress_bars
-from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
