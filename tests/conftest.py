@@ -11,6 +11,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+# The tests' matrices are tiny: two threads would spend their time waiting for each other.
+torch.set_num_threads(1)
+
 DEVICES = [pytest.param("cpu")]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
