@@ -12,7 +12,7 @@ GLUE_FLAGS ?=
 BENCH_FLAGS ?=
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: help venv glue test check lint bench clean
+.PHONY: help venv glue test check lint bench readme clean
 
 help:
 	@echo "make glue   fine-tune a small Transformer with sketched and exact layers on the demo task; table and figure"
@@ -20,6 +20,7 @@ help:
 	@echo "make check  lint, types and the whole test suite, slow tests included"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the layer against nn.Linear"
+	@echo "make readme fill the tables of README.md from the committed results"
 	@echo "make clean  remove the virtual environment and the caches"
 
 venv: $(STAMP)
@@ -48,6 +49,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) kernels/benchmarks/layer.py $(BENCH_FLAGS)
+
+readme: $(STAMP)
+	$(PY) -m experiments.readme
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -66,6 +66,13 @@ def _hadamard_on_cpu(order: int) -> Tensor:
     return torch.cat((torch.cat((half, half), 1), torch.cat((half, -half), 1)))
 
 
+@lru_cache(maxsize=64)
+def _hadamard_on(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Kept on the device: a copy from the host in every call would make a CUDA stream wait.
+    with torch.inference_mode(False):
+        return _hadamard_on_cpu(order).to(device=device, dtype=dtype)
+
+
 def hadamard_matrix(order: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a Hadamard matrix: entries +1 and -1, rows orthogonal.
 
@@ -79,7 +86,7 @@ def hadamard_matrix(order: int, *, dtype: torch.dtype, device: torch.device) -> 
     Returns:
         Shape (order, order).
     """
-    return _hadamard_on_cpu(order).to(device=device, dtype=dtype)
+    return _hadamard_on(order, dtype, device)
 
 
 def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:

@@ -40,8 +40,8 @@ def randint4x(seed: Tensor, offset: Tensor) -> Tensor:
     key = torch.stack((seed & _MASK32, (seed >> 32) & _MASK32)).unsqueeze(-1)  # (2, ..., 1): k0, k1
     lanes_shape = (2, *seed.shape, offset.numel())
     column = (2,) + (1,) * (seed.dim() + 1)
-    multipliers = torch.tensor(_MULTIPLIERS, device=seed.device).view(column)
-    increments = torch.tensor(_KEY_INCREMENTS, device=seed.device).view(column)
+    multipliers = _pair(_MULTIPLIERS, seed.device).view(column)
+    increments = _pair(_KEY_INCREMENTS, seed.device).view(column)
     rounds = torch.arange(_ROUNDS, device=seed.device).view(_ROUNDS, *(1 for _ in column))
     keys = (key + rounds * increments).bitwise_and_(_MASK32)  # (rounds, 2, ..., 1)
     zero = torch.zeros_like(offset)
@@ -54,6 +54,11 @@ def randint4x(seed: Tensor, offset: Tensor) -> Tensor:
         even = (product >> 32).bitwise_and_(_MASK32).bitwise_xor_(odd).bitwise_xor_(key)
         odd = product.bitwise_and_(_MASK32)
     return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def _pair(values: tuple[int, int], device: torch.device) -> Tensor:
+    """Two constants, computed on the device: a copy from the host would make a CUDA stream wait."""
+    return torch.arange(2, device=device) * (values[1] - values[0]) + values[0]
 
 
 def random_words(seed: Tensor, count: int, *, stream: int, first_counter: int = 0) -> Tensor:

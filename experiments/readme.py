@@ -1,0 +1,111 @@
+"""Fill the tables of README.md from the committed results: `python -m experiments.readme`, or `--check` them.
+
+A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; what is typed there by hand is replaced.
+"""
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from experiments.glue.comparison import compare
+from experiments.glue.report import markdown_table, one_sentence
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+MINILM = ROOT / "experiments/glue/results/minilm"
+BENCHMARKS = ROOT / "kernels/benchmarks/results"
+
+
+def layer_tables() -> str:
+    """Return one table a results file: time over nn.Linear's by shape, sketch and ratio.
+
+    Returns:
+        Markdown.
+    """
+    parts = []
+    for path in sorted(BENCHMARKS.glob("layer-*.csv")):
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        ratios = sorted({float(row["ratio"]) for row in rows}, reverse=True)
+        cells: dict[tuple[str, str], dict[float, str]] = {}
+        for row in rows:
+            shape = f"{row['rows']} x {row['in_features']} -> {row['out_features']}"
+            sketch = row["sketch"] + (", centered" if row["center"] == "True" else "")
+            spread = f"{float(row['time_ratio_q20']):.2f}-{float(row['time_ratio_q80']):.2f}"
+            cells.setdefault((shape, sketch), {})[float(row["ratio"])] = f"{float(row['time_ratio']):.2f} ({spread})"
+        first = rows[0]
+        lines = [
+            f"Forward + backward time over `nn.Linear`'s, median and 20-80 % quantiles of {first['repeats']} pairs;",
+            f"{first['dtype']}, {first['hardware']}, torch {first['torch']}, commit {first['commit']}:",
+            "",
+            f"| rows x in -> out | sketch | {' | '.join(f'ratio {ratio:g}' for ratio in ratios)} |",
+            "|" + "---|" * (len(ratios) + 2),
+        ]
+        for (shape, sketch), values in cells.items():
+            lines.append(f"| {shape} | {sketch} | {' | '.join(values.get(ratio, '') for ratio in ratios)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def minilm_table() -> str:
+    """Return the table and the sentence of the runs on real data.
+
+    Returns:
+        Markdown.
+    """
+    comparison = compare(MINILM)
+    return f"{markdown_table(comparison)}\n\nIn a sentence: {one_sentence(comparison)}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"layer": layer_tables, "minilm": minilm_table}
+
+
+def filled(text: str) -> str:
+    """Return a text with its blocks filled.
+
+    Args:
+        text: Markdown with markers.
+
+    Returns:
+        The same text with what the results say between the markers.
+
+    Raises:
+        ValueError: If a block has no markers.
+    """
+    for name, make in BLOCKS.items():
+        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            markers = f"<!-- begin: {name} --> and <!-- end: {name} -->"
+            raise ValueError(f"the text has no block {name!r}; put {markers} in it")
+        content = make()
+        text = pattern.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fill or check README.md.
+
+    Args:
+        arguments: Command line, `sys.argv[1:]` by default.
+
+    Returns:
+        0, or 1 if `--check` finds a table that is not the results'.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, and fail if something would change")
+    check = parser.parse_args(arguments).check
+    text = README.read_text()
+    new = filled(text)
+    if check:
+        if new != text:
+            print("README.md does not say what the results say; run python -m experiments.readme", file=sys.stderr)
+        return int(new != text)
+    README.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
