@@ -137,9 +137,9 @@ def hadamard_sketch(
             torch.bmm(mixing[slab, :, :full], body[slab].to(compute), out=out[slab])
     rest = rows - full * blocks
     if rest:
-        out[:rest] += mixing[:rest, :, full:] * x[full * blocks :].unsqueeze(1)
+        out[:rest].addcmul_(mixing[:rest, :, full:], x[full * blocks :].to(compute).unsqueeze(1))
     if mean is not None:
-        out -= mixing.sum(-1, keepdim=True) * mean.to(compute)
+        out.addcmul_(mixing.sum(-1, keepdim=True), mean.to(compute), value=-1)
     return out.flatten(0, 1).to(dtype)
 
 

@@ -72,5 +72,5 @@ def random_projection(
         if mean is not None:
             ones += slab.sum(0)
     if mean is not None:
-        out -= ones.unsqueeze(1) * mean.to(compute)
+        out.addr_(ones, mean.to(compute), alpha=-1)
     return out.to(dtype)

@@ -114,7 +114,7 @@ def trigonometric_sketch(
         if mean is not None:
             ones += slab.sum(0)
     if mean is not None:
-        out -= ones.unsqueeze(1) * mean.to(compute)
+        out.addr_(ones, mean.to(compute), alpha=-1)
     return out.to(dtype)
 
 
@@ -131,6 +131,8 @@ def trigonometric_dense(seeds: Tensor, *, rows: int, rank: int, kind: str, dtype
     Returns:
         Shape (draws, rows, rank).
     """
+    if rows == 0:
+        return torch.zeros((seeds.numel(), 0, rank), dtype=dtype, device=seeds.device)
     signs, keys = signs_and_keys(seeds, rows, rows, dtype=dtype)
     columns = smallest_keys(keys, rank)
     scale = math.sqrt(rows / max(1, rank))
