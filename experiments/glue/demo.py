@@ -43,87 +43,29 @@ DEMO_TASK = Task(
 DATA_SEED = 20220131
 TRAIN_ROWS = 12_000
 VALIDATION_ROWS = 2_000
-VOCABULARY_SIZE = 800
-
-_NOUNS = (
-    "actor",
-    "bird",
-    "cat",
-    "child-children",
-    "dog",
-    "farmer",
-    "fox-foxes",
-    "friend",
-    "king",
-    "man-men",
-    "mouse-mice",
-    "nurse",
-    "poet",
-    "singer",
-)
-_VERBS = (
-    "admires",
-    "calls",
-    "finds",
-    "follows",
-    "helps",
-    "knows",
-    "likes",
-    "misses-miss",
-    "sees",
-    "teaches-teach",
-    "trusts",
-    "watches-watch",
-)
-_LONE_VERBS = (
-    "cries-cry",
-    "dances",
-    "laughs",
-    "sings",
-    "sleeps",
-    "works",
-)
-_ADJECTIVES = (
-    "angry",
-    "calm",
-    "clever",
-    "happy",
-    "kind",
-    "old",
-    "sad",
-    "tall",
-)
-_ADVERBS = (
-    "again",
-    "alone",
-    "here",
-    "often",
-    "today",
-)
-_PREPOSITIONS = (
-    "behind",
-    "beside",
-    "near",
-    "with",
-)
-_DETERMINERS = {"singular": ["a", "every", "the", "this"], "plural": ["many", "some", "the", "these"]}
-_PRONOUNS = {"first": "I", "second": "you", "third": "he she", "plural": "we they"}
+VOCABULARY_SIZE = 600
+LONGEST_SENTENCE = 64
+HIDDEN_SIZE = 128
+LAYERS = 2
+HEADS = 4
 
 
-def _singular_and_plural(nouns: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = (noun.split("-") for noun in nouns)
-    return [(pair[0], pair[1] if len(pair) > 1 else pair[0] + "s") for pair in pairs]
+def _two_forms(words: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of the form with and without -s, from words written either as `calls` or as `watches-watch`."""
+    pairs = (word.split("-") for word in words.split())
+    return tuple((pair[0], pair[1] if len(pair) > 1 else pair[0].removesuffix("s")) for pair in pairs)
 
 
-def _third_person_and_plain(verbs: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = (verb.split("-") for verb in verbs)
-    return [(pair[0], pair[1] if len(pair) > 1 else pair[0].removesuffix("s")) for pair in pairs]
-
-
-NOUN_FORMS = _singular_and_plural(_NOUNS)
-VERB_FORMS = _third_person_and_plain(_VERBS)
-LONE_VERB_FORMS = _third_person_and_plain(_LONE_VERBS)
-_OTHER_FORM = {form: other for pair in (*VERB_FORMS, *LONE_VERB_FORMS) for form, other in (pair, (pair[1], pair[0]))}
+# nouns: plural, singular; verbs: third person singular, all others
+NOUN_FORMS = _two_forms("birds cats children-child dogs farmers men-man mice-mouse nurses")
+VERB_FORMS = _two_forms("calls follows helps likes sees watches-watch")
+LONE_VERB_FORMS = _two_forms("dances laughs sings sleeps")
+_OTHER_FORM = {form: other for pair in (*VERB_FORMS, *LONE_VERB_FORMS) for form, other in (pair, pair[::-1])}
+_ADJECTIVES = ("happy", "old", "sad", "tall")
+_ADVERBS = ("here", "often", "today")
+_PREPOSITIONS = ("behind", "near", "with")
+_DETERMINERS = {"third": ("a", "every", "the", "this"), "plural": ("many", "some", "the", "these")}
+_PRONOUNS = {"first": ("I",), "second": ("you",), "third": ("he", "she"), "plural": ("we", "they")}
 _BE = {"first": "am", "second": "are", "third": "is", "plural": "are"}
 
 
@@ -168,7 +110,7 @@ class Grammar:
         """Words of a noun phrase and its person: first, second, third (singular) or plural."""
         if self._chance(0.12):
             person = self._choose(tuple(_PRONOUNS))
-            return [Word(self._choose(_PRONOUNS[person].split()), "pronoun")], person
+            return [Word(self._choose(_PRONOUNS[person]), "pronoun")], person
         if depth > 1 and self._chance(0.08):
             left, _ = self._simple_noun_phrase(0)
             right, _ = self._simple_noun_phrase(0)
@@ -176,12 +118,11 @@ class Grammar:
         return self._simple_noun_phrase(depth)
 
     def _simple_noun_phrase(self, depth: int) -> tuple[list[Word], str]:
-        number = self._choose(("singular", "plural"))
-        words = [Word(self._choose(_DETERMINERS[number]), "determiner")]
+        person = self._choose(("third", "plural"))
+        words = [Word(self._choose(_DETERMINERS[person]), "determiner")]
         if self._chance(0.25):
             words.append(Word(self._choose(_ADJECTIVES), "adjective"))
-        words.append(Word(self._random.choice(NOUN_FORMS)[number == "plural"], "noun"))
-        person = "third" if number == "singular" else "plural"
+        words.append(Word(self._random.choice(NOUN_FORMS)[person == "third"], "noun"))
         if depth > 0 and self._chance(0.35):
             inner, _ = self._noun_phrase(depth - 1)
             words += [Word(self._choose(_PREPOSITIONS), "preposition"), *inner]
@@ -225,7 +166,7 @@ class Grammar:
         return [*words[:at], Word(text, verb.kind, verb.person), *words[at + 1 :]]
 
     def break_order(self, words: Sequence[Word]) -> list[Word]:
-        """Shuffle three neighbouring words of a sentence until some two neighbours are impossible in the grammar.
+        """Shuffle four neighbouring words of a sentence until some two neighbours are impossible in the grammar.
 
         Args:
             words: A grammatical sentence.
@@ -233,7 +174,7 @@ class Grammar:
         Returns:
             The same words in another order.
         """
-        span = min(3, len(words))
+        span = min(4, len(words))
         while True:
             start = self._random.randrange(len(words) - span + 1)
             shuffled = list(words[start : start + span])
@@ -251,11 +192,12 @@ POSSIBLE_NEIGHBOURS: frozenset[tuple[str, str]] = frozenset(
     {("", start) for start in _NP_START}
     | {("determiner", "adjective"), ("determiner", "noun"), ("adjective", "noun")}
     | {("noun", after) for after in ("preposition", "that", "and", "")}
-    | {(before, start) for before in ("preposition", "that", "verb", "and") for start in _NP_START}
+    | {(before, start) for before in ("preposition", "that", "verb") for start in _NP_START}
+    | {("and", "determiner")}
     | {(end, start) for end in _NP_END for start in _VP_START}
     | {("that", start) for start in _VP_START}
     | {("be", "adjective"), ("lone verb", "adverb")}
-    | {(end, "") for end in _NP_END}
+    | {(end, "") for end in _NP_END - {"verb"}}
 )
 
 
@@ -295,22 +237,16 @@ def demo_splits(train_rows: int = TRAIN_ROWS, validation_rows: int = VALIDATION_
         Splits `train` and `validation` with columns `sentence` and `label`; equal in every call.
     """
     grammar = Grammar(DATA_SEED)
-    seen: set[str] = set()
-    rows: dict[str, list[str] | list[int]] = {"sentence": [], "label": []}
-    sentences: list[str] = []
-    labels: list[int] = []
-    while len(sentences) < train_rows + validation_rows:
-        words = grammar.sentence()
-        at = len(sentences)
-        if at % 2:
-            words = grammar.break_agreement(words) if at % 4 == 1 else grammar.break_order(words)
-        text = as_text(words)
-        if text in seen:
-            continue
-        seen.add(text)
-        sentences.append(text)
-        labels.append(1 - at % 2)
-    rows = {"sentence": sentences, "label": labels}
+    # in order of generation: good, broken agreement, good, broken order, and so on; a dictionary keeps it
+    labels: dict[str, int] = {}
+    while len(labels) < train_rows + validation_rows:
+        words, kind = grammar.sentence(), len(labels) % 4
+        if kind == 1:
+            words = grammar.break_agreement(words)
+        elif kind == 3:
+            words = grammar.break_order(words)
+        labels.setdefault(as_text(words), int(kind % 2 == 0))
+    rows = {"sentence": list(labels), "label": list(labels.values())}
     everything = Dataset.from_dict(rows, features=DEMO_TASK.features)
     # the last rows are the validation split; the sampler shuffles the training split
     return DatasetDict(
@@ -351,7 +287,7 @@ def demo_tokenizer(sentences: Sequence[str]) -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         unk_token="<unk>",
         mask_token="<mask>",
-        model_max_length=64,
+        model_max_length=LONGEST_SENTENCE,
         model_input_names=["input_ids", "attention_mask"],
     )
 
@@ -369,18 +305,21 @@ def demo_model(vocabulary_size: int, *, num_outputs: int, is_regression: bool) -
     """
     config = RobertaConfig(
         vocab_size=vocabulary_size,
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=512,
-        max_position_embeddings=66,
+        hidden_size=HIDDEN_SIZE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * HIDDEN_SIZE,
+        # RoBERTa counts positions from the padding token's index plus one
+        max_position_embeddings=LONGEST_SENTENCE + 2,
+        # twice the usual: so small a model learns its embeddings faster from there
+        initializer_range=0.04,
         type_vocab_size=1,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         bos_token_id=0,
         pad_token_id=1,
         eos_token_id=2,
-        num_labels=num_outputs,
         problem_type="regression" if is_regression else "single_label_classification",
     )
+    config.num_labels = num_outputs
     return RobertaForSequenceClassification(config)

@@ -83,7 +83,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise HarnessError(f"the result file {path} can't be read ({error.strerror or error})") from error

@@ -22,6 +22,7 @@ import torch
 import transformers
 from datasets import DatasetDict
 from datasets import disable_progress_bars as disable_dataset_progress_bars
+from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -284,7 +285,8 @@ class PreparedRun:
     def _kept_bytes(self) -> int:
         """Bytes that one training step on a fixed batch keeps for its backward pass, parameters excluded."""
         rows = [self.splits["train"][at] for at in range(min(self.settings.batch_size, len(self.splits["train"])))]
-        model = self.model.to(self.device)
+        model: nn.Module = self.model
+        model.to(self.device)
         batch = {key: value.to(self.device) for key, value in self.collate(rows).items()}
         was_training = model.training
         model.train()
@@ -337,7 +339,8 @@ class PreparedRun:
             learning_rate=settings.learning_rate,
             lr_scheduler_type="constant_with_warmup" if warmed else settings.schedule,
             lr_scheduler_kwargs=schedule_kwargs,
-            warmup_steps=math.ceil(total_steps * settings.warmup),
+            # a schedule that only warms up has no length to fall over
+            warmup_steps=min(math.ceil(total_steps * settings.warmup), total_steps - 1),
             weight_decay=settings.weight_decay,
             adam_beta1=settings.beta1,
             adam_beta2=settings.beta2,
@@ -358,7 +361,7 @@ class PreparedRun:
         )
 
     def _metrics(self) -> Callable[[EvalPrediction], dict[str, float]]:
-        metric = evaluate.load(str(METRIC_FOLDER), self.task.name)
+        metric = evaluate.load(str(METRIC_FOLDER), self.task.name, keep_in_memory=True)
         is_regression = self.task.is_regression
 
         def compute(prediction: EvalPrediction) -> dict[str, float]:
@@ -526,7 +529,12 @@ class QuietProgress(ProgressCallback):
             self.training_bar.set_description(self._name)
 
     def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        **_: Any,
     ) -> None:
         """Show no second bar for an evaluation."""
 

@@ -1,0 +1,271 @@
+"""From result files to the rows of a table: means and spreads over seeds, and differences to exact, seed by seed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student_t
+
+from .errors import HarnessError
+from .result_file import COMPLETE, read_result
+from .settings import EXACT
+
+# what may differ between the runs of one table
+_VARIED = ("method", "ratio", "center", "seed")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds.
+
+    Attributes:
+        mean: The mean.
+        spread: Sample standard deviation; None for a single seed.
+        seeds: How many seeds there are.
+    """
+
+    mean: float
+    spread: float | None
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Summarise one value a seed.
+
+        Args:
+            values: At least one value.
+
+        Returns:
+            Mean and spread.
+        """
+        spread = statistics.stdev(values) if len(values) > 1 else None
+        return cls(statistics.fmean(values), spread, len(values))
+
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the mean by Student's t; None for a single seed."""
+        if self.spread is None:
+            return None
+        half = float(student_t.ppf(0.975, self.seeds - 1)) * self.spread / math.sqrt(self.seeds)
+        return self.mean - half, self.mean + half
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Median and the 20 and 80 % quantiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quantiles:
+        """Summarise measurements.
+
+        Args:
+            values: At least one measurement.
+
+        Returns:
+            Their quantiles.
+        """
+        low, median, high = np.quantile(np.asarray(values, dtype=np.float64), (0.2, 0.5, 0.8))
+        return cls(float(low), float(median), float(high))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one task, over its seeds.
+
+    Attributes:
+        task: The task.
+        label: Method and knobs in one word.
+        method: The method.
+        ratio: The sketch's ratio; None without a sketch.
+        center: Whether the sketch is centered; None without a sketch.
+        seeds: The seeds.
+        score: The task's score in points: 100 times the mean of its metrics after the last epoch.
+        metrics: Each metric in points.
+        difference: Score minus the exact score of the same seed; None for exact itself or without exact runs.
+        kept_bytes: Bytes kept for the backward pass of one batch.
+        kept_share: `kept_bytes` over those of the exact model on the same batch.
+        same_weights: Whether every seed ended with the very weights of the exact run; None as for `difference`.
+        train_seconds: Sum over the training steps; None where the machine was not quiet.
+        step_time: Time of each step over exact's time on the same batch; None as for both.
+        time_differs: 1 or -1 if in every seed at least 80 % of the steps were slower or faster than exact's; else 0.
+    """
+
+    task: str
+    label: str
+    method: str
+    ratio: float | None
+    center: bool | None
+    seeds: tuple[int, ...]
+    score: Mean
+    metrics: dict[str, Mean]
+    difference: Mean | None
+    kept_bytes: float
+    kept_share: float
+    same_weights: bool | None
+    train_seconds: Mean | None
+    step_time: Quantiles | None
+    time_differs: int
+
+    @property
+    def description(self) -> str:
+        """Method and knobs in words, for a sentence."""
+        if self.ratio is None:
+            return self.method
+        return f"{'centered ' if self.center else ''}{self.method} at {self.ratio:g}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a report tells.
+
+    Attributes:
+        rows: The table, task by task, exact first.
+        results: The complete results that it comes from.
+        incomplete: Names and status of the runs that are not complete, which the table leaves out.
+    """
+
+    rows: tuple[Row, ...]
+    results: tuple[dict[str, Any], ...]
+    incomplete: tuple[str, ...]
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks in the table's order."""
+        return tuple(dict.fromkeys(row.task for row in self.rows))
+
+    @property
+    def has_times(self) -> bool:
+        """Whether the times mean something."""
+        return all(row.train_seconds is not None for row in self.rows)
+
+    @property
+    def fewest_seeds(self) -> int:
+        """The smallest number of seeds that a row has."""
+        return min(len(row.seeds) for row in self.rows)
+
+    def of_task(self, task: str) -> tuple[Row, ...]:
+        """Rows of one task.
+
+        Args:
+            task: The task.
+
+        Returns:
+            Its rows.
+        """
+        return tuple(row for row in self.rows if row.task == task)
+
+
+def compare(folder: Path) -> Comparison:
+    """Read all result files of a folder and compare the methods.
+
+    Args:
+        folder: The results folder.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        HarnessError: If there is no complete result, or the runs of a task differ in more than method and seed.
+    """
+    if not folder.is_dir():
+        raise HarnessError(f"the results folder {folder} does not exist; run something into it first")
+    found = [result for path in sorted(folder.glob("*.json")) if (result := read_result(path)) is not None]
+    complete = [result for result in found if result["status"] == COMPLETE]
+    incomplete = tuple(f"{result['name']} ({result['status']})" for result in found if result["status"] != COMPLETE)
+    if not complete:
+        raise HarnessError(f"the results folder {folder} holds no complete run; run something into it first")
+    rows: list[Row] = []
+    for task in sorted({result["config"]["task"] for result in complete}):
+        rows += _rows_of_task([result for result in complete if result["config"]["task"] == task])
+    return Comparison(tuple(rows), tuple(complete), incomplete)
+
+
+def _rows_of_task(results: list[dict[str, Any]]) -> list[Row]:
+    _check_comparable(results)
+    groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for result in results:
+        config = result["config"]
+        groups.setdefault((config["method"], config["ratio"], config["center"]), {})[config["seed"]] = result
+    exact = groups.get((EXACT, None, None), {})
+    return [_row(groups[key], exact) for key in sorted(groups, key=_order)]
+
+
+def _order(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    method, ratio, center = key
+    # exact, checkpointing, then the sketches by name and falling ratio
+    return (ratio is not None, method != EXACT, method, -(ratio or 0.0), bool(center))
+
+
+def _check_comparable(results: list[dict[str, Any]]) -> None:
+    first = results[0]
+    for other in results[1:]:
+        for key, value in first["config"].items():
+            if key not in _VARIED and other["config"].get(key) != value:
+                raise HarnessError(
+                    f"{first['name']} and {other['name']} can't share a table: {key} is {value!r} in one and "
+                    f"{other['config'].get(key)!r} in the other; keep them in folders of their own"
+                )
+        if first["data"]["sha256"] != other["data"]["sha256"]:
+            raise HarnessError(
+                f"{first['name']} and {other['name']} can't share a table: they ran on different data; keep them in "
+                "folders of their own"
+            )
+
+
+def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -> Row:
+    results = [by_seed[seed] for seed in sorted(by_seed)]
+    config = results[0]["config"]
+    pairs = [(by_seed[seed], exact[seed]) for seed in sorted(by_seed) if seed in exact]
+    is_reference = config["method"] == EXACT
+    timed = all(result["config"]["timing"] for result in results)
+    ratios = [_step_ratios(mine, reference) for mine, reference in pairs] if timed and not is_reference else []
+    return Row(
+        task=config["task"],
+        label=results[0]["name"].removeprefix(f"{config['task']}-").rpartition("-seed")[0],
+        method=config["method"],
+        ratio=config["ratio"],
+        center=config["center"],
+        seeds=tuple(sorted(by_seed)),
+        score=Mean.of([100 * result["final"]["score"] for result in results]),
+        metrics={name: Mean.of([100 * result["final"][name] for result in results]) for name in results[0]["metrics"]},
+        difference=(
+            None
+            if is_reference or not pairs
+            else Mean.of([100 * (mine["final"]["score"] - ref["final"]["score"]) for mine, ref in pairs])
+        ),
+        kept_bytes=statistics.fmean(result["kept_bytes"]["model"] for result in results),
+        kept_share=statistics.fmean(
+            result["kept_bytes"]["model"] / result["kept_bytes"]["exact_model"] for result in results
+        ),
+        same_weights=(
+            None
+            if is_reference or not pairs
+            else all(mine["final_weights_sha256"] == ref["final_weights_sha256"] for mine, ref in pairs)
+        ),
+        train_seconds=Mean.of([result["train_seconds"] for result in results]) if timed else None,
+        step_time=Quantiles.of([ratio for seed in ratios for ratio in seed]) if ratios else None,
+        time_differs=_consistent_sign([Quantiles.of(seed) for seed in ratios]),
+    )
+
+
+def _step_ratios(mine: dict[str, Any], reference: dict[str, Any]) -> list[float]:
+    """Time of each step over the reference's time of the same step, which saw the same batch."""
+    times = zip(mine["steps"]["seconds"], reference["steps"]["seconds"], strict=True)
+    return [one / other for one, other in times]
+
+
+def _consistent_sign(seeds: Sequence[Quantiles]) -> int:
+    if seeds and all(seed.low > 1.0 for seed in seeds):
+        return 1
+    if seeds and all(seed.high < 1.0 for seed in seeds):
+        return -1
+    return 0

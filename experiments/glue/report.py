@@ -1,0 +1,307 @@
+"""Tables, figure and one sentence from a folder of result files: `python -m experiments.glue.report FOLDER`.
+
+Everything is computed from the results; nothing that is typed here says how a method did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .comparison import Comparison, Mean, Row, compare
+from .errors import HarnessError
+from .figure import draw_figure
+from .settings import CHECKPOINTING, EXACT
+
+_MIB = 2**20
+
+
+def write_report(folder: Path) -> str:
+    """Write `report.md`, `table.csv`, `runs.csv` and `report.png` into a results folder.
+
+    Args:
+        folder: The results folder.
+
+    Returns:
+        The table, the path of the figure and the one sentence, for the terminal.
+
+    Raises:
+        HarnessError: If there is nothing to report, the runs don't compare, or the folder can't be written to.
+    """
+    comparison = compare(folder)
+    table, sentence = markdown_table(comparison), one_sentence(comparison)
+    notes = _notes(comparison)
+    figure = folder / "report.png"
+    text = "\n\n".join([f"# Results: {', '.join(comparison.tasks)}", sentence, table, "![figure](report.png)", notes])
+    try:
+        _replace(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+        _replace(folder / "table.csv", lambda path: path.write_text(_table_csv(comparison), encoding="utf-8"))
+        _replace(folder / "runs.csv", lambda path: path.write_text(_runs_csv(comparison), encoding="utf-8"))
+        _replace(figure, lambda path: draw_figure(comparison, path))
+    except OSError as error:
+        raise HarnessError(
+            f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
+        ) from error
+    return f"{table}\n\n{notes}\n\nfigure: {figure}\n{sentence}"
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a file beside `path`, then put it in its place as a whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    try:
+        write(Path(temporary))
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _points(value: Mean) -> str:
+    return f"{value.mean:.1f}" if value.spread is None else f"{value.mean:.1f} ± {value.spread:.1f}"
+
+
+def _signed_points(value: Mean) -> str:
+    interval = value.interval()
+    text = _signed(value.mean)
+    return text if interval is None else f"{text} [{_signed(interval[0])}, {_signed(interval[1])}]"
+
+
+def _signed(points: float) -> str:
+    # adding zero turns a rounded -0.0 into 0.0
+    return f"{round(points, 1) + 0.0:+.1f}"
+
+
+def markdown_table(comparison: Comparison) -> str:
+    """One Markdown table a task.
+
+    Args:
+        comparison: What to show.
+
+    Returns:
+        The tables, each under the task's name if there are several.
+    """
+    parts = []
+    for task in comparison.tasks:
+        rows = comparison.of_task(task)
+        metrics = list(rows[0].metrics)
+        # a task with one metric has it for a score
+        shown = metrics if len(metrics) > 1 else []
+        score = "score" if shown else metrics[0].replace("_", " ")
+        header = ["method", "ratio", "centered", "kept MiB", "of exact", score, *shown, "minus exact", "seeds"]
+        if comparison.has_times:
+            header += ["training s", "step time / exact"]
+        lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        lines += [f"| {' | '.join(_cells(row, shown, comparison.has_times))} |" for row in rows]
+        title = f"**{task}**\n\n" if len(comparison.tasks) > 1 else ""
+        parts.append(title + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _cells(row: Row, metrics: Sequence[str], with_times: bool) -> list[str]:
+    cells = [
+        row.method,
+        "" if row.ratio is None else f"{row.ratio:g}",
+        "" if row.center is None else ("yes" if row.center else "no"),
+        f"{row.kept_bytes / _MIB:.2f}",
+        f"{100 * row.kept_share:.1f} %",
+        _points(row.score),
+        *(_points(row.metrics[name]) for name in metrics),
+        "" if row.difference is None else _signed_points(row.difference),
+        str(len(row.seeds)),
+    ]
+    if with_times:
+        assert row.train_seconds is not None
+        time = row.step_time
+        cells.append(_points(row.train_seconds))
+        cells.append("" if time is None else f"{time.median:.2f} [{time.low:.2f}, {time.high:.2f}]")
+    return cells
+
+
+def _notes(comparison: Comparison) -> str:
+    """What the columns mean, and what the numbers can't bear."""
+    notes = [
+        "Scores are in points after the last epoch, never the best one"
+        + (", mean ± standard deviation over the seeds" if comparison.fewest_seeds > 1 else "")
+        + "; a task with two metrics is scored by their mean. Kept bytes: what one training step on one fixed batch "
+        "keeps for its backward pass, parameters excluded."
+    ]
+    if comparison.fewest_seeds > 1:
+        notes.append("Differences to exact are paired by seed, with their 95 % interval (Student's t).")
+    else:
+        notes.append("One seed supports no claim of equal accuracy: seeds alone move such scores by points.")
+    if comparison.has_times:
+        notes.append(
+            "Step time: forward, backward and optimizer over exact's on the same batch, median with 20 and 80 % "
+            "quantiles over all steps."
+        )
+    else:
+        notes.append("Times are left out: the machine had other work during these runs (`timing` is off in them).")
+    if comparison.incomplete:
+        notes.append("Left out, for they are not complete: " + ", ".join(comparison.incomplete) + ".")
+    origins = {
+        (
+            result["versions"]["torch"],
+            result["versions"]["transformers"],
+            result["hardware"]["gpu"] or result["hardware"]["cpu"],
+            result["hardware"]["torch_threads"],
+        )
+        for result in comparison.results
+    }
+    for torch_version, transformers_version, chip, threads in sorted(origins):
+        notes.append(
+            f"Ran with torch {torch_version}, transformers {transformers_version} on {chip}, {threads} threads."
+        )
+    return "\n".join(f"- {note}" for note in notes)
+
+
+def one_sentence(comparison: Comparison) -> str:
+    """What the results show, in one sentence computed from them.
+
+    Args:
+        comparison: The results.
+
+    Returns:
+        The sentence.
+    """
+    clauses = [_task_clause(task, comparison.of_task(task)) for task in comparison.tasks]
+    if comparison.fewest_seeds == 1:
+        clauses.append("one seed supports no claim of equal accuracy")
+    return "; ".join(clauses) + "."
+
+
+def _task_clause(task: str, rows: Sequence[Row]) -> str:
+    exact = next((row for row in rows if row.method == EXACT), None)
+    sketches = sorted((row for row in rows if row.ratio is not None), key=lambda row: -row.score.mean)
+    if exact is None or not sketches:
+        missing = "exact" if exact is None else "sketched"
+        return f"{task}: there is no {missing} run yet to compare with"
+    smallest_ratio = min(row.ratio for row in sketches if row.ratio is not None)
+    shown = [row for row in sketches if row.ratio == smallest_ratio]
+    if sketches[0] not in shown:
+        shown.insert(0, sketches[0])
+    words = [f"{row.description} scores {_outcome(row)}" for row in shown]
+    checkpointing = next((row for row in rows if row.method == CHECKPOINTING), None)
+    if checkpointing is not None:
+        words.append(f"checkpointing scores {_outcome(checkpointing)}{_step_time(checkpointing)}")
+    return f"{task}: against {exact.score.mean:.1f} of exact, " + ", ".join(words) + _sketch_times(sketches)
+
+
+def _outcome(row: Row) -> str:
+    """Score, difference to exact and share of the bytes kept."""
+    score = f"{row.score.mean:.1f}"
+    if row.difference is not None:
+        score += f" ({_signed_points(row.difference)})"
+    return f"{score} with {100 * row.kept_share:.0f} % of its bytes"
+
+
+def _step_time(row: Row) -> str:
+    if row.step_time is None:
+        return ""
+    if row.time_differs == 0:
+        return " at a step time not to be told from exact's"
+    return f" at {row.step_time.median:.2f} times exact's step time"
+
+
+def _sketch_times(sketches: Sequence[Row]) -> str:
+    """Which sketches were faster or slower than exact; nothing that the noise does not allow."""
+    timed = [row for row in sketches if row.step_time is not None]
+    if not timed:
+        return ""
+    told = [f"{row.description} takes {_step_time(row).removeprefix(' at ')}" for row in timed if row.time_differs]
+    if not told:
+        return ", and no sketch's step time can be told from exact's"
+    untold = ["the other sketches' step time can't be told from exact's"] if len(told) < len(timed) else []
+    return ", " + ", ".join([*told, *untold])
+
+
+def _table_csv(comparison: Comparison) -> str:
+    records = []
+    for row in comparison.rows:
+        interval = row.difference.interval() if row.difference else None
+        records.append(
+            {
+                "task": row.task,
+                "method": row.method,
+                "ratio": row.ratio,
+                "center": row.center,
+                "seeds": len(row.seeds),
+                "kept_bytes": round(row.kept_bytes),
+                "kept_share_of_exact": row.kept_share,
+                "score_mean": row.score.mean,
+                "score_spread": row.score.spread,
+                "minus_exact_mean": row.difference.mean if row.difference else None,
+                "minus_exact_95_low": interval[0] if interval else None,
+                "minus_exact_95_high": interval[1] if interval else None,
+                "train_seconds_mean": row.train_seconds.mean if row.train_seconds else None,
+                "train_seconds_spread": row.train_seconds.spread if row.train_seconds else None,
+                "step_time_over_exact_20": row.step_time.low if row.step_time else None,
+                "step_time_over_exact_median": row.step_time.median if row.step_time else None,
+                "step_time_over_exact_80": row.step_time.high if row.step_time else None,
+            }
+        )
+    return _as_csv(records)
+
+
+def _runs_csv(comparison: Comparison) -> str:
+    records = []
+    for result in comparison.results:
+        config = result["config"]
+        timed = config["timing"]
+        records.append(
+            {
+                **{key: config[key] for key in ("task", "method", "ratio", "center", "seed")},
+                "score": 100 * result["final"]["score"],
+                "metrics": " ".join(f"{name}={100 * result['final'][name]:.4f}" for name in result["metrics"]),
+                "kept_bytes": result["kept_bytes"]["model"],
+                "exact_kept_bytes": result["kept_bytes"]["exact_model"],
+                "train_seconds": result["train_seconds"] if timed else None,
+                "commit": result["commit"],
+            }
+        )
+    return _as_csv(records)
+
+
+def _as_csv(records: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: The arguments; those of the process if None.
+
+    Returns:
+        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.glue.report",
+        description="Write report.md, table.csv, runs.csv and report.png into a results folder.",
+    )
+    parser.add_argument("folder", type=Path, help="the results folder")
+    folder = parser.parse_args(arguments).folder
+    try:
+        print(write_report(folder))
+    except HarnessError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

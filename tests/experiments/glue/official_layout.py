@@ -1,0 +1,60 @@
+"""Tiny folders in the official GLUE layout: no test needs the real data."""
+
+from pathlib import Path
+
+from experiments.glue.tasks import TASKS
+
+# header and rows of the official files; "{label}" and "{n}" are filled in
+_MNLI_START = (
+    "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse"
+    "\tsentence1\tsentence2\t"
+)
+_MNLI_ROW = "{n}\t1\t1e\tfiction\t( a )\t( b )\t(ROOT a)\t(ROOT b)\tpremise {n}\thypothesis {n}\t"
+OFFICIAL_FILES = {
+    "cola": ("", "gj04\t{label}\t*\tsentence {n}", ("0", "1")),
+    "sst2": ("sentence\tlabel", "sentence {n} \t{label}", ("0", "1")),
+    "mrpc": (
+        "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String",
+        '{label}\t70\t71\tHe said "{n}\tsentence {n} was "odd".',
+        ("0", "1"),
+    ),
+    "qqp": (
+        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
+        "{n}\t1\t2\tWhy {n}?\tHow {n}?\t{label}",
+        ("0", "1"),
+    ),
+    "stsb": (
+        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
+        "{n}\tnews\tMSRvid\t2012test\t1\tnone\tnone\tone {n}\ttwo {n}\t{label}",
+        ("0.000", "2.600", "5.000"),
+    ),
+    "mnli": (
+        _MNLI_START + "label1\tgold_label",
+        _MNLI_ROW + "{label}\t{label}",
+        ("entailment", "neutral", "contradiction"),
+    ),
+    "qnli": (
+        "index\tquestion\tsentence\tlabel",
+        "{n}\tWhat is {n}?\tA number {n}.\t{label}",
+        ("entailment", "not_entailment"),
+    ),
+    "rte": (
+        "index\tsentence1\tsentence2\tlabel",
+        "{n}\tfirst {n}\tsecond {n}\t{label}",
+        ("entailment", "not_entailment"),
+    ),
+    "wnli": ("index\tsentence1\tsentence2\tlabel", "{n}\tfirst {n}\tsecond {n}\t{label}", ("0", "1")),
+}
+
+
+def write_official_folder(root: Path, task_name: str, *, train_rows: int = 12, dev_rows: int = 6) -> Path:
+    """Make the folder of one task and return it."""
+    task = TASKS[task_name]
+    header, row, labels = OFFICIAL_FILES[task_name]
+    folder = root / task.folder
+    folder.mkdir(parents=True)
+    for name, rows in (("train.tsv", train_rows), (task.dev_file, dev_rows)):
+        lines = [header] if header else []
+        lines += [row.format(n=n, label=labels[n % len(labels)]) for n in range(rows)]
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return folder

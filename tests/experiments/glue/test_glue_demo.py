@@ -1,0 +1,187 @@
+"""The generated task: grammatical sentences are, broken ones are not, and the data never changes."""
+
+import hashlib
+import itertools
+
+import pytest
+from datasets import DatasetDict
+
+from experiments.glue import demo
+from experiments.glue.demo import (
+    LONE_VERB_FORMS,
+    NOUN_FORMS,
+    POSSIBLE_NEIGHBOURS,
+    VERB_FORMS,
+    Grammar,
+    Word,
+    as_text,
+    demo_splits,
+    demo_tokenizer,
+    has_possible_order,
+)
+
+THIRD = {pair[0] for pair in (*VERB_FORMS, *LONE_VERB_FORMS)}
+PLAIN = {pair[1] for pair in (*VERB_FORMS, *LONE_VERB_FORMS)}
+PERSON_OF_PRONOUN = {"I": "first", "you": "second", "he": "third", "she": "third", "we": "plural", "they": "plural"}
+BE = {"first": "am", "second": "are", "third": "is", "plural": "are"}
+
+
+@pytest.fixture(scope="module")
+def splits() -> DatasetDict:
+    return demo_splits(2000, 400)
+
+
+class Reader:
+    """A parser of the grammar, written from its description rather than from the generator: finds agreement errors."""
+
+    def __init__(self, sentence: str) -> None:
+        self.words = sentence.removesuffix(" .").split()
+        self.at = 0
+        self.errors = 0
+
+    def peek(self) -> str:
+        return self.words[self.at] if self.at < len(self.words) else ""
+
+    def take(self) -> str:
+        self.at += 1
+        return self.words[self.at - 1]
+
+    def is_verb(self) -> bool:
+        return self.peek() in THIRD | PLAIN | {"am", "is", "are"}
+
+    def noun_phrase(self) -> str:
+        if self.peek() in PERSON_OF_PRONOUN:
+            return PERSON_OF_PRONOUN[self.take()]
+        person = self.simple_noun_phrase()
+        if self.peek() == "and":
+            self.take()
+            self.simple_noun_phrase()
+            return "plural"
+        return person
+
+    def simple_noun_phrase(self) -> str:
+        assert self.take() in {"a", "every", "the", "this", "many", "some", "these"}
+        if self.peek() in demo._ADJECTIVES:
+            self.take()
+        noun = self.take()
+        assert noun in {form for pair in NOUN_FORMS for form in pair}
+        person = "plural" if noun in {pair[0] for pair in NOUN_FORMS} else "third"
+        if self.peek() in demo._PREPOSITIONS:
+            self.take()
+            self.noun_phrase()
+        elif self.peek() == "that":
+            self.take()
+            if self.is_verb():
+                self.verb_phrase(person)
+            else:
+                self.verb(self.noun_phrase())
+        return person
+
+    def verb_phrase(self, person: str) -> None:
+        verb = self.verb(person)
+        if verb in ("am", "is", "are"):
+            assert self.take() in demo._ADJECTIVES
+        elif verb in {form for pair in LONE_VERB_FORMS for form in pair}:
+            if self.peek() in demo._ADVERBS:
+                self.take()
+        else:
+            self.noun_phrase()
+
+    def verb(self, person: str) -> str:
+        verb = self.take()
+        if verb in ("am", "is", "are"):
+            self.errors += verb != BE[person]
+        else:
+            assert verb in THIRD | PLAIN
+            self.errors += verb not in (THIRD if person == "third" else PLAIN)
+        return verb
+
+    def sentence(self) -> int:
+        """Number of verbs that don't agree; an AssertionError or IndexError where the order is impossible."""
+        self.verb_phrase(self.noun_phrase())
+        assert self.at == len(self.words)
+        return self.errors
+
+
+def test_good_sentences_parse_without_an_error(splits: DatasetDict) -> None:
+    good = [row["sentence"] for row in splits["train"] if row["label"] == 1]
+    assert len(good) == 1000
+    assert sum(Reader(sentence).sentence() for sentence in good) == 0
+
+
+def test_broken_agreement_has_exactly_one_error(splits: DatasetDict) -> None:
+    broken = [splits["train"][at]["sentence"] for at in range(1, 2000, 4)]
+    assert {Reader(sentence).sentence() for sentence in broken} == {1}
+
+
+def test_broken_order_does_not_parse(splits: DatasetDict) -> None:
+    for at in range(3, 2000, 4):
+        with pytest.raises((AssertionError, IndexError)):
+            Reader(splits["train"][at]["sentence"]).sentence()
+
+
+def test_every_neighbourhood_of_the_grammar_is_known_to_be_possible() -> None:
+    grammar = Grammar(5)
+    sentences = [grammar.sentence() for _ in range(4000)]
+    assert all(has_possible_order(sentence) for sentence in sentences)
+    seen = set()
+    for sentence in sentences:
+        kinds = ["", *(word.kind for word in sentence), ""]
+        seen |= set(itertools.pairwise(kinds))
+    # and none is called possible that never occurs, or shuffled sentences would be refused for nothing
+    assert seen == POSSIBLE_NEIGHBOURS
+
+
+def test_labels_are_balanced_and_broken_in_both_ways(splits: DatasetDict) -> None:
+    for split in splits.values():
+        assert sum(split["label"]) * 2 == len(split)
+
+
+def test_no_sentence_occurs_twice(splits: DatasetDict) -> None:
+    sentences = [*splits["train"]["sentence"], *splits["validation"]["sentence"]]
+    assert len(set(sentences)) == len(sentences) == 2400
+
+
+def test_the_label_does_not_follow_from_the_length_or_a_word(splits: DatasetDict) -> None:
+    # a bag of words must not solve the task: broken sentences are made of the same words
+    lengths = {label: [len(r["sentence"].split()) for r in splits["train"] if r["label"] == label] for label in (0, 1)}
+    means = {label: sum(values) / len(values) for label, values in lengths.items()}
+    # broken order needs a few words to shuffle, nothing else makes a difference
+    assert abs(means[0] - means[1]) < 1.0
+
+
+def test_the_data_is_the_same_in_every_call_and_version() -> None:
+    texts = "\n".join(demo_splits(200, 50)["train"]["sentence"])
+    assert texts == "\n".join(demo_splits(200, 50)["train"]["sentence"])
+    assert hashlib.sha256(texts.encode()).hexdigest()[:12] == "f737c21edcd0"
+
+
+def test_broken_agreement_changes_one_word_only() -> None:
+    grammar = Grammar(11)
+    for _ in range(200):
+        good = grammar.sentence()
+        broken = grammar.break_agreement(good)
+        assert sum(one.text != other.text for one, other in zip(good, broken, strict=True)) == 1
+
+
+def test_broken_order_keeps_the_words() -> None:
+    grammar = Grammar(12)
+    for _ in range(200):
+        good = grammar.sentence()
+        broken = grammar.break_order(good)
+        assert sorted(word.text for word in broken) == sorted(word.text for word in good)
+        assert broken != good
+
+
+def test_a_sentence_is_written_out_with_a_full_stop() -> None:
+    assert as_text([Word("we", "pronoun"), Word("laugh", "lone verb", "plural")]) == "we laugh ."
+
+
+def test_the_tokenizer_is_reproducible_and_loses_nothing(splits: DatasetDict) -> None:
+    sentences = list(splits["train"]["sentence"])
+    tokenizer, again = demo_tokenizer(sentences), demo_tokenizer(sentences)
+    ids = tokenizer(sentences[:50])["input_ids"]
+    assert ids == again(sentences[:50])["input_ids"]
+    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == [f" {sentence}" for sentence in sentences[:50]]
+    assert all(each[0] == tokenizer.bos_token_id and each[-1] == tokenizer.eos_token_id for each in ids)
+    assert max(len(each) for each in tokenizer(sentences)["input_ids"]) <= tokenizer.model_max_length

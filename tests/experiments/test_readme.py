@@ -1,0 +1,89 @@
+"""README.md: its code runs, and its tables are what the committed results say."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from experiments import readme
+from rmm_linear import RMMLinear
+
+transformers = pytest.importorskip("transformers")
+
+BLOCKS = re.findall(r"```python\n(.*?)```", readme.README.read_text(), re.DOTALL)
+
+
+def _roberta() -> nn.Module:
+    config = transformers.RobertaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=2
+    )
+    return transformers.RobertaForSequenceClassification(config)
+
+
+def _examples() -> list[dict[str, torch.Tensor]]:
+    return [
+        {"input_ids": torch.randint(3, 50, (20,)), "attention_mask": torch.ones(20, dtype=torch.int64), "labels": label}
+        for label in [torch.tensor(index % 2) for index in range(16)]
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:the sketched layers promise")
+def test_every_block_of_code_runs(tmp_path) -> None:
+    assert len(BLOCKS) == 4
+    for block in BLOCKS:
+        model = _roberta()
+        names = {
+            "model": model,
+            "args": transformers.TrainingArguments(
+                output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=8, report_to="none", use_cpu=True
+            ),
+            "train_dataset": _examples(),
+            "train_dataloader": torch.utils.data.DataLoader(_examples(), batch_size=8),
+            "optimizer": torch.optim.AdamW(model.parameters()),
+        }
+        exec(compile(block, "README.md", "exec"), names)
+        sketched = any(isinstance(module, RMMLinear) for module in model.modules())
+        assert sketched != ("revert_linears(model)" in block)
+
+
+def test_the_tables_are_what_the_results_say() -> None:
+    text = readme.README.read_text()
+    assert readme.filled(text) == text
+    assert readme.main(["--check"]) == 0
+
+
+def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = tmp_path / "README.md"
+    changed.write_text(readme.README.read_text().replace("<!-- end: layer -->", "| 0.1 |\n<!-- end: layer -->"))
+    monkeypatch.setattr(readme, "README", changed)
+    assert readme.main(["--check"]) == 1
+    assert readme.main([]) == 0
+    assert readme.main(["--check"]) == 0
+
+
+def test_a_missing_block_is_named() -> None:
+    with pytest.raises(ValueError, match="no block 'layer'"):
+        readme.filled("no markers")
+
+
+def test_layer_tables_show_the_rows_of_the_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "hardware": "a chip", "threads": 2, "dtype": "float32", "rows": 4, "in_features": 2, "out_features": 3,
+        "sketch": "hadamard", "center": True, "ratio": 0.5, "time_ratio": 0.912, "time_ratio_q20": 0.9,
+        "time_ratio_q80": 0.95, "repeats": 7, "torch": "2", "commit": "abc",
+    }  # fmt: skip
+    (tmp_path / "layer-a.csv").write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
+    monkeypatch.setattr(readme, "BENCHMARKS", tmp_path)
+    assert "| 4 x 2 -> 3 | hadamard, centered | 0.91 (0.90-0.95) |" in readme.layer_tables()
+    assert "a chip" in readme.layer_tables()
+
+
+def test_the_readme_names_every_sketch_and_knob() -> None:
+    from dataclasses import fields
+
+    from rmm_linear import RMMConfig, available_sketches
+
+    text = readme.README.read_text()
+    for name in (*available_sketches(), *(field.name for field in fields(RMMConfig) if field.init)):
+        assert f"`{name}`" in text or f'"{name}"' in text, name
