@@ -105,6 +105,8 @@ class ColumnRowSampling(Sketch):
             Shape (draws, rows, rank), float64.
         """
         rows, rank = x.shape[0], self.rank(x.shape[0])
-        index, squared = self.sample(ops.row_norms(x, None), seeds, rank=rank)
         dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
+        if rows == 0:
+            return dense
+        index, squared = self.sample(ops.row_norms(x, None), seeds, rank=rank)
         return dense.scatter_(1, index.unsqueeze(1), squared.sqrt().unsqueeze(1))
