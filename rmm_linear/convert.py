@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
@@ -27,11 +28,13 @@ ALL_LINEAR = "all-linear"
 DEFAULT_RATIO = 0.5
 # Direct children of a model that hold its output head, by the names that model libraries give them.
 HEAD_NAMES = (
-    "lm_head", "score", "classifier", "classification_head", "qa_outputs", "embed_out", "head", "heads", "cls",
+    "lm_head", "score", "classifier", "classification_head", "qa_outputs", "embed_out", "head", "heads", "cls", "fc",
+    "logits_proj",
 )  # fmt: skip
 # Names that wrappers put in front of, or between, the names of the model they wrap.
 _WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _LEADING_WRAPPER_SEGMENTS = (*_WRAPPER_SEGMENTS, "module")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # How many names an error or a warning lists before it says how many more there are.
 _LISTED = 12
 # Rows at which `summary` states a layer's bytes per row: sketches round to whole rows of a block.
@@ -150,7 +153,8 @@ def convert_linears(
 
     Modules keep their identity: parameters, hooks, state_dict keys and tied weights are untouched, so this may be
     called before or after the optimizer is made, and before or after wrapping. Calling it again does nothing, or
-    re-configures the layers if the configuration differs. Layers that cannot be converted are left exact and named in
+    re-configures the layers that match if the configuration differs; layers that were converted before and are not
+    matched now stay as they are (`revert_linears` first, to begin anew). Layers that cannot be converted are left exact and named in
     one warning.
 
     Warning:
@@ -287,19 +291,22 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
     kind = type(module)
     if not isinstance(module, nn.Linear):
         return f"its class is {_class_name(kind)}, not nn.Linear"
+    if isinstance(module, RMMLinear):
+        # Converted already, whatever was done to it since: it can be re-configured.
+        return "its weight is distributed over devices (tensor parallel)" if _is_tensor_parallel(module, model) else None
     if parametrize.is_parametrized(module):
         return f"its {', '.join(module.parametrizations)} is parametrized"  # type: ignore[arg-type]
     if isinstance(module, nn.LazyLinear):
         return "its shape is not known yet (LazyLinear); run a batch through the model first"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight and never calls it"
-    if not isinstance(module, RMMLinear) and kind is not nn.Linear and not _is_sharded_class(kind):
+    if kind is not nn.Linear and not _is_sharded_class(kind):
         return f"its class is {_class_name(kind)}, not nn.Linear"
     if not isinstance(module._parameters.get("weight"), Tensor):
         return "its weight is not a parameter but computed by a hook (weight_norm, spectral_norm, pruning)"
-    if _has_foreign_forward(module) and not isinstance(module, RMMLinear):
+    if _has_foreign_forward(module):
         return "its forward is replaced on the instance (accelerate's hooks do that), so that a class's is never called"
-    if not module.weight.is_floating_point():
+    if module.weight.dtype not in _DTYPES:
         return f"its weight has dtype {module.weight.dtype}"
     if _is_tensor_parallel(module, model):
         return "its weight is distributed over devices (tensor parallel)"
@@ -473,18 +480,21 @@ def _swap(module: nn.Module, old: type, new: type) -> None:
 
 
 def _revert(module: nn.Module) -> None:
-    if isinstance(module, RMMLinear) and _has_foreign_forward(module):
-        # What replaced its forward holds the class's own, which needs the configuration.
+    if not isinstance(module, RMMLinear):
+        return
+    # What replaced an instance's forward holds the class's own, which needs the configuration.
+    if not _has_foreign_forward(module):
+        _swap(module, RMMLinear, nn.Linear)
+    if isinstance(module, RMMLinear):
         module.rmm_config = module.rmm_config.replace(ratio=1.0)
         warnings.warn(
-            "a sketched layer whose forward was replaced on the instance (accelerate's hooks do that) was made exact"
-            " by ratio=1.0 instead of being reverted; remove the hooks first to have an nn.Linear again",
+            "a sketched layer that was changed after its conversion (a parametrization, or a forward on the instance,"
+            " as accelerate's hooks put there) was made exact by ratio=1.0 instead of being reverted; undo the change"
+            " first to have an nn.Linear again",
             UserWarning,
             stacklevel=3,
         )
-        return
-    _swap(module, RMMLinear, nn.Linear)
-    if not isinstance(module, RMMLinear):
+    else:
         vars(module).pop("rmm_config", None)
 
 

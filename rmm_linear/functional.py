@@ -45,8 +45,12 @@ def linear(
     """Apply a linear map whose weight gradient is estimated from a sketch of `x` (Bershatsky et al. 2022, sec. 2).
 
     Output and grad_input are bit-equal to `torch.nn.functional.linear`, grad_bias is exact, and grad_weight is
-    unbiased. Where no weight gradient is wanted (a frozen weight, `torch.no_grad`), at ratio 1, and below
-    `config.min_rows` rows it *is* `torch.nn.functional.linear`. Autocast is followed as there.
+    unbiased. Where no weight gradient is wanted (a frozen weight, `torch.no_grad`), at ratio 1, below
+    `config.min_rows` rows, and for nested and sparse inputs it *is* `torch.nn.functional.linear`. Autocast is followed
+    as there.
+
+    Under `torch.no_grad` a seed is drawn all the same, and not used: reentrant checkpointing runs its first forward so,
+    and the dropout after this layer must find the generator in the same state in both of its passes.
 
     Warning:
         Noise inflates the gradient's norm by sqrt(1 + relative variance). Clipping at a fixed norm then clips more
@@ -77,18 +81,19 @@ def linear(
         DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
     """
     _check(x, weight, bias, config)
-    if not weight.requires_grad:
+    if not weight.requires_grad or x.is_nested or x.layout != torch.strided:
+        return F.linear(x, weight, bias)
+    # No checkpoint runs in inference mode (and the compiler cannot ask for it).
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         return F.linear(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if not config.sketches(rows):
         return F.linear(x, weight, bias)
-    # Drawn under no_grad as well: reentrant checkpointing runs its first forward so, and dropout after this layer
-    # must find the generator in the same state in both of its passes.
+    # Under no_grad as well: see the docstring.
     seed = _seed_tensor(seed, x)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    dtype = _compute_dtype(x)
-    x = x.to(dtype)
+    x = x.to(_compute_dtype(x))
     sketch = config.sketch_object
     saved = sketch.compress(x.detach().reshape(rows, x.shape[-1]), seed)
     return _SketchedLinear.apply(x, weight, bias, sketch, saved.seed, *saved.tensors)
@@ -97,7 +102,7 @@ def linear(
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that F.linear computes in: autocast lowers all floats but float64."""
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+    if device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return x.dtype
 
@@ -131,9 +136,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig) ->
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the output features")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    dtypes = [_compute_dtype(tensor) for tensor in (x, weight, bias) if tensor is not None]
+    if any(dtype != dtypes[0] for dtype in dtypes):
         raise ValueError(
-            f"x has dtype {x.dtype} and weight {weight.dtype}; cast one of them, or run under torch.autocast"
+            f"x has dtype {x.dtype}, weight {weight.dtype}{'' if bias is None else f' and bias {bias.dtype}'}; cast"
+            " them to one, or run under torch.autocast (which leaves float64 alone)"
         )
 
 
@@ -151,8 +158,10 @@ class _SketchedLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, sketch, seed, *tensors = inputs
-        ctx.save_for_backward(weight, seed, *tensors)
+        # As nn.Linear does: the weight is needed for grad_input alone.
+        ctx.save_for_backward(weight if x.requires_grad else None, seed, *tensors)
         ctx.sketch = sketch
+        ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
@@ -167,7 +176,7 @@ class _SketchedLinear(torch.autograd.Function):
             saved = SavedSketch(seed, tuple(tensors))
             grad_weight, grad_bias = ctx.sketch.backward(rows_of_g, saved, need_weight=need_weight, need_bias=need_bias)
             if grad_weight is not None:
-                grads[1] = grad_weight.to(weight.dtype)
+                grads[1] = grad_weight.to(ctx.weight_dtype)
             if grad_bias is not None:
                 grads[2] = grad_bias.to(ctx.bias_dtype)
         if torch.is_grad_enabled():
@@ -182,7 +191,7 @@ class _RefuseSecondDerivative(torch.autograd.Function):
     """Pass gradients on, and raise when they are differentiated."""
 
     @staticmethod
-    def forward(g: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def forward(g: Tensor, weight: Tensor | None, *grads: Tensor) -> tuple[Tensor, ...]:
         return tuple(grad.view_as(grad) for grad in grads)
 
     @staticmethod

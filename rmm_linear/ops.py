@@ -46,7 +46,7 @@ def _define(schema: str, *, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Calla
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             first = args[0]
             assert isinstance(first, Tensor)
-            if not torch.is_autocast_enabled(first.device.type):
+            if first.device.type == "meta" or not torch.is_autocast_enabled(first.device.type):
                 return implementation(*args, **kwargs)
             with _autocast_off(first.device.type):
                 return implementation(*args, **kwargs)

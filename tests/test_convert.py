@@ -596,3 +596,23 @@ def test_reasons_are_given_one_by_one():
     assert why_not(nn.Linear(2, 2)) is None
     assert why_not(RMMLinear(2, 2)) is None
     assert why_not(nn.ReLU()) == "its class is torch.nn.modules.activation.ReLU, not nn.Linear"
+
+
+def test_a_layer_that_was_parametrized_after_its_conversion_is_made_exact_by_name():
+    model = convert_linears(nn.Sequential(nn.Linear(8, 8)), config=RMMConfig(ratio=0.25, min_rows=1))
+    nn.utils.parametrizations.weight_norm(model[0])
+    convert_linears(model, config=RMMConfig(ratio=0.5, min_rows=1))
+    assert model[0].rmm_config.ratio == 0.5
+    with pytest.warns(UserWarning, match="undo the change first"):
+        revert_linears(model)
+    assert model[0].rmm_config.ratio == 1.0
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    revert_linears(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_eight_bit_floats_are_left_exact_by_name():
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match="float8"):
+        convert_linears(nn.Sequential(layer))

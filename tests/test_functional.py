@@ -175,6 +175,55 @@ def test_torch_func_grad_agrees_with_autograd() -> None:
     assert torch.equal(torch.func.grad(loss)(weight), leaf.grad)
 
 
+def test_torch_func_grad_of_the_input_is_exact() -> None:
+    x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
+    got = torch.func.grad(lambda x: linear(x, weight, config=CONFIG).square().sum())(x)
+    torch.testing.assert_close(got, torch.func.grad(lambda x: F.linear(x, weight).square().sum())(x))
+
+
+def test_an_input_without_gradient_does_not_keep_the_weight() -> None:
+    # Neither does nn.Linear: the weight may be changed in place, and a computed one is not kept.
+    x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
+    output = linear(x, weight, config=CONFIG)
+    with torch.no_grad():
+        weight.mul_(0.9)
+    output.sum().backward()
+    assert weight.grad is not None
+    computed = weight * 2
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear(x, computed, config=CONFIG)
+    assert all(t.data_ptr() != computed.data_ptr() for t in kept)
+
+
+def test_inference_mode_draws_nothing_and_no_grad_draws_a_seed() -> None:
+    x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
+    state = torch.get_rng_state()
+    with torch.inference_mode():
+        linear(x, weight, config=CONFIG)
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.no_grad():
+        linear(x, weight, config=CONFIG)
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+def test_nested_inputs_train_exactly_and_meta_ones_have_a_shape() -> None:
+    weight = torch.randn(5, 8, requires_grad=True)
+    parts = [torch.randn(70, 8), torch.randn(90, 8)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    linear(nested, weight, config=CONFIG).values().sum().backward()
+    torch.testing.assert_close(weight.grad, torch.cat(parts).sum(0).expand(5, 8))
+    meta = torch.randn(200, 8, device="meta")
+    assert linear(meta, torch.empty(5, 8, device="meta", requires_grad=True), config=CONFIG).shape == (200, 5)
+
+
+def test_transients_stay_small_at_a_tiny_ratio() -> None:
+    # A Hadamard matrix of 2 / ratio squared would take gigabytes.
+    x, weight = torch.randn(20000, 2), torch.randn(3, 2, requires_grad=True)
+    linear(x, weight, config=CONFIG.replace(ratio=1e-4)).sum().backward()
+    assert weight.grad.isfinite().all()
+
+
 def test_nan_and_inf_in_the_input_show_in_the_weight_gradient() -> None:
     for sketch in ("hadamard", "gaussian", "crs", "wta_crs"):
         for bad in (float("nan"), float("inf")):
@@ -194,6 +243,7 @@ def test_nan_and_inf_in_the_input_show_in_the_weight_gradient() -> None:
         ({"x": torch.zeros(4, 8, dtype=torch.float64)}, "float64"),
         ({"weight": torch.zeros(8, requires_grad=True)}, r"\(out, in\)"),
         ({"bias": torch.zeros(6)}, r"\(6,\)"),
+        ({"bias": torch.zeros(5, dtype=torch.float64)}, "bias torch.float64"),
         ({"config": 0.5}, "RMMConfig"),
         ({"seed": 1 << 63}, "64-bit"),
         ({"seed": torch.zeros(2, dtype=torch.int64)}, "0-d int64"),

@@ -12,17 +12,15 @@ them costs no variance. A block of m real rows uses the smallest order b >= m th
 zeros, and the less padding, the less variance.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ..philox.reference import signs_and_keys, smallest_keys
 
 # Transient elements when a half-precision input is widened slab by slab.
-_SLAB_ELEMENTS = 1 << 22
+_SLAB_ELEMENTS = 1 << 20
 # Prime q with q % 4 == 3 gives order q + 1 (Paley I); prime q with q % 4 == 1 gives order 2 (q + 1) (Paley II).
-_PALEY_1 = {12: 11, 20: 19, 24: 23, 44: 43, 48: 47, 60: 59}
+_PALEY_1 = {12: 11, 20: 19, 44: 43, 60: 59}
 _PALEY_2 = {28: 13, 36: 17}
 
 
@@ -43,40 +41,55 @@ def hadamard_order(rows: int) -> int:
     return 56 if order == 52 else order
 
 
-@lru_cache(maxsize=64)
-def _hadamard_on_cpu(order: int) -> Tensor:
-    if order == 1:
-        return torch.ones(1, 1, dtype=torch.int8)
-    if order in _PALEY_1 or order in _PALEY_2:
-        prime = _PALEY_1.get(order) or _PALEY_2[order]
-        residues = {(i * i) % prime for i in range(1, prime)}
-        character = [0] + [1 if i in residues else -1 for i in range(1, prime)]
-        jacobsthal = torch.tensor([[character[(i - j) % prime] for j in range(prime)] for i in range(prime)])
-        core = torch.zeros(prime + 1, prime + 1, dtype=torch.long)
-        core[0, 1:] = 1
-        core[1:, 0] = 1 if prime % 4 == 1 else -1
-        core[1:, 1:] = jacobsthal
-        identity = torch.eye(prime + 1, dtype=torch.long)
-        if prime % 4 == 3:
-            return (identity + core).to(torch.int8)
-        plus = torch.tensor([[1, 1], [1, -1]])
-        minus = torch.tensor([[1, -1], [-1, -1]])
-        return (torch.kron(core, plus) + torch.kron(identity, minus)).to(torch.int8)
-    half = _hadamard_on_cpu(order // 2)
-    return torch.cat((torch.cat((half, half), 1), torch.cat((half, -half), 1)))
+def _paley(order: int, device: torch.device) -> Tensor:
+    """Paley's Hadamard matrix, computed on the device: a copy from the host would make a CUDA stream wait."""
+    prime = _PALEY_1.get(order) or _PALEY_2[order]
+    number = torch.arange(prime, device=device)
+    # The quadratic character: 0, and 1 for squares modulo the prime, -1 for the others.
+    character = torch.full((prime,), -1, device=device)
+    character[number.square() % prime] = 1
+    character[0] = 0
+    core = torch.zeros(prime + 1, prime + 1, dtype=torch.int64, device=device)
+    core[0, 1:] = 1
+    core[1:, 0] = 1 if prime % 4 == 1 else -1
+    core[1:, 1:] = character[(number.unsqueeze(1) - number) % prime]
+    identity = torch.eye(prime + 1, dtype=torch.int64, device=device)
+    if order in _PALEY_1:
+        return identity + core
+    # Each entry c of the symmetric core, with the identity's e, becomes [[c + e, c - e], [c - e, -c - e]].
+    top = torch.stack((core + identity, core - identity), -1)
+    bottom = torch.stack((core - identity, -core - identity), -1)
+    return torch.stack((top, bottom), 1).reshape(order, order)
 
 
-@lru_cache(maxsize=64)
-def _hadamard_on(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Kept on the device: a copy from the host in every call would make a CUDA stream wait.
-    with torch.inference_mode(False):
-        return _hadamard_on_cpu(order).to(device=device, dtype=dtype)
+def hadamard_entries(columns: Tensor, *, order: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the first entries of some rows of a Hadamard matrix; the matrix itself is never formed beyond order 60.
+
+    Sylvester's matrix (2^k) times, in Kronecker's sense, one of Paley's (1933) of order 12, 20, 28, 36, 44 or 60:
+    entry (i, j) is (-1)^popcount(i // q & j // q) times Paley's entry (i % q, j % q), q its order or 1.
+
+    Args:
+        columns: Row numbers of the matrix, shape (..., kept), int64.
+        order: A value of `hadamard_order`.
+        width: How many entries of each row.
+        dtype: Floating dtype of the result.
+
+    Returns:
+        Entries +1 and -1, shape (..., kept, width).
+    """
+    base = next((order >> k for k in range(order.bit_length()) if order >> k in (*_PALEY_1, *_PALEY_2)), 1)
+    place = torch.arange(width, device=columns.device)
+    shared = (columns // base).unsqueeze(-1) & (place // base)
+    for shift in (32, 16, 8, 4, 2, 1):
+        shared = shared ^ (shared >> shift)
+    entries = 1 - 2 * (shared & 1)
+    if base > 1:
+        entries = entries * _paley(base, columns.device)[columns % base][..., place % base]
+    return entries.to(dtype)
 
 
 def hadamard_matrix(order: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a Hadamard matrix: entries +1 and -1, rows orthogonal.
-
-    Sylvester's doubling for even halves, Paley's constructions (1933) for the orders 12, 20, 24, 28, 36, 44, 48, 60.
+    """Return a whole Hadamard matrix, for derivations and tests.
 
     Args:
         order: A value of `hadamard_order`.
@@ -86,7 +99,7 @@ def hadamard_matrix(order: int, *, dtype: torch.dtype, device: torch.device) -> 
     Returns:
         Shape (order, order).
     """
-    return _hadamard_on(order, dtype, device)
+    return hadamard_entries(torch.arange(order, device=device), order=order, width=order, dtype=dtype)
 
 
 def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:
@@ -98,7 +111,7 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
     # Row j * blocks + k is row j of block k; the rows missing from the last stride get the sign 0.
     signs = torch.nn.functional.pad(signs, (0, block_rows * blocks - rows))
     signs = signs.unflatten(-1, (block_rows, blocks)).transpose(-1, -2)  # (..., blocks, m)
-    matrix = hadamard_matrix(order, dtype=dtype, device=seed.device)[columns][..., :block_rows]  # (..., kept, m)
+    matrix = hadamard_entries(columns, order=order, width=block_rows, dtype=dtype)  # (..., kept, m)
     return matrix.unsqueeze(-3) * signs.unsqueeze(-2)
 
 
@@ -126,21 +139,23 @@ def hadamard_sketch(
     mixing = _mixing(seed, rows, blocks, kept, compute).mul_(scale)
     full = rows // blocks  # strides that reach every block
     body = x[: full * blocks].unflatten(0, (full, blocks)).transpose(0, 1)  # (blocks, full, features)
-    if x.dtype == compute:
-        out = torch.bmm(mixing[..., :full], body)
-    else:
-        # Widen slab by slab: a float32 copy of all of x would be larger than what the sketch saves.
-        out = x.new_empty((blocks, kept, features), dtype=compute)
-        step = max(1, _SLAB_ELEMENTS // max(1, full * features))
-        for start in range(0, blocks, step):
-            slab = slice(start, start + step)
-            torch.bmm(mixing[slab, :, :full], body[slab].to(compute), out=out[slab])
-    rest = rows - full * blocks
-    if rest:
-        out[:rest].addcmul_(mixing[:rest, :, full:], x[full * blocks :].to(compute).unsqueeze(1))
-    if mean is not None:
-        out.addcmul_(mixing.sum(-1, keepdim=True), mean.to(compute), value=-1)
-    return out.flatten(0, 1).to(dtype)
+    ones = None if mean is None else mixing.sum(-1, keepdim=True)  # what S^T makes of a column of ones
+    # Half precision is widened slab by slab: a float32 copy of all of x would be larger than what the sketch saves.
+    step = blocks if x.dtype == compute else max(1, _SLAB_ELEMENTS // max(1, full * features))
+    parts = []
+    for start in range(0, blocks, step):
+        slab = slice(start, min(start + step, blocks))
+        part = torch.bmm(mixing[slab, :, :full], body[slab].to(compute))
+        # The last stride reaches the first blocks only.
+        tail = x[full * blocks + slab.start : full * blocks + slab.stop]
+        if tail.shape[0]:
+            part[: tail.shape[0]].addcmul_(
+                mixing[slab.start : slab.start + tail.shape[0], :, full:], tail.to(compute).unsqueeze(1)
+            )
+        if mean is not None and ones is not None:
+            part.addcmul_(ones[slab], mean.to(compute), value=-1)
+        parts.append(part.to(dtype))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
 
 
 def hadamard_dense(seeds: Tensor, *, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:

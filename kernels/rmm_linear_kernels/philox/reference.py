@@ -21,6 +21,8 @@ CHOICE_STREAM = 1
 PROJECTION_STREAM = 2
 
 _MASK32 = 0xFFFFFFFF
+# Counters that normals are made of at a time.
+_PIECE = 1 << 13
 _ROUNDS = 10
 # Multipliers and key increments in the order (lane c0, lane c2) and (k0, k1).
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -139,14 +141,24 @@ def random_normals(seed: Tensor, count: int, *, stream: int = PROJECTION_STREAM,
         Normals, shape (..., count), float32.
     """
     counters = math.ceil(count / 4)
-    words = random_words(seed, 4 * counters, stream=stream, first_counter=first_counter)
+    # Piece by piece: the integer arithmetic of one large piece would not fit a processor's cache.
+    pieces = [
+        _normals(random_words(seed, 4 * min(_PIECE, counters - start), stream=stream, first_counter=first_counter + start))
+        for start in range(0, counters, _PIECE)
+    ]
+    if not pieces:
+        return torch.empty((*seed.shape, 0), device=seed.device)
+    return torch.cat(pieces, -1)[..., :count]
+
+
+def _normals(words: Tensor) -> Tensor:
     # Triton folds the sign bit: u = (w < 2**31 ? w : ~w) * 2**-31, slightly less than 1 at most.
     folded = torch.where(words >= 1 << 31, words ^ _MASK32, words)
     uniform = folded.to(torch.float32) * 4.6566127342e-10
     first, second = uniform.unflatten(-1, (-1, 2)).unbind(-1)
     radius = torch.sqrt(-2.0 * torch.log(first.clamp(min=1e-7)))
     angle = 6.283185307179586 * second
-    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), -1).flatten(-2)[..., :count]
+    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), -1).flatten(-2)
 
 
 def choose_without_replacement(seed: Tensor, population: int, chosen: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..philox.reference import PROJECTION_STREAM, random_normals, random_signs
 
 # Elements of S generated at a time.
-_SLAB_ELEMENTS = 1 << 21
+_SLAB_ELEMENTS = 1 << 20
 
 
 def projection_slab(

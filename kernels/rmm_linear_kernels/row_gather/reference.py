@@ -13,6 +13,8 @@ from ..philox.reference import choose_with_replacement, choose_without_replaceme
 
 _WEIGHT_BITS = 40
 _SUM_BITS = 62
+# Elements of x that are widened at a time.
+_SLAB_ELEMENTS = 1 << 20
 
 
 def uniform_rows(seed: Tensor, *, rows: int, rank: int, replacement: bool) -> Tensor:
@@ -57,21 +59,21 @@ def gather_rows(
 
 
 def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
-    """Return the Euclidean norm of every row of x - 1 mean^T, relative to the largest |entry| (no overflow).
+    """Return the Euclidean norm of every row of x - 1 mean^T.
 
     Args:
         x: Input, shape (rows, features), any float dtype.
         mean: Shape (features,), or None.
 
     Returns:
-        Shape (rows,), float64; equal to the norms up to one common factor.
+        Shape (rows,), float64.
     """
-    centred = x if mean is None else x.to(mean.dtype) - mean
-    if centred.dtype in (torch.float16, torch.bfloat16):
-        centred = centred.to(torch.float32)
-    largest = centred.abs().amax().clamp(min=torch.finfo(centred.dtype).tiny) if centred.numel() else 1
-    # float64 sums: a row 1e-20 times smaller than the largest one keeps its norm.
-    return torch.linalg.vector_norm(centred / largest, dim=1, dtype=torch.float64)
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[0], dtype=torch.float64)
+    # float64: the squares of 1e-30 and 1e30 neither vanish nor overflow. By slabs: a wide copy of x would be large.
+    slabs = x.split(max(1, _SLAB_ELEMENTS // x.shape[1]))
+    wide = (slab.double() if mean is None else slab.double() - mean.double() for slab in slabs)
+    return torch.cat([torch.linalg.vector_norm(slab, dim=1) for slab in wide])
 
 
 def integer_weights(norms: Tensor) -> Tensor:

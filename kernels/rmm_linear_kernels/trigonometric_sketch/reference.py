@@ -13,7 +13,7 @@ from torch import Tensor
 from ..philox.reference import signs_and_keys, smallest_keys
 
 # Elements of S generated at a time.
-_SLAB_ELEMENTS = 1 << 21
+_SLAB_ELEMENTS = 1 << 20
 
 
 def dct_columns(columns: Tensor, *, first_row: int, rows: int, length: int, dtype: torch.dtype) -> Tensor:
