@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -205,9 +206,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats}: at least one repetition is needed")
-    device = torch.device(options.device)
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        parser.error(f"--device {options.device}: no such device; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this machine has no CUDA device; use --device cpu")
+    try:
+        options.results.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=options.results, suffix=".csv.part")
+        os.close(handle)
+        os.unlink(partial)
+    except OSError as error:
+        parser.error(f"--results {options.results}: {error.strerror}; name a folder that can be written to")
     pairs = [(sketch, False) for sketch in available_sketches()] if options.all_sketches else list(VARIANTS)
     variants = [
         RMMConfig(ratio=ratio, sketch=sketch, center=center, min_rows=1) for sketch, center in pairs for ratio in RATIOS
@@ -225,13 +236,14 @@ def main(arguments: list[str] | None = None) -> int:
             spread = f"{row.time_ratio:.3f} ({row.time_ratio_q20:.3f}/{row.time_ratio_q80:.3f})"
             size = f"{row.rows} x {row.in_features} -> {row.out_features}"
             print(f"{size:24}{name:26}{row.ratio:>6g}{spread:>28}{row.kept_bytes / row.input_bytes:>14.3f}", flush=True)
-    options.results.mkdir(parents=True, exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in found[0].hardware.lower()).strip("-")
     path = options.results / f"layer-{slug}-{options.dtype}.csv"
-    with path.open("w", newline="") as file:
+    # Whole or not at all: an interrupted run leaves the former file.
+    with open(partial, "w", newline="") as file:
         writer = csv.DictWriter(file, list(asdict(found[0])))
         writer.writeheader()
         writer.writerows(asdict(row) for row in found)
+    os.replace(partial, path)
     print(f"written to {path}")
     return 0
 
