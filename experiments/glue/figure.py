@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIB = 2**20
+_TASKS_A_ROW = 3
 # the colours of Okabe and Ito, which colour-blind readers can tell apart; the markers say the same again
 _STYLES = (
     ("#0072B2", "o"),
@@ -43,26 +45,35 @@ def draw_figure(comparison: Comparison, path: Path) -> None:
         path: The PNG file to write.
     """
     tasks = comparison.tasks
-    panels = 2 if comparison.has_times else 1
-    figure, axes = plt.subplots(
-        len(tasks), panels, figsize=(5.6 * panels, 4.2 * len(tasks)), squeeze=False, layout="constrained"
-    )
-    for task, row_of_axes in zip(tasks, axes, strict=True):
-        rows = comparison.of_task(task)
-        names = ", ".join(name.replace("_", " ") for name in rows[0].metrics)
-        seeds = comparison.fewest_seeds
-        _draw_panel(row_of_axes[0], rows, [row.score for row in rows])
-        row_of_axes[0].set_ylabel(f"score (points; {names})")
-        row_of_axes[0].set_title(f"{task}: score, {seeds} seed{'s' if seeds > 1 else ''}")
-        if panels == 2:
-            _draw_panel(row_of_axes[1], rows, [row.train_seconds for row in rows if row.train_seconds])
-            row_of_axes[1].set_ylabel("training time (s)")
-            row_of_axes[1].set_ylim(bottom=0)
-            row_of_axes[1].set_title(f"{task}: time in training steps")
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    # with times a row of two panels a task, without them the tasks side by side
+    columns = 2 if comparison.has_times else min(len(tasks), _TASKS_A_ROW)
+    rows = len(tasks) if comparison.has_times else math.ceil(len(tasks) / columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(5.6 * columns, 4.2 * rows), squeeze=False, layout="constrained")
+    panels = iter(grid.flat)
+    for task in tasks:
+        _draw_scores(next(panels), task, comparison.of_task(task))
+        if comparison.has_times:
+            _draw_times(next(panels), task, comparison.of_task(task))
+    for unused in panels:
+        unused.set_visible(False)
+    handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
     figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
+
+
+def _draw_scores(axes: Axes, task: str, rows: tuple[Row, ...]) -> None:
+    _draw_panel(axes, rows, [row.score for row in rows])
+    seeds = min(len(row.seeds) for row in rows)
+    axes.set_title(f"{task}: score, {seeds} seed{'s' if seeds > 1 else ''}")
+    axes.set_ylabel(f"score (points; {', '.join(name.replace('_', ' ') for name in rows[0].metrics)})")
+
+
+def _draw_times(axes: Axes, task: str, rows: tuple[Row, ...]) -> None:
+    _draw_panel(axes, rows, [row.train_seconds for row in rows if row.train_seconds is not None])
+    axes.set_title(f"{task}: time in training steps")
+    axes.set_ylabel("training time (s)")
+    axes.set_ylim(bottom=0)
 
 
 def _draw_panel(axes: Axes, rows: tuple[Row, ...], values: list[Mean]) -> None:
@@ -92,7 +103,7 @@ def _draw_panel(axes: Axes, rows: tuple[Row, ...], values: list[Mean]) -> None:
                 color=colour,
             )
     axes.set_xlabel("kept for backward, one batch (MiB)")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.08 * max(row.kept_bytes for row in rows) / _MIB)
     axes.margins(y=0.15)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
     axes.grid(alpha=0.25)

@@ -266,10 +266,19 @@ def _runs_csv(comparison: Comparison) -> str:
                 "kept_bytes": result["kept_bytes"]["model"],
                 "exact_kept_bytes": result["kept_bytes"]["exact_model"],
                 "train_seconds": result["train_seconds"] if timed else None,
+                "clipped_share": _clipped_share(result),
                 "commit": result["commit"],
             }
         )
     return _as_csv(records)
+
+
+def _clipped_share(result: dict[str, Any]) -> float | None:
+    """Share of the steps whose gradient was clipped: there a sketched gradient is no longer unbiased."""
+    limit, norms = result["config"]["max_grad_norm"], result["steps"]["grad_norm"]
+    if not limit or None in norms:
+        return None
+    return sum(norm > limit for norm in norms) / len(norms)
 
 
 def _as_csv(records: Sequence[dict[str, Any]]) -> str:

@@ -67,7 +67,7 @@ def _fake_results(
                 "kept_bytes": {"model": int(8e6 * share), "exact_model": 8_000_000},
                 "final": {"score": statistics.fmean(values.values()), **values},
                 "train_seconds": sum(seconds),
-                "steps": {"seconds": seconds},
+                "steps": {"seconds": seconds, "grad_norm": [0.5, 1.5, 2.0, 1.0] + [0.1] * 46},
                 "final_weights_sha256": f"exact {seed}" if is_exact_in_effect else settings.name,
             }
             (folder / f"{settings.name}.json").write_text(json.dumps(result))
@@ -236,6 +236,18 @@ def test_the_report_ends_with_table_figure_and_sentence(tmp_path: Path, capsys: 
     markdown = (tmp_path / "report.md").read_text()
     assert markdown_table(compare(tmp_path)) in markdown
     assert "(report.png)" in markdown
+
+
+def test_the_runs_are_listed_with_the_share_of_clipped_steps(tmp_path: Path) -> None:
+    results = _fake_results(tmp_path)
+    write_report(tmp_path)
+    with (tmp_path / "runs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(results)
+    # 1.5 and 2.0 of 50 are above the limit of 1.0
+    assert {float(row["clipped_share"]) for row in rows} == {0.04}
+    scores = sorted(float(row["score"]) for row in rows)
+    assert scores == pytest.approx(sorted(100 * result["final"]["score"] for result in results))
 
 
 def test_several_tasks_get_a_table_and_a_clause_each(tmp_path: Path) -> None:
