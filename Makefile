@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt .ci/make-venv
 	@touch $@
 
 glue: $(STAMP)
-	$(PY) -m experiments.glue.demo_sweep $(GLUE_FLAGS)
+	$(PY) -m experiments.glue.run --config demo --grid --report $(GLUE_FLAGS)
 
 test: $(STAMP)
 	$(PY) -m pytest $(PYTEST_FLAGS)
