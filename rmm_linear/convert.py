@@ -34,6 +34,7 @@ HEAD_NAMES = (
 # Names that wrappers put in front of, or between, the names of the model they wrap.
 _WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _LEADING_WRAPPER_SEGMENTS = (*_WRAPPER_SEGMENTS, "module")
+_TENSOR_PARALLEL = "its weight is distributed over devices (tensor parallel)"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # How many names an error or a warning lists before it says how many more there are.
 _LISTED = 12
@@ -154,8 +155,8 @@ def convert_linears(
     Modules keep their identity: parameters, hooks, state_dict keys and tied weights are untouched, so this may be
     called before or after the optimizer is made, and before or after wrapping. Calling it again does nothing, or
     re-configures the layers that match if the configuration differs; layers that were converted before and are not
-    matched now stay as they are (`revert_linears` first, to begin anew). Layers that cannot be converted are left exact and named in
-    one warning.
+    matched now stay as they are (`revert_linears` first, to begin anew). Layers that cannot be converted are left exact
+    and named in one warning.
 
     Warning:
         A ratio chosen too small makes the weight gradients noisy enough to slow down or spoil training; the loss looks
@@ -293,7 +294,7 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
         return f"its class is {_class_name(kind)}, not nn.Linear"
     if isinstance(module, RMMLinear):
         # Converted already, whatever was done to it since: it can be re-configured.
-        return "its weight is distributed over devices (tensor parallel)" if _is_tensor_parallel(module, model) else None
+        return _TENSOR_PARALLEL if _is_tensor_parallel(module, model) else None
     if parametrize.is_parametrized(module):
         return f"its {', '.join(module.parametrizations)} is parametrized"  # type: ignore[arg-type]
     if isinstance(module, nn.LazyLinear):
@@ -309,7 +310,7 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
     if module.weight.dtype not in _DTYPES:
         return f"its weight has dtype {module.weight.dtype}"
     if _is_tensor_parallel(module, model):
-        return "its weight is distributed over devices (tensor parallel)"
+        return _TENSOR_PARALLEL
     return None
 
 

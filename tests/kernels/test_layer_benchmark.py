@@ -47,7 +47,9 @@ def test_all_sketches_can_be_timed(layer, tmp_path: Path) -> None:
         assert {row["sketch"] for row in csv.DictReader(file)} == set(layer.available_sketches())
 
 
-@pytest.mark.parametrize("options", [["--repeats", "0"], ["--dtype", "int8"], ["--device", "foo"], ["--results", "/dev/null/x"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [["--repeats", "0"], ["--dtype", "int8"], ["--device", "foo"], ["--results", "/dev/null/x"]], ids=str
+)
 def test_bad_options_are_named(layer, options: list[str], capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         layer.main(options)

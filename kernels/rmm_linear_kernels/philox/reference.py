@@ -143,7 +143,9 @@ def random_normals(seed: Tensor, count: int, *, stream: int = PROJECTION_STREAM,
     counters = math.ceil(count / 4)
     # Piece by piece: the integer arithmetic of one large piece would not fit a processor's cache.
     pieces = [
-        _normals(random_words(seed, 4 * min(_PIECE, counters - start), stream=stream, first_counter=first_counter + start))
+        _normals(
+            random_words(seed, 4 * min(_PIECE, counters - start), stream=stream, first_counter=first_counter + start)
+        )
         for start in range(0, counters, _PIECE)
     ]
     if not pieces:
