@@ -1,0 +1,175 @@
+"""The operators of the seam: what torch expects of one, under every kind of call."""
+
+import pytest
+import torch
+
+from rmm_linear import ops
+from rmm_linear.sketches import Hadamard
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NAMES = (
+    "draw_seed",
+    "gather_rows",
+    "hadamard_sketch",
+    "importance_rows",
+    "random_projection",
+    "sketched_grad_weight",
+    "trigonometric_sketch",
+    "uniform_row_sketch",
+)
+ROWS = (0, 1, 67, 128)
+
+
+def calls(rows, dtype):
+    """Every op but draw_seed, with each of its flags, and with and without its optional tensors: (name, arguments)."""
+    x = torch.randn(rows, 6).to(dtype)
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    mean, seed = torch.randn(6).to(accumulate), torch.tensor(3)
+    rank = max(1, rows // 3) if rows else 0
+    blocks, kept = Hadamard(ratio=0.3).geometry(rows)
+    for gradient in (False, True):
+        for centre in (None, mean):
+            yield "hadamard_sketch", (x, seed, centre, blocks, kept, gradient)
+            for flag in (False, True):
+                yield "random_projection", (x, seed, centre, rank, flag, gradient)
+                yield "uniform_row_sketch", (x, seed, centre, rank, flag, gradient)
+            for kind in ("dct", "dft"):
+                yield "trigonometric_sketch", (x, seed, centre, rank, kind, gradient)
+    index = torch.arange(rank, dtype=torch.int32)
+    scales = torch.rand(rank).to(accumulate)
+    for centre in (None, mean):
+        yield "gather_rows", (x, index, centre, None)
+        yield "gather_rows", (x, index, centre, scales)
+        if rows:
+            for winner_take_all in (False, True):
+                yield "importance_rows", (x, seed, centre, None, rank, winner_take_all)
+                yield "importance_rows", (x, seed, centre, torch.rand(rows).to(accumulate), rank, winner_take_all)
+    sketched_g = torch.randn(rank, 5).to(accumulate)
+    yield "sketched_grad_weight", (sketched_g, x[:rank], None, None)
+    yield "sketched_grad_weight", (sketched_g, x[:rank], torch.randn(5).to(accumulate), mean)
+
+
+def run(name, arguments):
+    result = getattr(torch.ops.rmm_linear, name).default(*arguments)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_these_are_all_ops():
+    """Every op of the library is called below."""
+    schemas = torch._C._jit_get_all_schemas()
+    found = {schema.name.partition("::")[2] for schema in schemas if schema.name.startswith("rmm_linear::")}
+    assert found == set(NAMES)
+    assert {name for name, _ in calls(67, torch.float32)} | {"draw_seed"} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (0, torch.float64),
+        (67, torch.bfloat16),
+        pytest.param(1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(128, torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_opcheck(rows, dtype):
+    """Schema, shapes and dtypes of the fake kernels, and AOT dispatch with fixed and with dynamic sizes."""
+    checked = set()
+    for name, arguments in calls(rows, dtype):
+        outcome = torch.library.opcheck(getattr(torch.ops.rmm_linear, name).default, arguments)
+        assert set(outcome.values()) == {"SUCCESS"}, (name, outcome)
+        checked.add(name)
+    assert len(checked) >= 6
+
+
+def test_opcheck_of_draw_seed():
+    # its results differ from call to call, which the comparison of eager and traced runs cannot allow for
+    checks = ("test_schema", "test_faketensor")
+    outcome = torch.library.opcheck(torch.ops.rmm_linear.draw_seed.default, (torch.randn(3, 4),), test_utils=checks)
+    assert set(outcome.values()) == {"SUCCESS"}
+    assert torch.Tag.nondeterministic_seeded in torch.ops.rmm_linear.draw_seed.default.tags
+
+
+@pytest.mark.parametrize("lowered", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ambient_autocast_changes_nothing(dtype, lowered):
+    """A backward pass that runs within an autocast region must not have its float32 sums lowered."""
+    for name, arguments in calls(67, dtype):
+        outside = run(name, arguments)
+        with torch.autocast("cpu", lowered):
+            inside = run(name, arguments)
+        for first, second in zip(outside, inside, strict=True):
+            assert first.dtype == second.dtype, name
+            assert torch.equal(first, second), name
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_element_is_written(rows, dtype, nan_poison):
+    """Into memory that holds NaN where nothing was written."""
+    assert torch.empty(3, dtype=dtype).isnan().all()
+    for name, arguments in calls(rows, dtype):
+        for result in run(name, arguments):
+            assert result.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_have_the_promised_dtype_and_layout(dtype):
+    """Stored sketches in x's dtype, those of the gradient in float32 or float64; all contiguous and unaliased."""
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    for name, arguments in calls(67, dtype):
+        results = run(name, arguments)
+        if name == "importance_rows":
+            assert [result.dtype for result in results] == [torch.int32, accumulate]
+        elif name == "gather_rows":
+            assert results[0].dtype == (dtype if arguments[3] is None else accumulate)
+        elif name == "sketched_grad_weight":
+            assert results[0].dtype == accumulate
+        else:
+            assert results[0].dtype == (accumulate if arguments[-1] else dtype), name
+        storages = {tensor.untyped_storage().data_ptr() for tensor in arguments if isinstance(tensor, torch.Tensor)}
+        for result in results:
+            assert result.is_contiguous(), name
+            assert result.untyped_storage().data_ptr() not in storages, name
+            # a sketch that views something larger would keep all of it
+            assert result.untyped_storage().nbytes() == result.numel() * result.itemsize, name
+
+
+def test_arguments_are_left_alone():
+    for name, arguments in calls(67, torch.float32):
+        before = [argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
+        run(name, arguments)
+        for argument, copy in zip(arguments, before, strict=True):
+            assert torch.equal(argument, copy) if isinstance(argument, torch.Tensor) else argument == copy, name
+
+
+def test_draw_seed_follows_the_default_generator():
+    x = torch.randn(3)
+    torch.manual_seed(5)
+    first = [int(ops.draw_seed(x)) for _ in range(4)]
+    torch.manual_seed(5)
+    assert [int(ops.draw_seed(x)) for _ in range(4)] == first
+    assert len(set(first)) == 4
+    seed = ops.draw_seed(x)
+    assert seed.dim() == 0
+    assert seed.dtype == torch.int64
+
+
+@pytest.mark.montecarlo
+def test_draw_seed_covers_all_64_bits():
+    """Each bit is fair over 20,000 draws: one z-score a bit, false-alarm rate 64 * 5.7e-7 = 4e-5, fixed seed."""
+    x = torch.randn(3)
+    drawn = torch.stack([ops.draw_seed(x) for _ in range(20_000)])
+    for bit in range(64):
+        ones = int(((drawn >> bit) & 1).sum())
+        assert abs(ones - 10_000) <= 5 * 20_000**0.5 / 2, bit
+    assert drawn.unique().numel() == 20_000
+
+
+def test_ranks_seeded_alike_draw_different_seeds(monkeypatch):
+    x = torch.randn(3)
+    drawn = []
+    for rank in (0, 1, 2, 63):
+        monkeypatch.setattr(ops, "data_parallel_rank", lambda rank=rank: rank)
+        torch.manual_seed(5)
+        drawn.append(tuple(int(ops.draw_seed(x)) for _ in range(3)))
+    assert len({seed for seeds in drawn for seed in seeds}) == 12

@@ -1,0 +1,297 @@
+"""Philox in plain torch: published vectors, triton's bits, fair and independent streams."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from itertools import combinations
+from math import comb
+from pathlib import Path
+
+import pytest
+import torch
+
+from rmm_linear.sketches.contract import FALSE_ALARM, z_bound
+from rmm_linear_kernels.philox import reference as philox
+
+INTERPRETED = Path(__file__).with_name("interpreted_philox.py")
+SEEDS = (0, 1, -1, 42, 0x299F31D0A4093822, -(1 << 63), (1 << 63) - 1, 1 << 32, 0xFFFFFFFF, -(1 << 32))
+
+
+def seeds(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def signed(word):
+    """A 64-bit pattern as the int64 that torch takes."""
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def many_seeds(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        # Random123's known-answer file; `tl.randint4x` sets the two high words of the counter to 0.
+        ((0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        # The same cipher by an independent implementation below, checked against all vectors of that file.
+        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), None),
+        ((0x243F6A88, 0x85A308D3), (0xA4093822, 0x299F31D0), None),
+    ],
+)
+def test_known_answers(counter, key, expected):
+    offset = signed(counter[0] | counter[1] << 32)
+    words = philox.randint4x(torch.tensor(signed(key[0] | key[1] << 32)), seeds(offset))
+    assert tuple(words[:, 0].tolist()) == philox_by_the_paper((*counter, 0, 0), key)
+    if expected is not None:
+        assert tuple(words[:, 0].tolist()) == expected
+
+
+def philox_by_the_paper(counter, key):
+    """Philox 4x32-10 as Salmon et al. 2011 write it, one word at a time in Python's own integers."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 1 << 32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 1 << 32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % (1 << 32), (k1 + 0xBB67AE85) % (1 << 32)
+    return c0, c1, c2, c3
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_the_yardstick_gives_all_published_vectors(counter, key, expected):
+    assert philox_by_the_paper(counter, key) == expected
+
+
+def test_words_equal_the_paper_s_for_many_seeds_and_counters():
+    offsets = many_seeds(50, seed=1)
+    words = philox.randint4x(seeds(*SEEDS), offsets)
+    assert words.shape == (4, len(SEEDS), 50)
+    for row, seed in enumerate(SEEDS):
+        for column, offset in enumerate(offsets.tolist()):
+            key, counter = seed % (1 << 64), offset % (1 << 64)
+            expected = philox_by_the_paper((counter % (1 << 32), counter >> 32, 0, 0), (key % (1 << 32), key >> 32))
+            assert tuple(words[:, row, column].tolist()) == expected
+
+
+@pytest.fixture(scope="module")
+def from_triton(tmp_path_factory):
+    """Offsets, and triton's words and normals for them: (offsets, seeds, 4, count)."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'")
+    index = torch.arange(64)
+    offsets = [
+        index.to(torch.int32),
+        (index + (1 << 31) - 64).to(torch.int32),
+        index,
+        index + (philox.CHOICE_STREAM << 32),
+        index + (philox.PROJECTION_STREAM << 32) + 12_345,
+        many_seeds(64, seed=2),
+    ]
+    folder = tmp_path_factory.mktemp("philox")
+    torch.save((seeds(*SEEDS), offsets), folder / "asked.pt")
+    command = [sys.executable, str(INTERPRETED), str(folder / "asked.pt"), str(folder / "words.pt")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return offsets, *torch.load(folder / "words.pt")
+
+
+def test_words_are_triton_s_bit_for_bit(from_triton):
+    offsets, words, _ = from_triton
+    for offset, expected in zip(offsets, words, strict=True):
+        # a 32-bit offset is a counter with the high word 0
+        counter = offset.to(torch.int64)
+        got = philox.randint4x(seeds(*SEEDS), counter).movedim(0, 1)
+        assert torch.equal(got, expected), offset.dtype
+
+
+def test_streams_are_read_as_a_kernel_reads_them(from_triton):
+    """Word w of a stream is lane w % 4 of tl.randint4x(seed, stream << 32 | w // 4)."""
+    _, words, _ = from_triton
+    for position, stream in ((2, philox.SIGN_STREAM), (3, philox.CHOICE_STREAM)):
+        got = philox.random_words(seeds(*SEEDS), 256, stream=stream)
+        assert torch.equal(got, words[position].movedim(1, 2).flatten(1))
+
+
+def test_normals_are_triton_s_up_to_rounding(from_triton):
+    _, _, normals = from_triton
+    for position, stream, first in ((2, 0, 0), (3, 1, 0), (4, philox.PROJECTION_STREAM, 12_345)):
+        got = philox.random_normals(seeds(*SEEDS), 256, stream=stream, first_counter=first)
+        expected = normals[position].movedim(1, 2).flatten(1)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stream_can_be_entered_anywhere():
+    for seed in (seeds(7)[0], seeds(7, -8)):
+        words = philox.random_words(seed, 1000, stream=3)
+        assert torch.equal(philox.random_words(seed, 400, stream=3, first_counter=100), words[..., 400:800])
+        signs = philox.random_signs(seed, 1000, dtype=torch.float32)
+        assert torch.equal(philox.random_signs(seed, 333, dtype=torch.float32, first_counter=5), signs[..., 640:973])
+        normals = philox.random_normals(seed, 1000)
+        assert torch.equal(philox.random_normals(seed, 17, first_counter=200), normals[..., 800:817])
+
+
+def test_a_long_request_begins_like_a_short_one():
+    seed = seeds(3, 4)
+    for count in (0, 1, 3, 4, 5, 127, 128, 129, 40_001):
+        assert torch.equal(
+            philox.random_words(seed, count, stream=1), philox.random_words(seed, 40_004, stream=1)[:, :count]
+        )
+        assert torch.equal(
+            philox.random_signs(seed, count, dtype=torch.float64),
+            philox.random_signs(seed, 40_004, dtype=torch.float64)[:, :count],
+        )
+        assert torch.equal(philox.random_normals(seed, count), philox.random_normals(seed, 40_004)[:, :count])
+
+
+def test_many_seeds_at_once_equal_one_at_a_time():
+    together = philox.random_words(seeds(*SEEDS).view(2, 5), 30, stream=2).flatten(0, 1)
+    assert together.shape == (len(SEEDS), 30)
+    for seed, words in zip(SEEDS, together, strict=True):
+        assert torch.equal(philox.random_words(torch.tensor(seed), 30, stream=2), words)
+
+
+def test_signs_are_the_bits_of_the_words():
+    words = philox.random_words(seeds(11)[0], 4, stream=philox.SIGN_STREAM).tolist()
+    expected = [1 - 2 * (words[i // 32] >> i % 32 & 1) for i in range(128)]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        signs = philox.random_signs(seeds(11)[0], 128, dtype=dtype)
+        assert signs.dtype == dtype
+        assert signs.tolist() == expected
+
+
+def test_signs_and_keys_are_those_of_their_streams():
+    for signs, keys in ((0, 0), (1, 1), (37, 64), (128, 4), (129, 5), (1000, 56)):
+        got_signs, got_keys = philox.signs_and_keys(seeds(*SEEDS), signs, keys, dtype=torch.float32)
+        assert torch.equal(got_signs, philox.random_signs(seeds(*SEEDS), signs, dtype=torch.float32))
+        assert torch.equal(got_keys, philox.random_words(seeds(*SEEDS), keys, stream=philox.CHOICE_STREAM))
+
+
+def test_streams_and_seeds_share_no_words():
+    """Of 120,000 words of 32 bits about 1.7 pairs are equal by chance: more than 20 have a probability below 1e-14."""
+    words = [philox.random_words(seeds(*range(10)), 4000, stream=stream) for stream in (0, 1, 2)]
+    flat = torch.stack(words).flatten()
+    assert flat.numel() - flat.unique().numel() <= 20
+    assert len({philox.SIGN_STREAM, philox.CHOICE_STREAM, philox.PROJECTION_STREAM}) == 3
+
+
+@pytest.mark.montecarlo
+def test_signs_are_fair_and_uncorrelated():
+    """One z-score for all, one a position, one a pair of positions: false-alarm rate 3e-6, fixed seeds."""
+    draws = 50_000
+    signs = philox.random_signs(many_seeds(draws), 160, dtype=torch.float32)
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    assert abs(signs.sum()) <= z_bound() * signs.numel() ** 0.5
+    assert signs.sum(0).abs().max() <= z_bound(160) * draws**0.5
+    pairs = (signs.t() @ signs).triu(1).abs().max()
+    assert pairs <= z_bound(160 * 159 // 2) * draws**0.5
+
+
+@pytest.mark.montecarlo
+def test_signs_of_neighbouring_seeds_are_uncorrelated():
+    """Seeds 0, 1, 2, ... and one stream: one z-score a pair of 200 seeds, false-alarm rate 1e-6, fixed seeds."""
+    count = 100_000
+    signs = philox.random_signs(torch.arange(200), count, dtype=torch.float32)
+    assert (signs @ signs.t()).triu(1).abs().max() <= z_bound(200 * 199 // 2) * count**0.5
+
+
+@pytest.mark.montecarlo
+def test_normals_have_the_moments_of_normals():
+    """Moments 1 to 4, and the lag-1 correlation within and across a Box-Muller pair: false-alarm rate 6e-6.
+
+    The folding of triton's uniforms, and its lower bound of 1e-7, move no moment by as much as 1e-5.
+    """
+    normals = philox.random_normals(many_seeds(1000), 1000).double()
+    count = normals.numel()
+    # the mean of the k-th power, and its variance, of a standard normal
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        z = (normals.pow(power).mean() - mean) / (variance / count) ** 0.5
+        assert abs(z) <= z_bound(), power
+    for first in (0, 1):
+        products = normals[:, first:-1:2] * normals[:, first + 1 :: 2]
+        assert abs(products.sum()) <= z_bound() * products.numel() ** 0.5
+
+
+def chi_square(counts, expected):
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def chi_square_bound(freedom):
+    """Wilson and Hilferty's quantile, at FALSE_ALARM; within 1 % for 10 degrees of freedom and more."""
+    z = z_bound(1, 2 * FALSE_ALARM)
+    return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize(("population", "chosen"), [(4, 1), (5, 2), (6, 3), (7, 6), (4, 4)])
+def test_every_subset_is_equally_likely(population, chosen):
+    """Chi-square over all subsets, and over all orders for the full set: false-alarm rate 1e-6, fixed seeds."""
+    draws = 60_000
+    items = philox.choose_without_replacement(many_seeds(draws), population, chosen)
+    assert items.shape == (draws, chosen)
+    if chosen == population:
+        assert torch.equal(items.sort(-1).values, torch.arange(population).expand(draws, -1))
+        code = (items * population ** torch.arange(chosen)).sum(-1)
+        counts = code.unique(return_counts=True)[1].double()
+        assert counts.numel() == 24
+    else:
+        code = (1 << items).sum(-1)
+        wanted = [sum(1 << item for item in subset) for subset in combinations(range(population), chosen)]
+        counts = torch.stack([(code == subset).sum() for subset in wanted]).double()
+        assert counts.sum() == draws
+        assert counts.numel() == comb(population, chosen)
+    assert chi_square(counts, draws / counts.numel()) <= chi_square_bound(counts.numel() - 1)
+
+
+@pytest.mark.montecarlo
+def test_draws_with_replacement_are_uniform_and_independent():
+    """Chi-square over all pairs of two draws: false-alarm rate 1e-6 for each population, fixed seeds."""
+    draws = 60_000
+    for population in (1, 2, 3, 7, 13):
+        items = philox.choose_with_replacement(many_seeds(draws), population, 2)
+        code = items[:, 0] * population + items[:, 1]
+        counts = torch.bincount(code, minlength=population**2).double()
+        assert counts.numel() == population**2
+        if population > 1:
+            assert chi_square(counts, draws / population**2) <= chi_square_bound(population**2 - 1)
+
+
+def test_draws_with_replacement_reach_both_ends_of_a_large_population():
+    items = philox.choose_with_replacement(many_seeds(2000), (1 << 31) - 1, 500)
+    assert items.min() >= 0
+    assert items.max() < (1 << 31) - 1
+    assert items.min() < 100_000
+    assert items.max() > (1 << 31) - 100_000
+
+
+def test_equal_keys_are_told_apart_by_their_position():
+    keys = torch.tensor([[3, 1, 3, 1], [5, 5, 5, 5]])
+    assert philox.smallest_keys(keys, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
+
+
+@pytest.mark.montecarlo
+def test_fractions_are_uniform_multiples_of_two_to_the_minus_53():
+    """Chi-square over 64 intervals of the fraction, and of its low bits: false-alarm rate 2e-6, fixed seeds."""
+    fractions = philox.random_fractions(many_seeds(1000), 200).flatten()
+    scaled = fractions * 2.0**53
+    assert torch.equal(scaled, scaled.round())
+    assert fractions.min() >= 0
+    assert fractions.max() < 1
+    for part in (fractions, (fractions * 2.0**40) % 1):
+        counts = torch.bincount((part * 64).long(), minlength=64).double()
+        assert chi_square(counts, fractions.numel() / 64) <= chi_square_bound(63)

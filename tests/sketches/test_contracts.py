@@ -1,0 +1,130 @@
+"""Every sketch of the library passes the contract, as it is and centred."""
+
+from rmm_linear.sketches import (
+    CRS,
+    DCT,
+    DFT,
+    WTACRS,
+    Centered,
+    Gaussian,
+    Hadamard,
+    Rademacher,
+    RowsWithoutReplacement,
+    RowsWithReplacement,
+)
+from rmm_linear.sketches.contract import SketchContract
+
+# the row counts at which the contract looks whether a sketch is exact at ratio 1
+TRIED = (1, 2, 12, 37, 64, 67, 128)
+
+
+class Centring:
+    """Puts centring around the sketch of another contract, with other data and draws."""
+
+    seed = 1
+    reads_every_row = True
+
+    def make(self, ratio):
+        return Centered(super().make(ratio))
+
+
+class TestGaussian(SketchContract):
+    def make(self, ratio):
+        return Gaussian(ratio=ratio)
+
+
+class TestRademacher(SketchContract):
+    unit_diagonal = True
+
+    def make(self, ratio):
+        return Rademacher(ratio=ratio)
+
+
+class TestDCT(SketchContract):
+    exact_rows = TRIED
+
+    def make(self, ratio):
+        return DCT(ratio=ratio)
+
+
+class TestDFT(SketchContract):
+    exact_rows = TRIED
+
+    def make(self, ratio):
+        return DFT(ratio=ratio)
+
+
+class TestHadamard(SketchContract):
+    unit_diagonal = True
+    exact_rows = (1, 2, 12, 64, 128)
+
+    def make(self, ratio):
+        return Hadamard(ratio=ratio)
+
+
+class TestRowsWithReplacement(SketchContract):
+    reads_every_row = False
+    identity_draws = 240_000
+    gradient_draws = 18_000
+
+    def make(self, ratio):
+        return RowsWithReplacement(ratio=ratio)
+
+
+class TestRowsWithoutReplacement(SketchContract):
+    exact_rows = TRIED
+    reads_every_row = False
+
+    def make(self, ratio):
+        return RowsWithoutReplacement(ratio=ratio)
+
+
+class TestCRS(SketchContract):
+    identity_draws = 360_000
+
+    def make(self, ratio):
+        return CRS(ratio=ratio)
+
+
+class TestWTACRS(SketchContract):
+    exact_rows = TRIED
+    identity_draws = 360_000
+
+    def make(self, ratio):
+        return WTACRS(ratio=ratio)
+
+
+class TestCenteredGaussian(Centring, TestGaussian):
+    exact_rows = (1,)
+
+
+class TestCenteredRademacher(Centring, TestRademacher):
+    exact_rows = (1,)
+
+
+class TestCenteredDCT(Centring, TestDCT):
+    pass
+
+
+class TestCenteredDFT(Centring, TestDFT):
+    pass
+
+
+class TestCenteredHadamard(Centring, TestHadamard):
+    pass
+
+
+class TestCenteredRowsWithReplacement(Centring, TestRowsWithReplacement):
+    exact_rows = (1,)
+
+
+class TestCenteredRowsWithoutReplacement(Centring, TestRowsWithoutReplacement):
+    pass
+
+
+class TestCenteredCRS(Centring, TestCRS):
+    exact_rows = (1,)
+
+
+class TestCenteredWTACRS(Centring, TestWTACRS):
+    pass

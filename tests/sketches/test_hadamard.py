@@ -1,0 +1,103 @@
+"""The Hadamard sketch's matrices, its geometry, and what it promises about the rows that it keeps."""
+
+import math
+
+import pytest
+import torch
+
+from rmm_linear.sketches import Hadamard
+from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamard_entries, hadamard_order
+
+ORDERS = sorted({hadamard_order(rows) for rows in range(1, 65)} | {128, 256, 512})
+
+
+def matrix(order):
+    return hadamard_entries(torch.arange(order), order=order, width=order, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_matrices_are_hadamard(order):
+    entries = matrix(order)
+    assert set(entries.unique().tolist()) <= {1.0, -1.0}
+    assert torch.equal(entries @ entries.t(), order * torch.eye(order, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_some_entries_are_those_of_the_whole_matrix(order):
+    generator = torch.Generator().manual_seed(order)
+    columns = torch.randint(order, (2, 3), generator=generator)
+    for width in {1, max(1, order - 1), order}:
+        for dtype in (torch.float32, torch.float64):
+            got = hadamard_entries(columns, order=order, width=width, dtype=dtype)
+            assert got.dtype == dtype
+            assert torch.equal(got.double(), matrix(order)[columns][..., :width])
+
+
+def test_orders_leave_little_room():
+    for rows in range(1, 1025):
+        order = hadamard_order(rows)
+        assert order >= rows
+        if rows <= 64:
+            assert order < rows + 4 or (order == 56 and rows > 48)
+        else:
+            assert order < 2 * rows
+            assert order & (order - 1) == 0
+
+
+def test_geometry_of_round_numbers():
+    assert Hadamard(ratio=0.5).geometry(4096) == (64, 32)
+    assert Hadamard(ratio=0.25).geometry(8192) == (128, 16)
+    # 0.1 of 64 is 6 of 64
+    assert Hadamard(ratio=0.1).geometry(4096) == (64, 6)
+    assert Hadamard(ratio=1.0).geometry(4096) == (64, 64)
+    # decimals are meant exactly, although 0.3 * 64 * 10 in floats is slightly less than 192
+    assert Hadamard(ratio=0.3).geometry(640) == (10, 19)
+    assert Hadamard(ratio=0.7).geometry(10) == (1, 7)
+
+
+def test_geometry_of_few_rows():
+    assert Hadamard(ratio=0.5).geometry(0)[0] == 0
+    assert Hadamard(ratio=0.5).rank(0) == 0
+    assert Hadamard(ratio=0.01).geometry(1) == (1, 1)
+    assert Hadamard(ratio=0.5).geometry(63) == (1, 31)
+    assert Hadamard(ratio=0.5).geometry(65) == (2, 16)
+
+
+def test_small_ratios_take_larger_blocks():
+    """Of 64 rows at least one combination has to be kept: 1/64, whatever the ratio says. So the blocks grow."""
+    for ratio, block in ((1 / 32, 64), (0.03, 128), (0.01, 256), (0.001, 2048)):
+        blocks, kept = Hadamard(ratio=ratio).geometry(1 << 20)
+        assert blocks == (1 << 20) // block
+        assert kept == math.floor(ratio * block)
+        assert 2 <= kept <= 4
+
+
+def test_blocks_are_strided():
+    """Row i lies in block i modulo the number of blocks: neighbours are never in one block."""
+    for rows in (65, 67, 128, 130, 200):
+        blocks, kept = Hadamard(ratio=0.3).geometry(rows)
+        dense = hadamard_dense(torch.tensor([5]), rows=rows, blocks=blocks, kept=kept, dtype=torch.float64)[0]
+        members = dense.unflatten(1, (blocks, kept)).abs().sum(2) > 0
+        expected = torch.arange(rows).unsqueeze(1) % blocks == torch.arange(blocks)
+        assert torch.equal(members, expected)
+
+
+def test_columns_are_shared_by_blocks_and_signs_are_not():
+    blocks, kept = Hadamard(ratio=0.5).geometry(128)
+    dense = hadamard_dense(torch.tensor([5]), rows=128, blocks=blocks, kept=kept, dtype=torch.float64)[0]
+    first, second = dense[0::2, :kept], dense[1::2, kept:]
+    signs = (first * second).sign()
+    # one sign a row between the two blocks, the same in all of its columns
+    assert torch.equal(signs, signs[:, :1].expand_as(signs))
+    assert 10 < (signs[:, 0] < 0).sum() < 54
+    torch.testing.assert_close(first.abs(), torch.full_like(first, kept**-0.5))
+
+
+@pytest.mark.slow
+def test_kept_rows_are_bounded_for_every_row_count():
+    """At most round(ratio * rows), or one; and never below half of ratio * rows."""
+    for thousandth in (*range(1, 100, 7), *range(100, 1001, 45)):
+        sketch = Hadamard(ratio=thousandth / 1000)
+        for rows in (*range(1, 2001), 8191, 104_729, 1_299_709):
+            share = thousandth * rows / 1000
+            assert max(1, math.floor(share / 2)) <= sketch.rank(rows) <= max(1, math.floor(share)), (thousandth, rows)

@@ -1,0 +1,579 @@
+"""Sketches with a mistake, each of which the contract has to catch, by the right check.
+
+The contract has to catch what no training run would show. Most telling are the Hadamard sketch with fixed columns,
+columns with replacement, no signs, or signs shared by its blocks: all of them unbiased, and only noisier.
+"""
+
+import pytest
+import torch
+
+from rmm_linear.sketches import (
+    CRS,
+    DCT,
+    SKETCHES,
+    WTACRS,
+    Centered,
+    Gaussian,
+    Hadamard,
+    Rademacher,
+    RowsWithoutReplacement,
+    RowsWithReplacement,
+    SavedSketch,
+    Sketch,
+)
+from rmm_linear.sketches.base import accumulate_dtype
+from rmm_linear.sketches.closed_forms import gradient_sums
+from rmm_linear.sketches.contract import SketchContract, draw_estimates, structured_pair, z_bound
+from rmm_linear_kernels.hadamard_sketch.reference import hadamard_entries, hadamard_order
+from rmm_linear_kernels.philox.reference import (
+    choose_with_replacement,
+    choose_without_replacement,
+    random_fractions,
+    random_signs,
+    random_words,
+)
+from rmm_linear_kernels.row_gather.reference import integer_weights, row_norms, winners
+
+IDENTITY = "test_mean_of_s_s_transposed_is_identity"
+UNBIASED = "test_gradient_is_unbiased"
+LAYER = "test_layer_gradient_is_unbiased"
+VARIANCE = "test_variance_equals_the_closed_form"
+PRODUCT = "test_gradient_is_the_product_with_dense"
+PRECISION = "test_low_precision_errs_no_more_than_plain_torch"
+LAYER_PRODUCT = "test_layer_gradient_is_the_sketch_s"
+STRIDES = "test_non_contiguous_inputs_give_the_same_gradient"
+WANTED = "test_backward_gives_what_is_asked_for"
+ZEROS = "test_zeros_give_zeros"
+MAGNITUDES = "test_gradients_are_finite_and_right_at_all_magnitudes"
+NON_FINITE = "test_non_finite_input_shows_in_the_gradient"
+BIT_EQUAL = "test_output_and_other_gradients_are_bit_equal_to_linear"
+EXACT = "test_exact_where_it_says_so"
+SAME_SEED = "test_same_seed_is_bitwise_equal"
+OTHER_SEED = "test_different_seeds_give_different_sketches"
+BYTES = "test_saved_bytes_is_what_is_kept"
+FREED = "test_input_is_freed_before_the_backward_pass"
+KEPT_ROWS = "test_kept_rows_follow_the_ratio"
+CHECKS = tuple(name for name in dir(SketchContract) if name.startswith("test_"))
+TRIED = (1, 2, 12, 37, 64, 67, 128)
+
+
+class DenseSketch(Sketch):
+    """A sketch that is whatever `dense` says. It keeps S, and says so."""
+
+    def compress(self, x, seed, *, mean=None):
+        compute = accumulate_dtype(x.dtype)
+        y = x.to(compute) if mean is None else x.to(compute) - mean
+        dense = self.dense(y, seed.unsqueeze(0))[0]
+        return SavedSketch(seed, ((dense.to(compute).t() @ y * self._scale(dense)).to(x.dtype), dense))
+
+    def sketch_gradient(self, g, saved, *, mean=None):
+        compute, dense = accumulate_dtype(g.dtype), saved.tensors[1]
+        y = g.to(compute) if mean is None else g.to(compute) - mean
+        return dense.to(compute).t() @ y / self._scale(dense)
+
+    @staticmethod
+    def _scale(dense):
+        rows, rank = dense.shape
+        return (max(1, rank) / max(1, rows)) ** 0.5
+
+    def saved_bytes(self, rows, features, dtype, valid_rows=None):
+        return Sketch.saved_bytes(self, rows, features, dtype, valid_rows) + 8 * rows * self.rank(rows)
+
+
+# The Hadamard sketch, written once more from its definition, with places to go wrong.
+
+
+class DenseHadamard(DenseSketch, Hadamard):
+    def signs(self, seeds, rows, blocks):
+        return random_signs(seeds, rows, dtype=torch.float64)
+
+    def columns(self, seeds, order, kept):
+        return choose_without_replacement(seeds, order, kept)
+
+    def places(self, rows, blocks):
+        """Block of each row, and its place there."""
+        row = torch.arange(rows)
+        return row % blocks, row // blocks
+
+    def dense(self, x, seeds):
+        rows = x.shape[0]
+        blocks, kept = self.geometry(rows)
+        dense = torch.zeros(seeds.numel(), rows, blocks, kept, dtype=torch.float64)
+        if rows == 0:
+            return dense.flatten(2)
+        order = hadamard_order(-(-rows // blocks))
+        matrix = hadamard_entries(torch.arange(order), order=order, width=order, dtype=torch.float64)
+        block, place = self.places(rows, blocks)
+        chosen = matrix[self.columns(seeds, order, kept)][:, :, place]
+        signed = chosen * self.signs(seeds, rows, blocks).unsqueeze(1)
+        dense[:, torch.arange(rows), block] = signed.transpose(1, 2) / kept**0.5
+        return dense.flatten(2)
+
+
+class FixedColumns(DenseHadamard):
+    def columns(self, seeds, order, kept):
+        return torch.arange(kept).expand(seeds.numel(), kept)
+
+
+class ColumnsWithReplacement(DenseHadamard):
+    def columns(self, seeds, order, kept):
+        return choose_with_replacement(seeds, order, kept)
+
+
+class NoSigns(DenseHadamard):
+    def signs(self, seeds, rows, blocks):
+        return torch.ones(seeds.numel(), rows, dtype=torch.float64)
+
+
+class SignsSharedByBlocks(DenseHadamard):
+    def signs(self, seeds, rows, blocks):
+        _, place = self.places(rows, blocks)
+        return super().signs(seeds, rows, blocks)[:, place]
+
+
+class ContiguousBlocks(DenseHadamard):
+    """Right in itself, but the closed form is that of strided blocks."""
+
+    def places(self, rows, blocks):
+        block_rows = -(-rows // blocks)
+        row = torch.arange(rows)
+        return row // block_rows, row % block_rows
+
+
+class ContiguousBlocksWithTheirClosedForm(ContiguousBlocks):
+    def variance(self, x, g):
+        rows = x.shape[0]
+        blocks, _ = self.geometry(rows)
+        block_rows = -(-rows // blocks)
+        # Contiguous block k, row i goes where the strided blocks look for it: to i * blocks + k. The last block alone
+        # may be short, by less than one stride.
+        padded = torch.arange(blocks * block_rows).view(blocks, block_rows).t().flatten()
+        order = padded[padded < rows]
+        return super().variance(x[order], g[order])
+
+
+class OneSeed(DenseHadamard):
+    def dense(self, x, seeds):
+        return super().dense(x, torch.zeros_like(seeds))
+
+
+class LowSeedBits(DenseHadamard):
+    def dense(self, x, seeds):
+        return super().dense(x, seeds & 0xFFFFFFFF)
+
+
+class WrongScale(DenseHadamard):
+    def dense(self, x, seeds):
+        return super().dense(x, seeds) * 1.005
+
+
+class DefaultGenerator(DenseHadamard):
+    def compress(self, x, seed, *, mean=None):
+        return super().compress(x, torch.randint(1 << 62, (), dtype=torch.int64), mean=mean)
+
+
+# Dense sketches.
+
+
+class PaperClosedForm(Gaussian):
+    def variance(self, x, g):
+        sums = gradient_sums(x, g)
+        return (sums.x_squared * sums.g_squared - sums.gradient_squared) / max(1, self.rank(sums.rows))
+
+
+class UniformEntries(DenseSketch, Gaussian):
+    """Mean 0 and variance 1, as they should have, but a smaller fourth moment."""
+
+    def dense(self, x, seeds):
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        uniform = random_fractions(seeds, rows * rank).unflatten(-1, (rows, rank))
+        return (uniform - 0.5) * (12 / max(1, rank)) ** 0.5
+
+
+class RepeatedColumns(DenseSketch, Rademacher):
+    """A word of 32 signs is used twice."""
+
+    def dense(self, x, seeds):
+        dense = super().dense(x, seeds)
+        rank = dense.shape[2]
+        return dense[:, :, torch.arange(rank) % min(rank, 32)] if rank else dense
+
+
+# Trigonometric ones.
+
+
+class NoSignsDCT(DenseSketch, DCT):
+    def dense(self, x, seeds):
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        dense = super().dense(x, seeds)
+        return dense * random_signs(seeds, rows, dtype=torch.float64).unsqueeze(2) if rank else dense
+
+
+class UnweightedConstantDCT(DenseSketch, DCT):
+    """The constant column with the factor of the others, sqrt(2 / n)."""
+
+    def dense(self, x, seeds):
+        dense = super().dense(x, seeds)
+        signs = random_signs(seeds, x.shape[0], dtype=torch.float64).unsqueeze(2)
+        constant = ((dense * signs).diff(dim=1).abs() < 1e-9).all(1, keepdim=True)
+        return torch.where(constant, dense * 2**0.5, dense)
+
+
+# Row sampling.
+
+
+class ModuloBias(DenseSketch, RowsWithReplacement):
+    """A random byte modulo the number of rows."""
+
+    def dense(self, x, seeds):
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        index = (random_words(seeds, rank, stream=1) & 0xFF) % max(1, rows)
+        dense = torch.zeros(seeds.numel(), rows, rank, dtype=torch.float64)
+        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
+
+
+class LastRowNeverDrawn(DenseSketch, RowsWithReplacement):
+    def dense(self, x, seeds):
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        index = choose_with_replacement(seeds, max(1, rows - 1), rank)
+        dense = torch.zeros(seeds.numel(), rows, rank, dtype=torch.float64)
+        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
+
+
+class WrongReplacement(DenseSketch, RowsWithoutReplacement):
+    def dense(self, x, seeds):
+        return RowsWithReplacement(ratio=self.ratio).dense(x, seeds)
+
+
+def rows_drawn(weights, scale_weights, seeds, rank):
+    """CRS by `weights`, scaled as if it were by `scale_weights`."""
+    dense = torch.zeros(seeds.numel(), weights.numel(), rank, dtype=torch.float64)
+    if not weights.numel():
+        return dense
+    p, q = weights / weights.sum(), scale_weights / scale_weights.sum()
+    index = torch.searchsorted(p.cumsum(0), random_fractions(seeds, rank), right=True).clamp(max=p.numel() - 1)
+    return dense.scatter_(1, index.unsqueeze(1), (1 / (rank * q[index])).sqrt().unsqueeze(1))
+
+
+def weights_of(x):
+    if not x.shape[0]:
+        return x.new_zeros(0, dtype=torch.float64)
+    return integer_weights(row_norms(x, None)).double()
+
+
+class RightCRS(DenseSketch, CRS):
+    def dense(self, x, seeds):
+        weights = weights_of(x)
+        return rows_drawn(weights, weights, seeds, self.rank(x.shape[0]))
+
+
+class ScaledByOtherProbabilities(DenseSketch, CRS):
+    """5 % of the uniform probabilities mixed into the scales, and not into the draws."""
+
+    def dense(self, x, seeds):
+        weights = weights_of(x)
+        mixed = 0.95 * weights + 0.05 * weights.sum() / max(1, weights.numel())
+        return rows_drawn(weights, mixed, seeds, self.rank(x.shape[0]))
+
+
+class SquaredNorms(DenseSketch, CRS):
+    """Unbiased, but not the probabilities of which the closed form speaks."""
+
+    def dense(self, x, seeds):
+        weights = weights_of(x).square()
+        return rows_drawn(weights, weights, seeds, self.rank(x.shape[0]))
+
+
+class TailNotRenormalised(DenseSketch, WTACRS):
+    """Drawn rows scaled by p in place of q = p renormalised outside the kept set."""
+
+    def dense(self, x, seeds):
+        dense = super().dense(x, seeds)
+        rank = self.rank(x.shape[0])
+        if rank:
+            _, weights, _, size = winners(row_norms(x, None), rank=rank)
+            kept = int(size)
+            share = weights[kept:].sum() / weights.sum()
+            if kept < rank:
+                dense[:, :, kept:] *= share.double().rsqrt()
+        return dense
+
+
+# Wrappers and what is kept.
+
+
+class OneRowScaled(DenseSketch):
+    """Any sketch with its first row scaled by 1 %."""
+
+    def dense(self, x, seeds):
+        dense = super().dense(x, seeds)
+        if dense.shape[1]:
+            dense[:, 0] *= 1.01
+        return dense
+
+
+class OnlyInputCentred(Centered):
+    """Unbiased, and noisier than it needs to be."""
+
+    def sketch_gradient(self, g, saved, *, mean=None):
+        return super().sketch_gradient(g, saved)
+
+
+class MeanForgotten(Centered):
+    def backward(self, g, saved, *, need_weight=True, need_bias=True):
+        *tensors, mean = saved.tensors
+        saved = SavedSketch(saved.seed, (*tensors, torch.zeros_like(mean)))
+        return super().backward(g, saved, need_weight=need_weight, need_bias=need_bias)
+
+
+class KeepsInput(Hadamard):
+    """A view of x among what is saved."""
+
+    def compress(self, x, seed, *, mean=None):
+        saved = super().compress(x, seed, mean=mean)
+        return SavedSketch(seed, (*saved.tensors, x[:0]))
+
+
+class HidesInput(Hadamard):
+    def compress(self, x, seed, *, mean=None):
+        object.__setattr__(self, "x", x)
+        return super().compress(x, seed, mean=mean)
+
+
+class SeedNotCounted(Hadamard):
+    def saved_bytes(self, rows, features, dtype, valid_rows=None):
+        return super().saved_bytes(rows, features, dtype, valid_rows) - 8
+
+
+class ClaimsExactness(Hadamard):
+    def is_exact(self, rows):
+        return self.ratio == 1 or super().is_exact(rows)
+
+
+class KeepsTooMuch(Gaussian):
+    def rank(self, rows):
+        return min(rows, super().rank(rows) + rows // 64)
+
+
+class StoresLargeNumbers(Gaussian):
+    """S^T x times a factor that float16 has no room for."""
+
+    def compress(self, x, seed, *, mean=None):
+        saved = super().compress(x, seed, mean=mean)
+        return SavedSketch(seed, (saved.tensors[0] * 256,))
+
+    def sketch_gradient(self, g, saved, *, mean=None):
+        return super().sketch_gradient(g, saved, mean=mean) / 256
+
+
+class SumsInHalfPrecision(Gaussian):
+    def sketch_gradient(self, g, saved, *, mean=None):
+        sketched = super().sketch_gradient(g, saved, mean=mean)
+        return sketched.to(torch.bfloat16).to(sketched.dtype) if g.dtype == torch.float32 else sketched
+
+
+class SquaresOverflow(CRS):
+    """Row norms by plain squares in the dtype of x."""
+
+    def compress(self, x, seed, *, mean=None):
+        norms = x.square().sum(1) + x[:, :1].square().sum() * 0
+        saved = super().compress(x, seed, mean=mean)
+        index, squared = saved.tensors[1:]
+        return SavedSketch(seed, (saved.tensors[0], index, squared * (norms / norms).mean().to(squared.dtype)))
+
+
+class HidesNaN(Hadamard):
+    def compress(self, x, seed, *, mean=None):
+        return super().compress(x.nan_to_num(posinf=0.0), seed, mean=mean)
+
+
+class AssumesContiguous(Hadamard):
+    def compress(self, x, seed, *, mean=None):
+        rows, features = x.shape
+        if x.is_contiguous() or x.stride(0) < features:
+            return super().compress(x, seed, mean=mean)
+        return super().compress(x.as_strided((rows, features), (features, 1)), seed, mean=mean)
+
+
+class DividesByTheLargest(Hadamard):
+    def compress(self, x, seed, *, mean=None):
+        saved = super().compress(x, seed, mean=mean)
+        largest = x.abs().amax() if x.numel() else 1
+        return SavedSketch(seed, (saved.tensors[0] / largest * largest,))
+
+
+class RoundedBias(Hadamard):
+    def backward(self, g, saved, *, need_weight=True, need_bias=True):
+        grad_weight, _ = super().backward(g, saved, need_weight=need_weight, need_bias=False)
+        return grad_weight, g.to(torch.bfloat16).sum(0).to(g.dtype) if need_bias else None
+
+
+class IgnoresWhatIsNeeded(Hadamard):
+    def backward(self, g, saved, *, need_weight=True, need_bias=True):
+        return super().backward(g, saved, need_weight=True, need_bias=need_bias)
+
+
+def with_a_row_scaled(sketch):
+    return type(f"OneRowScaled{sketch.__name__}", (OneRowScaled, sketch), {})
+
+
+def contract_of(make, **knobs):
+    """A contract for the sketch that `make(ratio=...)` returns."""
+    return type("Contract", (SketchContract,), {"make": lambda self, ratio: make(ratio=ratio), **knobs})
+
+
+HADAMARD = {"unit_diagonal": True, "exact_rows": (1, 2, 12, 64, 128)}
+ORTHOGONAL = {"exact_rows": TRIED}
+ROWS = {"reads_every_row": False, "identity_draws": 240_000, "gradient_draws": 18_000}
+BY_NORM = {"identity_draws": 360_000}
+NOISY = {"gradient_draws": 60_000}
+
+# name -> sketch, knobs of the contract, checks that have to fail; the first one is the right one, the others follow
+MUTANTS = {
+    "fixed columns": (FixedColumns, HADAMARD, [VARIANCE]),
+    "columns with replacement": (ColumnsWithReplacement, HADAMARD, [VARIANCE, EXACT]),
+    "no signs": (NoSigns, HADAMARD | NOISY, [VARIANCE]),
+    "signs shared by blocks": (SignsSharedByBlocks, HADAMARD, [VARIANCE]),
+    "contiguous blocks, closed form of strided ones": (ContiguousBlocks, HADAMARD, [VARIANCE]),
+    "one seed": (OneSeed, HADAMARD, [OTHER_SEED, LAYER, IDENTITY, UNBIASED, VARIANCE]),
+    "32 bits of the seed": (LowSeedBits, HADAMARD, [OTHER_SEED]),
+    "default generator": (
+        DefaultGenerator,
+        HADAMARD,
+        [SAME_SEED, PRODUCT, LAYER_PRODUCT, PRECISION, STRIDES, MAGNITUDES, WANTED],
+    ),
+    "scale wrong by half a percent": (WrongScale, HADAMARD, [UNBIASED, IDENTITY, LAYER, VARIANCE, EXACT]),
+    "the paper's closed form": (PaperClosedForm, {}, [VARIANCE]),
+    "uniform entries": (UniformEntries, {}, [VARIANCE]),
+    "repeated columns": (RepeatedColumns, {"unit_diagonal": True}, [VARIANCE]),
+    "no signs, dct": (NoSignsDCT, ORTHOGONAL | NOISY, [VARIANCE]),
+    "constant column of the dct": (
+        UnweightedConstantDCT,
+        ORTHOGONAL,
+        [IDENTITY, UNBIASED, LAYER, VARIANCE, EXACT],
+    ),
+    "random bytes modulo rows": (ModuloBias, ROWS, [IDENTITY, LAYER, UNBIASED, VARIANCE]),
+    "last row never drawn": (LastRowNeverDrawn, ROWS, [IDENTITY, UNBIASED, LAYER, VARIANCE]),
+    "with replacement in place of without": (WrongReplacement, ROWS | ORTHOGONAL, [VARIANCE, EXACT]),
+    "scaled by other probabilities": (ScaledByOtherProbabilities, BY_NORM, [IDENTITY]),
+    "squared norms": (SquaredNorms, {"identity_draws": 480_000}, [VARIANCE]),
+    "tail not renormalised": (TailNotRenormalised, BY_NORM | ORTHOGONAL, [IDENTITY, UNBIASED, VARIANCE]),
+    "only the input centred": (
+        lambda ratio: OnlyInputCentred(Hadamard(ratio=ratio)),
+        HADAMARD,
+        [PRODUCT, PRECISION, MAGNITUDES],
+    ),
+    "mean forgotten": (
+        lambda ratio: MeanForgotten(Hadamard(ratio=ratio)),
+        HADAMARD,
+        [PRODUCT, LAYER, PRECISION, MAGNITUDES, EXACT],
+    ),
+    "input among the saved": (KeepsInput, HADAMARD, [BYTES, FREED]),
+    "input on the sketch": (HidesInput, HADAMARD, [FREED]),
+    "seed not counted": (SeedNotCounted, HADAMARD, [BYTES]),
+    "claims to be exact": (ClaimsExactness, HADAMARD, [EXACT]),
+    "too many rows kept": (KeepsTooMuch, {}, [KEPT_ROWS]),
+    "overflow in float16": (StoresLargeNumbers, {}, [MAGNITUDES]),
+    "sums in bfloat16": (SumsInHalfPrecision, {}, [PRECISION, MAGNITUDES]),
+    "squares overflow": (SquaresOverflow, BY_NORM, [MAGNITUDES, ZEROS]),
+    "divided by the largest": (DividesByTheLargest, HADAMARD, [ZEROS]),
+    "nan_to_num": (HidesNaN, HADAMARD, [NON_FINITE]),
+    "strides ignored": (AssumesContiguous, HADAMARD, [STRIDES]),
+    "bias gradient rounded": (RoundedBias, HADAMARD, [WANTED, BIT_EQUAL]),
+    "need_weight ignored": (IgnoresWhatIsNeeded, HADAMARD, [WANTED]),
+}
+SCALED_ROW_KNOBS = {
+    "hadamard": HADAMARD,
+    "dct": ORTHOGONAL,
+    "dft": ORTHOGONAL,
+    "rows_with_replacement": ROWS,
+    "rows_without_replacement": ORTHOGONAL | {"reads_every_row": False},
+    "crs": BY_NORM,
+    "wta_crs": BY_NORM | ORTHOGONAL,
+}
+# Sketches from definitions of their own, without a mistake.
+CONTROLS = {"hadamard": (DenseHadamard, HADAMARD), "crs": (RightCRS, BY_NORM)}
+
+
+def failing(contract, checks):
+    """Those of the checks that raise AssertionError."""
+    failed = set()
+    for check in checks:
+        try:
+            getattr(contract(), check)()
+        except AssertionError:
+            failed.add(check)
+    return failed
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_right_check_catches_the_mutant(name):
+    """Deterministic, or seen at 5 standard errors beyond the bound: see the contract for the power of each check."""
+    make, knobs, expected = MUTANTS[name]
+    with pytest.raises(AssertionError):
+        getattr(contract_of(make, **knobs)(), expected[0])()
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("name", SKETCHES)
+def test_one_row_scaled_by_a_percent_is_caught(name):
+    """Whichever the sketch; with a probability of at least 0.99 each by the contract's own bound on its errors."""
+    contract = contract_of(with_a_row_scaled(SKETCHES[name]), **SCALED_ROW_KNOBS.get(name, {}))
+    with pytest.raises(AssertionError, match="S S"):
+        getattr(contract(), IDENTITY)()
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("name", ["fixed columns", "columns with replacement", "signs shared by blocks"])
+def test_only_the_variance_gives_an_unbiased_mutant_away(name):
+    """False-alarm rate of the seven comparisons that have to pass: 7e-6 a mutant."""
+    make, knobs, _ = MUTANTS[name]
+    assert failing(contract_of(make, **knobs), [IDENTITY, UNBIASED, OTHER_SEED]) == set()
+
+
+def test_every_check_of_the_contract_catches_some_mutant():
+    assert {expected[0] for _, _, expected in MUTANTS.values()} | {
+        check for _, _, expected in MUTANTS.values() for check in expected[1:]
+    } == set(CHECKS)
+
+
+def test_contiguous_blocks_with_their_own_closed_form_are_no_mutant():
+    """What fails above is the closed form of strided blocks, not the sketch. False-alarm rate 2e-6."""
+    contract = contract_of(ContiguousBlocksWithTheirClosedForm, **HADAMARD)
+    assert failing(contract, [VARIANCE]) == set()
+
+
+@pytest.mark.montecarlo
+def test_factors_of_the_hadamard_mutants_at_32_of_64():
+    """Columns with replacement have (b - 1) / (b - p) = 63 / 32 times the variance; the others depend on the data.
+
+    False-alarm rate 1e-6 for that comparison, at a standard error of about 0.005.
+    """
+    x, g = structured_pair(128, 24, 20, seed=0)
+    closed_form = Hadamard(ratio=0.5).variance(x, g)
+    factor, error = {}, {}
+    for mutant in (DenseHadamard, FixedColumns, ColumnsWithReplacement, NoSigns, SignsSharedByBlocks):
+        relative = draw_estimates(mutant(ratio=0.5), x, g, draws=4000, seed=1).squared_error / closed_form
+        factor[mutant], error[mutant] = relative.mean().item(), relative.std().item() / 4000**0.5
+    assert abs(factor[DenseHadamard] - 1) < z_bound() * error[DenseHadamard]
+    assert abs(factor[ColumnsWithReplacement] - 63 / 32) < z_bound() * error[ColumnsWithReplacement]
+    for mutant in (FixedColumns, NoSigns, SignsSharedByBlocks):
+        assert abs(factor[mutant] - 1) > z_bound() * error[mutant], mutant.__name__
+
+
+@pytest.mark.slow
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("name", MUTANTS)
+def test_no_other_check_fails(name):
+    make, knobs, expected = MUTANTS[name]
+    assert failing(contract_of(make, **knobs), CHECKS) == set(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_second_implementation_passes_the_whole_contract(name):
+    """False-alarm rate 1.2e-5 each, see the contract."""
+    make, knobs = CONTROLS[name]
+    assert failing(contract_of(make, **knobs), CHECKS) == set()

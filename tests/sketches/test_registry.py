@@ -1,0 +1,124 @@
+"""The registry of sketches, and how ratios become ranks."""
+
+import math
+import pickle
+from dataclasses import FrozenInstanceError, dataclass
+from fractions import Fraction
+
+import pytest
+import torch
+
+from rmm_linear import RMMConfig
+from rmm_linear.sketches import SKETCHES, Centered, Gaussian, Hadamard, available_sketches, register
+from rmm_linear.sketches.contract import structured_pair
+
+NAMES = (
+    "crs",
+    "dct",
+    "dft",
+    "gaussian",
+    "hadamard",
+    "rademacher",
+    "rows_with_replacement",
+    "rows_without_replacement",
+    "wta_crs",
+)
+
+
+def test_all_sketches_are_registered_under_their_names():
+    assert available_sketches() == NAMES
+    assert {name: sketch.name for name, sketch in SKETCHES.items()} == {name: name for name in NAMES}
+
+
+def test_a_taken_name_is_refused_and_the_registry_unchanged():
+    @dataclass(frozen=True)
+    class Impostor(Gaussian):
+        name = "hadamard"
+
+    with pytest.raises(ValueError, match="'hadamard' is taken by Hadamard"):
+        register(Impostor)
+    assert SKETCHES["hadamard"] is Hadamard
+
+
+def test_registering_a_sketch_twice_is_harmless():
+    assert register(Hadamard) is Hadamard
+    assert SKETCHES["hadamard"] is Hadamard
+
+
+def test_a_third_party_sketch_is_reachable_by_name(monkeypatch):
+    monkeypatch.setattr("rmm_linear.sketches.base.SKETCHES", SKETCHES)
+
+    @dataclass(frozen=True)
+    class Mine(Gaussian):
+        name = "mine"
+
+    register(Mine)
+    try:
+        assert RMMConfig(sketch="mine", ratio=0.25, center=False).sketch_object == Mine(ratio=0.25)
+        assert "mine" in available_sketches()
+    finally:
+        del SKETCHES["mine"]
+
+
+def test_centering_is_not_a_sketch_of_its_own():
+    assert "centered" not in available_sketches()
+    with pytest.raises(ValueError, match="sketch='centered' is unknown"):
+        RMMConfig(sketch="centered")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sketches_are_values(name):
+    """Equal if they do the same, hashable, immutable, and picklable: they sit in configurations."""
+    sketch = SKETCHES[name](ratio=0.3)
+    for made in (sketch, Centered(sketch)):
+        twin = pickle.loads(pickle.dumps(made))
+        assert twin == made
+        assert hash(twin) == hash(made)
+        assert made.ratio == 0.3
+        with pytest.raises(FrozenInstanceError):
+            made.ratio = 0.5
+    assert sketch != SKETCHES[name](ratio=0.4)
+    assert sketch != Centered(sketch)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "hadamard"])
+def test_rank_is_the_rounded_share_and_at_least_one(name):
+    for ratio in (0.3, 0.9, 0.01, 1 / 7, 1e-6, 1.0):
+        sketch = SKETCHES[name](ratio=ratio)
+        for rows in (*range(200), 7919, 104_729):
+            exact = Fraction(ratio).limit_denominator(10**6) * rows
+            expected = min(rows, max(1, math.floor(exact + Fraction(1, 2))))
+            assert sketch.rank(rows) == expected, (ratio, rows)
+            assert Centered(sketch).rank(rows) == expected
+
+
+def test_decimal_ratios_are_meant_exactly():
+    """0.29 * 100 is 28.999999999999996 in floats, 0.145 * 100 is 14.499999999999998."""
+    assert Gaussian(ratio=0.29).rank(100) == 29
+    assert Gaussian(ratio=0.145).rank(100) == 15
+    assert Hadamard(ratio=0.29).rank(50) == 14
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_valid_rows_count_in_place_of_rows(name):
+    for sketch in (SKETCHES[name](ratio=0.3), Centered(SKETCHES[name](ratio=0.3))):
+        whole = sketch.saved_bytes(200, 24, torch.float16)
+        assert sketch.saved_bytes(500, 24, torch.float16, valid_rows=200) == whole
+        assert whole < 200 * 24 * 2
+
+
+@pytest.mark.parametrize("name", ["crs", "wta_crs"])
+def test_gradient_norms_sharpen_the_probabilities(name):
+    """With p proportional to ||x_i|| ||g_i||, a row whose gradient is zero is never drawn."""
+    x, g = structured_pair(40, 6, 5, seed=0)
+    g[::2] = 0
+    sketch = SKETCHES[name](ratio=0.25)
+    saved = sketch.compress(x, torch.tensor(3), grad_norms=g.norm(dim=1))
+    rows, index, squared = saved.tensors
+    assert (index % 2 == 1).all()
+    assert torch.equal(rows, x[index])
+    assert (squared > 0).all()
+    gradient, _ = sketch.backward(g, saved)
+    dense = torch.zeros(40, 10, dtype=torch.float64)
+    dense[index.long(), torch.arange(10)] = squared.sqrt()
+    torch.testing.assert_close(gradient, (dense.t() @ g).t() @ (dense.t() @ x))
