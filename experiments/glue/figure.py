@@ -91,14 +91,15 @@ def _draw_panel(axes: Axes, rows: tuple[Row, ...], values: list[Mean]) -> None:
         colour, marker = _STYLES[number % len(_STYLES)]
         _draw_points(axes, members, colour=colour, marker=marker, size=8, label=label)
         for row, value in members:
-            # families go above and below by turns, so that equal bytes don't put one label on another
-            offset = 9 if number % 2 else -15
+            # families are labelled on the right and on the left by turns, for their points lie close together
+            is_right = number % 2 == 0
             axes.annotate(
                 f"{row.ratio:g}",
                 (row.kept_bytes / _MIB, value.mean),
-                xytext=(0, offset),
+                xytext=(8 if is_right else -8, 0),
                 textcoords="offset points",
-                ha="center",
+                ha="left" if is_right else "right",
+                va="center",
                 fontsize=8,
                 color=colour,
             )

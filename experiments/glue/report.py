@@ -218,11 +218,27 @@ def _sketch_times(sketches: Sequence[Row]) -> str:
     timed = [row for row in sketches if row.step_time is not None]
     if not timed:
         return ""
-    told = [f"{row.description} takes {_step_time(row).removeprefix(' at ')}" for row in timed if row.time_differs]
-    if not told:
-        return ", and no sketch's step time can be told from exact's"
-    untold = ["the other sketches' step time can't be told from exact's"] if len(told) < len(timed) else []
-    return ", " + ", ".join([*told, *untold])
+    slower = [row for row in timed if row.time_differs > 0]
+    faster = [row for row in timed if row.time_differs < 0]
+    words = [
+        f"{_who(group, timed)} {word} than exact ({_range(group)} times its step time)"
+        for group, word in ((faster, "faster"), (slower, "slower"))
+        if group
+    ]
+    if not words:
+        words.append("no sketch's step time can be told from exact's")
+    return ", " + ", ".join(words)
+
+
+def _who(group: Sequence[Row], everyone: Sequence[Row]) -> str:
+    if len(group) == 1:
+        return f"{group[0].description} is"
+    return "all sketches are" if len(group) == len(everyone) else f"{len(group)} of {len(everyone)} sketches are"
+
+
+def _range(group: Sequence[Row]) -> str:
+    medians = sorted(row.step_time.median for row in group if row.step_time is not None)
+    return f"{medians[0]:.2f}" if len(medians) == 1 else f"{medians[0]:.2f} to {medians[-1]:.2f}"
 
 
 def _table_csv(comparison: Comparison) -> str:

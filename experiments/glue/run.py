@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    _stay_off_the_network(options)
     # imports that take seconds come after the command line has been read
     from .settings import RunSettings, load_named_config
 
@@ -96,8 +98,6 @@ def _run(options: argparse.Namespace) -> int:
     runs = config.grid(**changes) if options.grid else [config.run(**changes)]
     # a change may make runs of the grid equal, such as one method asked for a whole grid of them
     runs = list({run.name: run for run in runs}.values())
-    if all(run.data != "hub" and _is_local(run.model) for run in runs):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     results = options.results or DEFAULT_RESULTS / config.name
 
     from .training import execute, finished_result
@@ -113,8 +113,16 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _is_local(model: str) -> bool:
-    return model == "demo" or Path(model).is_dir()
+def _stay_off_the_network(options: argparse.Namespace) -> None:
+    """Put the hub's client offline where nothing is wanted of it; it reads the variable once, when it is imported."""
+    path = Path(__file__).parent / "configs" / f"{options.config}.json"
+    if not path.is_file():
+        return
+    settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    data = options.data or settings.get("data", "demo")
+    model = options.model or settings.get("model", "demo")
+    if data != "hub" and (model == "demo" or Path(model).is_dir()):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def _one_line(result: dict[str, Any]) -> str:

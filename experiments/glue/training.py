@@ -30,6 +30,7 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     ProgressCallback,
     Trainer,
     TrainerCallback,
@@ -45,6 +46,7 @@ from rmm_linear.memory import SavedTensors
 
 from . import provenance
 from .demo import demo_model, demo_splits, demo_tokenizer
+from .demo_pretraining import pretrained_weights
 from .errors import HarnessError
 from .peak_memory import PeakMemory
 from .result_file import COMPLETE, FAILED, FORMAT, RUNNING, check_writable, read_result, write_result
@@ -190,9 +192,14 @@ class PreparedRun:
 
     def _load_model(self) -> PreTrainedModel:
         if self.settings.model == "demo":
-            return demo_model(
+            model = demo_model(
                 len(self.tokenizer), num_outputs=self.task.num_outputs, is_regression=self.task.is_regression
             )
+            # what it learns from the demo's grammar is of no use for other texts
+            if self.settings.data == "demo":
+                assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
+                model.roberta.load_state_dict(pretrained_weights(self.tokenizer))
+            return model
         with _model_errors(self.settings.model), _quiet_transformers():
             return AutoModelForSequenceClassification.from_pretrained(
                 self.settings.model,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.glue import demo, training
+from experiments.glue import demo, demo_pretraining, training
 
 
 @pytest.fixture
@@ -11,3 +11,4 @@ def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     splits = demo.demo_splits(80, 40)
     monkeypatch.setattr(training, "demo_splits", lambda: splits)
     monkeypatch.setattr(demo, "HIDDEN_SIZE", 32)
+    monkeypatch.setattr(demo_pretraining, "STEPS", 3)

@@ -4,9 +4,10 @@ import hashlib
 import itertools
 
 import pytest
+import torch
 from datasets import DatasetDict
 
-from experiments.glue import demo
+from experiments.glue import demo, demo_pretraining
 from experiments.glue.demo import (
     LONE_VERB_FORMS,
     NOUN_FORMS,
@@ -185,3 +186,40 @@ def test_the_tokenizer_is_reproducible_and_loses_nothing(splits: DatasetDict) ->
     assert tokenizer.batch_decode(ids, skip_special_tokens=True) == [f" {sentence}" for sentence in sentences[:50]]
     assert all(each[0] == tokenizer.bos_token_id and each[-1] == tokenizer.eos_token_id for each in ids)
     assert max(len(each) for each in tokenizer(sentences)["input_ids"]) <= tokenizer.model_max_length
+
+
+def test_every_word_of_the_grammar_has_its_kind() -> None:
+    grammar = Grammar(13)
+    for _ in range(500):
+        assert all(word.text in demo.WORDS_OF_KIND[word.kind] for word in grammar.sentence())
+
+
+def test_pretraining_is_reproducible_and_leaves_the_random_state_alone(
+    splits: DatasetDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "HIDDEN_SIZE", 32)
+    monkeypatch.setattr(demo_pretraining, "STEPS", 2)
+    tokenizer = demo_tokenizer(list(splits["train"]["sentence"]))
+    state = torch.get_rng_state()
+    first = demo_pretraining.pretrained_weights(tokenizer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert demo_pretraining.pretrained_weights(tokenizer) is first
+    torch.manual_seed(99)
+    demo_pretraining._pretrain.cache_clear()
+    again = demo_pretraining.pretrained_weights(tokenizer)
+    assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+def test_pretraining_marks_the_replaced_words(splits: DatasetDict) -> None:
+    tokenizer = demo_tokenizer(list(splits["train"]["sentence"]))
+    tokens, replaced = next(demo_pretraining._batches(tokenizer))
+    is_word = replaced != demo_pretraining._IGNORED
+    assert not is_word[tokens == tokenizer.pad_token_id].any()
+    assert not is_word[tokens == tokenizer.bos_token_id].any()
+    # one in five, less those replaced by themselves; 400 words leave a standard error of 0.02
+    share = float((replaced == 1).sum() / is_word.sum())
+    assert 0.08 < share < 0.26
+    # a sentence without a mark is grammatical
+    for row, marks in zip(tokens, replaced, strict=True):
+        if not (marks == 1).any():
+            assert Reader(tokenizer.decode(row, skip_special_tokens=True).strip()).sentence() == 0

@@ -189,10 +189,22 @@ def test_times_are_told_apart_only_where_the_noise_allows(tmp_path: Path) -> Non
     _fake_results(tmp_path)
     sentence = one_sentence(compare(tmp_path))
     assert "its bytes at 1.4" in sentence
-    assert "centered hadamard at 0.5 takes 0.7" in sentence
-    assert "the other sketches' step time can't be told from exact's" in sentence
+    assert "centered hadamard at 0.5 is faster than exact (0.7" in sentence
+    assert "slower" not in sentence
     rows = {row.label: row for row in compare(tmp_path).rows}
     assert (rows["gaussian-0.1"].time_differs, rows["hadamard-0.5-centered"].time_differs) == (0, -1)
+
+
+def test_slower_sketches_are_called_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for label, times in (("gaussian-0.1", 3.0), ("hadamard-0.1-centered", 2.0)):
+        monkeypatch.setitem(TRUTH, label, (*TRUTH[label][:2], times))
+    _fake_results(tmp_path / "two")
+    assert "2 of 3 sketches are slower than exact (2.0" in one_sentence(compare(tmp_path / "two"))
+    monkeypatch.setitem(TRUTH, "hadamard-0.5-centered", (0.0, 0.75, 4.0))
+    _fake_results(tmp_path / "all")
+    sentence = one_sentence(compare(tmp_path / "all"))
+    assert "all sketches are slower than exact (2.0" in sentence
+    assert "faster" not in sentence
 
 
 def test_one_seed_of_doubt_takes_a_speed_up_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from official_layout import write_official_folder
 from transformers import TrainerCallback
 
-from experiments.glue import demo, result_file, training
+from experiments.glue import demo, demo_pretraining, result_file, training
 from experiments.glue.errors import HarnessError
 from experiments.glue.provenance import REPOSITORY
 from experiments.glue.run import main
@@ -107,6 +107,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         splits = demo.demo_splits(80, 40)
         patch.setattr(training, "demo_splits", lambda: splits)
         patch.setattr(demo, "HIDDEN_SIZE", 32)
+        patch.setattr(demo_pretraining, "STEPS", 3)
         folder = tmp_path_factory.mktemp("results")
         runs = [
             RunSettings(**TWO_EPOCHS),
@@ -320,3 +321,19 @@ def test_a_grid_runs_what_is_missing_and_ends_with_the_report(
     assert output.count("(finished before)") == 7
     assert f"figure: {tmp_path / 'report.png'}" in output
     assert output.rstrip().endswith("one seed supports no claim of equal accuracy.")
+
+
+def test_the_hubs_client_is_put_offline_where_nothing_is_wanted_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*arguments: str) -> bool:
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        main([*arguments, "--method", "magic"])
+        return "HF_HUB_OFFLINE" in os.environ
+
+    assert offline()
+    assert offline("--config", "paper", "--data", str(tmp_path), "--model", str(tmp_path))
+    assert not offline("--config", "paper")
+    assert not offline("--config", "paper", "--data", str(tmp_path))
+    # put back what the rest of the suite runs with
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
