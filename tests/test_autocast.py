@@ -54,7 +54,7 @@ def test_the_kept_sketch_is_in_the_low_precision() -> None:
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
         torch.autocast("cpu", torch.bfloat16),
     ):
-        layer(torch.randn(256, 16))
+        layer(torch.randn(256, 16, requires_grad=True))
     sketches = [t for t in kept if t.dim() == 2 and t is not layer.weight and t.shape != layer.weight.shape]
     assert [(tuple(t.shape), t.dtype) for t in sketches] == [((64, 16), torch.bfloat16)]
     # nn.Linear keeps a lowered copy of the weight; here the weight itself is kept, and cast again when needed.
