@@ -426,13 +426,14 @@ HADAMARD = {"unit_diagonal": True, "exact_rows": (1, 2, 12, 64, 128)}
 ORTHOGONAL = {"exact_rows": TRIED}
 ROWS = {"reads_every_row": False, "identity_draws": 240_000, "gradient_draws": 18_000}
 BY_NORM = {"identity_draws": 360_000}
-NOISY = {"gradient_draws": 60_000}
+# Without signs the gradient is so noisy that the check of its bias asks for more draws.
+MORE_DRAWS = {name: {"gradient_draws": 150_000} for name in ("no signs", "no signs, dct")}
 
 # name -> sketch, knobs of the contract, checks that have to fail; the first one is the right one, the others follow
 MUTANTS = {
     "fixed columns": (FixedColumns, HADAMARD, [VARIANCE]),
     "columns with replacement": (ColumnsWithReplacement, HADAMARD, [VARIANCE, EXACT]),
-    "no signs": (NoSigns, HADAMARD | NOISY, [VARIANCE]),
+    "no signs": (NoSigns, HADAMARD, [VARIANCE]),
     "signs shared by blocks": (SignsSharedByBlocks, HADAMARD, [VARIANCE]),
     "contiguous blocks, closed form of strided ones": (ContiguousBlocks, HADAMARD, [VARIANCE]),
     "one seed": (OneSeed, HADAMARD, [OTHER_SEED, LAYER, IDENTITY, UNBIASED, VARIANCE]),
@@ -446,7 +447,7 @@ MUTANTS = {
     "the paper's closed form": (PaperClosedForm, {}, [VARIANCE]),
     "uniform entries": (UniformEntries, {}, [VARIANCE]),
     "repeated columns": (RepeatedColumns, {"unit_diagonal": True}, [VARIANCE]),
-    "no signs, dct": (NoSignsDCT, ORTHOGONAL | NOISY, [VARIANCE]),
+    "no signs, dct": (NoSignsDCT, ORTHOGONAL, [VARIANCE]),
     "constant column of the dct": (
         UnweightedConstantDCT,
         ORTHOGONAL,
@@ -566,8 +567,10 @@ def test_factors_of_the_hadamard_mutants_at_32_of_64():
 @pytest.mark.montecarlo
 @pytest.mark.parametrize("name", MUTANTS)
 def test_no_other_check_fails(name):
+    """False-alarm rate at most 1.2e-5 a mutant, see the contract."""
     make, knobs, expected = MUTANTS[name]
-    assert failing(contract_of(make, **knobs), CHECKS) == set(expected)
+    contract = contract_of(make, **knobs, **MORE_DRAWS.get(name, {}))
+    assert failing(contract, CHECKS) == set(expected)
 
 
 @pytest.mark.slow
