@@ -1,0 +1,88 @@
+"""The contract as a tool: what it needs, and what it says to someone who uses it wrongly."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rmm_linear.sketches import Gaussian, Hadamard, SavedSketch
+from rmm_linear.sketches.contract import SketchContract
+
+
+class Few(SketchContract):
+    unit_diagonal = True
+    identity_draws = gradient_draws = layer_draws = 300
+
+    def make(self, ratio):
+        return Hadamard(ratio=ratio)
+
+
+@pytest.mark.parametrize("check", ["test_gradient_is_unbiased", "test_layer_gradient_is_unbiased"])
+def test_too_few_draws_are_refused_with_the_number_that_would_do(check):
+    with pytest.raises(ValueError, match=r"draws=300 give a standard error of .* a bias of 1.* make it \d+"):
+        getattr(Few(), check)()
+
+
+def test_too_few_draws_for_the_variance_are_refused():
+    with pytest.raises(ValueError, match="a variance off by 2.2 %"):
+        Few().test_variance_equals_the_closed_form()
+
+
+def test_too_few_draws_for_the_identity_are_refused():
+    class FewGaussians(Few):
+        unit_diagonal = False
+
+        def make(self, ratio):
+            return Gaussian(ratio=ratio)
+
+    with pytest.raises(ValueError, match="one row scaled by 1 %"):
+        FewGaussians().test_mean_of_s_s_transposed_is_identity()
+
+
+def test_make_has_to_be_defined():
+    class Empty(SketchContract):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Empty has to define make"):
+        Empty().test_zeros_give_zeros()
+
+
+def test_a_failure_names_the_case():
+    class Doubled(Hadamard):
+        def compress(self, x, seed, *, mean=None):
+            saved = super().compress(x, seed, mean=mean)
+            return SavedSketch(seed, (2 * saved.tensors[0],))
+
+    class Contract(SketchContract):
+        def make(self, ratio):
+            return Doubled(ratio=ratio)
+
+    with pytest.raises(AssertionError, match="1 rows, ratio 0.01, seed 0: the gradient differs"):
+        Contract().test_gradient_is_the_product_with_dense()
+
+
+def test_subclasses_share_no_results():
+    """The draws of one contract are not another's, not even a subclass's."""
+
+    class First(Few):
+        pass
+
+    class Second(First):
+        pass
+
+    assert len({id(owner._estimates) for owner in (SketchContract, Few, First, Second)}) == 4
+
+
+def test_neither_the_library_nor_the_contract_needs_pytest():
+    code = (
+        "import sys\n"
+        "sys.modules['pytest'] = None\n"
+        "import rmm_linear\n"
+        "print('rmm_linear.sketches.contract' in sys.modules)\n"
+        "from rmm_linear.sketches.contract import SketchContract\n"
+        "print(len(SketchContract.montecarlo))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "4"], done.stderr
