@@ -81,7 +81,7 @@ def linear(
         DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
     """
     _check(x, weight, bias, config)
-    if not weight.requires_grad or x.is_nested or x.layout != torch.strided:
+    if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
         return F.linear(x, weight, bias)
     # No checkpoint runs in inference mode (and the compiler cannot ask for it).
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():

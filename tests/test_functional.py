@@ -255,3 +255,10 @@ def test_bad_input_is_named_with_its_remedy(change: dict[str, object], message: 
     arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(5, 8, requires_grad=True), "bias": None}
     with pytest.raises(ValueError, match=message):
         linear(**{**arguments, "config": CONFIG, **change})
+
+
+def test_no_output_features_behave_as_in_nn_linear() -> None:
+    x, weight = torch.randn(200, 8, requires_grad=True), torch.empty(0, 8, requires_grad=True)
+    linear(x, weight, config=CONFIG).sum().backward()
+    assert weight.grad.shape == (0, 8)
+    assert torch.equal(x.grad, torch.zeros(200, 8))
