@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import ConversionSummary, convert_linears, revert_linears, summary
-from rmm_linear.errors import DoubleBackwardError, RMMError
+from rmm_linear.errors import DoubleBackwardError, PaddingGradientError, RMMError
 from rmm_linear.linear import RMMLinear
+from rmm_linear.padding import valid_rows
 from rmm_linear.sketches import Sketch, available_sketches
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ConversionSummary",
     "DoubleBackwardError",
+    "PaddingGradientError",
     "RMMCallback",
     "RMMConfig",
     "RMMError",
@@ -30,6 +32,7 @@ __all__ = [
     "convert_linears",
     "revert_linears",
     "summary",
+    "valid_rows",
 ]
 
 

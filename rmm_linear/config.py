@@ -32,7 +32,7 @@ class RMMConfig:
     Example:
         >>> from rmm_linear import RMMConfig
         >>> RMMConfig(ratio=0.2).replace(center=False)
-        RMMConfig(ratio=0.2, sketch='hadamard', center=False, min_rows=128, storage=None)
+        RMMConfig(ratio=0.2, sketch='hadamard', center=False, min_rows=128, storage=None, skip_padding=False)
 
     Attributes:
         ratio: Rows kept over rows, in (0, 1]; the paper's rho. 1.0 makes the layer exact, unless it has a `storage`.
@@ -43,6 +43,9 @@ class RMMConfig:
             and much noise to add.
         storage: Hold what is kept in "int8", "int4", "int2" or "fp8", stochastically rounded and so still unbiased, or
             None to hold it in the input's dtype. At ratio 1 the input itself is held so, without a sketch.
+        skip_padding: Leave out the rows that the model's attention mask marks as padding, which carry no gradient;
+            `ratio` and `min_rows` refer to the others then. `rmm_linear.padding` tells where the mask comes from, and
+            when it is right to use it.
     """
 
     ratio: float = 0.5
@@ -50,6 +53,7 @@ class RMMConfig:
     center: bool = True
     min_rows: int = 128
     storage: str | None = None
+    skip_padding: bool = False
     _sketch_object: Sketch = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,8 +64,9 @@ class RMMConfig:
             )
         if not isinstance(self.sketch, str) or self.sketch not in SKETCHES:
             raise ValueError(f"sketch={self.sketch!r} is unknown; choose one of {', '.join(available_sketches())}")
-        if not isinstance(self.center, bool):
-            raise ValueError(f"center={self.center!r} is not a bool; pass True or False")
+        for name in ("center", "skip_padding"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; pass True or False")
         if isinstance(self.min_rows, bool) or not isinstance(self.min_rows, Integral) or self.min_rows < 0:
             raise ValueError(f"min_rows={self.min_rows!r} is not a non-negative int; pass 1 to sketch any input")
         object.__setattr__(self, "ratio", float(self.ratio))
@@ -92,20 +97,25 @@ class RMMConfig:
         """
         return not self.is_exact and rows >= max(1, self.min_rows)
 
-    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype) -> int:
+    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return what a layer keeps of an input for its weight gradient.
+
+        With rows left out, the model keeps their numbers as well, 4 bytes a valid row: once for all of its layers, and
+        so not counted here.
 
         Args:
             rows: Rows of the flattened input.
             features: Input features.
             dtype: Dtype that the layer computes in.
+            valid_rows: Rows that are not padding, all by default; ignored without `skip_padding`.
 
         Returns:
             Bytes, all-in; those of the input itself where it is not sketched.
         """
-        if not self.sketches(rows):
+        sketched = rows if valid_rows is None or not self.skip_padding else valid_rows
+        if not self.sketches(sketched):
             return rows * features * dtype.itemsize
-        return self.sketch_object.saved_bytes(rows, features, dtype)
+        return self.sketch_object.saved_bytes(rows, features, dtype, sketched)
 
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed.

@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear
+from rmm_linear.padding import install_hooks, remove_hooks
 
 ALL_LINEAR = "all-linear"
 DEFAULT_RATIO = 0.5
@@ -229,6 +230,13 @@ def convert_linears(
         else:
             _swap(layer.module, nn.Linear, RMMLinear)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
+    if not _announce_padding(model):
+        warnings.warn(
+            "skip_padding=True, but no part of the model takes an attention_mask: all rows are kept, unless they are"
+            " announced by rmm_linear.valid_rows(mask)",
+            UserWarning,
+            stacklevel=2,
+        )
     if skipped:
         warnings.warn("left exact: " + _listed(skipped), UserWarning, stacklevel=2)
     if unused_exclusions:
@@ -256,6 +264,7 @@ def revert_linears(model: nn.Module) -> nn.Module:
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     for module in model.modules():
         _revert(module)
+    remove_hooks(model)
     return model
 
 
@@ -381,6 +390,14 @@ class _Override:
 
     def matches(self, layer: _Found) -> bool:
         return any(matcher.matches(layer) for matcher in self._matchers)
+
+
+def _announce_padding(model: nn.Module) -> bool:
+    """Have the model announce its attention mask, if any layer wants it; tell whether those that want it get it."""
+    if not any(isinstance(module, RMMLinear) and module.rmm_config.skip_padding for module in model.modules()):
+        remove_hooks(model)
+        return True
+    return install_hooks(model) > 0
 
 
 def _resolve_config(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
@@ -557,7 +574,8 @@ def _describe(config: RMMConfig | None) -> str:
     kind = "input" if config.ratio == 1 and config.storage is not None else f"{config.sketch} {config.ratio:g}"
     centered = " centered" if config.center else ""
     storage = f" in {config.storage}" if config.storage is not None else ""
-    return f"{kind}{centered}{storage}, from {config.min_rows} rows"
+    padding = ", without padding" if config.skip_padding else ""
+    return f"{kind}{centered}{storage}{padding}, from {config.min_rows} rows"
 
 
 def _nothing_matched(

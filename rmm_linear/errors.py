@@ -11,3 +11,7 @@ class DoubleBackwardError(RMMError, RuntimeError):
     The sketch fixes an estimate of one gradient; the derivative of that estimate is not an estimate of the second
     derivative. Use ratio 1.0 without a storage, or `revert_linears`, where second derivatives are needed.
     """
+
+
+class PaddingGradientError(RMMError, RuntimeError):
+    """A row that was left out as padding carries a gradient: the weight gradient would miss its part."""

@@ -21,6 +21,7 @@ as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the c
 
 What happens where:
 
+    padding           says which rows carry no gradient, and are left out of x and of g
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
     sketches/         compress(x, seed) and backward(g, saved): the only verbs that are used here
@@ -36,11 +37,18 @@ from torch import Tensor
 from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.errors import DoubleBackwardError
+from rmm_linear.padding import ValidRows, check_rows_left_out, is_checked
 from rmm_linear.sketches import SavedSketch, Sketch
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: RMMConfig, seed: Tensor | int | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: RMMConfig,
+    seed: Tensor | int | None = None,
+    valid_rows: ValidRows | None = None,
 ) -> Tensor:
     """Apply a linear map whose weight gradient is estimated from a sketch of `x` (Bershatsky et al. 2022, sec. 2).
 
@@ -72,15 +80,19 @@ def linear(
         config: How to sketch.
         seed: 64-bit seed of S: an int, or a 0-d int64 tensor on x's device. Drawn from the device's default
             generator if None. Two layers that share a seed share S.
+        valid_rows: Rows that are sketched; the others are padding, whose gradient is zero. All rows if None. Used
+            whatever `config.skip_padding` says, which is about the model's own mask.
 
     Returns:
         Shape (..., out).
 
     Raises:
-        ValueError: If shapes, dtypes or the seed do not fit.
+        ValueError: If shapes, dtypes, the seed or the valid rows do not fit.
+        PaddingGradientError: In the backward pass, if the valid rows are to be checked (see `rmm_linear.padding`) and
+            another row carries a gradient.
         DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
     """
-    _check(x, weight, bias, config)
+    _check(x, weight, bias, config, valid_rows)
     if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
         return F.linear(x, weight, bias)
     # No checkpoint runs in inference mode (and the compiler cannot ask for it).
@@ -93,10 +105,22 @@ def linear(
     seed = _seed_tensor(seed, x)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
+    index = None
+    if valid_rows is not None and not torch.compiler.is_compiling():
+        index = valid_rows.index_on(x.device)
+        # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
+        if index is not None and not config.sketches(index.shape[0]):
+            return F.linear(x, weight, bias)
     x = x.to(_compute_dtype(x))
-    sketch = config.sketch_object
-    saved = sketch.compress(x.detach().reshape(rows, x.shape[-1]), seed)
-    return _SketchedLinear.apply(x, weight, bias, sketch, saved.seed, *saved.tensors)
+    kept = x.detach()
+    if valid_rows is not None and torch.compiler.is_compiling():
+        kept = valid_rows.keep_only_valid(kept)
+    kept = kept.reshape(rows, x.shape[-1])
+    if index is not None:
+        kept = kept.index_select(0, index)
+    saved = config.sketch_object.compress(kept, seed)
+    checks = index is not None and valid_rows is not None and is_checked(valid_rows)
+    return _SketchedLinear.apply(x, weight, bias, config.sketch_object, index, checks, saved.seed, *saved.tensors)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -122,7 +146,7 @@ def _seed_tensor(seed: Tensor | int | None, x: Tensor) -> Tensor:
     return torch.tensor(seed, dtype=torch.int64, device=x.device)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig, valid_rows: ValidRows | None) -> None:
     if not isinstance(config, RMMConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
     if not x.is_floating_point():
@@ -133,6 +157,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig) ->
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; x's last dimension must be the weight's"
             f" {weight.shape[1]} input features"
+        )
+    if valid_rows is not None and not valid_rows.fits(x):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and the mask of its valid rows {tuple(valid_rows.mask.shape)}; the mask must"
+            " have x's shape without the last dimension"
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the output features")
@@ -163,7 +192,14 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, seed: Tensor, *tensors: Tensor
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sketch: Sketch,
+        index: Tensor | None,
+        checks: bool,
+        seed: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
         # Cast by hand: autocast's weight cache must not learn a cast made here, where gradients are off, or a later
         # F.linear on the same weight (tied embeddings) would get no weight gradient.
@@ -171,17 +207,18 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, sketch, seed, *tensors = inputs
+        x, weight, bias, sketch, index, checks, seed, *tensors = inputs
         # As nn.Linear does: the weight is needed for grad_input alone.
-        ctx.save_for_backward(weight if x.requires_grad else None, seed, *tensors)
+        ctx.save_for_backward(weight if x.requires_grad else None, index, seed, *tensors)
         ctx.sketch = sketch
+        ctx.checks = checks
         ctx.is_column_major = _is_column_major(x)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        weight, seed, *tensors = ctx.saved_tensors
+        weight, index, seed, *tensors = ctx.saved_tensors
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
         rows_of_g = g.reshape(-1, g.shape[-1])
         grads: list[Tensor | None] = [None, None, None]
@@ -195,7 +232,17 @@ class _SketchedLinear(torch.autograd.Function):
                     grad_input = torch.mm(rows_of_g, lowered)
                 grads[0] = grad_input.reshape(*g.shape[:-1], weight.shape[1])
             saved = SavedSketch(seed, tuple(tensors))
-            grad_weight, grad_bias = ctx.sketch.backward(rows_of_g, saved, need_weight=need_weight, need_bias=need_bias)
+            if index is None:
+                grad_weight, grad_bias = ctx.sketch.backward(
+                    rows_of_g, saved, need_weight=need_weight, need_bias=need_bias
+                )
+            else:
+                if ctx.checks:
+                    check_rows_left_out(rows_of_g, index)
+                # over all rows, in nn.Linear's order
+                grad_bias = rows_of_g.sum(0) if need_bias else None
+                valid = rows_of_g.index_select(0, index)
+                grad_weight, _ = ctx.sketch.backward(valid, saved, need_weight=need_weight, need_bias=False)
             if grad_weight is not None:
                 grads[1] = grad_weight.to(ctx.weight_dtype)
             if grad_bias is not None:
@@ -205,7 +252,7 @@ class _SketchedLinear(torch.autograd.Function):
             wanted = [grad for grad in grads if grad is not None]
             refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
             grads = [None if grad is None else next(refused) for grad in grads]
-        return (*grads, None, None, *(None for _ in tensors))
+        return (*grads, None, None, None, None, *(None for _ in tensors))
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.functional import linear
+from rmm_linear.padding import current_valid_rows
 
 
 class RMMLinear(nn.Linear):
@@ -70,7 +71,8 @@ class RMMLinear(nn.Linear):
         """
         if not self.training:
             return F.linear(input, self.weight, self.bias)
-        return linear(input, self.weight, self.bias, config=self.rmm_config)
+        rows = current_valid_rows(input) if self.rmm_config.skip_padding else None
+        return linear(input, self.weight, self.bias, config=self.rmm_config, valid_rows=rows)
 
     def extra_repr(self) -> str:
         """Return the layer's line in `print(model)`.
@@ -80,6 +82,8 @@ class RMMLinear(nn.Linear):
         """
         config = self.rmm_config
         storage = f", storage={config.storage!r}" if config.storage is not None else ""
+        padding = ", skip_padding=True" if config.skip_padding else ""
         return (
-            f"{super().extra_repr()}, ratio={config.ratio:g}, sketch={config.sketch!r}, center={config.center}{storage}"
+            f"{super().extra_repr()}, ratio={config.ratio:g}, sketch={config.sketch!r},"
+            f" center={config.center}{storage}{padding}"
         )

@@ -22,7 +22,8 @@ def test_a_bad_ratio_is_named_with_its_remedy(ratio: object) -> None:
         ({"sketch": "hadamrd"}, "'hadamrd' is unknown; choose one of .*hadamard"),
         ({"sketch": None}, "unknown"),
         ({"sketch": "centered"}, "unknown"),
-        ({"center": 1}, "not a bool"),
+        ({"center": 1}, "center=1 is not a bool"),
+        ({"skip_padding": "yes"}, "skip_padding='yes' is not a bool"),
         ({"min_rows": -1}, "min_rows=-1"),
         ({"min_rows": 2.5}, "min_rows=2.5"),
     ],
@@ -67,6 +68,7 @@ def test_the_paper_recipe_is_a_dense_gaussian_for_every_layer() -> None:
         "center": False,
         "min_rows": 1,
         "storage": None,
+        "skip_padding": False,
     }
 
 
@@ -74,7 +76,8 @@ def test_it_is_frozen_and_hides_the_sketch() -> None:
     config = RMMConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.ratio = 0.1
-    assert repr(config) == "RMMConfig(ratio=0.5, sketch='hadamard', center=True, min_rows=128, storage=None)"
+    expected = "RMMConfig(ratio=0.5, sketch='hadamard', center=True, min_rows=128, storage=None, skip_padding=False)"
+    assert repr(config) == expected
 
 
 def test_saved_bytes_are_the_inputs_where_nothing_is_sketched() -> None:

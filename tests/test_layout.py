@@ -22,11 +22,12 @@ ALLOWED = {
     "ops": {"errors"},
     "sketches": {"ops", "errors"},
     "config": {"sketches", "errors"},
-    "functional": {"sketches", "config", "ops", "errors"},
-    "linear": {"functional", "config", "sketches", "errors"},
-    "memory": {"linear", "config", "errors"},
-    "convert": {"linear", "config", "memory", "errors"},
-    "variance": {"sketches", "linear", "config", "memory", "errors"},
+    "padding": {"errors"},
+    "functional": {"sketches", "config", "padding", "ops", "errors"},
+    "linear": {"functional", "config", "padding", "sketches", "errors"},
+    "memory": {"linear", "config", "padding", "errors"},
+    "convert": {"linear", "config", "memory", "padding", "errors"},
+    "variance": {"sketches", "linear", "convert", "config", "memory", "padding", "ops", "errors"},
     "checkpointing": {"memory", "errors"},
 }
 # these sit on the public interface and may import all of it

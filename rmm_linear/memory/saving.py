@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.linear import RMMLinear
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
+from rmm_linear.padding import current_valid_rows
 
 
 class MeasuredSaving(SavedTensors):
@@ -132,9 +133,11 @@ class MeasuredSaving(SavedTensors):
     def _promise(self, layer: RMMLinear, x: Tensor, dtype: torch.dtype) -> None:
         config, features = layer.rmm_config, x.shape[-1]
         rows = x.numel() // max(1, features)
+        announced = current_valid_rows(x) if config.skip_padding else None
+        valid = rows if announced is None else announced.count
         self.sketches_anything |= not config.is_exact
-        self._small += not config.is_exact and not config.sketches(rows)
-        self.promised_bytes += x.numel() * dtype.itemsize - config.saved_bytes(rows, features, dtype)
+        self._small += not config.is_exact and not config.sketches(valid)
+        self.promised_bytes += x.numel() * dtype.itemsize - config.saved_bytes(rows, features, dtype, valid)
 
     def _expect_input(self, x: Tensor, dtype: torch.dtype) -> None:
         # A cast, or the copy that flattening a strided input takes, belongs to this call alone: three layers with one

@@ -1,0 +1,431 @@
+"""Rows that carry no gradient: padding, left out before an input is sketched.
+
+Batches are padded to a common length, and the rows of x at padded positions get no gradient: the attention mask keeps
+every other token from reading them, and the loss does not read them either. Where g is zero, leaving the row of x out
+is exact, and a ratio of the rows that remain costs fewer bytes and less variance: a sketch of x spends its rows on
+padding as on words.
+
+A model does not hand its mask to its linear layers, so it is announced to them while the forward pass runs:
+
+- `convert_linears` with `RMMConfig(skip_padding=True)` hooks the modules that take an `attention_mask` argument;
+- `valid_rows(mask)` is the same by hand, for models that take none.
+
+A layer uses the mask if the leading dimensions of its input are the mask's. Where that can't be known, rows are kept:
+
+- outside the innermost model that is given the mask (a vision tower beside a text model is not under the text's mask);
+- for other shapes: a mask of four dimensions, cached keys, pooled or flattened inputs;
+- in checkpointed blocks, whose second forward runs where no mask is announced: a sketch there saves only a transient;
+- in a decoder whose own mask is not given. Its cross-attention's keys and values use the encoder's mask, by the
+  identity of the tensor that they read.
+
+That g is zero at the rows left out is the model's doing, and some models break it: a convolution over the sequence, a
+mean over all positions, labels at padded positions, left padding where the first position is read. So the first
+training forward of each hooked module is checked in its backward pass, and every one in debug mode (`check_padding`): a
+gradient on such a row raises `PaddingGradientError`.
+
+Under `torch.compile` shapes are static: the rows are set to zero instead of left out, and nothing is checked. The
+variance falls (not quite as far: centering takes the mean over all rows), the bytes do not.
+"""
+
+import inspect
+import os
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.errors import PaddingGradientError
+
+_MASK_ARGUMENT = "attention_mask"
+_MEMORY_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask")
+# Models whose layers see (length, batch, features): a square batch would be taken for its transpose.
+_TIME_FIRST = ("xlnet",)
+_DEBUG_SWITCH = "RMM_LINEAR_CHECK_PADDING"
+_MASK_DIMENSIONS = 2
+
+
+class ValidRows:
+    """Which rows of an input are kept: those where a mask is not zero.
+
+    Args:
+        mask: Shape of the input without its last dimension; bool, integer or float, non-zero where a row is valid.
+        count: How many rows are valid, if that is known: finding out waits for the device otherwise, once a mask.
+        check: Whether the backward passes check that the gradient is zero at the rows left out.
+
+    Raises:
+        ValueError: If the mask is no tensor or marks no row valid, or the count is not the mask's.
+    """
+
+    def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
+        if not isinstance(mask, Tensor) or mask.dim() == 0 or mask.is_complex():
+            given = f"shape {tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"mask is {given}; pass a tensor of the input's shape without its last dimension, such as (batch,"
+                " length), non-zero where a row is valid"
+            )
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"count={count!r} is not a positive int; pass the number of valid rows, or None")
+        self.mask = mask
+        self.check = check
+        self._count = count
+        self._index: dict[torch.device, Tensor] = {}
+
+    def fits(self, x: Tensor) -> bool:
+        """Tell whether the mask speaks of the rows of `x`.
+
+        Args:
+            x: Shape (..., features).
+
+        Returns:
+            Whether the leading dimensions are the mask's.
+        """
+        return x.shape[:-1] == self.mask.shape
+
+    @property
+    def count(self) -> int:
+        """Number of valid rows. Waits for the device, the first time and if it was not given."""
+        if self._count is None:
+            self._find(self.mask.device)
+        assert self._count is not None
+        return self._count
+
+    @property
+    def index(self) -> Tensor | None:
+        """Numbers of the valid rows of the flattened input, shape (count,), int32; None if all rows are valid."""
+        return self.index_on(self.mask.device)
+
+    def index_on(self, device: torch.device) -> Tensor | None:
+        """Return `index` on a device; layers on one device share one tensor.
+
+        Args:
+            device: Where the input is.
+
+        Returns:
+            Shape (count,), int32, or None if all rows are valid.
+
+        Raises:
+            ValueError: If no row is valid, or another number than the one given.
+        """
+        index = self._find(device)
+        return None if self._count == self.mask.numel() else index
+
+    def keep_only_valid(self, x: Tensor) -> Tensor:
+        """Return x with its other rows set to zero: what a compiler, which can't have fewer rows, has instead.
+
+        Args:
+            x: Shape (..., features).
+
+        Returns:
+            The same shape and dtype.
+        """
+        return torch.where(self.mask.unsqueeze(-1) != 0, x, 0)
+
+    def _find(self, device: torch.device) -> Tensor:
+        if device in self._index:
+            return self._index[device]
+        if self._index:
+            return self._index.setdefault(device, next(iter(self._index.values())).to(device))
+        valid = self.mask.detach().flatten() != 0
+        if self._count is None:
+            index = valid.nonzero().squeeze(1)
+            self._count = index.numel()
+            if self._count == 0:
+                raise ValueError(
+                    f"the mask of shape {tuple(self.mask.shape)} marks no row valid; a batch needs at least one token"
+                )
+        else:
+            self._check_count(valid, self._count)
+            # in order, and without a word from the device
+            index = torch.argsort((~valid).to(torch.uint8), stable=True)[: self._count]
+        return self._index.setdefault(device, index.to(device, torch.int32))
+
+    @staticmethod
+    def _check_count(valid: Tensor, count: int) -> None:
+        right = valid.sum() == count
+        if valid.device.type == "cuda":
+            torch._assert_async(right)
+        elif not right:
+            raise ValueError(f"count={count}, but the mask marks {int(valid.sum())} rows valid; pass the mask's number")
+
+
+class _Scope:
+    """What is announced while one module's forward runs."""
+
+    def __init__(
+        self,
+        rows: ValidRows | None,
+        *,
+        memory: Tensor | None = None,
+        of_memory: ValidRows | None = None,
+        owner: nn.Module | None = None,
+    ) -> None:
+        self.rows = rows
+        self.owner = owner
+        # the encoder's output, which a decoder's cross-attention reads, and its rows
+        self.memory = memory
+        self.of_memory = of_memory
+        # shapes of inputs that asked, and whether any fitted
+        self.asked: list[tuple[int, ...]] = []
+        self.fitted = False
+
+    def rows_of(self, x: Tensor) -> ValidRows | None:
+        rows = self.of_memory if self.memory is not None and x is self.memory else self.rows
+        found = rows if rows is not None and rows.fits(x) else None
+        if not torch.compiler.is_compiling():
+            self.fitted |= found is not None
+            self.asked.append(tuple(x.shape))
+        return found
+
+
+class _Announced(threading.local):
+    """Scopes of this thread, the innermost last: `DataParallel` runs its replicas in threads."""
+
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []
+
+
+_announced = _Announced()
+_always_check = os.environ.get(_DEBUG_SWITCH, "") not in ("", "0")
+
+
+def check_padding(enabled: bool = True) -> None:
+    """Turn the debug mode on or off: every backward pass checks that rows left out carry no gradient.
+
+    The environment variable RMM_LINEAR_CHECK_PADDING=1 turns it on from the start. Each check reads the gradient once
+    more, and waits for the device.
+
+    Args:
+        enabled: Whether to check from now on.
+    """
+    global _always_check
+    _always_check = enabled
+
+
+def current_valid_rows(x: Tensor) -> ValidRows | None:
+    """Return what is announced about the rows of `x` while a forward pass runs.
+
+    Args:
+        x: Input of a linear layer, shape (..., in).
+
+    Returns:
+        The valid rows, or None where nothing is known: all rows are kept then.
+    """
+    if not _announced.scopes:
+        return None
+    if not torch.compiler.is_compiling() and _in_checkpoint():
+        return None
+    return _announced.scopes[-1].rows_of(x)
+
+
+class valid_rows:  # noqa: N801 - a context manager, used as a function
+    """Announce which rows are valid, for layers with `RMMConfig(skip_padding=True)` that run inside.
+
+    For models that take no `attention_mask`, and for collators that know the number of valid rows: finding it waits for
+    the device once a step. A model's own hook takes the count over if it is given the same mask.
+
+    Warning:
+        The rows left out must carry no gradient: the loss may not depend on them. Otherwise the weight gradients are
+        wrong. `check=True`, or `rmm_linear.padding.check_padding()`, has the backward pass check it.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import RMMConfig, RMMLinear, valid_rows
+        >>> layer = RMMLinear(16, 8, config=RMMConfig(ratio=0.5, skip_padding=True))
+        >>> x, mask = torch.randn(4, 64, 16), torch.arange(64) < torch.tensor([[64], [40], [50], [7]])
+        >>> with valid_rows(mask, check=True):
+        ...     y = layer(x)
+        >>> y[mask].sum().backward()
+
+    Args:
+        mask: Shape of the inputs without their last dimension; non-zero where a row is valid.
+        count: How many rows are valid, if that is known.
+        check: Whether the backward pass checks that rows left out carry no gradient.
+
+    Raises:
+        ValueError: If the mask is no tensor, marks no row valid, has another number than `count`, or fits the input of
+            none of the layers that ran inside.
+    """
+
+    def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
+        self._scope = _Scope(ValidRows(mask, count=count, check=check))
+
+    def __enter__(self) -> None:
+        _announced.scopes.append(self._scope)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _announced.scopes.remove(self._scope)
+        scope, self._scope = self._scope, _Scope(self._scope.rows)
+        if kind is None and scope.asked and not scope.fitted:
+            assert scope.rows is not None
+            shapes = ", ".join(str(shape) for shape in dict.fromkeys(scope.asked))
+            raise ValueError(
+                f"the mask of shape {tuple(scope.rows.mask.shape)} fits none of the layers' inputs, which have the"
+                f" shapes {shapes}; pass one of their shape without the last dimension"
+            )
+
+
+def check_rows_left_out(g: Tensor, index: Tensor) -> None:
+    """Raise if a row that was left out carries a gradient. Waits for the device.
+
+    What is not finite is let pass: after an overflow it is everywhere, and a `GradScaler` skips the step.
+
+    Args:
+        g: Gradient of a layer's output, shape (rows, out).
+        index: Rows that were kept.
+
+    Raises:
+        PaddingGradientError: If another row is finite and not zero.
+    """
+    left_out = torch.ones(g.shape[0], dtype=torch.bool, device=g.device)
+    left_out[index.long()] = False
+    wrong = (g.isfinite() & (g != 0)).any(1) & left_out
+    if wrong.any():
+        rows = wrong.nonzero().flatten().tolist()
+        raise PaddingGradientError(
+            f"{len(rows)} of {int(left_out.sum())} rows that were left out as padding carry a gradient, the first of"
+            f" them row {rows[0]} of {g.shape[0]}: the loss depends on masked positions (labels there, a mean over all"
+            " positions, a convolution over the sequence). Use skip_padding=False for this model, or mask the loss"
+        )
+
+
+class MaskHook:
+    """Announces the mask that a module is given, while its forward runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = {name: place for place, name in enumerate(_parameters_of(module))}
+        self._is_checked = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Announce; a forward pre-hook.
+
+        Args:
+            module: The module.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+        """
+        memory, of_memory = (self._argument(name, args, kwargs) for name in _MEMORY_ARGUMENTS)
+        rows = self._rows(module, self._argument(_MASK_ARGUMENT, args, kwargs))
+        scope = _Scope(rows, memory=memory, of_memory=self._rows(module, of_memory), owner=module)
+        _announced.scopes.append(scope)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Take it back; a forward hook that is always called.
+
+        Args:
+            module: The module.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            output: What it returned.
+        """
+        # always called: `before` may have raised
+        if _announced.scopes and _announced.scopes[-1].owner is module:
+            scope = _announced.scopes.pop()
+            self._is_checked |= scope.fitted and torch.is_grad_enabled()
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = self._places.get(name)
+        if place is None:
+            return None
+        return args[place] if place < len(args) else kwargs.get(name)
+
+    def _rows(self, module: nn.Module, mask: object) -> ValidRows | None:
+        if not module.training or not isinstance(mask, Tensor) or mask.dim() != _MASK_DIMENSIONS:
+            return None
+        for scope in reversed(_announced.scopes):
+            if scope.rows is not None and scope.rows.mask is mask:
+                return scope.rows
+        return ValidRows(mask, check=not self._is_checked)
+
+
+def is_checked(rows: ValidRows) -> bool:
+    """Tell whether a backward pass is to check the rows left out.
+
+    Args:
+        rows: The valid rows.
+
+    Returns:
+        True in debug mode, and where these rows ask for it.
+    """
+    return _always_check or rows.check
+
+
+def install_hooks(model: nn.Module) -> int:
+    """Have the modules of a model that are given an attention mask announce it; those that do already are left alone.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        How many modules announce their mask now.
+    """
+    modules = list(_modules_with_mask(model))
+    for module in modules:
+        if not any(
+            isinstance(getattr(hook, "__self__", None), MaskHook) for hook in module._forward_pre_hooks.values()
+        ):
+            hook = MaskHook(module)
+            module.register_forward_pre_hook(hook.before, with_kwargs=True)
+            module.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
+    return len(modules)
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Take off what `install_hooks` put on.
+
+    Args:
+        model: Any module.
+    """
+    for module in model.modules():
+        tables: list[tuple[Any, ...]] = [
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        ]
+        for hooks, *flags in tables:
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), MaskHook)]:
+                for table in (hooks, *flags):
+                    table.pop(key, None)
+
+
+def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules under whose mask all of their layers are.
+
+    Of models in the sense of transformers the innermost: one that hands its mask on has other towers too. Of other
+    modules the outermost: their layers take the mask as well.
+    """
+    takers = [(name, module) for name, module in model.named_modules() if _MASK_ARGUMENT in _parameters_of(module)]
+    models = [(name, module) for name, module in takers if _is_pretrained_model(module)]
+    for name, module in models or takers:
+        others = [other for other, _ in (models or takers) if other != name]
+        if models:
+            is_wanted = not any(_is_inside(other, name) for other in others)
+        else:
+            is_wanted = not any(_is_inside(name, other) for other in others)
+        model_type = getattr(getattr(module, "config", None), "model_type", None)
+        if is_wanted and model_type not in _TIME_FIRST:
+            yield module
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return outer == "" or name.startswith(outer + ".")
+
+
+def _is_pretrained_model(module: nn.Module) -> bool:
+    return hasattr(module, "get_input_embeddings") and hasattr(module, "config")
+
+
+def _parameters_of(module: nn.Module) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _in_checkpoint() -> bool:
+    """Tell whether a checkpoint decides what is saved here: it has put its hooks in front of all others."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -1,0 +1,612 @@
+"""Rows left out as padding: exact where their gradient is zero, refused where it is not, kept where nobody knows."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from rmm_linear import (
+    PaddingGradientError,
+    RMMConfig,
+    RMMLinear,
+    convert_linears,
+    padding,
+    revert_linears,
+    summary,
+    valid_rows,
+)
+from rmm_linear.functional import linear
+from rmm_linear.memory import MeasuredSaving, SavedTensors
+from rmm_linear.padding import ValidRows, current_valid_rows
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = torch.tensor([40, 10, 23, 5, 31, 12])
+SKIP = RMMConfig(ratio=0.3, min_rows=1, skip_padding=True)
+# rounding alone: what is kept wrongly, or not, shows at once
+ROUNDED = RMMConfig(ratio=1.0, storage="int8", min_rows=1, skip_padding=True)
+
+
+def right_padded(lengths: Tensor = LENGTHS, length: int = 40) -> Tensor:
+    return (torch.arange(length) < lengths.unsqueeze(1)).long()
+
+
+def layer_pair(mask: Tensor, config: RMMConfig = SKIP) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, bias and a gradient of the output that is zero where the mask is."""
+    torch.manual_seed(0)
+    x = torch.randn(*mask.shape, 16) + 1
+    g = torch.randn(*mask.shape, 8) * (mask != 0).unsqueeze(-1)
+    return x, torch.randn(8, 16), torch.randn(8), g
+
+
+def tiny_bert(**changes: object) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **changes,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config).train()
+
+
+def batch(mask: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {
+        "input_ids": torch.randint(1, 50, mask.shape),
+        "attention_mask": mask,
+        "labels": torch.randint(0, 2, (mask.shape[0],)),
+    }
+
+
+def gradients(model: nn.Module, inputs: dict[str, Tensor], seed: int = 5) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def rows_seen(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """The mask that is announced to each sketched layer."""
+    seen: dict[str, Tensor | None] = {}
+
+    def look(name: str):  # type: ignore[no-untyped-def]
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found = current_valid_rows(args[0])
+            seen[name] = None if found is None else found.mask
+
+        return hook
+
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, RMMLinear)]
+    handles = [layer.register_forward_pre_hook(look(name)) for name, layer in layers]
+    model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.fixture
+def debug_mode():
+    padding.check_padding(True)
+    yield
+    padding.check_padding(False)
+
+
+@pytest.mark.parametrize("storage", [None, "int4"])
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("sketch", ["hadamard", "gaussian", "wta_crs"])
+def test_the_weight_gradient_is_that_of_the_valid_rows_alone(sketch: str, center: bool, storage: str | None) -> None:
+    config = SKIP.replace(sketch=sketch, center=center, storage=storage)
+    mask = right_padded()
+    x, weight, bias, g = layer_pair(mask)
+    found = []
+    for rows, valid, grad in ((x, ValidRows(mask), g), (x[mask != 0], None, g[mask != 0])):
+        w = weight.clone().requires_grad_()
+        linear(rows, w, bias, config=config, seed=7, valid_rows=valid).backward(grad)
+        found.append(w.grad)
+    assert torch.equal(*found)
+
+
+def test_output_and_other_gradients_are_bit_equal_to_nn_linears() -> None:
+    mask = right_padded()
+    x, weight, bias, g = layer_pair(mask)
+    found = []
+    for is_sketched in (True, False):
+        x_, w, b = (tensor.clone().requires_grad_() for tensor in (x, weight, bias))
+        if is_sketched:
+            output = linear(x_, w, b, config=SKIP, valid_rows=ValidRows(mask))
+        else:
+            output = nn.functional.linear(x_, w, b)
+        output.backward(g)
+        found.append((output, x_.grad, b.grad))
+    for ours, exact in zip(*found, strict=True):
+        assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        right_padded(),
+        torch.ones(6, 40, dtype=torch.long),
+        right_padded().bool(),
+        right_padded().float(),
+        # packed: the number of the sequence, 0 for padding
+        torch.arange(40).div(9, rounding_mode="floor").add(1).mul(right_padded()),
+    ],
+    ids=["right", "none", "bool", "float", "packed"],
+)
+def test_a_models_gradients_survive_leaving_the_padding_out(mask: Tensor, debug_mode: None) -> None:
+    model, inputs = tiny_bert(), batch(mask)
+    exact = gradients(model, inputs)
+    ours = gradients(convert_linears(model, config=ROUNDED), inputs)
+    assert any(not torch.equal(exact[name], ours[name]) for name in exact)
+    for name, gradient in exact.items():
+        # int8 alone costs 1.5 %; a token that is missing costs several times as much
+        assert (ours[name] - gradient).norm() <= 0.04 * gradient.norm(), name
+
+
+def test_a_left_padded_models_gradients_survive_as_well(debug_mode: None) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+    )
+    model = transformers.LlamaForSequenceClassification(config).train()
+    inputs = batch(right_padded().flip(1))
+    inputs["input_ids"] *= inputs["attention_mask"]
+    exact = gradients(model, inputs)
+    ours = gradients(convert_linears(model, config=ROUNDED), inputs)
+    for name, gradient in exact.items():
+        assert (ours[name] - gradient).norm() <= 0.04 * gradient.norm(), name
+
+
+def test_each_layer_keeps_the_bytes_of_its_valid_rows() -> None:
+    mask = right_padded()
+    x, weight, _, _ = layer_pair(mask)
+    valid = int(mask.sum())
+    w = weight.requires_grad_()
+    for config in (SKIP, ROUNDED, SKIP.replace(storage="int4", center=False)):
+        with SavedTensors(w) as kept:
+            y = linear(x, w, config=config, valid_rows=ValidRows(mask))
+        assert kept.bytes == config.saved_bytes(mask.numel(), 16, torch.float32, valid) + 4 * valid
+        assert y.requires_grad
+    assert SKIP.saved_bytes(240, 16, torch.float32, 121) == SKIP.saved_bytes(121, 16, torch.float32)
+    assert SKIP.replace(skip_padding=False).saved_bytes(240, 16, torch.float32, 121) > 240 * 16
+
+
+def test_the_row_numbers_are_kept_once_for_all_layers_and_the_saving_is_measured_to_the_byte() -> None:
+    model, inputs = tiny_bert(), batch(right_padded())
+    with SavedTensors(model) as exact:
+        loss = model(**inputs).loss
+    convert_linears(model, config=SKIP, exclude_modules=["pooler.dense"])
+    with MeasuredSaving(model) as saving:
+        loss = model(**inputs).loss
+    assert loss.requires_grad
+    assert saving.exact_bytes == exact.bytes
+    valid = int(LENGTHS.sum())
+    config, rows = SKIP, LENGTHS.numel() * 40
+    wide, narrow = (config.saved_bytes(rows, features, torch.float32, valid) for features in (64, 32))
+    own = 2 * (5 * narrow + wide)
+    assert saving.promised_bytes == 4 * rows * 2 * (5 * 32 + 64) - own
+
+
+def test_fewer_valid_rows_than_min_rows_are_kept_as_they_are() -> None:
+    mask = right_padded()
+    x, weight, bias, g = layer_pair(mask)
+    config = SKIP.replace(min_rows=int(mask.sum()) + 1)
+    exact = weight.clone().requires_grad_()
+    nn.functional.linear(x, exact, bias).backward(g)
+    ours = weight.clone().requires_grad_()
+    linear(x, ours, bias, config=config, valid_rows=ValidRows(mask)).backward(g)
+    assert torch.equal(exact.grad, ours.grad)
+
+
+class TestGradientOnPadding:
+    """The loss reads masked positions: an error, not a wrong gradient."""
+
+    @staticmethod
+    def _token_model() -> tuple[nn.Module, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+        )
+        model = transformers.BertForTokenClassification(config).train()
+        mask = right_padded()
+        labels = torch.ones_like(mask)
+        return convert_linears(model, config=SKIP), {"input_ids": mask, "attention_mask": mask, "labels": labels}
+
+    def test_the_first_step_of_a_model_is_checked(self) -> None:
+        model, inputs = self._token_model()
+        with pytest.raises(PaddingGradientError, match=r"119 of 119 rows .* row 50 of 240.*skip_padding=False"):
+            model(**inputs).loss.backward()
+
+    def test_a_model_that_reads_its_first_position_can_not_be_padded_on_the_left(self) -> None:
+        model = convert_linears(tiny_bert(), config=SKIP)
+        with pytest.raises(PaddingGradientError):
+            model(**batch(right_padded().flip(1))).loss.backward()
+
+    def test_later_steps_are_checked_in_debug_mode(self, debug_mode: None) -> None:
+        model, inputs = self._token_model()
+        right = {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
+        model(**right).loss.backward()
+        with pytest.raises(PaddingGradientError):
+            model(**inputs).loss.backward()
+
+    def test_later_steps_are_not_checked_otherwise(self) -> None:
+        model, inputs = self._token_model()
+        right = {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
+        model(**right).loss.backward()
+        model(**inputs).loss.backward()
+
+    def test_an_evaluation_before_training_does_not_count_as_the_first_step(self) -> None:
+        model, inputs = self._token_model()
+        with torch.no_grad():
+            model(**inputs)
+        model.eval()(**inputs)
+        with pytest.raises(PaddingGradientError):
+            model.train()(**inputs).loss.backward()
+
+    def test_one_row_is_enough(self) -> None:
+        mask = right_padded()
+        x, weight, _, g = layer_pair(mask)
+        g[1, 39, 3] = 1e-30
+        output = linear(x, weight.requires_grad_(), config=SKIP, valid_rows=ValidRows(mask, check=True))
+        with pytest.raises(PaddingGradientError, match="1 of 119 rows .* row 79 of 240"):
+            output.backward(g)
+
+    def test_an_overflow_is_left_to_the_grad_scaler(self) -> None:
+        mask = right_padded()
+        x, weight, _, g = layer_pair(mask)
+        g[1, 39], g[0, 0] = float("nan"), float("inf")
+        weight.requires_grad_()
+        linear(x, weight, config=SKIP, valid_rows=ValidRows(mask, check=True)).backward(g)
+        assert not weight.grad.isfinite().all()
+
+
+def test_nan_in_a_valid_row_shows_in_the_gradient() -> None:
+    mask = right_padded()
+    x, weight, _, g = layer_pair(mask)
+    x[2, 3, 4] = float("nan")
+    weight.requires_grad_()
+    linear(x, weight, config=SKIP, valid_rows=ValidRows(mask)).backward(g)
+    assert weight.grad[:, 4].isnan().all()
+
+
+class TestWhichMaskHoldsWhere:
+    def test_without_a_mask_all_rows_are_kept(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        del inputs["attention_mask"]
+        assert set(rows_seen(model, inputs).values()) == {None}
+
+    def test_a_mask_in_second_place_is_found(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        seen: list[bool] = []
+        layer = model.bert.encoder.layer[0].output.dense
+        layer.register_forward_pre_hook(lambda module, args: seen.append(current_valid_rows(args[0]) is not None))
+        model(inputs["input_ids"], inputs["attention_mask"])
+        assert seen == [True]
+
+    def test_a_pooled_input_has_no_mask(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        seen = rows_seen(model, inputs)
+        assert seen.pop("bert.pooler.dense") is None
+        assert len(seen) == 12
+        assert all(mask is inputs["attention_mask"] for mask in seen.values())
+
+    @pytest.mark.parametrize("kind", ["t5", "bart"])
+    @pytest.mark.parametrize("with_decoder_mask", [True, False])
+    def test_encoder_and_decoder_have_masks_of_their_own(self, kind: str, with_decoder_mask: bool) -> None:
+        torch.manual_seed(0)
+        if kind == "t5":
+            config = transformers.T5Config(
+                vocab_size=50, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
+                decoder_start_token_id=0,
+            )  # fmt: skip
+            model, cross = transformers.T5ForConditionalGeneration(config), "EncDecAttention"
+        else:
+            config = transformers.BartConfig(
+                vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+                decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, dropout=0.0,
+                max_position_embeddings=64,
+            )  # fmt: skip
+            model, cross = transformers.BartForConditionalGeneration(config), "encoder_attn"
+        model.train()
+        # of one shape, so that only the right rule tells them apart
+        mask, of_decoder = right_padded(), right_padded(LENGTHS.flip(0))
+        labels = torch.randint(1, 50, mask.shape).masked_fill(of_decoder == 0, -100)
+        inputs = {"input_ids": torch.randint(3, 50, mask.shape), "attention_mask": mask, "labels": labels}
+        if with_decoder_mask:
+            inputs["decoder_attention_mask"] = of_decoder
+        exact = gradients(model, inputs)
+        convert_linears(model, config=ROUNDED)
+        for name, found in rows_seen(model, inputs).items():
+            reads_memory = cross in name and name.rpartition(".")[2] in ("k", "v", "k_proj", "v_proj")
+            if "encoder." in name.replace("decoder.", "") or reads_memory:
+                assert found is mask, name
+            elif with_decoder_mask:
+                assert found is of_decoder, name
+            else:
+                assert found is None, name
+        ours = gradients(model, inputs)
+        for name, gradient in exact.items():
+            assert (ours[name] - gradient).norm() <= 0.04 * gradient.norm() + 1e-7, name
+
+    def test_a_vision_tower_is_not_under_the_texts_mask(self) -> None:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        # 5 patches and 5 tokens: shapes do not tell them apart
+        config = transformers.CLIPConfig(
+            text_config={**sizes, "vocab_size": 50, "max_position_embeddings": 8, "eos_token_id": 2},
+            vision_config={**sizes, "image_size": 8, "patch_size": 4},
+            projection_dim=16,
+        )
+        torch.manual_seed(0)
+        model = convert_linears(transformers.CLIPModel(config).train(), config=SKIP)
+        mask = right_padded(torch.tensor([5, 3, 2]), 5)
+        inputs = {"input_ids": torch.randint(3, 50, (3, 5)), "attention_mask": mask, "return_loss": True}
+        seen = rows_seen(model, {**inputs, "pixel_values": torch.randn(3, 3, 8, 8)})
+        for name, found in seen.items():
+            expected = mask if name.startswith("text_model.encoder") else None
+            assert found is expected, name
+        assert any(found is mask for found in seen.values())
+
+    def test_a_time_first_model_is_left_alone(self) -> None:
+        config = transformers.XLNetConfig(vocab_size=50, d_model=32, n_layer=1, n_head=2, d_inner=64)
+        model = transformers.XLNetModel(config).train()
+        with pytest.warns(UserWarning, match="no part of the model takes an attention_mask"):
+            convert_linears(model, config=SKIP)
+
+    def test_generation_is_left_alone(self) -> None:
+        config = transformers.LlamaConfig(
+            vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        )
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).eval()
+        mask = right_padded().flip(1)
+        inputs = {"input_ids": torch.randint(3, 50, mask.shape), "attention_mask": mask}
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        exact = model.generate(**inputs, **options)
+        convert_linears(model, config=SKIP)
+        assert torch.equal(exact, model.generate(**inputs, **options))
+        # keys of earlier tokens in training mode: the mask is longer than the input
+        model.train()
+        past = model(**inputs, use_cache=True).past_key_values
+        longer = torch.cat([mask, torch.ones(6, 1, dtype=mask.dtype)], 1)
+        one = {"input_ids": mask[:, :1], "attention_mask": longer, "past_key_values": past}
+        assert set(rows_seen(model, one).values()) == {None}
+
+    def test_a_model_of_ones_own_is_hooked_at_its_outermost_module(self) -> None:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(16, 16)
+
+            def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+                return self.inner(x)
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = Block()
+                self.outer = nn.Linear(16, 16)
+
+            def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+                return self.outer(self.block(x))
+
+        model = convert_linears(Model(), config=SKIP)
+        mask = right_padded()
+        seen = rows_seen(model, {"x": torch.randn(6, 40, 16), "attention_mask": mask})
+        assert list(seen) == ["block.inner", "outer"]
+        assert all(found is mask for found in seen.values())
+
+    def test_threads_do_not_see_each_others_masks(self) -> None:
+        x = torch.zeros(2, 3, 4)
+        seen = []
+        with valid_rows(torch.ones(2, 3)):
+            thread = threading.Thread(target=lambda: seen.append(current_valid_rows(x)))
+            thread.start()
+            thread.join()
+            assert current_valid_rows(x) is not None
+        assert seen == [None]
+
+    def test_a_forward_that_fails_leaves_no_mask_behind(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        with pytest.raises(IndexError):
+            model(**{**inputs, "input_ids": inputs["input_ids"] + 1000})
+        assert current_valid_rows(torch.zeros(6, 40, 32)) is None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_blocks_keep_all_rows(use_reentrant: bool) -> None:
+    found = []
+    for config in (SKIP.replace(skip_padding=False), SKIP):
+        model, inputs = convert_linears(tiny_bert(), config=config), batch(right_padded())
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        found.append(gradients(model, inputs))
+    layers = [name for name in found[0] if "encoder.layer" in name]
+    assert len(layers) == 32
+    for name in layers:
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("min_rows", [1, 200])
+def test_a_mask_announced_around_checkpoint_and_backward_keeps_dropout_in_step(
+    use_reentrant: bool, min_rows: int
+) -> None:
+    mask = right_padded()
+    x, weight, _, _ = layer_pair(mask)
+    config = SKIP.replace(min_rows=min_rows)
+    layer = RMMLinear(16, 8, config=config)
+    seen: list[Tensor] = []
+
+    def block(y: Tensor) -> Tensor:
+        z = nn.functional.dropout(layer(y), 0.5)
+        seen.append(z.detach())
+        return z
+
+    with valid_rows(mask):
+        # a layer outside, or nothing would fit
+        with set_checkpoint_early_stop(False):
+            y = checkpoint(block, RMMLinear(16, 16, config=config)(x), use_reentrant=use_reentrant)
+        y[mask != 0].sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+def test_compiled_models_zero_the_rows() -> None:
+    torch._dynamo.reset()
+    mask = right_padded()
+    x, _, _, g = layer_pair(mask)
+    config = SKIP.replace(center=False)
+    layer = RMMLinear(16, 8, config=config)
+
+    def run(x: Tensor, mask: Tensor) -> Tensor:
+        with valid_rows(mask):
+            return layer(x)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(3)
+    with SavedTensors(layer) as kept:
+        output = compiled(x, mask)
+    output.backward(g)
+    ours = layer.weight.grad.clone()
+    layer.weight.grad = None
+    torch.manual_seed(3)
+    zeroed = x.masked_fill((mask == 0).unsqueeze(-1), 0)
+    linear(zeroed, layer.weight, layer.bias, config=config).backward(g)
+    assert torch.allclose(ours, layer.weight.grad, rtol=1e-4, atol=1e-5)
+    assert kept.bytes >= config.saved_bytes(mask.numel(), 16, torch.float32)
+
+
+def test_a_compiled_hugging_face_model_has_one_graph() -> None:
+    torch._dynamo.reset()
+    model, inputs = tiny_bert(), batch(right_padded())
+    exact = gradients(model, inputs)
+    convert_linears(model, config=ROUNDED)
+    ours = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+    for name, gradient in exact.items():
+        assert (ours["_orig_mod." + name] - gradient).norm() <= 0.04 * gradient.norm(), name
+
+
+def test_autocast_is_followed() -> None:
+    model, inputs = tiny_bert(), batch(right_padded())
+    exact = gradients(model, inputs)
+    convert_linears(model, config=ROUNDED)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = gradients(model, inputs)
+    for name, gradient in exact.items():
+        assert (ours[name] - gradient).norm() <= 0.2 * gradient.norm() + 1e-6, name
+
+
+class TestHooks:
+    def test_converting_twice_hooks_once_and_reverting_unhooks(self) -> None:
+        model = convert_linears(convert_linears(tiny_bert(), config=SKIP), config=SKIP)
+        hooked = [name for name, module in model.named_modules() if module._forward_pre_hooks]
+        assert hooked == ["bert"]
+        assert len(model.bert._forward_pre_hooks) == len(model.bert._forward_hooks) == 1
+        revert_linears(model)
+        for table in (
+            model.bert._forward_pre_hooks,
+            model.bert._forward_hooks,
+            model.bert._forward_hooks_always_called,
+        ):
+            assert not table
+
+    def test_converting_without_skip_padding_unhooks_and_leaves_others_hooks(self) -> None:
+        model = tiny_bert()
+        model.bert.register_forward_pre_hook(lambda module, args: None)
+        convert_linears(model, config=SKIP)
+        convert_linears(model, config=SKIP.replace(skip_padding=False))
+        assert len(model.bert._forward_pre_hooks) == 1
+        assert not model.bert._forward_hooks
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    def test_copies_announce_their_own_masks(self, duplicate) -> None:  # type: ignore[no-untyped-def]
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        twin = duplicate(model)
+        for name, gradient in gradients(model, inputs).items():
+            assert torch.equal(gradient, gradients(twin, inputs)[name])
+        revert_linears(twin)
+        assert not twin.bert._forward_pre_hooks
+        assert model.bert._forward_pre_hooks
+
+    def test_a_model_without_a_mask_is_named(self) -> None:
+        with pytest.warns(UserWarning, match="no part of the model takes an attention_mask.*valid_rows"):
+            convert_linears(nn.Sequential(nn.Linear(4, 4)), config=SKIP)
+
+    def test_the_layer_and_the_summary_say_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        model = convert_linears(tiny_bert(), config=SKIP)
+        assert "skip_padding=True" in repr(model)
+        summary(model)
+        assert "hadamard 0.3 centered, without padding, from 1 rows" in capsys.readouterr().out
+
+
+class TestValidRows:
+    def test_a_known_count_finds_the_same_rows(self) -> None:
+        for mask in (right_padded(), right_padded().flip(1), torch.ones(2, 3)):
+            count = int((mask != 0).sum())
+            found, expected = ValidRows(mask, count=count), ValidRows(mask)
+            assert found.count == expected.count == count
+            assert (found.index is None) == (expected.index is None)
+            if found.index is not None:
+                assert torch.equal(found.index, expected.index)
+                assert found.index.dtype == torch.int32
+
+    def test_a_collators_count_is_taken_over_by_the_models_hook(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        model(**inputs).loss.backward()
+        with (
+            pytest.raises(ValueError, match="count=120, but the mask marks 121 rows valid"),
+            valid_rows(inputs["attention_mask"], count=120),
+        ):
+            model(**inputs)
+        with valid_rows(inputs["attention_mask"], count=121):
+            model(**inputs).loss.backward()
+
+    @pytest.mark.parametrize(
+        ("mask", "message"),
+        [
+            ([1, 0], "mask is list"),
+            (torch.tensor(1), r"mask is shape \(\), torch.int64"),
+            (torch.ones(2, dtype=torch.complex64), "complex64"),
+        ],
+    )
+    def test_what_is_no_mask(self, mask: object, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            valid_rows(mask)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("count", [0, -1, True, 1.5])
+    def test_what_is_no_count(self, count: object) -> None:
+        with pytest.raises(ValueError, match="is not a positive int"):
+            ValidRows(torch.ones(2, 3), count=count)  # type: ignore[arg-type]
+
+    def test_no_valid_row(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
+        with pytest.raises(ValueError, match=r"shape \(6, 40\) marks no row valid"):
+            model(**inputs)
+
+    def test_a_mask_that_fits_nothing(self) -> None:
+        layer = RMMLinear(16, 8, config=SKIP)
+        with (
+            pytest.raises(ValueError, match=r"\(40, 6\) fits none .* shapes \(6, 40, 16\)"),
+            valid_rows(right_padded().t()),
+        ):
+            layer(torch.randn(6, 40, 16))
+
+    def test_a_mask_that_does_not_fit_the_function(self) -> None:
+        with pytest.raises(ValueError, match="must have x's shape without the last dimension"):
+            linear(torch.randn(4, 3), torch.randn(2, 3), config=SKIP, valid_rows=ValidRows(torch.ones(3)))
+
+    def test_an_error_inside_is_not_hidden(self) -> None:
+        layer = RMMLinear(16, 8, config=SKIP)
+
+        def fail() -> None:
+            with valid_rows(right_padded().t()):
+                layer(torch.randn(6, 40, 16))
+                raise KeyError("of the user's")
+
+        with pytest.raises(KeyError):
+            fail()
+        assert current_valid_rows(torch.zeros(40, 6, 1)) is None
