@@ -41,7 +41,7 @@ class RMMConfig:
             over the input and 4 bytes a feature.
         min_rows: Inputs of fewer rows (poolers, classification heads) are kept as they are: there is little to save
             and much noise to add.
-        storage: Hold what is kept in "int8", "int4", "int2" or "fp8", stochastically rounded and so still unbiased, or
+        storage: Hold what is kept in "int8", "int4", "int2" or "fp8", rounded at random and so still unbiased, or
             None to hold it in the input's dtype. At ratio 1 the input itself is held so, without a sketch.
         skip_padding: Leave out the rows that the model's attention mask marks as padding, which carry no gradient;
             `ratio` and `min_rows` refer to the others then. `rmm_linear.padding` tells where the mask comes from, and

@@ -315,7 +315,7 @@ def _(y: Tensor, seed: Tensor, mean: Tensor | None, kind: str, group: int) -> tu
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T stochastically to 8, 4 or 2 bits an element.
+    """Round y - 1 mean^T to 8, 4 or 2 bits an element, at random and without bias.
 
     Args:
         y: Shape (rows, features), any float dtype.
@@ -331,30 +331,31 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     return torch.ops.rmm_linear.quantize.default(y, seed, mean, kind, group)
 
 
-@_define("dequantize(Tensor codes, Tensor steps, Tensor offsets, str kind, int group) -> Tensor")
-def _dequantize(codes: Tensor, steps: Tensor, offsets: Tensor, kind: str, group: int) -> Tensor:
-    return _low_bit.dequantize(codes, steps, offsets, kind=kind, group=group, features=steps.shape[-1])
+@_define("dequantize(Tensor codes, Tensor steps, Tensor offsets, Tensor seed, str kind, int group) -> Tensor")
+def _dequantize(codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, kind: str, group: int) -> Tensor:
+    return _low_bit.dequantize(codes, steps, offsets, seed, kind=kind, group=group, features=steps.shape[-1])
 
 
 @torch.library.register_fake("rmm_linear::dequantize")
-def _(codes: Tensor, steps: Tensor, offsets: Tensor, kind: str, group: int) -> Tensor:
+def _(codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, kind: str, group: int) -> Tensor:
     return steps.new_empty((codes.shape[0], steps.shape[1]), dtype=torch.float32)
 
 
-def dequantize(codes: Tensor, steps: Tensor, offsets: Tensor, *, kind: str, group: int) -> Tensor:
+def dequantize(codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, *, kind: str, group: int) -> Tensor:
     """Return what `quantize`'s codes stand for.
 
     Args:
         codes: As `quantize` returns them.
         steps: As `quantize` returns them.
         offsets: As `quantize` returns them.
+        seed: 0-d int64, the seed that `quantize` had.
         kind: "int8", "int4", "int2" or "fp8".
         group: Rows that share a step.
 
     Returns:
         Shape (rows, features), float32.
     """
-    return torch.ops.rmm_linear.dequantize.default(codes, steps, offsets, kind, group)
+    return torch.ops.rmm_linear.dequantize.default(codes, steps, offsets, seed, kind, group)
 
 
 @_define("sketched_grad_weight(Tensor sketched_g, Tensor sketched_x, Tensor? column_sum, Tensor? mean) -> Tensor")

@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from rmm_linear import RMMConfig, RMMLinear, available_sketches
 from rmm_linear.memory import SavedTensors
 from rmm_linear.sketches import STORAGES
-from rmm_linear.sketches.base import SEED_BYTES
 from rmm_linear.sketches.contract import assert_unbiased
 
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
@@ -66,9 +65,8 @@ def test_low_bit_storage_is_one_frame_and_keeps_its_bytes(storage: str, ratio: f
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     with SavedTensors(network) as kept:
         compiled(x)
-    # the first layer's, GELU's input, and the second layer's; seeds only where an S has to be drawn again
+    # the first layer's, GELU's input, and the second layer's
     promised = config.saved_bytes(308, 16, torch.float32) + 308 * 8 * 4 + config.saved_bytes(308, 8, torch.float32)
-    promised -= 2 * SEED_BYTES if ratio == 1 else 0
     assert kept.bytes == promised
 
 

@@ -5,11 +5,14 @@
 The only file that imports transformers.
 """
 
+import json
+import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,9 +25,28 @@ except ImportError as error:
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
 from rmm_linear.memory import MeasuredSaving
+from rmm_linear.variance import AdaptiveRatios, VarianceMonitor
+from rmm_linear.variance.probe import is_compiled
 
 SAVED_KEY = "rmm/saved_mib"
 EXACT_KEY = "rmm/exact_mib"
+VARIANCE_KEY = "rmm/relative_variance"
+NOISE_KEY = "rmm/noise_ratio"
+SNR_KEY = "rmm/snr"
+CLIP_KEY = "rmm/clip_fraction"
+KEPT_KEY = "rmm/allocated_mib"
+RATIO_KEY = "rmm/mean_ratio"
+# Files in the trainer's output folder.
+NOISE_FILE = "rmm_noise.jsonl"
+RATIO_FILE = "rmm_ratios.jsonl"
+# Where the state is kept in a checkpoint's trainer_state.json: no class's name, which the trainer would make anew.
+_STATE_KEY = "rmm_linear"
+_EVERY = 50
+# Steps of which one is looked at for clipping: the norm of all gradients is not free.
+_CLIP_EVERY = 10
+# Clipping leaves a norm of max_norm * norm / (norm + 1e-6); less rounding.
+_CLIPPED = 1 - 1e-3
+_MEASURE_STEPS = 16
 # A log that has one of these is about training: a step's, or the run's at its end.
 _TRAINING_LOGS = {"loss", "train_loss"}
 # Part of the promised saving below which the callback warns.
@@ -32,7 +54,7 @@ _EXPECTED_SHARE = 0.5
 
 
 class RMMCallback(TrainerCallback):
-    """Convert the trainer's model at the right moment, and log what the sketches save.
+    """Convert the trainer's model at the right moment, log what the sketches save and cost, and choose their ratios.
 
     The model is converted when the trainer is made, before the optimizer and before any wrapping; a model that
     `model_init` makes anew is converted when its training begins. Each training run (a resumed one too) measures one
@@ -41,42 +63,88 @@ class RMMCallback(TrainerCallback):
     - `rmm/saved_mib`: MiB that the model kept for the backward pass in that forward,
     - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers.
 
-    They come as a log of their own, straight after each training log. Nothing is logged where nothing can be measured:
-    under `torch.compile`, which would compile the measurement, and under `DataParallel`. If less than half of the
-    saving that the layers promise one by one is measured, a warning tells the reasons.
+    They come as a log of their own, straight after each training log. Nothing of this is logged where it can't be
+    measured: under `torch.compile`, which would compile the measurement, and under `DataParallel`. If less than half of
+    the saving that the layers promise one by one is measured, a warning tells the reasons.
+
+    With `monitor`, each layer's noise is sampled every so many steps (`rmm_linear.variance.VarianceMonitor`), records
+    go to `rmm_noise.jsonl` in the output folder, and the logs have, over all layers:
+
+    - `rmm/relative_variance`: the sketches' variance over the squared gradient,
+    - `rmm/noise_ratio`: the sketches' variance over the minibatch's,
+    - `rmm/snr`: the squared norm of the expected gradient over the variance of both,
+    - `rmm/clip_fraction`: the part of the steps (every tenth is looked at) whose gradient was clipped to
+      `max_grad_norm`. The sketches' noise inflates the norm, and a clipped gradient is not unbiased.
+
+    With `budget` or `noise_target`, the first steps measure and every layer gets a ratio of its own
+    (`rmm_linear.variance.AdaptiveRatios`). Changes go to `rmm_ratios.jsonl`, and the logs have `rmm/allocated_mib` and
+    `rmm/mean_ratio`. The state of both is part of the trainer's checkpoints.
 
     Example:
         >>> from rmm_linear import RMMCallback
-        >>> callback = RMMCallback(ratio=0.5, exclude_modules=["attention.output.dense"])
+        >>> callback = RMMCallback(ratio=0.5, monitor=True, exclude_modules=["attention.output.dense"])
 
         which goes to the trainer: `Trainer(model, args, train_dataset=data, callbacks=[callback]).train()`.
 
     Args:
         ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given.
         config: How to sketch.
+        monitor: Whether to watch the noise: steps from one sample of a layer to the next, or True for 50.
+        budget: Bytes that the sketched layers may keep of one (micro-)batch, "auto" for what they keep at the
+            configured ratio, or None.
+        noise_target: Most that the sketches' variance may be of the minibatch's, or None.
+        recheck_steps: Steps after which the ratios are checked again.
         **convert_kwargs: More arguments of `convert_linears`: `target_modules`, `overrides` and so on.
 
     Attributes:
         saved_bytes: What the measured forward kept, or None before it.
         exact_bytes: What it would have kept with exact layers, or None before it.
         promised_bytes: The sum over the layers of what each saves of its own input, or None before it.
+        monitor: The `VarianceMonitor` of the last training run, or None.
+        ratios: The `AdaptiveRatios` of the last training run, or None.
 
     Raises:
-        ValueError: If both `ratio` and `config` are given, or a ratio is bad.
+        ValueError: If both `ratio` and `config` are given, or a value is bad; when training begins, if `monitor`,
+            `budget` or `noise_target` is asked for under `torch.compile` or `DataParallel`.
     """
 
-    def __init__(self, ratio: float | None = None, *, config: RMMConfig | None = None, **convert_kwargs: Any) -> None:
+    def __init__(
+        self,
+        ratio: float | None = None,
+        *,
+        config: RMMConfig | None = None,
+        monitor: bool | int = False,
+        budget: Literal["auto"] | float | None = None,
+        noise_target: float | None = None,
+        recheck_steps: int = 500,
+        **convert_kwargs: Any,
+    ) -> None:
         if ratio is not None and config is not None:
             raise ValueError(f"both ratio={ratio!r} and config are given; pass config=config.replace(ratio={ratio!r})")
         if ratio is not None:
             config, ratio = RMMConfig(ratio=ratio), None
+        if not isinstance(monitor, int) or monitor < 0:
+            raise ValueError(f"monitor={monitor!r} is not a number of steps; pass one, True (50) or False")
         self._convert_kwargs = {"config": config if config is not None else RMMConfig(), **convert_kwargs}
+        self._every = _EVERY if monitor is True else int(monitor)
+        self._adapts = budget is not None or noise_target is not None
+        self._adaptive_kwargs: dict[str, Any] = {
+            "budget": budget,
+            "noise_target": noise_target,
+            "recheck_steps": recheck_steps,
+            "measure_steps": min(_MEASURE_STEPS, recheck_steps),
+        }
+        if self._adapts:
+            AdaptiveRatios.check(**self._adaptive_kwargs)
         self._converted: weakref.ref[nn.Module] | None = None
         self._measurement: _OneForward | None = None
         self._warned = False
+        self._ratio_file: Path | None = None
         self.saved_bytes: int | None = None
         self.exact_bytes: int | None = None
         self.promised_bytes: int | None = None
+        self.monitor: VarianceMonitor | None = None
+        self.ratios: AdaptiveRatios | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model before the optimizer is made and before anything wraps it."""
@@ -85,19 +153,54 @@ class RMMCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Convert the model if `model_init` made a new one, and get ready to measure its first training forward."""
+        """Convert the model if `model_init` made a new one, and get ready to measure."""
         model = kwargs["model"]
         self._convert(model)
         self._stop_measuring()
         self.saved_bytes = self.exact_bytes = self.promised_bytes = None
-        if args.torch_compile or _is_compiled(model) or args.n_gpu > 1:
+        is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1
+        if is_hidden and (self._every or self._adapts):
+            raise ValueError(
+                "monitor, budget and noise_target see nothing under torch.compile or DataParallel; leave them out, or"
+                " train in eager mode with one process a device"
+            )
+        if is_hidden:
             warnings.warn(
                 f"{SAVED_KEY} and {EXACT_KEY} are not measured under torch.compile or DataParallel, and not logged",
                 UserWarning,
                 stacklevel=2,
             )
             return
+        self._watch(model, args, state)
         self._measurement = _OneForward(model, self._measured)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look whether the gradients were clipped."""
+        model = kwargs["model"]
+        # FSDP of old keeps parts of parameters whose norms are not the whole's, and clips by a method of its own
+        is_sharded = hasattr(model, "clip_grad_norm_")
+        if self.monitor is None or not args.max_grad_norm or state.global_step % _CLIP_EVERY or is_sharded:
+            return
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        if gradients:
+            self.monitor.observe_gradient_norm(nn.utils.get_total_norm(gradients), _CLIPPED * args.max_grad_norm)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the step, and have the state in the checkpoint that may come next."""
+        states: dict[str, Any] = {}
+        if self.monitor is not None:
+            self.monitor.step()
+            states["monitor"] = self.monitor.state_dict()
+        if self.ratios is not None:
+            changes = [change.to_dict() for change in self.ratios.step()]
+            if changes and self._ratio_file is not None:
+                with self._ratio_file.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(change) + "\n" for change in changes)
+            states["ratios"] = self.ratios.state_dict()
+        if states:
+            _callback_states(state)[_STATE_KEY] = states
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -106,17 +209,56 @@ class RMMCallback(TrainerCallback):
         self._stop_measuring()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log the measurement after each training log, by `Trainer.log`, which reaches every reporter."""
+        """Log the measurements after each training log, by `Trainer.log`, which reaches every reporter."""
         logs = kwargs["logs"]
-        if self.saved_bytes is None or self.exact_bytes is None or not _TRAINING_LOGS.intersection(logs):
+        values = self._values()
+        if not values or not _TRAINING_LOGS.intersection(logs):
             return
-        values = {SAVED_KEY: self.saved_bytes / 2**20, EXACT_KEY: self.exact_bytes / 2**20}
         trainer = _trainer_of(self)
         if trainer is None:
             # Something else than a Trainer drives its callbacks: what is added here reaches those that come later.
             logs.update(values)
         else:
             trainer.log(values)
+
+    def _values(self) -> dict[str, float]:
+        """What there is to log now, in the order in which it is told above."""
+        values: dict[str, float] = {}
+        if self.saved_bytes is not None and self.exact_bytes is not None:
+            values |= {SAVED_KEY: self.saved_bytes / 2**20, EXACT_KEY: self.exact_bytes / 2**20}
+        noise = self.monitor.noise() if self.monitor is not None else None
+        if noise is not None:
+            values |= {VARIANCE_KEY: noise.relative_variance, NOISE_KEY: noise.noise_ratio, SNR_KEY: noise.snr}
+        if self.monitor is not None and self.monitor.clip_fraction is not None:
+            values[CLIP_KEY] = self.monitor.clip_fraction
+        if self.ratios is not None and self.ratios.allocation is not None:
+            ratios = [config.ratio for config in self.ratios.allocation.configs.values()]
+            values |= {KEPT_KEY: self.ratios.allocation.saved_bytes / 2**20, RATIO_KEY: math.fsum(ratios) / len(ratios)}
+        return {key: value for key, value in values.items() if math.isfinite(value)}
+
+    def _watch(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
+        """Start the monitor and the choice of ratios, where a resumed run was."""
+        self.monitor = self.ratios = None
+        saved = _callback_states(state).get(_STATE_KEY, {}) if state.global_step else {}
+        folder = Path(args.output_dir or ".")
+        if self._every:
+            path = folder / NOISE_FILE
+            _begin_file(path, state.global_step, is_first=state.is_world_process_zero)
+            self.monitor = VarianceMonitor(model, every=self._every, path=path)
+        if self._adapts:
+            self._ratio_file = folder / RATIO_FILE if state.is_world_process_zero else None
+            _begin_file(folder / RATIO_FILE, state.global_step, is_first=state.is_world_process_zero)
+            self.ratios = AdaptiveRatios(model, **self._adaptive_kwargs)
+        watchers: dict[str, VarianceMonitor | AdaptiveRatios | None] = {"monitor": self.monitor, "ratios": self.ratios}
+        for name, watcher in watchers.items():
+            if watcher is not None and name in saved:
+                watcher.load_state_dict(saved[name])
+            elif watcher is not None and state.global_step:
+                warnings.warn(
+                    f"the checkpoint of step {state.global_step} holds nothing of {name}, which begins anew",
+                    UserWarning,
+                    stacklevel=3,
+                )
 
     def _convert(self, model: nn.Module) -> None:
         if self._converted is not None and self._converted() is model:
@@ -125,9 +267,12 @@ class RMMCallback(TrainerCallback):
         self._converted = weakref.ref(model)
 
     def _stop_measuring(self) -> None:
-        if self._measurement is not None:
-            self._measurement.close()
-            self._measurement = None
+        watchers: tuple[_OneForward | VarianceMonitor | AdaptiveRatios | None, ...]
+        watchers = (self._measurement, self.monitor, self.ratios)
+        for watcher in watchers:
+            if watcher is not None:
+                watcher.close()
+        self._measurement = None
 
     def _measured(self, saving: MeasuredSaving) -> None:
         self.saved_bytes = saving.saved_bytes
@@ -182,12 +327,19 @@ class _OneForward:
             self._saving.__exit__(None, None, None)
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    """Tell whether torch.compile, or module.compile, was applied to any part of the model."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
-        for module in model.modules()
-    )
+def _callback_states(state: TrainerState) -> dict[str, Any]:
+    """What a checkpoint holds of callbacks: declared a list, but a dictionary once the state is made."""
+    states: Any = state.stateful_callbacks
+    assert isinstance(states, dict)
+    return states
+
+
+def _begin_file(path: Path, step: int, *, is_first: bool) -> None:
+    """Leave in a JSON-lines file what was written before this step; nothing, for a run that begins."""
+    if not is_first or not path.is_file():
+        return
+    lines: Iterable[str] = path.read_text(encoding="utf-8").splitlines(keepends=True) if step else ()
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer | None:

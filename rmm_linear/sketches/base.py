@@ -8,6 +8,7 @@ Sketches are frozen dataclasses: hashable, comparable, with no state between cal
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar, NamedTuple
@@ -57,12 +58,15 @@ class Sketch(ABC):
         ratio: Rows kept over rows, in (0, 1].
         numerator: Of the ratio as the decimal fraction that the user wrote, in integers that a compiler can trace.
         denominator: Of the same, up to a million.
+        variance_is_affine_in_inverse_rank: Whether `variance` is a + b / rank at all ratios, a and b depending on the
+            pair (x, g) alone; see `variance_family`. A subclass says so.
     """
 
     ratio: float
     numerator: int = field(init=False, repr=False, compare=False)
     denominator: int = field(init=False, repr=False, compare=False)
     name: ClassVar[str]
+    variance_is_affine_in_inverse_rank: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         fraction = Fraction(self.ratio).limit_denominator(_RATIO_DENOMINATOR)
@@ -176,6 +180,20 @@ class Sketch(ABC):
         Returns:
             0-d float64.
         """
+
+    def variance_family(self, rows: int) -> Hashable | None:
+        """Return a key of the sketches whose variances lie on one line in 1 / rank.
+
+        Where two sketches have equal keys for a number of rows, each pair (x, g) has an a and a b such that
+        `variance` is a + b / rank(rows) for both, and where `is_exact`, 0. Two evaluations then serve all ratios.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            A key; None for a sketch that stands alone.
+        """
+        return self.name if self.variance_is_affine_in_inverse_rank else None
 
     @abstractmethod
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:

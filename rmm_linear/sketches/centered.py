@@ -7,6 +7,7 @@ to zero, so that g may be centred as well with nothing stored. Unbiased, and the
 variance: the closed form is the inner sketch's on the centred pair.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,7 +18,15 @@ from rmm_linear import ops
 from rmm_linear.sketches.base import SavedSketch, Sketch, accumulate_dtype
 
 
-def _centred(y: Tensor) -> Tensor:
+def centred(y: Tensor) -> Tensor:
+    """Return y - 1 mean^T.
+
+    Args:
+        y: Shape (rows, features), any float dtype.
+
+    Returns:
+        The same shape, float32 (float64 for float64).
+    """
     wide = y.to(accumulate_dtype(y.dtype))
     return wide - wide.mean(0) if y.shape[0] else wide
 
@@ -151,7 +160,19 @@ class Centered(Sketch):
         Returns:
             0-d float64.
         """
-        return self.inner.variance(_centred(x), _centred(g))
+        return self.inner.variance(centred(x), centred(g))
+
+    def variance_family(self, rows: int) -> Hashable | None:
+        """Return the inner sketch's key, marked; see `Sketch.variance_family`.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            A key, or None.
+        """
+        inner = self.inner.variance_family(rows)
+        return None if inner is None else (self.name, inner)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return the inner sketch's S for x - 1 mu^T.
@@ -163,4 +184,4 @@ class Centered(Sketch):
         Returns:
             Shape (draws, rows, rank), float64.
         """
-        return self.inner.dense(_centred(x), seeds)
+        return self.inner.dense(centred(x), seeds)

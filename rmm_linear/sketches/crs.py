@@ -21,6 +21,7 @@ class CRS(ColumnRowSampling):
     """Rows drawn with replacement, with probabilities proportional to their norms."""
 
     name: ClassVar[str] = "crs"
+    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
     winner_take_all: ClassVar[bool] = False
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
@@ -49,9 +50,10 @@ class CRS(ColumnRowSampling):
         rows = x.shape[0]
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        norms = ops.row_norms(x, None)
-        weights = ops.row_weights(norms).double()
-        products = norms.square() * ops.row_norms(g, None).square()
+        weights = ops.row_weights(ops.row_norms(x, None)).double()
+        sums = gradient_sums(x, g)
+        products = sums.x_rows * sums.g_rows
         # A row of weight 0 is a zero row: its product is 0 as well.
         weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
-        return (weighted.sum() - gradient_sums(x, g).gradient_squared) / self.rank(rows)
+        # rounding may leave a little less than nothing
+        return (weighted.sum() - sums.gradient_squared).clamp(min=0) / self.rank(rows)

@@ -11,6 +11,7 @@ every draw, and the signs make different pairs uncorrelated, blocks included. He
     (b - p) / (p (b - 1)) * sum over blocks of (P_k Q_k + C_k - 2 s_k)
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from rmm_linear import ops
 from rmm_linear.sketches.base import ObliviousSketch, register
-from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS
+from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, product, product_dtype
 
 _BLOCK = 64
 
@@ -27,13 +28,16 @@ _BLOCK = 64
 def _block_grams(y: Tensor, blocks: int, block_rows: int) -> Tensor:
     """Gram matrices of the blocks, (blocks, block_rows, block_rows): small, where x^T g of each would be large."""
     rows, features = y.shape
+    dtype = product_dtype(y)
     grams = torch.empty((blocks, block_rows, block_rows), dtype=torch.float64, device=y.device)
     step = max(1, SLAB_ELEMENTS // max(1, block_rows * features))
     for start in range(0, blocks, step):
         block = torch.arange(start, min(start + step, blocks), device=y.device)
         row = block.unsqueeze(1) + blocks * torch.arange(block_rows, device=y.device)
-        part = y[row.clamp(max=rows - 1)].double().masked_fill_((row >= rows).unsqueeze(-1), 0.0)
-        torch.bmm(part, part.transpose(1, 2), out=grams[start : start + step])
+        part = y.index_select(0, row.clamp(max=rows - 1).flatten()).to(dtype).view(*row.shape, features)
+        if blocks * block_rows > rows:
+            part.masked_fill_((row >= rows).unsqueeze(-1), 0.0)
+        grams[start : start + step] = product(part, part.transpose(1, 2))
     return grams
 
 
@@ -132,7 +136,19 @@ class Hadamard(ObliviousSketch):
         x_gram, g_gram = (_block_grams(y, blocks, block_rows) for y in (x, g))
         x_rows, g_rows = x_gram.diagonal(dim1=1, dim2=2), g_gram.diagonal(dim1=1, dim2=2)
         pairs = x_rows.sum(1) * g_rows.sum(1) + (x_gram * g_gram).sum((1, 2)) - 2 * (x_rows * g_rows).sum(1)
-        return (order - kept) / (kept * (order - 1)) * pairs.sum()
+        # rounding may leave a little less than nothing
+        return (order - kept) / (kept * (order - 1)) * pairs.sum().clamp(min=0)
+
+    def variance_family(self, rows: int) -> Hashable | None:
+        """Return the name and the number of blocks: below a ratio of 1/32 there are others.
+
+        Args:
+            rows: Number of rows.
+
+        Returns:
+            A key; see `Sketch.variance_family`.
+        """
+        return self.name, self.geometry(rows)[0]
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return S; see `Sketch.dense`.

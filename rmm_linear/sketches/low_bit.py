@@ -1,20 +1,21 @@
-"""Low-bit storage: hold a sketch, or the input itself, in 8, 4 or 2 bits with stochastic rounding.
+"""Low-bit storage: hold a sketch, or the input itself, in 8, 4 or 2 bits, rounded at random.
 
-Rounding up or down at random, with probabilities by distance, keeps every stored element unbiased, and so the estimate
-of g^T x: (S^T g)^T E[q(S^T x)] = (S^T g)^T (S^T x). Steps and offsets belong to groups of rows of a column
-(`rmm_linear_kernels.low_bit` says why), which adds 3 % to the bytes where the stored rows fill their groups, and 2 or 4
-bytes a column for a group that is not full. An element of four bits instead of sixteen leaves
-room for four times the rank, which is worth far more than what the rounding costs.
+Rounding that is unbiased for every stored element leaves the estimate of g^T x unbiased: (S^T g)^T E[q(S^T x)] =
+(S^T g)^T (S^T x). Steps and offsets belong to groups of rows of a column (`rmm_linear_kernels.low_bit` tells how and
+why), which adds 3 % to the bytes where the stored rows fill their groups, and 2 or 4 bytes a column for a group that is
+not full. An element of four bits instead of sixteen leaves room for four times the rank, which is worth far more than
+what the rounding costs.
 
-Variance. The roundings of different elements are independent of each other and, given S, of everything else:
+Variance. The errors of any two elements are independent of each other and, given S, of everything else:
 
-    E||estimate - g^T x||^2 = inner sketch's + E_S[ sum_k ||(S^T g)_k||^2 sum_j spacing_kj^2 f_kj (1 - f_kj) ]
+    E||estimate - g^T x||^2 = inner sketch's + E_S[ sum_k ||(S^T g)_k||^2 sum_j e_kj ]
 
-with f the part that is rounded off. The second term depends on how S^T x falls between the codes and has no closed form
-in x and g; `LowBit.variance` averages it over draws of S. Without a sketch (S = I) there is nothing to average: exact.
+with e_kj = step_kj^2 / 12 for the integer kinds, and spacing_kj^2 f_kj (1 - f_kj) for fp8, f the part rounded off.
+Steps follow the largest and the smallest of S^T x, so that the second term has no closed form in x and g;
+`LowBit.variance` averages it over draws of S. Without a sketch (S = I) there is nothing to average: exact.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from rmm_linear import ops
 from rmm_linear.sketches.base import SEED_BYTES, SavedSketch, Sketch, accumulate_dtype
 from rmm_linear.sketches.centered import Centered
+from rmm_linear.sketches.closed_forms import row_squares
 
 STORAGES = tuple(ops.STORAGE_BITS)
 # Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2.
@@ -105,7 +107,7 @@ class LowBit(Sketch):
             Shape (rank, in), float32.
         """
         codes, steps, offsets = saved.tensors[:_PARTS]
-        return ops.dequantize(codes, steps, offsets, kind=self.storage, group=self.group)
+        return ops.dequantize(codes, steps, offsets, saved.seed, kind=self.storage, group=self.group)
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`.
@@ -158,18 +160,31 @@ class LowBit(Sketch):
         Returns:
             0-d float64.
         """
+        rounding = self.rounding_variance(x, g)
+        return rounding if self.inner is None else self.inner.variance(x, g) + rounding
+
+    def rounding_variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return the rounding's part of the variance, averaged over `draws` draws of S; exact without a sketch.
+
+        Args:
+            x: Activations, shape (rows, in).
+            g: Gradient of the output, shape (rows, out).
+
+        Returns:
+            0-d float64.
+        """
         if self.inner is None:
-            return self._rounding(x, g.double())
+            return self._rounding(x, g)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for draw in range(self.draws if x.shape[0] else 0):
             seed = torch.full((), draw, dtype=torch.int64, device=x.device)
             saved = self.inner.compress(x, seed)
-            total += self._rounding(saved.tensors[0], self.inner.sketch_gradient(g, saved).double())
-        return self.inner.variance(x, g) + total / self.draws
+            total += self._rounding(saved.tensors[0], self.inner.sketch_gradient(g, saved))
+        return total / self.draws
 
     def _rounding(self, values: Tensor, sketched_g: Tensor) -> Tensor:
         elements = ops.rounding_variance(values, None, kind=self.storage, group=self.group)
-        return (sketched_g.square().sum(1) * elements.sum(1)).sum()
+        return (row_squares(sketched_g) * elements.sum(1)).sum()
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return the inner sketch's S, the identity without one; what is stored differs from S^T x by the rounding.
@@ -185,3 +200,21 @@ class LowBit(Sketch):
             return self.inner.dense(x, seeds)
         rows = x.shape[0]
         return torch.eye(rows, dtype=torch.float64, device=x.device).expand(seeds.numel(), rows, rows)
+
+
+def with_draws(sketch: Sketch, draws: int) -> Sketch:
+    """Return the sketch with another number of draws in `LowBit.variance`: few are enough to watch a training run.
+
+    Args:
+        sketch: Any sketch, centred or not.
+        draws: Draws of S to average over, at least 1.
+
+    Returns:
+        The same sketch where it is no low-bit one.
+
+    Raises:
+        ValueError: If there are no draws.
+    """
+    if isinstance(sketch, Centered):
+        return Centered(with_draws(sketch.inner, draws))
+    return replace(sketch, draws=draws) if isinstance(sketch, LowBit) else sketch

@@ -34,4 +34,5 @@ class Rademacher(DenseProjection):
         """
         sums = gradient_sums(x, g)
         pairs = sums.x_squared * sums.g_squared + sums.gradient_squared - 2 * sums.row_products
-        return pairs / max(1, self.rank(sums.rows))
+        # rounding may leave a little less than nothing
+        return pairs.clamp(min=0) / max(1, self.rank(sums.rows))

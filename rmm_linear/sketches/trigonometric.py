@@ -23,13 +23,14 @@ from torch import Tensor
 
 from rmm_linear import ops
 from rmm_linear.sketches.base import ObliviousSketch
-from rmm_linear.sketches.closed_forms import gradient_sums
+from rmm_linear.sketches.closed_forms import gradient_sums, product_dtype, row_inner_products
 
 
 @dataclass(frozen=True)
 class TrigonometricSketch(ObliviousSketch):
     """Random row signs, an orthonormal trigonometric transform over the rows, `rank` random columns of it."""
 
+    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
     kind: ClassVar[str]
 
     def is_exact(self, rows: int) -> bool:
@@ -82,18 +83,19 @@ class TrigonometricSketch(ObliviousSketch):
         n, rank = x.shape[0], self.rank(x.shape[0])
         if self.is_exact(n):
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        x, g = x.double(), g.double()
         sums = gradient_sums(x, g)
-        x_rows, g_rows = x.square().sum(1), g.square().sum(1)
+        x_rows, g_rows = sums.x_rows, sums.g_rows
+        dtype = product_dtype(x, g)
         row = torch.arange(n, device=x.device)
         partners = self.partners(row)
         alpha = (1 - len(partners) / (2 * n)) / n
         total = alpha * (sums.x_squared * sums.g_squared + 2 * sums.gradient_squared - 2 * sums.row_products)
         for partner in partners:
-            gram = (g * g[partner]).sum(1) * (x * x[partner]).sum(1)
+            gram = row_inner_products(g, partner, dtype) * row_inner_products(x, partner, dtype)
             fixed = (partner == row) * x_rows * g_rows
             total = total + ((g_rows * x_rows[partner]).sum() + 2 * gram.sum() - 2 * fixed.sum()) / (2 * n)
-        return n * (n - rank) / (rank * (n - 1)) * (total - sums.gradient_squared / n)
+        # rounding may leave a little less than nothing
+        return n * (n - rank) / (rank * (n - 1)) * (total - sums.gradient_squared / n).clamp(min=0)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return S; see `Sketch.dense`.

@@ -12,11 +12,17 @@ from torch import Tensor
 
 from rmm_linear import ops
 from rmm_linear.sketches.base import ObliviousSketch, register
-from rmm_linear.sketches.closed_forms import gradient_sums
+from rmm_linear.sketches.closed_forms import GradientSums, gradient_sums
+
+
+def _spread(sums: GradientSums) -> Tensor:
+    """N s - C; rounding may leave a little less than nothing."""
+    return (sums.rows * sums.row_products - sums.gradient_squared).clamp(min=0)
 
 
 @dataclass(frozen=True)
 class _UniformRows(ObliviousSketch):
+    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
     replacement: ClassVar[bool]
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
@@ -69,7 +75,7 @@ class RowsWithReplacement(_UniformRows):
             0-d float64.
         """
         sums = gradient_sums(x, g)
-        return (sums.rows * sums.row_products - sums.gradient_squared) / max(1, self.rank(sums.rows))
+        return _spread(sums) / max(1, self.rank(sums.rows))
 
 
 @register
@@ -106,4 +112,4 @@ class RowsWithoutReplacement(_UniformRows):
             return torch.zeros_like(sums.gradient_squared)
         rank = self.rank(sums.rows)
         population = (sums.rows - rank) / (rank * (sums.rows - 1))
-        return population * (sums.rows * sums.row_products - sums.gradient_squared)
+        return population * _spread(sums)

@@ -70,7 +70,8 @@ class WTACRS(ColumnRowSampling):
         if kept == rank:
             return torch.zeros((), dtype=torch.float64, device=x.device)
         rest, weights = order[kept:], weights[kept:].double()
-        x_rest, g_rest = x[rest], g[rest]
-        products = ops.row_norms(x_rest, None).square() * ops.row_norms(g_rest, None).square()
+        sums = gradient_sums(x[rest], g[rest])
+        products = sums.x_rows * sums.g_rows
         weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
-        return (weighted.sum() - gradient_sums(x_rest, g_rest).gradient_squared) / (rank - kept)
+        # rounding may leave a little less than nothing
+        return (weighted.sum() - sums.gradient_squared).clamp(min=0) / (rank - kept)

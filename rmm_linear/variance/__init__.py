@@ -1,13 +1,42 @@
-"""How noisy is a weight gradient: what a sketch adds, next to what minibatches have anyway."""
+"""How noisy is a weight gradient: what a sketch adds, next to what minibatches have anyway, and what to do about it."""
 
+from rmm_linear.variance.adaptive import AdaptiveRatios, RatioChange
+from rmm_linear.variance.allocation import (
+    AllocatedLayer,
+    Allocation,
+    LayerProfile,
+    NoiseProfile,
+    Option,
+    allocate_for_noise,
+    allocate_ratios,
+    optimal_ratios,
+)
 from rmm_linear.variance.bershatsky2022 import PaperQuantities, paper_quantities
 from rmm_linear.variance.gradient_noise import GradientNoise, Measured, gradient_noise, measure_sketch_variance
+from rmm_linear.variance.monitor import NoiseRecord, NoiseSummary, VarianceMonitor
+from rmm_linear.variance.profile import ProfileBuilder, layer_options, profile_noise
 
 __all__ = [
+    "AdaptiveRatios",
+    "AllocatedLayer",
+    "Allocation",
     "GradientNoise",
+    "LayerProfile",
     "Measured",
+    "NoiseProfile",
+    "NoiseRecord",
+    "NoiseSummary",
+    "Option",
     "PaperQuantities",
+    "ProfileBuilder",
+    "RatioChange",
+    "VarianceMonitor",
+    "allocate_for_noise",
+    "allocate_ratios",
     "gradient_noise",
+    "layer_options",
     "measure_sketch_variance",
+    "optimal_ratios",
     "paper_quantities",
+    "profile_noise",
 ]

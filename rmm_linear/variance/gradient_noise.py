@@ -16,17 +16,22 @@ smaller by the number of terms, and every variance by its square; ratios between
 size: they speak of the gradient of this batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.sketches.closed_forms import gradient_sums
+from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, gradient_sums, product, product_dtype, row_squares
+from rmm_linear.sketches.low_bit import with_draws
 
 # How far ||estimate - G||^2 of one draw lies from the next one's is seen from this many.
 _LEAST_DRAWS = 2
+# Inputs of so many dimensions or more have sequences; others have rows alone.
+_SEQUENCE_DIMENSIONS = 3
+# Sequences that are multiplied at once: many enough for one large product, few enough to be of about one length.
+_SEQUENCES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -65,14 +70,26 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole
 
 
+def _of_samples(count: int, squares: float, c: float) -> float:
+    """Of a sum of independent samples, from their number, the sum of their squares, and the square of their sum."""
+    spread = (count * squares - c) / (count - 1) if count > 1 else float("nan")
+    # rounding may leave a little less than nothing; nan stays
+    return 0.0 if spread < 0 else spread
+
+
 def gradient_noise(
-    x: Tensor, g: Tensor, config: RMMConfig, *, sequence_lengths: Sequence[int] | None = None
+    x: Tensor,
+    g: Tensor,
+    config: RMMConfig,
+    *,
+    sequence_lengths: Sequence[int] | None = None,
+    index: Tensor | None = None,
+    draws: int | None = None,
 ) -> GradientNoise:
     """Return the noise of a layer's weight gradient on one batch, in closed form.
 
     No per-sample gradient is formed where two small Gram matrices give its norm. Beyond x and g it takes the memory of
-    one weight gradient in float64 and of a slab of rows; a centred configuration takes a float32 copy of both, "dct"
-    and "dft" a float64 one.
+    one weight gradient in float64 and of a slab of rows; a centred configuration takes a float32 copy of both.
 
     Example:
         >>> import torch
@@ -90,29 +107,53 @@ def gradient_noise(
         config: How the layer sketches.
         sequence_lengths: Rows of each sequence of the batch, in order; they add up to the rows of `x`. None leaves the
             sequences' variance out.
+        index: Numbers of the rows that are sketched, shape (kept,), where others are left out as padding: `g` is zero
+            there, and they do not count as rows. All rows by default.
+        draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default. 2 are enough to
+            watch many layers over many steps.
 
     Returns:
         The variances.
 
     Raises:
-        ValueError: If shapes or lengths do not fit.
+        ValueError: If shapes or lengths do not fit, or there are no draws.
     """
     x, g = _rows(x, g)
-    sums = gradient_sums(x, g)
-    n, c = sums.rows, float(sums.gradient_squared)
-    sketch = float(config.sketch_object.variance(x, g)) if config.sketches(n) else 0.0
     sequences = None
     if sequence_lengths is not None:
-        lengths = _checked_lengths(sequence_lengths, n)
-        squares = float(sum(_squared_norm(*part) for part in _sequences(x, g, lengths)))
-        sequences = (len(lengths) * squares - c) / (len(lengths) - 1) if len(lengths) > 1 else float("nan")
+        lengths = _checked_lengths(sequence_lengths, x.shape[0])
+        squares = _sum_of_squared_norms(x, g, lengths)
+    if index is not None:
+        x, g = x.index_select(0, index), g.index_select(0, index)
+    sums = gradient_sums(x, g)
+    n, c = sums.rows, float(sums.gradient_squared)
+    if sequence_lengths is not None:
+        sequences = _of_samples(len(lengths), squares, c)
+    sketch = 0.0
+    if config.sketches(n):
+        known = config.sketch_object if draws is None else with_draws(config.sketch_object, draws)
+        sketch = float(known.variance(x, g))
     return GradientNoise(
         gradient_squared=c,
         sketch_variance=sketch,
-        row_variance=(n * float(sums.row_products) - c) / (n - 1) if n > 1 else float("nan"),
+        row_variance=_of_samples(n, float(sums.row_products), c),
         sequence_variance=sequences,
         alpha=_ratio(c, float(sums.x_squared * sums.g_squared)),
     )
+
+
+def batch_sequences(x: Tensor) -> list[int] | None:
+    """Return the `sequence_lengths` of a layer's input whose first dimension is that of the batch's sequences.
+
+    Args:
+        x: Shape (sequences, ..., in), or (rows, in).
+
+    Returns:
+        Rows of each sequence; None for a matrix, whose rows are the samples, and for an empty input.
+    """
+    if x.dim() < _SEQUENCE_DIMENSIONS or x.numel() == 0:
+        return None
+    return [x.shape[1:-1].numel()] * x.shape[0]
 
 
 @dataclass(frozen=True)
@@ -189,17 +230,40 @@ def _checked_lengths(lengths: Sequence[int], rows: int) -> list[int]:
     return found
 
 
-def _sequences(x: Tensor, g: Tensor, lengths: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(x.split(lengths), g.split(lengths), strict=True)
+def _sum_of_squared_norms(x: Tensor, g: Tensor, lengths: list[int]) -> float:
+    """The sum over the sequences of ||g_k^T x_k||_F^2."""
+    # Several sequences at once, of about one length; rows at their ends that have no gradient, padding, stay out.
+    dtype = product_dtype(x, g)
+    length = torch.tensor(lengths, device=x.device)
+    end = length.cumsum(0)
+    sequence = torch.repeat_interleave(length, output_size=x.shape[0])
+    position = torch.arange(x.shape[0], device=x.device) - (end - length)[sequence]
+    used = torch.where(row_squares(g, dtype) > 0, position + 1, 0)
+    used = torch.zeros_like(length).scatter_reduce_(0, sequence, used, "amax")
+    used, order = used.sort(descending=True)
+    first, longest = (end - length)[order], [rows for rows in used.tolist() if rows]
+    total, start = 0.0, 0
+    while start < len(longest):
+        rows = longest[start]
+        largest = rows * max(rows, x.shape[1] + g.shape[1])
+        stop = start + max(1, min(_SEQUENCES_AT_ONCE, SLAB_ELEMENTS // largest))
+        some = slice(start, min(stop, len(longest)))
+        inside = torch.arange(rows, device=x.device).expand(len(longest[some]), rows)
+        index = (first[some].unsqueeze(1) + inside).clamp(max=x.shape[0] - 1)
+        part_x, part_g = (y.index_select(0, index.flatten()).to(dtype).view(*index.shape, y.shape[1]) for y in (x, g))
+        # rows of the next sequence
+        part_g.masked_fill_((inside >= used[some].unsqueeze(1)).unsqueeze(-1), 0)
+        total += _squared_norm(part_x, part_g)
+        start = some.stop
+    return total
 
 
 def _squared_norm(x: Tensor, g: Tensor) -> float:
-    """||g^T x||_F^2 of one sequence, by whichever product is smaller: g^T x, or the Gram matrices of its rows."""
-    rows, features, outputs = x.shape[0], x.shape[1], g.shape[1]
+    """||g^T x||_F^2, summed over a batch, by whichever product is smaller: g^T x, or the Gram matrices of the rows."""
+    rows, features, outputs = x.shape[-2], x.shape[-1], g.shape[-1]
     if rows * (features + outputs) < features * outputs:
-        x, g = x.double(), g.double()
-        return float(((x @ x.t()) * (g @ g.t())).sum())
-    return float(_product(x, g).square().sum())
+        return float((product(x, x.mT).double() * product(g, g.mT)).sum())
+    return float(product(g.mT, x).double().square().sum())
 
 
 def _product(x: Tensor, g: Tensor) -> Tensor:

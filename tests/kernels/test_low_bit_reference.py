@@ -24,7 +24,8 @@ def uneven(rows: int = 37, features: int = 9) -> Tensor:
 
 
 def round_trip(y: Tensor, seed: Tensor, mean: Tensor | None = None, *, kind: str, group: int = GROUP) -> Tensor:
-    return dequantize(*quantize(y, seed, mean, kind=kind, group=group), kind=kind, group=group, features=y.shape[-1])
+    codes = quantize(y, seed, mean, kind=kind, group=group)
+    return dequantize(*codes, seed, kind=kind, group=group, features=y.shape[-1])
 
 
 @pytest.mark.montecarlo
@@ -36,25 +37,29 @@ def test_every_element_is_unbiased_with_the_variance_it_says(kind, mean):
     got = round_trip(y.expand(draws, *y.shape), torch.arange(draws), centre, kind=kind).double()
     exact = y if centre is None else y - centre
     variance = rounding_variance(y, centre, kind=kind, group=GROUP)
-    # float32 holds the values, and probabilities are multiples of 2**-16: neither may pass for a bias
+    # float32 holds the values, and the random numbers are multiples of 2**-16: neither may pass for a bias
     spacing = (got.amax(0) - got.amin(0)).abs()
     floor = 2**-16 * spacing + 2**-22 * exact.abs() + 1e-30
     z = (got.mean(0) - exact) / (variance / draws + floor.square()).sqrt()
     # 1e-6 by Bonferroni over 333 elements
     assert z.abs().max() < 6.1
-    # the two codes of an element make a Bernoulli variable: var(s^2) = v^2 ((1 - 3 p q) / (p q) - 1) / draws
-    # where float32 can tell the two codes apart
+    # where float32 can tell the values apart
     seen = (variance > spacing.square() * 0.01) & (spacing > 2**-16 * exact.abs())
     assert seen.sum() > 200
-    share = (variance / spacing.square())[seen]
-    error = ((1 - 3 * share) / share - 1).clamp(min=0) / draws
+    if kind == "fp8":
+        # the two codes of an element make a Bernoulli variable: var(s^2) = v^2 ((1 - 3 p q) / (p q) - 1) / draws
+        share = (variance / spacing.square())[seen]
+        error = ((1 - 3 * share) / share - 1).clamp(min=0) / draws
+    else:
+        # a uniform variable: var(s^2) = v^2 (9 / 5 - 1) / draws
+        error = torch.full_like(variance[seen], 0.8 / draws)
     z = (got.var(0)[seen] / variance[seen] - 1) / (error + 1e-6).sqrt()
     assert z.abs().max() < 6.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_element_moves_by_more_than_a_step(kind, dtype):
+def test_no_element_moves_by_more_than_half_a_step_or_a_spacing_of_fp8(kind, dtype):
     y = uneven(300, 50).to(dtype)
     got = round_trip(y, torch.tensor(5), kind=kind).double()
     for start in range(0, 300, GROUP):
@@ -64,35 +69,33 @@ def test_no_element_moves_by_more_than_a_step(kind, dtype):
         if kind == "fp8":
             bound = part.abs() * 2**-3 + part.abs().amax(0) * 1.01 / 448 * 2**-9
         else:
-            bound = (spread + part.amin(0).abs() * 2**-7) * 1.01 / reference.LEVELS[kind]
+            bound = (spread + part.amin(0).abs() * 2**-7) * 1.01 / reference.LEVELS[kind] / 2
         assert (error <= bound + part.abs() * 2**-20).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_lies_on_a_code_is_kept_as_it_is(kind):
-    # steps of 1: all codes are numbers
-    largest = {"int8": 255, "int4": 15, "int2": 3, "fp8": 448}[kind]
-    y = torch.randint(0, 127 if kind == "fp8" else largest + 1, (64, 7)).to(torch.uint8)
-    y = y.view(torch.float8_e4m3fn).float() if kind == "fp8" else y.float()
-    y[0], y[1] = 0, largest
+def test_what_lies_on_a_number_of_fp8_is_kept_as_it_is():
+    y = torch.randint(0, 127, (64, 7)).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    # a step of 1
+    y[0], y[1] = 0, 448
     for seed in range(20):
-        assert torch.equal(round_trip(y, torch.tensor(seed), kind=kind, group=64), y)
+        assert torch.equal(round_trip(y, torch.tensor(seed), kind="fp8", group=64), y)
 
 
-def test_high_codes_are_not_moved_either():
-    # 200 + u has no room for u's last bits in float32: a sum would round up 61 of these
+def test_high_codes_are_not_biased():
+    # 200 + u has no room for u's last bits in float32: a sum would round up where it must not, once in 2**16
     y = torch.full((256, 1 << 12), 200.0)
     y[0], y[1] = 0, 255
     for seed in range(4):
-        assert torch.equal(round_trip(y, torch.tensor(seed), kind="int8", group=256), y)
+        assert (round_trip(y, torch.tensor(seed), kind="int8", group=256) - y).abs().max() <= 0.5
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int2"])
 def test_the_largest_values_do_not_overflow(kind):
-    y = torch.tensor([[3e38, 2e38], [-3e38, -2e38], [1e38, 1e38], [0.0, 1.0]])
-    got = round_trip(y, torch.tensor(0), kind=kind)
-    assert got.isfinite().all()
-    assert ((got / 3e38 - y / 3e38).abs() <= 2.1 / reference.LEVELS[kind]).all()
+    y = torch.tensor([[2.4e38, 2e38], [-2.4e38, -2e38], [1e38, 1e38], [0.0, 1.0]])
+    for seed in range(20):
+        got = round_trip(y, torch.tensor(seed), kind=kind)
+        assert got.isfinite().all()
+        assert ((got / 2.4e38 - y / 2.4e38).abs() <= 1.05 / reference.LEVELS[kind]).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +108,7 @@ def test_slabs_do_not_show(kind, monkeypatch):
         torch.equal(one, other)
         for one, other in zip(quantize(y, seed, None, kind=kind, group=GROUP), whole, strict=True)
     )
-    assert torch.equal(round_trip(y, seed, kind=kind), dequantize(*whole, kind=kind, group=GROUP, features=7))
+    assert torch.equal(round_trip(y, seed, kind=kind), dequantize(*whole, seed, kind=kind, group=GROUP, features=7))
     assert torch.equal(rounding_variance(y, None, kind=kind, group=GROUP), variance)
 
 
@@ -120,13 +123,14 @@ def test_zeros_stay_zeros_and_a_constant_column_stays_near(kind):
 @pytest.mark.parametrize("features", [1, 6, 7, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_and_dtypes(kind, features, rows):
-    codes, steps, offsets = quantize(torch.randn(rows, features), torch.tensor(0), None, kind=kind, group=GROUP)
+    seed = torch.tensor(0)
+    codes, steps, offsets = quantize(torch.randn(rows, features), seed, None, kind=kind, group=GROUP)
     assert codes.shape == (rows, math.ceil(features / {"int4": 2, "int2": 4}.get(kind, 1)))
     assert codes.dtype == torch.uint8
     assert steps.shape == (math.ceil(rows / GROUP), features)
     assert offsets.shape == ((0,) if kind == "fp8" else steps.shape)
     assert steps.dtype == offsets.dtype == torch.bfloat16
-    back = dequantize(codes, steps, offsets, kind=kind, group=GROUP, features=features)
+    back = dequantize(codes, steps, offsets, seed, kind=kind, group=GROUP, features=features)
     assert (back.shape, back.dtype) == ((rows, features), torch.float32)
 
 
@@ -146,7 +150,7 @@ def test_many_seeds_at_once_are_those_one_by_one(kind):
 def test_all_magnitudes(kind, size):
     y = torch.randn(40, 7) * size
     error = (round_trip(y, torch.tensor(0), kind=kind) / size - y / size).norm() / (y / size).norm()
-    assert error < {"int8": 0.01, "int4": 0.15, "int2": 0.7, "fp8": 0.06}[kind]
+    assert error < {"int8": 0.006, "int4": 0.1, "int2": 0.5, "fp8": 0.06}[kind]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -155,8 +159,8 @@ def test_what_is_not_finite_shows_in_its_column(kind, value):
     y = torch.randn(40, 7)
     y[20, 3] = value
     got = round_trip(y, torch.tensor(0), kind=kind)
-    assert got[16:32, 3].isnan().all()
-    assert got.isnan().sum() == 16
+    assert not got[16:32, 3].isfinite().any()
+    assert (~got.isfinite()).sum() == 16
 
 
 def test_halves_are_the_words_of_the_stream_in_order():
@@ -168,18 +172,33 @@ def test_halves_are_the_words_of_the_stream_in_order():
         assert torch.equal(random_halves(seed, first, count, stream=3), expected[:, first : first + count])
 
 
-def test_roundings_are_independent_of_each_other():
-    y = torch.full((128, 64), 0.5)
-    y[::64], y[1::64] = 0, 1
-    # steps of 1 / 15: 0.5 lies in the middle of two codes
-    draws = (round_trip(y, torch.tensor(seed), kind="int4", group=64) for seed in range(200))
-    up = torch.stack([draw > 0.5 for draw in draws]).double() - 0.5
-    first, second = up[:, 2:64], up[:, 66:]
+@pytest.mark.parametrize("kind", KINDS)
+def test_roundings_are_uncorrelated(kind):
+    y = torch.randn(128, 64)
+    draws = torch.stack([round_trip(y, torch.tensor(seed), kind=kind, group=64) - y for seed in range(400)]).double()
+    errors = draws / rounding_variance(y, None, kind=kind, group=64).clamp(min=1e-12).sqrt()
+    errors = errors.clamp(-4, 4)
+    first, second = errors[:, :64], errors[:, 64:]
     for one, other in (
-        (first[:, 1:], first[:, :-1]),
-        (first[:, :, 1:], first[:, :, :-1]),
-        (first[1:], first[:-1]),
+        (errors[:, 1:], errors[:, :-1]),
+        (errors[:, :, 1:], errors[:, :, :-1]),
+        (errors[1:], errors[:-1]),
         (first, second),
+        (errors[:, 7:, 5:], errors[:, :-7, :-5]),
     ):
-        # a mean of about 800,000 products of +-1/4
-        assert abs((one * other).mean()) < 5 * 0.25 / one.numel() ** 0.5
+        product = (one * other).flatten(1).mean(1)
+        # the draws are independent of each other: 1e-6 a comparison
+        assert abs(product.mean()) < 5 * product.std() / product.numel() ** 0.5 + 1e-4
+
+
+def test_any_two_elements_have_independent_dithers():
+    # corners of a rectangle are where the sum of a row's and a column's part could show
+    of_rows, of_columns = reference._dither(torch.arange(40_000), 2, 2)
+    u = reference._uniform(of_rows, of_columns, torch.float64).flatten(1)
+    for one in range(4):
+        counts = torch.histc(u[:, one], 16, 0, 1)
+        assert ((counts - 2500) ** 2 / 2500).sum() < 50
+        for other in range(one):
+            cells = torch.histogramdd(u[:, [one, other]], [8, 8], range=[0.0, 1.0, 0.0, 1.0]).hist
+            # chi-squared with 63 degrees of freedom: 1e-6 at 131
+            assert ((cells - 625) ** 2 / 625).sum() < 131

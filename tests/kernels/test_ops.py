@@ -49,7 +49,7 @@ def calls(rows, dtype):
     for kind in ("int8", "int4", "int2", "fp8"):
         for centre in (None, mean):
             yield "quantize", (x, seed, centre, kind, 32)
-        yield "dequantize", (*torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32), kind, 32)
+        yield "dequantize", (*torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32), seed, kind, 32)
     sketched_g = torch.randn(rank, 5).to(accumulate)
     yield "sketched_grad_weight", (sketched_g, x[:rank], None, None)
     yield "sketched_grad_weight", (sketched_g, x[:rank], torch.randn(5).to(accumulate), mean)

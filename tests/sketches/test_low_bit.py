@@ -68,7 +68,7 @@ class LowBitContract(SketchContract):
         for seeds in torch.arange(1, 1 + self.gradient_draws).split(1000):
             dense = sketch.dense(x, seeds).transpose(1, 2)
             codes = quantize(scale * (dense @ plain_x), seeds, None, **how)
-            stored = dequantize(*codes, **how, features=x.shape[1]).double()
+            stored = dequantize(*codes, seeds, **how, features=x.shape[1]).double()
             error = ((dense @ plain_g / scale).transpose(1, 2) @ stored - exact).flatten(1)
             along, total = error @ exact.flatten() / size.square(), error.sum(1) / (size * exact.numel() ** 0.5)
             found.append(torch.stack((along, total, error.square().sum(1))))

@@ -1,18 +1,26 @@
-"""Low-bit storage in plain torch: stochastic rounding, unbiased element by element.
+"""Low-bit storage in plain torch: dithered rounding, unbiased element by element.
 
 Each column of y is cut into groups of neighbouring rows, and each group has a step and, for the integer kinds, an
 offset of its own:
 
-    int8, int4, int2   y ~ offset + step * code,   code = one of the integers around (y - offset) / step
-    fp8                y ~ step * code,            code = one of the two e4m3 numbers around y / step, at most 448
+    int8, int4, int2   y ~ offset + step * (code + 1/2 - u),   code = floor((y - offset) / step + u)
+    fp8                y ~ step * code,                        code = one of the two e4m3 numbers around y / step
 
-rounded up with the probability of the part that is rounded off, so that E[dequantized] = y. The groups run down the
-columns because the columns of activations differ in size and mean far more than their rows do (a few features of a
-Transformer are a hundred times larger than the others).
+with u uniform on (0, 1). The integer kinds have subtractive dither (Roberts 1962, Schuchman 1964): u is drawn again
+from the seed when the code is read, and taken off. The error is then uniform on +-step / 2 whatever y is: unbiased,
+with the variance step^2 / 12, where stochastic rounding of the same code, u not taken off, has step^2 f (1 - f) with f
+the part rounded off: twice as much on average. A reader of fp8 cannot know how far apart its numbers were, so that kind
+is rounded stochastically: up with the probability of the part that is rounded off.
+
+The groups run down the columns because the columns of activations differ in size and mean far more than their rows do
+(a few features of a Transformer are a hundred times larger than the others).
 
 Steps and offsets are kept in bfloat16, rounded outwards, so that nothing falls out of range and has to be clipped:
-clipping would be a bias. Values beyond bfloat16's range, 3.4e38, come out as NaN. The random bits are 16 an element,
-from the Philox stream `ROUNDING_STREAM`: probabilities are multiples of 2**-16, and the bias is below 2**-17 of a step.
+clipping would be a bias. Values beyond 3.4e38 less half a step come out as infinity or NaN.
+
+u = (a_row + b_column mod 2**16 + 1/2) / 2**16, with a and b of 16 random bits each, from the Philox stream
+`ROUNDING_STREAM`: any two elements' are independent, which is all that a variance asks for, and rows + columns of them
+are drawn instead of rows times columns. The bias is below 2**-17 of a step.
 """
 
 from collections.abc import Iterator
@@ -71,6 +79,17 @@ def _centred(y: Tensor, mean: Tensor | None, dtype: torch.dtype) -> Tensor:
     return y.to(dtype) if mean is None else y.to(dtype) - mean.to(dtype)
 
 
+def _dither(seed: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
+    """The random parts of rows (..., rows, 1) and of columns (..., 1, features), in [0, 2**16)."""
+    halves = random_halves(seed, 0, rows + features, stream=ROUNDING_STREAM).int()
+    return halves[..., :rows].unsqueeze(-1), halves[..., rows:].unsqueeze(-2)
+
+
+def _uniform(of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype) -> Tensor:
+    # in the middle of the 2**16 intervals
+    return ((of_rows + of_columns) & 0xFFFF).to(dtype).add_(0.5).mul_(2.0**-16)
+
+
 def packed_width(features: int, kind: str) -> int:
     """Return the bytes that the codes of one row take.
 
@@ -118,10 +137,10 @@ def _unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T stochastically to 8, 4 or 2 bits an element.
+    """Round y - 1 mean^T to 8, 4 or 2 bits an element, at random and without bias.
 
     Args:
-        y: Shape (..., rows, features), any float dtype; NaN and infinities make their group NaN.
+        y: Shape (..., rows, features), any float dtype; NaN and infinities leave no finite value in their group.
         seed: 64-bit seeds, shape (...,), int64, for the leading dimensions of `y`.
         mean: Shape (features,), subtracted from every row, or None.
         kind: "int8", "int4", "int2" or "fp8".
@@ -137,16 +156,16 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     codes = y.new_empty((*batch, rows, packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty((*batch, (rows + group - 1) // group, features), dtype=SCALE_DTYPE)
     offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
+    of_rows, of_columns = _dither(seed, rows, features)
     for start, end, size in _slabs(rows, group, features):
         part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
         step, offset = _scales(part, kind)
         value = _in_steps(part, step, offset)
         spacing = _fp8_spacing(value) if kind == FP8 else 1.0
-        halves = random_halves(seed, start * features, (end - start) * features, stream=ROUNDING_STREAM)
-        # in the middle of the 2**16 intervals; compared with the part rounded off, since their sum would be rounded
-        uniform = ((halves.to(compute) + 0.5) * 2.0**-16).view(value.shape)
+        uniform = _uniform(of_rows[..., start:end, :], of_columns, compute).unflatten(-2, (-1, size))
         below = torch.floor(value / spacing)
-        code = (below + (uniform < value / spacing - below)) * spacing
+        # floor(value + uniform), but that the sum would be rounded
+        code = (below + (1 - uniform < value / spacing - below)) * spacing
         if kind == FP8:
             # held as bits: torch has next to no operations on the type itself
             code = code.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -160,13 +179,16 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     return codes, steps, offsets
 
 
-def dequantize(codes: Tensor, steps: Tensor, offsets: Tensor, *, kind: str, group: int, features: int) -> Tensor:
+def dequantize(
+    codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, *, kind: str, group: int, features: int
+) -> Tensor:
     """Return what the codes stand for.
 
     Args:
         codes: As `quantize` returns them.
         steps: As `quantize` returns them.
         offsets: As `quantize` returns them.
+        seed: The seeds that `quantize` had.
         kind: "int8", "int4", "int2" or "fp8".
         group: Rows that share a step.
         features: Columns of y.
@@ -176,6 +198,7 @@ def dequantize(codes: Tensor, steps: Tensor, offsets: Tensor, *, kind: str, grou
     """
     rows = codes.shape[-2]
     values = torch.empty((*codes.shape[:-1], features), dtype=torch.float32, device=codes.device)
+    of_rows, of_columns = _dither(seed, rows, features)
     for start, end, size in _slabs(rows, group, features):
         part = codes[..., start:end, :]
         numbers = slice(start // group, -(-end // group))
@@ -184,14 +207,17 @@ def dequantize(codes: Tensor, steps: Tensor, offsets: Tensor, *, kind: str, grou
         if kind == FP8:
             part = part.view(torch.float8_e4m3fn).float().unflatten(-2, (-1, size)) * step
         else:
-            part = (_unpacked(part, features, kind) if BITS[kind] < 8 else part).float().unflatten(-2, (-1, size))
-            part = part.mul_(step).add_(offsets[..., numbers, :].float().unsqueeze(-2) / 2)
+            part = (_unpacked(part, features, kind) if BITS[kind] < 8 else part).float()
+            part = part.sub_(_uniform(of_rows[..., start:end, :], of_columns, torch.float32).sub_(0.5))
+            part = part.unflatten(-2, (-1, size)).mul_(step).add_(offsets[..., numbers, :].float().unsqueeze(-2) / 2)
         values[..., start:end, :] = part.flatten(-3, -2)
     return values.mul_(2)
 
 
 def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) -> Tensor:
-    """Return the variance of each element of the dequantized y - 1 mean^T: spacing^2 f (1 - f), f the part rounded off.
+    """Return the variance of each element of the dequantized y - 1 mean^T.
+
+    step^2 / 12 for the integer kinds; spacing^2 f (1 - f) for fp8, with f the part rounded off.
 
     Args:
         y: Shape (..., rows, features), any float dtype.
@@ -208,9 +234,13 @@ def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) 
     for start, end, size in _slabs(rows, group, features):
         part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
         step, offset = _scales(part, kind)
-        value = _in_steps(part, step, offset)
-        spacing = _fp8_spacing(value) if kind == FP8 else torch.ones_like(value)
-        fraction = (value / spacing - torch.floor(value / spacing)).double()
-        distance = spacing.double() * step.double().unsqueeze(-2)
-        variance[..., start:end, :] = (distance.square() * fraction * (1 - fraction)).flatten(-3, -2)
+        if kind == FP8:
+            value = _in_steps(part, step, offset)
+            spacing = _fp8_spacing(value)
+            fraction = (value / spacing - torch.floor(value / spacing)).double()
+            distance = spacing.double() * step.double().unsqueeze(-2)
+            elements = distance.square() * fraction * (1 - fraction)
+        else:
+            elements = (step.double().square() / 12).unsqueeze(-2).expand(part.shape)
+        variance[..., start:end, :] = elements.flatten(-3, -2)
     return variance

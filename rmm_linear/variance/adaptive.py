@@ -1,0 +1,359 @@
+"""AdaptiveRatios: each layer's ratio chosen, and chosen again, while the model trains.
+
+Layers differ by orders of magnitude in how much noise a sketch adds for a byte. So the first steps measure: every layer
+is sampled in two of them, a few layers a step, and `allocate_ratios` or `allocate_for_noise` choose each layer's ratio
+from what was measured. Every so many steps the same is done again, since gradients change as training goes on:
+
+- above the noise target, ratios are raised by the fewest bytes that reach it again, and none is lowered;
+- otherwise a budget is allocated anew where that lowers the variance by a tenth or more at the same bytes.
+
+All that decides is the data: runs repeat, and a run that goes on from `state_dict` does what it would have done.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.linear import RMMLinear
+from rmm_linear.variance.allocation import Allocation, NoiseProfile, allocate_for_noise, allocate_ratios
+from rmm_linear.variance.probe import LayerProbe
+from rmm_linear.variance.profile import ProfileBuilder
+
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
+# Steps of a measurement in which each layer is sampled.
+_SAMPLES = 2
+# A new allocation replaces one that has at least so much more variance.
+_WORTH_A_CHANGE = 1.1
+_log = logging.getLogger("rmm_linear")
+
+
+@dataclass(frozen=True)
+class RatioChange:
+    """One layer's configuration was changed.
+
+    Attributes:
+        step: Optimizer steps before the change.
+        layer: Name of the layer.
+        before: Its configuration until then.
+        after: Its configuration from then on.
+    """
+
+    step: int
+    layer: str
+    before: RMMConfig
+    after: RMMConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the change as plain values, ready for JSON.
+
+        Returns:
+            What `from_dict` takes back.
+        """
+        return {
+            "step": self.step,
+            "layer": self.layer,
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RatioChange":
+        """Make a change of `to_dict`'s output.
+
+        Args:
+            values: What `to_dict` returned.
+
+        Returns:
+            The change.
+        """
+        before, after = (RMMConfig.from_dict(values[name]) for name in ("before", "after"))
+        return cls(int(values["step"]), str(values["layer"]), before, after)
+
+
+class AdaptiveRatios:
+    """Chooses every sketched layer's ratio under a byte budget, a noise target, or both.
+
+    Call `step()` after each optimizer step. The layers' other knobs stay as they are.
+
+    Warning:
+        With both, the target goes before the budget: where the budget cannot keep the noise below the target, the
+        ratios that can are taken, and a warning is logged.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import convert_linears
+        >>> from rmm_linear.variance import AdaptiveRatios
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+        >>> model = convert_linears(model, ratio=0.25)
+        >>> with AdaptiveRatios(model, budget="auto", measure_steps=2) as ratios:
+        ...     for _ in range(3):
+        ...         model(torch.randn(4, 64, 32)).square().sum().backward()
+        ...         changes = ratios.step()
+        >>> ratios.allocation.saved_bytes <= ratios.budget_bytes
+        True
+
+    Args:
+        model: A model with `RMMLinear` layers, in eager mode.
+        budget: Bytes that the measured layers may keep in one forward pass of a batch like the measured ones; "auto"
+            for what they keep as they are configured; None for no budget.
+        noise_target: Most that the sketches' variance may be of the minibatch's (`NoiseSummary.noise_ratio`); None for
+            no target.
+        ratios: Ratios to choose from; each layer's own is added.
+        measure_steps: Steps of a measurement; each layer is sampled in two of them.
+        recheck_steps: Steps from one measurement's beginning to the next one's.
+
+    Attributes:
+        allocation: The last allocation, or None before the first.
+        budget_bytes: The budget, once it is known, or None.
+        changes: All changes made so far.
+
+    Raises:
+        ValueError: If the model is compiled or has no sketched layer, or a value is bad; from `step`, if the budget is
+            below the least that the layers can keep.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: Literal["auto"] | float | None = "auto",
+        noise_target: float | None = None,
+        ratios: Sequence[float] = RATIOS,
+        measure_steps: int = 16,
+        recheck_steps: int = 500,
+    ) -> None:
+        self.check(budget, noise_target, measure_steps, recheck_steps)
+        self._probe: LayerProbe | None = LayerProbe(model, self._measure)
+        self._ratios = tuple(ratios)
+        # bad ratios are found here, not in the middle of a training
+        for ratio in self._ratios:
+            RMMConfig(ratio=ratio)
+        self._budget, self._noise_target = budget, noise_target
+        self._measure_steps, self._recheck_steps = int(measure_steps), int(recheck_steps)
+        self._steps = 0
+        self._builder = ProfileBuilder()
+        self.allocation: Allocation | None = None
+        self.budget_bytes = None if budget is None or isinstance(budget, str) else float(budget)
+        self.changes: list[RatioChange] = []
+        self._layers = tuple(self._probe.layers)
+        self._probe.watch(self._due())
+
+    @staticmethod
+    def check(budget: object, noise_target: object, measure_steps: object, recheck_steps: object) -> None:
+        """Refuse what can't be meant, before there is a model.
+
+        Args:
+            budget: As the class takes it.
+            noise_target: As the class takes it.
+            measure_steps: As the class takes it.
+            recheck_steps: As the class takes it.
+
+        Raises:
+            ValueError: If a value is bad.
+        """
+        if budget is None and noise_target is None:
+            raise ValueError("neither budget nor noise_target is given; pass bytes, 'auto', or a noise ratio, say 0.5")
+        for name, value in (("budget", budget), ("noise_target", noise_target)):
+            if value is None or (name == "budget" and value == "auto"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+                wanted = "bytes above 0, 'auto' or None" if name == "budget" else "a noise ratio above 0, or None"
+                raise ValueError(f"{name}={value!r} is not a positive finite number; pass {wanted}")
+        for name, value in (("recheck_steps", recheck_steps), ("measure_steps", measure_steps)):
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive int; pass a number of steps")
+        assert isinstance(measure_steps, int)
+        assert isinstance(recheck_steps, int)
+        if measure_steps > recheck_steps:
+            raise ValueError(
+                f"measure_steps={measure_steps} is more than recheck_steps={recheck_steps}; a measurement must end"
+                " before the next one begins"
+            )
+
+    def step(self) -> list[RatioChange]:
+        """End a training step; to be called after each optimizer step. Nothing happens after `close`.
+
+        Returns:
+            The changes made now, most often none.
+
+        Raises:
+            ValueError: If the budget is below the least that the layers can keep.
+        """
+        if self._probe is None:
+            return []
+        self._steps += 1
+        made: list[RatioChange] = []
+        if self._steps % self._recheck_steps == self._measure_steps % self._recheck_steps and self._builder:
+            made = self._decide(self._builder.build())
+            self._builder = ProfileBuilder()
+        self._probe.watch(self._due())
+        return made
+
+    def _due(self) -> list[str]:
+        turn = self._steps % self._recheck_steps
+        if turn >= self._measure_steps:
+            return []
+        # every layer once in each half of the measurement
+        half = max(1, self._measure_steps // _SAMPLES)
+        turn, count = turn % half, len(self._layers)
+        return list(self._layers[turn * count // half : (turn + 1) * count // half])
+
+    def _measure(self, name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+        own = layer.rmm_config
+        candidates = dict.fromkeys((own, *(own.replace(ratio=ratio) for ratio in self._ratios)))
+        self._builder.add(name, x, g, tuple(candidates), index=index)
+
+    def _decide(self, profile: NoiseProfile) -> list[RatioChange]:
+        assert self._probe is not None
+        # in the model's order, whatever came first after a resumption
+        place = {name: number for number, name in enumerate(self._layers)}
+        profile = NoiseProfile(tuple(sorted(profile.layers, key=lambda layer: place[layer.name])))
+        current = {layer.name: self._probe.layers[layer.name].rmm_config for layer in profile.layers}
+        now = profile.allocation(current)
+        if self._budget == "auto" and self.budget_bytes is None:
+            self.budget_bytes = float(now.saved_bytes)
+        wanted = self._wanted(profile, now)
+        # what every data-parallel rank has measured differs
+        configs = _of_first_rank(dict(wanted.configs))
+        made = []
+        for name, config in configs.items():
+            layer = self._probe.layers[name]
+            if layer.rmm_config != config:
+                made.append(RatioChange(self._steps, name, layer.rmm_config, config))
+                layer.rmm_config = config
+        for change in made:
+            _log.info(
+                "step %d: %s goes from ratio %g to %g",
+                change.step,
+                change.layer,
+                change.before.ratio,
+                change.after.ratio,
+            )
+        self.changes += made
+        self.allocation = wanted
+        return made
+
+    def _wanted(self, profile: NoiseProfile, now: Allocation) -> Allocation:
+        if self.allocation is None:
+            return self._first(profile)
+        target = self._noise_target
+        if target is not None and now.noise_ratio > target:
+            return self._quieter(_without_lower(profile, now), target)
+        if self.budget_bytes is None or now.saved_bytes > self.budget_bytes:
+            return now
+        better = allocate_ratios(profile, self.budget_bytes)
+        if target is not None and better.noise_ratio > target:
+            return now
+        return better if now.variance > _WORTH_A_CHANGE * better.variance else now
+
+    def _first(self, profile: NoiseProfile) -> Allocation:
+        target = self._noise_target
+        if self.budget_bytes is not None:
+            within = allocate_ratios(profile, self.budget_bytes)
+            if target is None or within.noise_ratio <= target:
+                return within
+            _log.warning(
+                "step %d: %.0f bytes leave a noise ratio of %.3g, above the target of %g; the target goes before",
+                self._steps, self.budget_bytes, within.noise_ratio, target,
+            )  # fmt: skip
+        assert target is not None
+        return self._quieter(profile, target)
+
+    def _quieter(self, profile: NoiseProfile, target: float) -> Allocation:
+        least = allocate_ratios(profile, math.inf)
+        if least.noise_ratio > target:
+            _log.warning(
+                "step %d: the least noise ratio to be had is %.3g, above the target of %g; take a finer storage",
+                self._steps, least.noise_ratio, target,
+            )  # fmt: skip
+            return least
+        return allocate_for_noise(profile, target * math.fsum(layer.minibatch_variance for layer in profile.layers))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on, between two steps.
+
+        Returns:
+            Values that strict JSON holds.
+        """
+        layers = self._probe.layers if self._probe is not None else {}
+        return {
+            "steps": self._steps,
+            "budget_bytes": self.budget_bytes,
+            "configs": {name: layer.rmm_config.to_dict() for name, layer in layers.items()},
+            "allocation": None if self.allocation is None else self.allocation.to_dict(),
+            "measured": self._builder.state_dict(),
+            "changes": [change.to_dict() for change in self.changes],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another one was, between two steps: the layers get its configurations.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it is something else, or has configurations of layers that this model lacks.
+        """
+        assert self._probe is not None
+        try:
+            configs = {name: RMMConfig.from_dict(config) for name, config in state["configs"].items()}
+            allocation = None if state["allocation"] is None else Allocation.from_dict(state["allocation"])
+            changes = [RatioChange.from_dict(change) for change in state["changes"]]
+            steps, budget_bytes, measured = int(state["steps"]), state["budget_bytes"], state["measured"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"this is no state of AdaptiveRatios ({type(error).__name__}: {error}); pass what state_dict() returned"
+            ) from None
+        unknown = [name for name in configs if name not in self._probe.layers]
+        if unknown:
+            raise ValueError(
+                f"the state has a configuration of {unknown[0]!r}, which is no sketched layer of this model; convert"
+                " the model as it was when the state was saved"
+            )
+        self._builder = ProfileBuilder()
+        self._builder.load_state_dict(measured)
+        self._steps, self.budget_bytes, self.allocation, self.changes = steps, budget_bytes, allocation, changes
+        for name, config in configs.items():
+            self._probe.layers[name].rmm_config = config
+        self._probe.watch(self._due())
+
+    def close(self) -> None:
+        """Leave the model, whose layers stay as they are configured."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def __enter__(self) -> "AdaptiveRatios":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _without_lower(profile: NoiseProfile, now: Allocation) -> NoiseProfile:
+    """Leave to each layer the options that keep no fewer bytes than it keeps now."""
+    layers = []
+    for layer in profile.layers:
+        least = next(option.saved_bytes for option in layer.options if option.config == now.configs[layer.name])
+        options = tuple(option for option in layer.options if option.saved_bytes >= least)
+        layers.append(replace(layer, options=options))
+    return NoiseProfile(tuple(layers))
+
+
+def _of_first_rank(configs: dict[str, RMMConfig]) -> dict[str, RMMConfig]:
+    """Return the configurations that data-parallel rank 0 has chosen."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return configs
+    chosen = [configs]
+    torch.distributed.broadcast_object_list(chosen, src=0)
+    return chosen[0]

@@ -1,0 +1,714 @@
+"""Which layer should keep how much: the sketches of least variance under a budget of bytes, and the other way round.
+
+Gradients of different layers are sketched with independent seeds, so that their variances add, and so do their bytes.
+Of every layer l one option j is to be taken, with w_lj bytes and the variance c_lj:
+
+    least  sum_l c_l,j(l)   subject to   sum_l w_l,j(l) <= budget           a multiple-choice knapsack problem
+
+It is solved exactly, up to rounding. For any price p of a byte, L = sum_l min_j (c_lj + p w_lj) - p budget is no more
+than the optimum, and with the reduced costs r_lj = c_lj + p w_lj - min_j (c_lj + p w_lj) >= 0 every choice has
+
+    cost = L + sum_l r_l,j(l) + p (bytes that it leaves unused)
+
+so that a choice cheaper than one in hand has sum r <= cost in hand - L, the gap: few options of few layers, once the
+gap is small. The price is that of the linear relaxation (the lower convex hulls, Sinha and Zoltners 1979), whose
+rounding gives the first choice in hand. Each half of the layers is then enumerated within the gap, keeping of the
+partial sums those that no other undercuts in both bytes and cost, and the two lists are searched for the best pair that
+fits (Horowitz and Sahni 1974). Lists are cut to a limit at first: what they yield narrows the gap for the next, longer
+ones, until none had to be cut, or nothing that was cut away could have led to anything better.
+
+With continuous ratios, and variances c_l (1 / ratio_l - 1), the optimum is in closed form: see `optimal_ratios`.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.convert import _describe, _listed, strip_wrappers
+from rmm_linear.linear import RMMLinear
+from rmm_linear.variance.gradient_noise import _ratio
+
+Objective = Literal["total", "relative"]
+
+# Sums that agree to this are taken for equal: float64 leaves 1e-16 for each of some hundred terms.
+_ROUNDING = 1e-12
+# Partial sums that a half keeps in the first round, and how much more in each further one.
+_FIRST_LIMIT, _GROWTH = 1 << 10, 8
+# From this many on, a choice proved to be within _TOLERANCE of the optimum will do.
+_LARGE_LIMIT, _TOLERANCE = 1 << 16, 1e-6
+# Weight, among reduced costs, of the distance to the bytes that the choice in hand has spent: little more than a
+# tie-break, which keeps shortened lists near the budget where many options are equally good.
+_AIM = 0.01
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way a layer may keep its input.
+
+    Attributes:
+        config: How.
+        saved_bytes: What a forward pass keeps at the profiled rows, all-in.
+        variance: E||estimate - g^T x||^2, mean over the profiled batches.
+    """
+
+    config: RMMConfig
+    saved_bytes: int
+    variance: float
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """A layer's options, and what to compare their variances with.
+
+    Attributes:
+        name: As `rmm_linear.summary` prints it: without the prefixes of wrappers.
+        gradient_squared: C = ||g^T x||^2, mean over the profiled batches.
+        minibatch_variance: Of g^T x over minibatches, mean over the profiled ones; nan where it is not known.
+        options: At least one, with different configurations.
+    """
+
+    name: str
+    gradient_squared: float
+    minibatch_variance: float
+    options: tuple[Option, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"name={self.name!r} is not a layer's name; pass a string")
+        object.__setattr__(self, "options", tuple(self.options))
+        if not self.options:
+            raise ValueError(f"layer {self.name!r} has no options; give it at least one, such as the exact layer's")
+        _check_amount(f"layer {self.name!r}: gradient_squared", self.gradient_squared)
+        if not (isinstance(self.minibatch_variance, float) and math.isnan(self.minibatch_variance)):
+            _check_amount(f"layer {self.name!r}: minibatch_variance", self.minibatch_variance)
+        for option in self.options:
+            where = f"layer {self.name!r}, {option.config}"
+            _check_amount(f"{where}: variance", option.variance)
+            _check_amount(f"{where}: saved_bytes", option.saved_bytes, whole=True)
+        if len({option.config for option in self.options}) < len(self.options):
+            raise ValueError(f"layer {self.name!r} has two options of one configuration; leave one of them out")
+
+
+@dataclass(frozen=True)
+class NoiseProfile:
+    """What every option of every layer costs, in bytes and in variance: what `allocate_ratios` chooses from.
+
+    Attributes:
+        layers: At least one, with different names.
+    """
+
+    layers: tuple[LayerProfile, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise ValueError("the profile has no layers; there is nothing to allocate")
+        names = [layer.name for layer in self.layers]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"layers that occur twice: {_listed(twice)}; profile every layer once")
+
+    def uniform(self, config: RMMConfig) -> "Allocation":
+        """Return the allocation that gives every layer the same configuration: what an optimised one is to beat.
+
+        Args:
+            config: One of the options of every layer.
+
+        Returns:
+            The allocation.
+
+        Raises:
+            ValueError: If a layer has no such option.
+        """
+        return self.allocation({layer.name: config for layer in self.layers})
+
+    def allocation(self, configs: Mapping[str, RMMConfig]) -> "Allocation":
+        """Return the allocation that gives the layers these configurations.
+
+        Args:
+            configs: One of its options for every layer, by name.
+
+        Returns:
+            The allocation.
+
+        Raises:
+            ValueError: If a layer has no such option, or names are missing or unknown.
+        """
+        names = [layer.name for layer in self.layers]
+        wrong = sorted(set(names).symmetric_difference(configs))
+        if wrong:
+            raise ValueError(f"the profile and configs do not both have {_listed(wrong)}; pass a configuration a layer")
+        choice, without = [], []
+        for layer in self.layers:
+            known = [option.config for option in layer.options]
+            if configs[layer.name] in known:
+                choice.append(known.index(configs[layer.name]))
+            else:
+                without.append(f"{layer.name} has no {configs[layer.name]}")
+        if without:
+            raise ValueError(f"options that were not profiled: {_listed(without)}; profile the layers with them")
+        return _allocation(self, choice)
+
+    def to_json(self) -> str:
+        """Return the profile as JSON.
+
+        Returns:
+            Text that `from_json` takes back.
+        """
+        layers = [
+            {
+                "name": layer.name,
+                "gradient_squared": float(layer.gradient_squared),
+                "minibatch_variance": _finite_or_none(layer.minibatch_variance),
+                "options": [_option_to_dict(option) for option in layer.options],
+            }
+            for layer in self.layers
+        ]
+        return json.dumps({"layers": layers})
+
+    @classmethod
+    def from_json(cls, text: str) -> "NoiseProfile":
+        """Make a profile of `to_json`'s output.
+
+        Args:
+            text: JSON of an object.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ValueError: If the text is no such JSON, or a value is bad.
+        """
+        try:
+            layers = [_layer_from_dict(layer) for layer in json.loads(text)["layers"]]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"not a profile's JSON ({type(error).__name__}: {error}); pass what NoiseProfile.to_json() returned"
+            ) from None
+        return cls(tuple(layers))
+
+
+@dataclass(frozen=True)
+class AllocatedLayer:
+    """One layer of an `Allocation`.
+
+    Attributes:
+        name: Its name.
+        option: The option that was chosen.
+        gradient_squared: As in its `LayerProfile`.
+        minibatch_variance: As in its `LayerProfile`.
+    """
+
+    name: str
+    option: Option
+    gradient_squared: float
+    minibatch_variance: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One option for every layer; `print` it for a table.
+
+    Attributes:
+        layers: The layers, in the profile's order.
+    """
+
+    layers: tuple[AllocatedLayer, ...]
+
+    @property
+    def configs(self) -> dict[str, RMMConfig]:
+        """The configurations by the layers' names, as `convert_linears(overrides=...)` takes them."""
+        return {layer.name: layer.option.config for layer in self.layers}
+
+    @property
+    def saved_bytes(self) -> int:
+        """Sum over the layers of what they keep."""
+        return sum(int(layer.option.saved_bytes) for layer in self.layers)
+
+    @property
+    def variance(self) -> float:
+        """Sum over the layers of the variances: that of the whole gradient."""
+        return math.fsum(layer.option.variance for layer in self.layers)
+
+    @property
+    def relative_variance(self) -> float:
+        """The variance over the squared gradient, both summed over the layers."""
+        return _ratio(self.variance, math.fsum(layer.gradient_squared for layer in self.layers))
+
+    @property
+    def noise_ratio(self) -> float:
+        """The variance over the minibatch's, both summed over the layers; nan if one of the latter is not known."""
+        return _ratio(self.variance, math.fsum(layer.minibatch_variance for layer in self.layers))
+
+    def apply(self, model: nn.Module) -> None:
+        """Configure the sketched layers of a model, in place.
+
+        Args:
+            model: A model with an `RMMLinear` of each name, as `convert_linears` makes them. Others are left alone.
+
+        Raises:
+            ValueError: If a layer is not there or is not an RMMLinear; the model is then as it was.
+        """
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+        named = {strip_wrappers(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        configs = self.configs
+        missing = [name for name in configs if name not in named]
+        if missing:
+            raise ValueError(f"the model has no {_listed(missing)}; pass the model that was profiled")
+        layers = {name: module for name, module in named.items() if isinstance(module, RMMLinear)}
+        others = [f"{name} ({type(named[name]).__name__})" for name in configs if name not in layers]
+        if others:
+            raise ValueError(f"not sketched layers: {_listed(others)}; convert them with convert_linears first")
+        for name, config in configs.items():
+            layers[name].rmm_config = config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the allocation as plain values, ready for JSON.
+
+        Returns:
+            `layers`, each a dictionary, and the totals; None for what is not finite.
+        """
+        return {
+            "layers": [
+                {
+                    "name": layer.name,
+                    "gradient_squared": float(layer.gradient_squared),
+                    "minibatch_variance": _finite_or_none(layer.minibatch_variance),
+                    **_option_to_dict(layer.option),
+                }
+                for layer in self.layers
+            ],
+            "saved_bytes": self.saved_bytes,
+            "variance": self.variance,
+            "relative_variance": _finite_or_none(self.relative_variance),
+            "noise_ratio": _finite_or_none(self.noise_ratio),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Allocation":
+        """Make an allocation of `to_dict`'s output.
+
+        Args:
+            values: What `to_dict` returned; the totals are not read.
+
+        Returns:
+            The allocation.
+
+        Raises:
+            ValueError: If it is something else, or a value is bad.
+        """
+        try:
+            layers = tuple(_layer_from_dict({**layer, "options": [layer]}) for layer in values["layers"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"not an allocation ({type(error).__name__}: {error}); pass what Allocation.to_dict() returned"
+            ) from None
+        return _allocation(NoiseProfile(layers), [0] * len(layers))
+
+    def __str__(self) -> str:
+        table: list[tuple[str, ...]] = [("layer", "config", "bytes", "relative variance")]
+        for layer in self.layers:
+            config = layer.option.config
+            relative = _ratio(layer.option.variance, layer.gradient_squared)
+            kind = "exact" if config.is_exact else _describe(config)
+            table.append((layer.name or "(the model)", kind, str(layer.option.saved_bytes), f"{relative:.3g}"))
+        widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
+        table.insert(1, tuple("-" * width for width in widths))
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        lines.append(
+            f"{len(self.layers)} layers keep {self.saved_bytes} bytes; variance {self.relative_variance:.3g} of the"
+            f" squared gradient, {self.noise_ratio:.3g} of the minibatch's variance"
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objective: Objective = "total") -> Allocation:
+    """Choose an option for every layer: the least variance within a budget of bytes.
+
+    The optimum, to a relative 1e-12; on inputs made to be hard (thousands of options of equal merit and unlike bytes) a
+    choice within 1e-6 of it may be returned. Of choices of equal variance one of the fewest bytes; the same input
+    always gives the same allocation.
+
+    Example:
+        >>> from rmm_linear import RMMConfig
+        >>> from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option, allocate_ratios
+        >>> def layer(name, coefficient):
+        ...     ratios = (0.2, 0.5, 0.8)
+        ...     options = (Option(RMMConfig(ratio=r), round(1000 * r), coefficient * (1 / r - 1)) for r in ratios)
+        ...     return LayerProfile(name, 10.0, 5.0, tuple(options))
+        >>> profile = NoiseProfile((layer("query", 1.0), layer("output", 20.0)))
+        >>> uniform = profile.uniform(RMMConfig(ratio=0.5))
+        >>> best = allocate_ratios(profile, uniform.saved_bytes)
+        >>> {name: config.ratio for name, config in best.configs.items()}
+        {'query': 0.2, 'output': 0.8}
+        >>> best.saved_bytes, uniform.saved_bytes, best.variance, uniform.variance
+        (1000, 1000, 9.0, 21.0)
+
+    Args:
+        profile: The options.
+        budget_bytes: What the layers may keep together; may be infinite.
+        objective: "total" for the least sum of variances, the noise of the whole gradient; "relative" for the least
+            sum of each layer's variance over its own squared gradient.
+
+    Returns:
+        The allocation.
+
+    Raises:
+        ValueError: If the budget is not a number or is below what the least options take, the objective is unknown, or
+            a layer of no gradient has a variance and the objective is "relative".
+    """
+    costs = _costs(profile, objective)
+    _check_bound("budget_bytes", budget_bytes)
+    weights = _bytes(profile)
+    least = int(sum(layer.min() for layer in weights))
+    if budget_bytes < least:
+        raise ValueError(
+            f"budget_bytes={budget_bytes} is below the least possible, {least} bytes with the smallest option of every"
+            " layer; pass at least that, or profile smaller options"
+        )
+    capacity = min(budget_bytes, int(sum(layer.max() for layer in weights)))
+    return _allocation(profile, _solve(weights, costs, float(math.floor(capacity))))
+
+
+def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objective: Objective = "total") -> Allocation:
+    """Choose an option for every layer: the fewest bytes within a limit of the variance.
+
+    The counterpart of `allocate_ratios`, by the same solver and with the same guarantee. Of choices of equal bytes one
+    of the least variance. The limit is kept to a relative 1e-12.
+
+    Args:
+        profile: The options.
+        variance_limit: What the variances may add up to; with the objective "relative", each over its layer's squared
+            gradient. May be infinite. A share s of the minibatch's noise is
+            `s * sum(layer.minibatch_variance for layer in profile.layers)`.
+        objective: "total" or "relative", as in `allocate_ratios`.
+
+    Returns:
+        The allocation.
+
+    Raises:
+        ValueError: If the limit is not a number or is below what the least options have, the objective is unknown, or
+            a layer of no gradient has a variance and the objective is "relative".
+    """
+    variances = _costs(profile, objective)
+    _check_bound("variance_limit", variance_limit)
+    least = math.fsum(float(layer.min()) for layer in variances)
+    capacity = min(float(variance_limit) * (1 + _ROUNDING), math.fsum(float(layer.max()) for layer in variances))
+    if capacity < least:
+        raise ValueError(
+            f"variance_limit={variance_limit} is below the least possible, {least!r} with the option of least variance"
+            " of every layer; pass at least that, or profile larger ratios or the exact layer"
+        )
+    return _allocation(profile, _solve(variances, _bytes(profile), capacity))
+
+
+def optimal_ratios(
+    coefficients: Sequence[float], bytes_at_one: Sequence[float], budget_bytes: float, *, least_ratio: float = 0.0
+) -> list[float]:
+    """Return the ratios of least variance under a budget, in closed form.
+
+    Minimises sum_l c_l / ratio_l, and with it sum_l c_l (1 / ratio_l - 1), subject to sum_l b_l ratio_l <= budget and
+    least_ratio <= ratio_l <= 1. By the Karush-Kuhn-Tucker conditions ratio_l = t sqrt(c_l / b_l), cut to
+    [least_ratio, 1], with one t for all layers; what they spend is piecewise linear in t, which gives t exactly.
+
+    Example:
+        >>> from rmm_linear.variance.allocation import optimal_ratios
+        >>> optimal_ratios([1.0, 4.0], [100.0, 100.0], 60.0)
+        [0.2, 0.4]
+        >>> optimal_ratios([1.0, 100.0], [100.0, 100.0], 125.0)
+        [0.25, 1.0]
+
+    Args:
+        coefficients: c_l, one a layer.
+        bytes_at_one: b_l: bytes of the layer at ratio 1.
+        budget_bytes: What they may take together; may be infinite.
+        least_ratio: In [0, 1].
+
+    Returns:
+        The ratios. A layer of coefficient 0 has `least_ratio`, unless it takes no bytes: those have 1.
+
+    Raises:
+        ValueError: If lengths differ, a value is bad, or the budget does not pay for the least ratios.
+    """
+    if len(coefficients) != len(bytes_at_one):
+        raise ValueError(
+            f"{len(coefficients)} coefficients and {len(bytes_at_one)} bytes_at_one; pass both for every layer"
+        )
+    for name, values in (("coefficients", coefficients), ("bytes_at_one", bytes_at_one)):
+        for index, value in enumerate(values):
+            _check_amount(f"{name}[{index}]", value)
+    _check_bound("budget_bytes", budget_bytes)
+    if isinstance(least_ratio, bool) or not isinstance(least_ratio, Real) or not 0 <= least_ratio <= 1:
+        raise ValueError(f"least_ratio={least_ratio!r} is not in [0, 1]; pass a share, such as 0.05")
+    c, b = np.asarray(coefficients, dtype=np.float64), np.asarray(bytes_at_one, dtype=np.float64)
+    ratios = np.where(b > 0, float(least_ratio), 1.0)
+    # what the caller cut to exactly the least ratios may be less than their bytes by rounding
+    spare = budget_bytes * (1 + _ROUNDING) - float(b @ ratios)
+    wanted = (b > 0) & (c > 0)
+    if spare < 0 or (wanted.any() and budget_bytes == 0):
+        raise ValueError(
+            f"budget_bytes={budget_bytes} does not pay for least_ratio={least_ratio}, which takes"
+            f" {float(b @ ratios):g} bytes; pass more than that"
+        )
+    c, b = c[wanted], b[wanted]
+    slope = np.sqrt(c) / np.sqrt(b)
+    # t at which a layer leaves the least ratio, and at which it reaches 1
+    rises, ends = least_ratio / slope, 1 / slope
+
+    def ratios_at(t: float) -> NDArray[np.float64]:
+        return np.where(ends <= t, 1.0, np.where(rises >= t, least_ratio, slope * t))
+
+    available = budget_bytes - least_ratio * float(np.asarray(bytes_at_one, dtype=np.float64)[~wanted].sum())
+    start = 0.0
+    for t in np.unique(np.concatenate((rises, ends))).tolist():
+        if float(b @ ratios_at(t)) > available:
+            moving = (rises <= start) & (ends > start)
+            settled = float(b[~moving] @ ratios_at(start)[~moving])
+            start = (available - settled) / float(b[moving] @ slope[moving])
+            break
+        start = t
+    ratios[wanted] = np.clip(ratios_at(start), least_ratio, 1.0)
+    return [float(ratio) for ratio in ratios]
+
+
+def _check_amount(what: str, value: object, *, whole: bool = False) -> None:
+    kind = Integral if whole else Real
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(
+            f"{what} is {value!r}; expected a finite {'whole number' if whole else 'number'} of at least 0"
+            f"{'' if whole else ' (one that is below 0 by rounding alone is to be passed as 0)'}"
+        )
+
+
+def _check_bound(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:  # type: ignore[operator]
+        raise ValueError(f"{name}={value!r} is not a number of at least 0; pass an int or a float")
+
+
+def _option_to_dict(option: Option) -> dict[str, Any]:
+    return {
+        "config": option.config.to_dict(),
+        "saved_bytes": int(option.saved_bytes),
+        "variance": float(option.variance),
+    }
+
+
+def _layer_from_dict(values: Mapping[str, Any]) -> LayerProfile:
+    minibatch = values["minibatch_variance"]
+    return LayerProfile(
+        name=values["name"],
+        gradient_squared=values["gradient_squared"],
+        minibatch_variance=math.nan if minibatch is None else minibatch,
+        options=tuple(
+            Option(RMMConfig.from_dict(option["config"]), option["saved_bytes"], option["variance"])
+            for option in values["options"]
+        ),
+    )
+
+
+def _finite_or_none(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _allocation(profile: NoiseProfile, choice: Sequence[int]) -> Allocation:
+    return Allocation(
+        tuple(
+            AllocatedLayer(layer.name, layer.options[index], layer.gradient_squared, layer.minibatch_variance)
+            for layer, index in zip(profile.layers, choice, strict=True)
+        )
+    )
+
+
+def _bytes(profile: NoiseProfile) -> list[NDArray[np.float64]]:
+    """As floats, which hold whole numbers up to 2**53."""
+    return [np.array([option.saved_bytes for option in layer.options], dtype=np.float64) for layer in profile.layers]
+
+
+def _costs(profile: NoiseProfile, objective: Objective) -> list[NDArray[np.float64]]:
+    if objective not in get_args(Objective):
+        raise ValueError(f"objective={objective!r} is unknown; choose one of {', '.join(get_args(Objective))}")
+    if objective == "total":
+        return [np.array([option.variance for option in layer.options], dtype=np.float64) for layer in profile.layers]
+    relative = [
+        [_ratio(option.variance, layer.gradient_squared) for option in layer.options] for layer in profile.layers
+    ]
+    without = [layer.name for layer, values in zip(profile.layers, relative, strict=True) if math.inf in values]
+    if without:
+        raise ValueError(
+            f"gradient_squared is 0 and a variance is not: {_listed(without)}; leave these layers out, or pass"
+            ' objective="total"'
+        )
+    return [np.array(values, dtype=np.float64) for values in relative]
+
+
+class _Choices(NamedTuple):
+    """The options of a layer that no other undercuts, by increasing weight and so by decreasing cost."""
+
+    weights: NDArray[np.float64]
+    costs: NDArray[np.float64]
+
+
+class _Sums(NamedTuple):
+    """Partial sums of some layers, by increasing weight and decreasing cost, and how they came about."""
+
+    weights: NDArray[np.float64]
+    costs: NDArray[np.float64]
+    # of each layer, for each sum after it: the sum before it, and the option
+    steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+    # least sum of reduced costs that was cut away for the limit's sake
+    least_cut: float
+
+    def options_of(self, index: int) -> list[int]:
+        found = []
+        for before, options in reversed(self.steps):
+            found.append(int(options[index]))
+            index = int(before[index])
+        return found[::-1]
+
+
+def _solve(weights: Sequence[NDArray[np.float64]], costs: Sequence[NDArray[np.float64]], capacity: float) -> list[int]:
+    """Choose one option a layer: of the least cost that fits, and of equal ones of the least weight."""
+    # the module's docstring has the method
+    orders = [_undominated(*pair) for pair in zip(weights, costs, strict=True)]
+    layers = [_Choices(w[order], c[order]) for w, c, order in zip(weights, costs, orders, strict=True)]
+    choice, price = _rounded_relaxation(layers, capacity)
+    if price > 0:
+        choice = _improve(layers, capacity, choice, price)
+    return [int(order[index]) for order, index in zip(orders, choice, strict=True)]
+
+
+def _undominated(weights: NDArray[np.float64], costs: NDArray[np.float64]) -> NDArray[np.int64]:
+    order = np.lexsort((costs, weights))
+    least_before = np.concatenate(([np.inf], np.minimum.accumulate(costs[order])[:-1]))
+    return order[costs[order] < least_before]
+
+
+def _rounded_relaxation(layers: Sequence[_Choices], capacity: float) -> tuple[list[int], float]:
+    """Walk the lower convex hulls, steepest edge first, and leave out what does not fit; and the price of a weight."""
+    # The price is the slope of the first edge that does not fit: the multiplier of the linear relaxation. Where all fit
+    # it is 0, and the choice is the optimum.
+    edges = []
+    for index, layer in enumerate(layers):
+        hull = _lower_hull(layer)
+        for left, right in pairwise(hull):
+            gain = float(layer.costs[left] - layer.costs[right]) / float(layer.weights[right] - layer.weights[left])
+            edges.append((-gain, index, left, right))
+    choice = [0] * len(layers)
+    spent, price = math.fsum(float(layer.weights[0]) for layer in layers), 0.0
+    for negative_gain, index, left, right in sorted(edges):
+        more = float(layers[index].weights[right] - layers[index].weights[left])
+        # an edge can be walked only from where the one before it ended
+        if choice[index] == left and spent + more <= capacity:
+            choice[index] = right
+            spent += more
+        elif price == 0:
+            price = -negative_gain
+    return choice, price
+
+
+def _lower_hull(layer: _Choices) -> list[int]:
+    w, c = layer.weights.tolist(), layer.costs.tolist()
+    hull: list[int] = []
+    for i in range(len(w)):
+        while len(hull) > 1:
+            j, k = hull[-2:]
+            if (c[k] - c[j]) * (w[i] - w[k]) < (c[i] - c[k]) * (w[k] - w[j]):
+                break
+            hull.pop()
+        hull.append(i)
+    return hull
+
+
+def _improve(layers: Sequence[_Choices], capacity: float, choice: list[int], price: float) -> list[int]:
+    """Turn a choice that fits into the best one."""
+    bound = math.fsum(float((layer.costs + price * layer.weights).min()) for layer in layers) - price * capacity
+    halves = [list(range(start, len(layers), 2)) for start in (0, 1)]
+    best, limit = _total(layers, choice), _FIRST_LIMIT
+    while True:
+        slack = 2 * _ROUNDING * (best + price * capacity)
+        spent = math.fsum(float(layer.weights[index]) for layer, index in zip(layers, choice, strict=True))
+        spare = (capacity - spent) / len(layers)
+        lists = []
+        for half, other in (halves, halves[::-1]):
+            room = capacity - math.fsum(float(layers[index].weights[0]) for index in other)
+            aims = [float(layers[index].weights[choice[index]]) + spare for index in half]
+            lists.append(_partial_sums([layers[i] for i in half], price, best - bound + slack, room, limit, aims))
+        pair = _best_pair(lists[0], lists[1], capacity)
+        if pair is not None:
+            found = [0] * len(layers)
+            for half, sums, index in zip(halves, lists, pair, strict=True):
+                for layer, option in zip(half, sums.options_of(index), strict=True):
+                    found[layer] = option
+            cost = _total(layers, found)
+            # equal ones replace the choice in hand: they have the least weight
+            if cost <= best * (1 + _ROUNDING):
+                choice, best = found, min(cost, best)
+        least_cut = min(sums.least_cut for sums in lists)
+        # nothing that was cut away leads to less than this
+        reachable = bound + least_cut
+        tolerance = _TOLERANCE if limit >= _LARGE_LIMIT else _ROUNDING
+        if least_cut > best - bound + slack or best - reachable <= tolerance * best:
+            return choice
+        limit *= _GROWTH
+
+
+def _total(layers: Sequence[_Choices], choice: Sequence[int]) -> float:
+    return math.fsum(float(layer.costs[index]) for layer, index in zip(layers, choice, strict=True))
+
+
+def _partial_sums(
+    layers: Sequence[_Choices], price: float, gap: float, room: float, limit: int, aims: Sequence[float]
+) -> _Sums:
+    """Enumerate the sums of one option a layer whose reduced costs add up to at most the gap, and whose weights fit."""
+    # Beyond `limit` of them after a layer, those of the least reduced costs are kept; of about equal ones those near
+    # the sum of the `aims` so far.
+    weights, costs, steps = np.zeros(1), np.zeros(1), []
+    least_cut, floor, aim = math.inf, 0.0, 0.0
+    least_rest = math.fsum(float(layer.weights[0]) for layer in layers)
+    for layer, layer_aim in zip(layers, aims, strict=True):
+        priced = layer.costs + price * layer.weights
+        options = np.flatnonzero(priced - priced.min() <= gap)
+        floor += float(priced.min())
+        aim += layer_aim
+        least_rest -= float(layer.weights[0])
+        # (sums before, options), flattened
+        all_weights = (weights[:, None] + layer.weights[options]).ravel()
+        all_costs = (costs[:, None] + layer.costs[options]).ravel()
+        reduced = all_costs + price * all_weights - floor
+        kept = np.flatnonzero((reduced <= gap) & (all_weights + least_rest <= room * (1 + _ROUNDING)))
+        kept = kept[_undominated(all_weights[kept], all_costs[kept])]
+        if len(kept) > limit:
+            merit = reduced[kept] + _AIM / len(layers) * price * np.abs(all_weights[kept] - aim)
+            order = np.argsort(merit, kind="stable")
+            least_cut = min(least_cut, float(reduced[kept[order[limit:]]].min()))
+            kept = kept[np.sort(order[:limit])]
+        steps.append((kept // len(options), options[kept % len(options)]))
+        weights, costs = all_weights[kept], all_costs[kept]
+    return _Sums(weights, costs, steps, least_cut)
+
+
+def _best_pair(first: _Sums, second: _Sums, capacity: float) -> tuple[int, int] | None:
+    """Find a sum of each list, together within the capacity and of the least cost; of equal ones the least weight."""
+    heaviest = np.searchsorted(second.weights, capacity - first.weights, side="right") - 1
+    fitting = np.flatnonzero(heaviest >= 0)
+    if not len(fitting):
+        return None
+    heaviest = heaviest[fitting]
+    totals = first.costs[fitting] + second.costs[heaviest]
+    target = float(totals.min()) * (1 + _ROUNDING)
+    # the lightest partner that costs no more than the target allows: costs fall as weights rise
+    cheap_enough = np.searchsorted(-second.costs, first.costs[fitting] - target, side="left")
+    partners = np.minimum(cheap_enough, heaviest)
+    pair_weights = np.where(totals <= target, first.weights[fitting] + second.weights[partners], np.inf)
+    chosen = int(np.argmin(pair_weights))
+    return int(fitting[chosen]), int(partners[chosen])

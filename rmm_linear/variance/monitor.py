@@ -1,0 +1,314 @@
+"""VarianceMonitor: how noisy are the weight gradients of a model that is training, layer by layer?
+
+Layers take turns. With L layers and `every=N`, each is measured once in N steps, and the layers are spread evenly over
+these steps: no step has more than ceil(L / N) of them, holds more than their inputs, or takes much longer than others.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from torch import Tensor, nn
+
+from rmm_linear import ops
+from rmm_linear.linear import RMMLinear
+from rmm_linear.variance.gradient_noise import GradientNoise, _ratio, batch_sequences, gradient_noise
+from rmm_linear.variance.probe import LayerProbe
+
+# Draws of S for what low-bit storage adds: good to a few percent of that, and of all layers together to less.
+DRAWS = 2
+
+
+@dataclass(frozen=True)
+class NoiseRecord:
+    """One layer's noise in one step. nan where there is no such number: the minibatch of a single sequence.
+
+    Attributes:
+        step: Optimizer steps before this one.
+        layer: Name of the layer.
+        rows: Rows of its input, padding left out where the layer leaves it out.
+        gradient_squared: C = ||g^T x||^2, of the exact gradient.
+        sketch_variance: V = E||estimate - g^T x||^2.
+        minibatch_variance: M: over the sequences of the batch for inputs of three dimensions or more, the first being
+            the sequences; over the rows for matrices (see `rmm_linear.variance.gradient_noise`).
+        relative_variance: V / C.
+        noise_ratio: V / M.
+        snr: max(C - M, 0) / (M + V); see `NoiseSummary`.
+        alpha: C / (||x||^2 ||g||^2).
+    """
+
+    step: int
+    layer: str
+    rows: int
+    gradient_squared: float
+    sketch_variance: float
+    minibatch_variance: float
+    relative_variance: float
+    noise_ratio: float
+    snr: float
+    alpha: float
+
+
+@dataclass(frozen=True)
+class NoiseSummary:
+    """The noise of all layers together, each by its latest record: C, V and M are summed over the layers.
+
+    C - M estimates the squared norm of the *expected* gradient, without bias: for the gradient G of a random minibatch,
+    E||G||^2 = ||E G||^2 + E||G - E G||^2, and M estimates the last term.
+
+    Attributes:
+        relative_variance: sum V / sum C, so that noise inflates the gradient's norm by sqrt(1 + this).
+        noise_ratio: sum V / sum M, the sketches' noise over the minibatch's; nan where no layer has an M.
+        snr: max(sum C - sum M, 0) / (sum M + sum V), signal over noise; nan where no layer has an M.
+        mean_relative_variance: Mean over the layers of V / C, where C is not 0; nan without such layers.
+        layers_measured: Layers with a record whose numbers are finite.
+        layers_total: Sketched layers of the model.
+    """
+
+    relative_variance: float
+    noise_ratio: float
+    snr: float
+    mean_relative_variance: float
+    layers_measured: int
+    layers_total: int
+
+
+class VarianceMonitor:
+    """Measures the noise of a model's weight gradients while it trains.
+
+    Call `step()` after each optimizer step. Records come in during the backward passes: `latest` has each layer's last
+    one, `noise()` sums them up, and the file at `path` has them all, as JSON lines. What is measured are closed forms
+    of the layer's own input and gradient, on the first micro-batch of a step; the training itself, its random numbers
+    included, stays what it would be without a monitor.
+
+    Warning:
+        With a `GradScaler`, C, V and M are those of the scaled loss: larger by the square of the scale. Ratios are not
+        touched. With gradient accumulation they are those of one micro-batch.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import convert_linears
+        >>> from rmm_linear.variance import VarianceMonitor
+        >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(8, 4)), ratio=0.5)
+        >>> with VarianceMonitor(model, every=1) as monitor:
+        ...     for _ in range(2):
+        ...         model(torch.randn(4, 64, 8)).square().mean().backward()
+        ...         monitor.step()
+        >>> monitor.latest["0"].step, 0 < monitor.noise().relative_variance
+        (1, True)
+
+    Args:
+        model: A model with `RMMLinear` layers, in eager mode.
+        every: Steps in which each layer is measured once.
+        path: JSON-lines file that records are appended to, by data-parallel rank 0; None for no file. Numbers that are
+            not finite are null in it.
+
+    Attributes:
+        every: Steps in which each layer is measured once.
+        latest: The last record of each layer measured so far.
+
+    Raises:
+        ValueError: If the model is compiled or has no sketched layer, `every` is no positive int, or `path` is a
+            folder.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int = 50, path: str | os.PathLike[str] | None = None) -> None:
+        if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
+            raise ValueError(f"every={every!r} is not a positive int; pass the steps from one sample to the next")
+        self.every: int = int(every)
+        self.latest: dict[str, NoiseRecord] = {}
+        self._steps: int = 0
+        # ints, or tensors where the norms are: counting must not wait for a device
+        self._observed: int | Tensor = 0
+        self._clipped: int | Tensor = 0
+        probe = LayerProbe(model, self._measure)
+        self._layers: tuple[str, ...] = tuple(probe.layers)
+        self._file: TextIO | None = None if path is None else _appended(Path(path))
+        self._probe: LayerProbe | None = probe
+        probe.watch(self._due())
+
+    def step(self) -> None:
+        """End a training step; to be called after each optimizer step. Nothing happens after `close`."""
+        if self._probe is not None:
+            self._steps += 1
+            self._probe.watch(self._due())
+
+    def _due(self) -> list[str]:
+        turn, count = self._steps % self.every, len(self._layers)
+        return list(self._layers[turn * count // self.every : (turn + 1) * count // self.every])
+
+    def _measure(self, name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+        config, lengths = layer.rmm_config, batch_sequences(x)
+        noise = gradient_noise(x, g, config, sequence_lengths=lengths, index=index, draws=DRAWS)
+        record = _record(self._steps, name, x.shape[:-1].numel() if index is None else index.numel(), noise)
+        self.latest[name] = record
+        if self._file is not None and ops.data_parallel_rank() == 0:
+            self._file.write(json.dumps(_finite(asdict(record)), allow_nan=False) + "\n")
+            self._file.flush()
+
+    def noise(self) -> NoiseSummary | None:
+        """Sum up the latest records of all layers.
+
+        Returns:
+            The summary, or None before anything is measured.
+        """
+        records = [
+            record
+            for record in self.latest.values()
+            if math.isfinite(record.gradient_squared) and math.isfinite(record.sketch_variance)
+        ]
+        if not records:
+            return None
+        ratio = snr = float("nan")
+        known = [record for record in records if math.isfinite(record.minibatch_variance)]
+        if known:
+            c, v, m = (
+                math.fsum(getattr(record, name) for record in known)
+                for name in ("gradient_squared", "sketch_variance", "minibatch_variance")
+            )
+            ratio, snr = _ratio(v, m), _snr(c, v, m)
+        relative = [record.relative_variance for record in records if record.gradient_squared]
+        return NoiseSummary(
+            relative_variance=_ratio(
+                math.fsum(record.sketch_variance for record in records),
+                math.fsum(record.gradient_squared for record in records),
+            ),
+            noise_ratio=ratio,
+            snr=snr,
+            mean_relative_variance=math.fsum(relative) / len(relative) if relative else float("nan"),
+            layers_measured=len(records),
+            layers_total=len(self._layers),
+        )
+
+    def observe_gradient_norm(self, norm: float | Tensor, max_norm: float) -> None:
+        """Count a step, and whether its gradient was clipped. A tensor is not waited for.
+
+        A norm that is not finite is not counted: a `GradScaler` skips such a step.
+
+        Args:
+            norm: Norm of the whole gradient before clipping, as `torch.nn.utils.clip_grad_norm_` returns it.
+            max_norm: What it was clipped to.
+        """
+        if isinstance(norm, Tensor):
+            norm = norm.detach()
+            self._observed = self._observed + norm.isfinite().long()
+            self._clipped = self._clipped + (norm.isfinite() & (norm > max_norm)).long()
+        elif math.isfinite(norm):
+            self._observed = self._observed + 1
+            self._clipped = self._clipped + int(norm > max_norm)
+
+    @property
+    def clip_fraction(self) -> float | None:
+        """Part of the observed steps whose gradient was clipped; None before the first."""
+        observed = int(self._observed)
+        return int(self._clipped) / observed if observed else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on: counters and latest records.
+
+        Returns:
+            Numbers and texts that strict JSON holds.
+        """
+        return {
+            "steps": self._steps,
+            "observed": int(self._observed),
+            "clipped": int(self._clipped),
+            "latest": [_finite(asdict(record)) for record in self.latest.values()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another monitor was, between two steps.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it is something else, or has records of layers that this model lacks.
+        """
+        try:
+            steps, observed, clipped = (int(state[name]) for name in ("steps", "observed", "clipped"))
+            latest = [_restored(record) for record in state["latest"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"this is no state of a VarianceMonitor ({type(error).__name__}: {error}); pass what state_dict()"
+                " returned"
+            ) from None
+        unknown = [record.layer for record in latest if record.layer not in self._layers]
+        if unknown:
+            raise ValueError(
+                f"the state has a record of {unknown[0]!r}, which is no sketched layer of this model; convert the model"
+                " as it was when the state was saved"
+            )
+        self._steps, self._observed, self._clipped = steps, observed, clipped
+        self.latest = {record.layer: record for record in latest}
+        if self._probe is not None:
+            self._probe.watch(self._due())
+
+    def close(self) -> None:
+        """Leave the model, and close the file; what was recorded stays here."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> "VarianceMonitor":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _record(step: int, layer: str, rows: int, noise: GradientNoise) -> NoiseRecord:
+    c, v = noise.gradient_squared, noise.sketch_variance
+    m = noise.row_variance if noise.sequence_variance is None else noise.sequence_variance
+    return NoiseRecord(
+        step=step,
+        layer=layer,
+        rows=rows,
+        gradient_squared=c,
+        sketch_variance=v,
+        minibatch_variance=m,
+        relative_variance=noise.relative_variance,
+        noise_ratio=noise.noise_ratio,
+        snr=_snr(c, v, m),
+        alpha=noise.alpha,
+    )
+
+
+def _snr(c: float, v: float, m: float) -> float:
+    # by hand: max(nan, 0) depends on the order
+    signal = 0.0 if c <= m else c - m
+    return _ratio(signal, m + v)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+
+
+def _restored(record: Mapping[str, Any]) -> NoiseRecord:
+    values: dict[str, Any] = {}
+    for field in fields(NoiseRecord):
+        value = record[field.name]
+        values[field.name] = float("nan") if value is None else value
+    return NoiseRecord(**values)
+
+
+def _appended(path: Path) -> TextIO | None:
+    if path.is_dir():
+        raise ValueError(f"path={str(path)!r} is a folder; pass the path of a file in it, such as noise.jsonl")
+    if ops.data_parallel_rank() != 0:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a", encoding="utf-8")

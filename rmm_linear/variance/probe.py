@@ -1,0 +1,177 @@
+"""LayerProbe: what a layer's weight gradient is made of, its input x and its output's gradient g, from a live model.
+
+The backward pass of a sketched layer has g but no x, and its forward has x but no g. A probe keeps the x of the layers
+that it is told to watch from the one to the other, hands both over, and forgets them: it never holds more than the
+inputs of those layers.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rmm_linear.convert import strip_wrappers
+from rmm_linear.linear import RMMLinear
+from rmm_linear.padding import current_valid_rows
+
+Measure = Callable[[str, RMMLinear, Tensor, Tensor, Tensor | None], object]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether torch.compile, or module.compile, was applied to any part of the model.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        True if a part of it does not run eagerly.
+    """
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A layer's input, from its forward to its backward pass."""
+
+    layer: RMMLinear
+    x: Tensor
+    # of x, to notice changes in place; None where x counts none
+    version: int | None
+    index: Tensor | None
+
+
+class _Hook:
+    """Calls a probe's method with a layer's name, and nothing once the probe is gone.
+
+    A copy of it, in a copied or pickled model, belongs to no probe.
+    """
+
+    def __init__(self, name: str, probe: "LayerProbe | None") -> None:
+        self._name = name
+        self._probe = None if probe is None else weakref.ref(probe)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._name, None)
+
+
+class _ForwardHook(_Hook):
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        probe = None if self._probe is None else self._probe()
+        if probe is not None and isinstance(output, Tensor) and not torch.compiler.is_compiling():
+            probe._after_forward(self._name, layer, args[0] if args else kwargs["input"], output)
+
+
+class _GradientHook(_Hook):
+    def __call__(self, g: Tensor) -> None:
+        probe = None if self._probe is None else self._probe()
+        if probe is not None:
+            probe._with_gradient(self._name, g)
+
+
+class LayerProbe:
+    """Calls back with (x, g) of chosen `RMMLinear` layers during training steps.
+
+    `watch(names)` begins a step: each named layer is measured at most once, at its first call that is made in training
+    mode with gradients enabled, in the backward pass and straight from the hook that receives g. So it is the first
+    micro-batch under gradient accumulation, and the first of several calls of one module. In a checkpointed block a
+    layer is measured once as well.
+
+    Nothing is measured of a layer whose input was changed in place before its backward pass, and of one that gets no
+    gradient. What is left of such a step is dropped by the next `watch`. The random state is not touched.
+
+    Args:
+        model: A model with `RMMLinear` layers, in eager mode.
+        measure: Called as `measure(name, layer, x, g, index)`: the layer's name without wrappers' prefixes; the input
+            (..., in); the gradient of the output (..., out); and the numbers of the rows that the layer sketched, or
+            None for all.
+
+    Attributes:
+        layers: The sketched layers by name.
+
+    Raises:
+        ValueError: If the model is compiled, or has no `RMMLinear`.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import convert_linears
+        >>> from rmm_linear.variance.probe import LayerProbe
+        >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(8, 4)), ratio=0.5)
+        >>> probe = LayerProbe(model, lambda name, layer, x, g, index: print(name, tuple(x.shape), tuple(g.shape)))
+        >>> probe.watch(["0"])
+        >>> model(torch.randn(256, 8)).sum().backward()
+        0 (256, 8) (256, 4)
+        >>> probe.close()
+    """
+
+    layers: Mapping[str, RMMLinear]
+
+    def __init__(self, model: nn.Module, measure: Measure) -> None:
+        if is_compiled(model):
+            raise ValueError(
+                "the model, or a part of it, is compiled, and a compiled forward hides the layers' inputs; measure the"
+                " eager model, before torch.compile"
+            )
+        found = {
+            strip_wrappers(name): module for name, module in model.named_modules() if isinstance(module, RMMLinear)
+        }
+        if not found:
+            raise ValueError(
+                f"the {type(model).__name__} has no sketched layer to measure: it is an unconverted model; call"
+                " convert_linears(model) first"
+            )
+        self.layers = MappingProxyType(found)
+        self._measure = measure
+        self._handles: list[RemovableHandle] = []
+        self._seen: set[str] = set()
+        self._held: dict[str, _Held] = {}
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Begin a step in which these layers, and no others, are measured.
+
+        Args:
+            names: Keys of `layers`.
+        """
+        self.close()
+        for name in names:
+            # first, so that the output is the layer's own, whatever other hooks make of it
+            hook = self.layers[name].register_forward_hook(_ForwardHook(name, self), with_kwargs=True, prepend=True)
+            self._handles.append(hook)
+
+    def close(self) -> None:
+        """Leave nothing behind, on the model or in memory; `watch` may be called again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._seen.clear()
+        self._held.clear()
+
+    def _after_forward(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        # another layer: a replica's
+        if name in self._seen or layer is not self.layers[name]:
+            return
+        assert isinstance(layer, RMMLinear)
+        trains = layer.training and layer.weight.requires_grad and torch.is_grad_enabled() and output.requires_grad
+        if not trains or x.is_nested or x.layout != torch.strided:
+            return
+        self._seen.add(name)
+        rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None
+        index = rows.index_on(x.device) if rows is not None else None
+        version = None if x.is_inference() else x._version
+        self._held[name] = _Held(layer, x.detach(), version, index)
+        # The hook knows no tensor: a graph that somebody keeps would keep it as well.
+        self._handles.append(output.register_hook(_GradientHook(name, self)))
+
+    def _with_gradient(self, name: str, g: Tensor) -> None:
+        held = self._held.pop(name, None)
+        if held is None or (held.version is not None and held.x._version != held.version):
+            return
+        with torch.no_grad():
+            self._measure(name, held.layer, held.x, g.detach(), held.index)

@@ -1,0 +1,378 @@
+"""What would every candidate configuration cost each layer, in bytes and in noise? The data of an allocation.
+
+A layer's x and g of a few batches tell the variances of all configurations, whatever the layer itself is configured to:
+its output and its grad_input are exact, so that no layer's noise reaches another's x or g within a step.
+
+Few evaluations serve many ratios. Nearly every sketch's variance is a + b / rank, with a and b from x and g alone
+(`Sketch.variance_family`): two ratios tell the others, exactly. What low-bit storage adds is (a + b log rows of a
+group) / rank, to a good approximation.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.linear import RMMLinear
+from rmm_linear.sketches import Centered, LowBit, Sketch
+from rmm_linear.sketches.centered import centred
+from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
+from rmm_linear.variance.gradient_noise import _rows, batch_sequences, gradient_noise
+from rmm_linear.variance.probe import LayerProbe
+
+# Draws of S for what low-bit storage adds.
+_DRAWS = 2
+# More ratios than these of one family are interpolated.
+_EVALUATED = 2
+_EXACT = RMMConfig(ratio=1.0)
+_S = TypeVar("_S", bound=Sketch)
+
+
+def layer_options(
+    x: Tensor, g: Tensor, configs: Sequence[RMMConfig], *, index: Tensor | None = None
+) -> tuple[Option, ...]:
+    """Return what each configuration keeps of one layer's input, and its variance on this batch.
+
+    Args:
+        x: Activations, shape (..., in), any float dtype.
+        g: Gradient of the layer's output, shape (..., out), in the dtype that the layer computes in.
+        configs: Candidates.
+        index: Numbers of the rows that are not padding, for the candidates that leave padding out; see
+            `gradient_noise`.
+
+    Returns:
+        An option a configuration, in order.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
+    x, g = _rows(x, g)
+    valid_rows = x.shape[0] if index is None else index.numel()
+    variances: dict[RMMConfig, float] = {}
+    for skips in (False, True):
+        some = [config for config in configs if (config.skip_padding and index is not None) == skips]
+        if some:
+            some_x, some_g = (y.index_select(0, index) if skips and index is not None else y for y in (x, g))
+            variances |= _variances(some_x, some_g, some)
+    return tuple(
+        Option(
+            config=config,
+            saved_bytes=config.saved_bytes(x.shape[0], x.shape[1], g.dtype, valid_rows),
+            variance=variances[config],
+        )
+        for config in configs
+    )
+
+
+def _variances(x: Tensor, g: Tensor, configs: Sequence[RMMConfig]) -> dict[RMMConfig, float]:
+    rows = x.shape[0]
+    objects = {config: config.sketch_object for config in configs if config.sketches(rows)}
+    centred_ones = [sketch for sketch in objects.values() if isinstance(sketch, Centered)]
+    found = _of_uncentred(x, g, [sketch for sketch in objects.values() if not isinstance(sketch, Centered)])
+    if centred_ones:
+        inner = _of_uncentred(centred(x), centred(g), [sketch.inner for sketch in centred_ones])
+        found |= {sketch: inner[sketch.inner] for sketch in centred_ones}
+    return {config: found[objects[config]] if config in objects else 0.0 for config in configs}
+
+
+def _of_uncentred(x: Tensor, g: Tensor, sketches: Sequence[Sketch]) -> dict[Sketch, float]:
+    """The closed forms: of the sketches without their storages, and of what these add."""
+    rows = x.shape[0]
+    low_bit = [sketch for sketch in sketches if isinstance(sketch, LowBit)]
+    plain = [sketch.inner if isinstance(sketch, LowBit) else sketch for sketch in sketches]
+    variances = _along_families(
+        [sketch for sketch in plain if sketch is not None],
+        rows,
+        family=lambda sketch: sketch.variance_family(rows),
+        evaluate=lambda sketch: float(sketch.variance(x, g)),
+        shape=lambda sketch: (1.0, 1 / max(1, sketch.rank(rows))),
+    )
+    rounding = _along_families(
+        low_bit,
+        rows,
+        family=lambda sketch: _rounding_family(sketch, rows),
+        evaluate=lambda sketch: float(replace(sketch, draws=_DRAWS).rounding_variance(x, g)),
+        # The squared range of the rows in a group, and so that of a step, grows like the logarithm of their number.
+        shape=lambda sketch: (1 / max(1, sketch.rank(rows)), math.log(max(1, min(sketch.rank(rows), sketch.group)))),
+    )
+    found = {}
+    for sketch, inner in zip(sketches, plain, strict=True):
+        found[sketch] = 0.0 if inner is None else variances[inner]
+        if isinstance(sketch, LowBit):
+            found[sketch] += rounding[sketch]
+    return found
+
+
+def _rounding_family(sketch: LowBit, rows: int) -> Hashable | None:
+    inner = None if sketch.inner is None else sketch.inner.variance_family(rows)
+    return None if inner is None else (inner, sketch.storage)
+
+
+def _along_families(
+    sketches: Sequence[_S],
+    rows: int,
+    *,
+    family: Callable[[_S], Hashable | None],
+    evaluate: Callable[[_S], float],
+    shape: Callable[[_S], tuple[float, float]],
+) -> dict[_S, float]:
+    """Evaluate u (a + b v) for all sketches, (u, v) being their shape; large families at their ends only."""
+    families: dict[Hashable, list[_S]] = {}
+    for sketch in dict.fromkeys(sketches):
+        key = family(sketch)
+        # the sketch itself: a family of its own
+        families.setdefault(sketch if key is None else key, []).append(sketch)
+    found: dict[_S, float] = {}
+    for members in families.values():
+        members.sort(key=lambda sketch: sketch.rank(rows))
+        known = members if len(members) <= _EVALUATED else (members[0], members[-1])
+        found.update((sketch, evaluate(sketch)) for sketch in known)
+        (low_u, low_v), (high_u, high_v) = shape(members[0]), shape(members[-1])
+        low, high = found[members[0]] / low_u, found[members[-1]] / high_u
+        for sketch in members:
+            if sketch not in found:
+                u, v = shape(sketch)
+                share = (v - high_v) / (low_v - high_v) if low_v != high_v else 0.0
+                found[sketch] = max(0.0, u * (high + share * (low - high)))
+    return found
+
+
+@dataclass
+class _Sums:
+    """One layer's measurements, added up."""
+
+    batches: int = 0
+    gradient_squared: float = 0.0
+    minibatch_variance: float = 0.0
+    # configuration -> bytes, variance
+    options: dict[RMMConfig, list[float]] = field(default_factory=dict)
+
+
+class ProfileBuilder:
+    """Averages measurements of layers, made one at a time in whatever order, into a `NoiseProfile`.
+
+    Its length is the number of layers measured so far.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import RMMConfig
+        >>> from rmm_linear.variance.profile import ProfileBuilder
+        >>> builder, x, g = ProfileBuilder(), torch.randn(4, 64, 16), torch.randn(4, 64, 8)
+        >>> builder.add("layer", x, g, [RMMConfig(ratio=ratio) for ratio in (0.1, 0.5, 1.0)])
+        >>> [option.saved_bytes for option in builder.build().layers[0].options]
+        [1608, 8264, 16384]
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[str, _Sums] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def add(
+        self, name: str, x: Tensor, g: Tensor, configs: Sequence[RMMConfig], *, index: Tensor | None = None
+    ) -> None:
+        """Add one layer's input and gradient of one batch.
+
+        The minibatch's variance is that over the sequences, the first dimension of `x`; over the rows for a matrix, and
+        for a single sequence; 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, is left
+        out.
+
+        Args:
+            name: Name of the layer.
+            x: Activations, shape (..., in).
+            g: Gradient of the layer's output, shape (..., out).
+            configs: Candidates, the same ones at each call for this layer.
+            index: Numbers of the rows that are not padding; see `layer_options`.
+
+        Raises:
+            ValueError: If shapes do not fit, or the candidates are other ones than before.
+        """
+        sums = self._layers.get(name, _Sums())
+        if sums.batches and set(sums.options) != set(configs):
+            raise ValueError(f"{name!r} was measured for other configurations before; pass the same ones each time")
+        noise = gradient_noise(x, g, _EXACT, sequence_lengths=batch_sequences(x))
+        if not math.isfinite(noise.gradient_squared):
+            return
+        minibatch = noise.sequence_variance
+        if minibatch is None or math.isnan(minibatch):
+            minibatch = noise.row_variance
+        sums.batches += 1
+        sums.gradient_squared += noise.gradient_squared
+        sums.minibatch_variance += 0.0 if math.isnan(minibatch) else minibatch
+        for option in layer_options(x, g, configs, index=index):
+            each = sums.options.setdefault(option.config, [0.0, 0.0])
+            each[0] += option.saved_bytes
+            each[1] += option.variance
+        self._layers[name] = sums
+
+    def build(self) -> NoiseProfile:
+        """Return the means.
+
+        Returns:
+            The profile, its layers in the order in which they were first added.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        if not self._layers:
+            raise ValueError("no layer was measured; run a forward and a backward pass of the model in training mode")
+        return NoiseProfile(
+            tuple(
+                LayerProfile(
+                    name=name,
+                    gradient_squared=sums.gradient_squared / sums.batches,
+                    minibatch_variance=sums.minibatch_variance / sums.batches,
+                    options=tuple(
+                        Option(config, round(kept / sums.batches), variance / sums.batches)
+                        for config, (kept, variance) in sums.options.items()
+                    ),
+                )
+                for name, sums in self._layers.items()
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured so far.
+
+        Returns:
+            Values that strict JSON holds.
+        """
+        return {
+            name: {
+                "batches": sums.batches,
+                "gradient_squared": sums.gradient_squared,
+                "minibatch_variance": sums.minibatch_variance,
+                "options": [[config.to_dict(), *each] for config, each in sums.options.items()],
+            }
+            for name, sums in self._layers.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another builder was.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it is something else.
+        """
+        try:
+            layers = {
+                str(name): _Sums(
+                    int(sums["batches"]),
+                    float(sums["gradient_squared"]),
+                    float(sums["minibatch_variance"]),
+                    {
+                        RMMConfig.from_dict(config): [float(kept), float(variance)]
+                        for config, kept, variance in sums["options"]
+                    },
+                )
+                for name, sums in state.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"this is no state of a ProfileBuilder ({type(error).__name__}: {error}); pass what state_dict()"
+                " returned"
+            ) from None
+        self._layers = layers
+
+
+def profile_noise(
+    model: nn.Module,
+    runs: Sequence[Callable[[], object]],
+    configs: Sequence[RMMConfig],
+    *,
+    layers_at_once: int = 4,
+) -> NoiseProfile:
+    """Measure, on a few batches, what each configuration would cost each sketched layer.
+
+    Each batch is run once for every `layers_at_once` layers, whose inputs are held meanwhile. Gradients, buffers and
+    the random state are afterwards what they were before, and all runs see the same random numbers: training goes on
+    as if nothing had been done. Layers that get no gradient are left out.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import RMMConfig, convert_linears
+        >>> from rmm_linear.variance import profile_noise
+        >>> model, x = convert_linears(torch.nn.Sequential(torch.nn.Linear(8, 4))), torch.randn(256, 8)
+        >>> configs = [RMMConfig(ratio=ratio) for ratio in (0.1, 0.5, 1.0)]
+        >>> profile = profile_noise(model, [lambda: model(x).square().sum().backward()], configs)
+        >>> [option.variance > 0 for option in profile.layers[0].options]
+        [True, True, False]
+
+    Args:
+        model: A model with `RMMLinear` layers, in eager and in training mode.
+        runs: A callable a batch, which runs forward and backward pass of that batch, and no optimizer step.
+        configs: Candidates, the same for all layers. Those that leave padding out are measured without it where the
+            model announces its mask to the layer (`rmm_linear.padding`).
+        layers_at_once: Layers whose inputs may be held at the same time.
+
+    Returns:
+        Means over the batches.
+
+    Raises:
+        ValueError: If the model is compiled, not in training mode or has no sketched layer, an argument is empty or
+            `layers_at_once` below 1, or no layer got a gradient.
+    """
+    if not model.training:
+        raise ValueError("the model is in eval mode, where nothing is sketched; call model.train() first")
+    if not runs or not configs:
+        raise ValueError(f"{len(runs)} runs and {len(configs)} configurations; pass at least one of each")
+    if isinstance(layers_at_once, bool) or not isinstance(layers_at_once, Integral) or layers_at_once < 1:
+        raise ValueError(f"layers_at_once={layers_at_once!r} is not a positive int; pass 1 for the least memory")
+    builder = ProfileBuilder()
+
+    def measure(name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+        builder.add(name, x, g, configs, index=index)
+
+    probe = LayerProbe(model, measure)
+    names = list(probe.layers)
+    devices = {parameter.device for parameter in model.parameters()}
+    generators = [device.index for device in devices if device.type == "cuda"]
+    with _as_it_was(model):
+        try:
+            for run in runs:
+                for start in range(0, len(names), int(layers_at_once)):
+                    probe.watch(names[start : start + int(layers_at_once)])
+                    with torch.random.fork_rng(devices=generators):
+                        run()
+                    _drop_gradients(model)
+        finally:
+            probe.close()
+    return builder.build()
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put gradients aside, and give them and the buffers back at the end."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    _drop_gradients(model)
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for module, name, buffer, content in buffers:
+                module._buffers[name] = buffer
+                # only what a forward pass has changed: a copy would be noticed by graphs that use the buffer
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)

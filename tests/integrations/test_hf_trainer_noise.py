@@ -1,0 +1,256 @@
+"""RMMCallback's monitor and its choice of ratios, in a real Trainer."""
+
+import json
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+
+from rmm_linear import PaddingGradientError, RMMCallback, RMMConfig, RMMLinear
+from rmm_linear.variance import VarianceMonitor
+
+NOISE = {"rmm/relative_variance", "rmm/noise_ratio", "rmm/snr", "rmm/clip_fraction"}
+ALLOCATED = {"rmm/allocated_mib", "rmm/mean_ratio"}
+LAYERS = 12
+
+
+def make_model(dropout=0.0):
+    torch.manual_seed(1)
+    config = RobertaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=40, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return RobertaForSequenceClassification(config)
+
+
+def make_data(examples=48, length=32):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(5, 50, (examples, length), generator=generator)
+    masks = (torch.arange(length) < torch.randint(8, length + 1, (examples, 1), generator=generator)).long()
+    return [
+        {"input_ids": row, "attention_mask": mask, "labels": int(row[0] > 27)}
+        for row, mask in zip(ids, masks, strict=True)
+    ]
+
+
+def make_trainer(folder, *callbacks, model=None, **changes):
+    arguments = {
+        "per_device_train_batch_size": 8,
+        "max_steps": 24,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 1e-3,
+        "dataloader_pin_memory": False,
+        **changes,
+    }
+    trainer = Trainer(
+        model if model is not None else make_model(),
+        TrainingArguments(output_dir=str(folder), **arguments),
+        train_dataset=make_data(),
+        callbacks=list(callbacks),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def callback(**options):
+    # the pooler and the attention's output save nothing, and the callback would say so
+    return RMMCallback(config=RMMConfig(ratio=0.2, min_rows=1), exclude_modules=["attention.output.dense"], **options)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def configs(model):
+    return [layer.rmm_config for layer in model.modules() if isinstance(layer, RMMLinear)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Reporter(TrainerCallback):
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append((state.global_step, dict(logs)))
+
+    def rows(self, keys):
+        return [(step, logs) for step, logs in self.logs if logs.keys() >= keys]
+
+
+def test_the_monitors_numbers_reach_every_reporter_and_the_file(tmp_path):
+    reporter, watched = Reporter(), callback(monitor=4)
+    trainer = make_trainer(tmp_path, watched, reporter)
+    trainer.train()
+    rows = reporter.rows(NOISE)
+    assert [step for step, _ in rows][:2] == [1, 2]
+    final = watched.monitor.noise()
+    last = rows[-1][1]
+    assert last["rmm/relative_variance"] == final.relative_variance > 0
+    assert (last["rmm/noise_ratio"], last["rmm/snr"]) == (final.noise_ratio, final.snr)
+    # a norm of 0.001 clips every step
+    assert last["rmm/clip_fraction"] == 1.0
+    records = lines(tmp_path / "rmm_noise.jsonl")
+    # the layers but two, once in four steps each
+    assert len(records) == 24 // 4 * (LAYERS - 2)
+    assert {record["step"] for record in records} == set(range(24))
+    assert not any(module._forward_hooks for module in trainer.model.modules())
+
+
+def test_steps_that_are_not_clipped_do_not_count_as_clipped(tmp_path):
+    reporter = Reporter()
+    make_trainer(tmp_path, callback(monitor=True), reporter, max_grad_norm=1e3).train()
+    assert {logs["rmm/clip_fraction"] for _, logs in reporter.rows(NOISE)} == {0.0}
+
+
+def test_the_clip_fraction_is_that_of_the_norms_before_clipping(tmp_path):
+    class Norms(TrainerCallback):
+        norms = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "grad_norm" in logs:
+                self.norms.append(logs["grad_norm"])
+
+    options = {"max_steps": 20, "learning_rate": 0.0}
+    make_trainer(tmp_path, callback(), norms := Norms(), max_grad_norm=1e3, **options).train()
+    looked_at = norms.norms[::10]
+    reporter, watched = Reporter(), callback(monitor=True)
+    make_trainer(tmp_path, watched, reporter, max_grad_norm=sum(looked_at) / 2, **options).train()
+    assert watched.monitor.state_dict()["observed"] == 2
+    assert reporter.rows(NOISE)[-1][1]["rmm/clip_fraction"] == 0.5
+
+
+def test_training_is_bitwise_what_it_is_without_a_monitor(tmp_path):
+    weights = []
+    for options in ({}, {"monitor": 2}):
+        trainer = make_trainer(tmp_path, callback(**options), max_steps=6, model=make_model(dropout=0.1))
+        trainer.train()
+        weights.append(list(trainer.model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+
+
+def test_a_budget_is_allocated_after_the_first_steps_and_logged(tmp_path):
+    reporter, chosen = Reporter(), callback(budget="auto")
+    trainer = make_trainer(tmp_path, chosen, reporter)
+    trainer.train()
+    rows = reporter.rows(ALLOCATED)
+    assert rows[0][0] == 16
+    allocation = chosen.ratios.allocation
+    assert rows[-1][1]["rmm/allocated_mib"] == allocation.saved_bytes / 2**20
+    assert allocation.saved_bytes <= chosen.ratios.budget_bytes
+    ratios = [config.ratio for config in allocation.configs.values()]
+    assert rows[-1][1]["rmm/mean_ratio"] == pytest.approx(sum(ratios) / len(ratios))
+    assert len(set(ratios)) > 1
+    changes = lines(tmp_path / "rmm_ratios.jsonl")
+    assert [change["layer"] for change in changes] == [change.layer for change in chosen.ratios.changes]
+    assert {change["step"] for change in changes} == {16}
+
+
+@pytest.mark.parametrize("stop", [10, 20])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, stop):
+    options = {"monitor": 5, "budget": "auto", "noise_target": 5.0, "recheck_steps": 18}
+    found = []
+    for folder, steps in (("whole", (24,)), ("parts", (stop, 24))):
+        for number, last in enumerate(steps):
+            made = callback(**options)
+            trainer = make_trainer(
+                tmp_path / folder, made, max_steps=24, model=make_model(dropout=0.1), save_strategy="steps",
+                save_steps=stop,
+            )  # fmt: skip
+            if last < 24:
+                trainer.add_callback(StopAt(last))
+            trainer.train(resume_from_checkpoint=number > 0)
+        found.append((list(trainer.model.parameters()), configs(trainer.model), made))
+    (weights, kept, whole), (other_weights, other_kept, parts) = found
+    assert all(torch.equal(*pair) for pair in zip(weights, other_weights, strict=True))
+    assert kept == other_kept
+    assert whole.ratios.changes == parts.ratios.changes
+    assert whole.monitor.state_dict() == parts.monitor.state_dict()
+    for name in ("rmm_noise.jsonl", "rmm_ratios.jsonl"):
+        assert lines(tmp_path / "whole" / name) == lines(tmp_path / "parts" / name)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
+def test_a_new_run_begins_new_files(tmp_path):
+    for _ in range(2):
+        make_trainer(tmp_path, callback(monitor=2), max_steps=4).train()
+    steps = [record["step"] for record in lines(tmp_path / "rmm_noise.jsonl")]
+    assert steps == sorted(steps)
+    assert set(steps) == {0, 1, 2, 3}
+
+
+def test_a_checkpoint_without_the_state_is_warned_about(tmp_path):
+    make_trainer(tmp_path, callback(), max_steps=4, save_strategy="steps", save_steps=2).train()
+    with pytest.warns(UserWarning, match="step 2 holds nothing of monitor, which begins anew"):
+        make_trainer(tmp_path, callback(monitor=2), max_steps=4).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+        )
+
+
+def test_padding_is_left_out_and_its_first_step_checked(tmp_path):
+    config = RMMConfig(ratio=0.3, min_rows=1, skip_padding=True)
+    made = RMMCallback(config=config, exclude_modules=["attention.output.dense"], monitor=2)
+    trainer = make_trainer(tmp_path, made, max_steps=2)
+    trainer.train()
+    rows = {record["rows"] for record in lines(tmp_path / "rmm_noise.jsonl")}
+    assert all(row < 8 * 32 for row in rows)
+
+    class Mean(RobertaForSequenceClassification):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+            states = self.roberta(input_ids, attention_mask=attention_mask).last_hidden_state
+            return {"loss": states.square().mean()}
+
+    torch.manual_seed(1)
+    with pytest.raises(PaddingGradientError):
+        make_trainer(tmp_path, RMMCallback(config=config), model=Mean(make_model().config), max_steps=1).train()
+
+
+def test_what_sees_nothing_is_refused(tmp_path):
+    for options in ({"monitor": True}, {"budget": "auto"}, {"noise_target": 0.5}):
+        with pytest.raises(ValueError, match="see nothing under torch.compile"):
+            make_trainer(tmp_path, callback(**options), torch_compile=True).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"monitor": -1}, "monitor=-1"),
+        ({"monitor": "yes"}, "monitor='yes'"),
+        ({"budget": math.nan}, "budget=nan"),
+        ({"budget": 0}, "budget=0"),
+        ({"noise_target": -0.5}, "noise_target=-0.5"),
+        ({"budget": "auto", "recheck_steps": 0}, "recheck_steps=0"),
+    ],
+)
+def test_bad_options_are_named_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        RMMCallback(**options)
+
+
+def test_the_monitor_is_the_librarys(tmp_path):
+    made = callback(monitor=True)
+    make_trainer(tmp_path, made, max_steps=1).train()
+    assert isinstance(made.monitor, VarianceMonitor)
+    assert made.monitor.every == 50

@@ -1,0 +1,228 @@
+"""AdaptiveRatios: the bytes it is given, the noise it is held to, the same decisions again."""
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rmm_linear import RMMConfig, RMMLinear, convert_linears
+from rmm_linear.variance import AdaptiveRatios, ProfileBuilder, allocate_ratios
+
+CONFIG = RMMConfig(ratio=0.25, min_rows=1)
+LAYERS = 6
+
+
+def make_model(config: RMMConfig = CONFIG) -> nn.Module:
+    """Layers whose gradients differ a hundredfold."""
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = []
+    for number in range(LAYERS):
+        layer = nn.Linear(24, 24)
+        nn.init.normal_(layer.weight, std=0.4 if number % 2 else 0.1)
+        blocks += [layer, nn.Tanh()]
+    return convert_linears(nn.Sequential(*blocks), config=config)
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 32, 24, generator=generator) + torch.randn(8, 1, 24, generator=generator)
+
+
+def train(model: nn.Module, ratios: AdaptiveRatios, first: int, last: int) -> list[list[object]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    made: list[list[object]] = []
+    for step in range(first, last):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        (model(batch(step))[..., :4].square().mean() * 100).backward()
+        optimizer.step()
+        made.append(list(ratios.step()))
+    return made
+
+
+def configs(model: nn.Module) -> list[RMMConfig]:
+    return [layer.rmm_config for layer in model.modules() if isinstance(layer, RMMLinear)]
+
+
+def test_auto_spends_what_the_uniform_ratio_spends_and_has_less_variance() -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, measure_steps=6, recheck_steps=100)
+    made = train(model, ratios, 0, 10)
+    assert [bool(changes) for changes in made] == [False] * 5 + [True] + [False] * 4
+    assert ratios.budget_bytes == LAYERS * CONFIG.saved_bytes(256, 24, torch.float32)
+    assert ratios.allocation is not None
+    assert ratios.allocation.saved_bytes <= ratios.budget_bytes
+    assert len({config.ratio for config in configs(model)}) > 1
+    # by measurements of batches that it has not seen
+    builder = ProfileBuilder()
+    probe = AdaptiveRatios(model, measure_steps=2, recheck_steps=100)
+    train(model, probe, 50, 51)
+    builder = probe._builder
+    profile = builder.build()
+    chosen = profile.allocation({layer.name: ratios.allocation.configs[layer.name] for layer in profile.layers})
+    assert chosen.variance < 0.8 * profile.uniform(CONFIG).variance
+
+
+def test_each_layer_is_sampled_twice_and_few_at_a_time() -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, measure_steps=6, recheck_steps=20)
+    seen: list[str] = []
+    measure = ratios._measure
+    ratios._probe._measure = lambda name, *args: (seen.append(name), measure(name, *args))  # type: ignore[union-attr]
+    counts = []
+    for step in range(20):
+        before = len(seen)
+        train(model, ratios, step, step + 1)
+        counts.append(len(seen) - before)
+    assert counts == [2] * 6 + [0] * 14
+    assert sorted(seen) == sorted(2 * [str(2 * number) for number in range(LAYERS)])
+
+
+def test_a_number_of_bytes_is_kept_to() -> None:
+    model = make_model()
+    budget = 0.4 * LAYERS * RMMConfig(ratio=1.0).saved_bytes(256, 24, torch.float32)
+    with AdaptiveRatios(model, budget=budget, measure_steps=6) as ratios:
+        train(model, ratios, 0, 6)
+        assert ratios.allocation is not None
+        assert 0.9 * budget < ratios.allocation.saved_bytes <= budget
+
+
+def test_a_noise_target_alone_is_reached_by_the_fewest_bytes() -> None:
+    model = make_model()
+    with AdaptiveRatios(model, budget=None, noise_target=0.2, measure_steps=6) as ratios:
+        train(model, ratios, 0, 6)
+        assert ratios.allocation is not None
+        assert 0.1 < ratios.allocation.noise_ratio <= 0.2
+        assert ratios.budget_bytes is None
+
+
+def test_a_broken_target_raises_ratios_and_lowers_none(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, budget=None, noise_target=0.2, measure_steps=6, recheck_steps=10)
+    train(model, ratios, 0, 6)
+    before = configs(model)
+    ratios._noise_target = 0.02
+    with caplog.at_level(logging.INFO, "rmm_linear"):
+        made = train(model, ratios, 6, 20)
+    assert [bool(changes) for changes in made] == [False] * 9 + [True] + [False] * 4
+    for old, new in zip(before, configs(model), strict=True):
+        assert new.ratio >= old.ratio
+    assert ratios.allocation is not None
+    assert ratios.allocation.noise_ratio <= 0.02
+    assert "step 16: " in caplog.text
+    assert "goes from ratio" in caplog.text
+
+
+def test_within_the_target_nothing_is_changed_for_a_trifle() -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, measure_steps=6, recheck_steps=10)
+    made = train(model, ratios, 0, 40)
+    assert [bool(changes) for changes in made[6:]] == [False] * 34
+
+
+def test_a_budget_that_breaks_the_target_yields_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, budget="auto", noise_target=1e-3, measure_steps=6)
+    with caplog.at_level(logging.WARNING, "rmm_linear"):
+        train(model, ratios, 0, 6)
+    assert ratios.allocation is not None
+    assert ratios.budget_bytes is not None
+    assert ratios.allocation.noise_ratio <= 1e-3
+    assert ratios.allocation.saved_bytes > ratios.budget_bytes
+    assert "above the target of 0.001; the target goes before" in caplog.text
+
+
+def test_a_target_out_of_reach_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(CONFIG.replace(storage="int2"))
+    ratios = AdaptiveRatios(model, budget=None, noise_target=1e-6, measure_steps=6)
+    with caplog.at_level(logging.WARNING, "rmm_linear"):
+        train(model, ratios, 0, 6)
+    assert {config.ratio for config in configs(model)} == {1.0}
+    assert "take a finer storage" in caplog.text
+
+
+def test_a_budget_too_small_is_an_error_that_says_the_least() -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, budget=1000, measure_steps=6)
+    with pytest.raises(ValueError, match=r"budget_bytes=1000.* is below the least possible"):
+        train(model, ratios, 0, 6)
+
+
+@pytest.mark.parametrize("stop", [3, 6, 8, 12, 17])
+def test_a_resumed_run_does_what_it_would_have_done(stop: int) -> None:
+    options = {"measure_steps": 6, "recheck_steps": 10, "noise_target": 0.3}
+    whole = make_model()
+    straight = AdaptiveRatios(whole, **options)  # type: ignore[arg-type]
+    train(whole, straight, 0, 30)
+    first = make_model()
+    ratios = AdaptiveRatios(first, **options)  # type: ignore[arg-type]
+    train(first, ratios, 0, stop)
+    state, weights = json.loads(json.dumps(ratios.state_dict(), allow_nan=False)), first.state_dict()
+    second = make_model()
+    second.load_state_dict(weights)
+    resumed = AdaptiveRatios(second, **options)  # type: ignore[arg-type]
+    resumed.load_state_dict(state)
+    train(second, resumed, stop, 30)
+    assert configs(second) == configs(whole)
+    assert resumed.changes == straight.changes
+    assert resumed.allocation == straight.allocation
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_states_of_others_are_refused() -> None:
+    ratios = AdaptiveRatios(make_model())
+    with pytest.raises(ValueError, match="no state of AdaptiveRatios"):
+        ratios.load_state_dict({"steps": 1})
+    state = ratios.state_dict()
+    state["configs"]["other"] = CONFIG.to_dict()
+    with pytest.raises(ValueError, match="'other', which is no sketched layer"):
+        ratios.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": None}, "neither budget nor noise_target"),
+        ({"budget": math.nan}, "budget=nan"),
+        ({"budget": -1}, "budget=-1"),
+        ({"budget": "most"}, "budget='most'"),
+        ({"budget": True}, "budget=True"),
+        ({"noise_target": 0}, "noise_target=0"),
+        ({"noise_target": math.inf}, "noise_target=inf"),
+        ({"measure_steps": 0}, "measure_steps=0"),
+        ({"recheck_steps": 1.5}, "recheck_steps=1.5"),
+        ({"measure_steps": 20, "recheck_steps": 10}, "a measurement must end before the next one begins"),
+        ({"ratios": [0.5, 2.0]}, "ratio=2.0"),
+    ],
+)
+def test_bad_values_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaptiveRatios(make_model(), **options)  # type: ignore[arg-type]
+
+
+def test_an_unconverted_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="unconverted model"):
+        AdaptiveRatios(nn.Linear(4, 4))
+
+
+def test_closing_leaves_no_hook() -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model)
+    ratios.close()
+    assert not any(module._forward_hooks for module in model.modules())
+    assert ratios.step() == []
+
+
+def test_the_allocation_is_the_solvers() -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, measure_steps=6)
+    train(model, ratios, 0, 5)
+    torch.manual_seed(5)
+    (model(batch(5))[..., :4].square().mean() * 100).backward()
+    profile = ratios._builder.build()
+    ratios.step()
+    assert ratios.budget_bytes is not None
+    assert ratios.allocation == allocate_ratios(profile, ratios.budget_bytes)

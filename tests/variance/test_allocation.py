@@ -1,0 +1,472 @@
+"""Allocation of sketches to layers: against all combinations, the closed form, and what must hold of any optimum."""
+
+import itertools
+import json
+import math
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from torch import nn
+
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.variance import allocation
+from rmm_linear.variance.allocation import (
+    Allocation,
+    LayerProfile,
+    NoiseProfile,
+    Option,
+    allocate_for_noise,
+    allocate_ratios,
+    optimal_ratios,
+)
+
+EXACT = RMMConfig(ratio=1.0)
+
+
+def profile_of(*layers: list[tuple[int, float]], gradients: list[float] | None = None) -> NoiseProfile:
+    """Layers of (bytes, variance), their configurations ratios of 1/100 and more."""
+    gradients = gradients or [1.0] * len(layers)
+    return NoiseProfile(
+        tuple(
+            LayerProfile(
+                name=f"layers.{index}",
+                gradient_squared=gradient,
+                minibatch_variance=2.0,
+                options=tuple(
+                    Option(RMMConfig(ratio=(place + 1) / 100), saved, variance)
+                    for place, (saved, variance) in enumerate(layer)
+                ),
+            )
+            for index, (layer, gradient) in enumerate(zip(layers, gradients, strict=True))
+        )
+    )
+
+
+def random_profile(draw: random.Random, kind: str) -> NoiseProfile:
+    def option() -> tuple[int, float]:
+        if kind == "ties":
+            return draw.randint(0, 5), float(draw.randint(0, 5))
+        if kind == "tenths":
+            # sums that are equal in decimals and not in binary
+            return draw.randint(0, 9), draw.randint(0, 9) / 10
+        return draw.randint(0, 10**6), draw.choice([0.0, draw.random(), 10 ** draw.uniform(-12, 3)])
+
+    layers = [[option() for _ in range(draw.randint(1, 6))] for _ in range(draw.randint(3, 5))]
+    return profile_of(*layers, gradients=[10 ** draw.uniform(-3, 3) for _ in layers])
+
+
+def combinations(profile: NoiseProfile, *, relative: bool) -> np.ndarray:
+    """Bytes and costs of every combination, shape (combinations, 2)."""
+    options = [
+        [(o.saved_bytes, o.variance / (layer.gradient_squared if relative else 1)) for o in layer.options]
+        for layer in profile.layers
+    ]
+    return np.array([np.sum(choice, axis=0) for choice in itertools.product(*options)])
+
+
+def cost_of(found: Allocation, *, relative: bool) -> float:
+    return math.fsum(layer.option.variance / (layer.gradient_squared if relative else 1) for layer in found.layers)
+
+
+def realistic_profile(layers: int, options: int, *, seed: int, kinds: int = 4) -> NoiseProfile:
+    """Variances c (1 / ratio - 1) and a rounding term, c over three decades; `kinds` of shapes of 1e5 to 1e7 bytes."""
+    draw = random.Random(seed)
+    shapes = [round(10 ** draw.uniform(5, 7)) for _ in range(kinds)]
+    ratios = [(index + 1) / options for index in range(options)]
+
+    def layer() -> list[tuple[int, float]]:
+        whole, c = draw.choice(shapes), 10 ** draw.uniform(0, 3)
+        return [(round(whole * r) + 8, c * (1 / r - 1) + c * 1e-4 * draw.random()) for r in ratios]
+
+    return profile_of(*(layer() for _ in range(layers)))
+
+
+@pytest.fixture(params=[None, 3], ids=["as it is", "lists cut short"])
+def list_limit(request, monkeypatch):
+    """With a tiny first limit the solver has to cut its lists and go round again."""
+    if request.param is not None:
+        monkeypatch.setattr(allocation, "_FIRST_LIMIT", request.param)
+        monkeypatch.setattr(allocation, "_GROWTH", 2)
+
+
+@pytest.mark.parametrize("objective", ["total", "relative"])
+@pytest.mark.parametrize("kind", ["ties", "tenths", "spread"])
+@pytest.mark.usefixtures("list_limit")
+def test_no_combination_within_the_budget_is_better(kind, objective):
+    draw, relative = random.Random(f"{kind} {objective}"), objective == "relative"
+    for _ in range(80):
+        profile = random_profile(draw, kind)
+        every = combinations(profile, relative=relative)
+        low, high = every[:, 0].min(), every[:, 0].max()
+        for budget in (low, high, draw.uniform(low, high), float(draw.choice(every[:, 0].tolist()))):
+            found = allocate_ratios(profile, budget, objective=objective)
+            fitting = every[every[:, 0] <= budget]
+            least = fitting[:, 1].min()
+            assert found.saved_bytes <= budget
+            assert cost_of(found, relative=relative) == pytest.approx(least, rel=1e-11, abs=0)
+            # of the best ones, to rounding, the fewest bytes
+            assert found.saved_bytes <= fitting[fitting[:, 1] <= least * (1 + 1e-14), 0].min()
+
+
+@pytest.mark.parametrize("objective", ["total", "relative"])
+@pytest.mark.parametrize("kind", ["ties", "tenths", "spread"])
+@pytest.mark.usefixtures("list_limit")
+def test_no_combination_within_the_noise_limit_is_smaller(kind, objective):
+    draw, relative = random.Random(f"{kind} {objective}"), objective == "relative"
+    for _ in range(80):
+        profile = random_profile(draw, kind)
+        every = combinations(profile, relative=relative)
+        low, high = every[:, 1].min(), every[:, 1].max()
+        for limit in (low, high, draw.uniform(low, high), draw.choice(every[:, 1].tolist())):
+            found = allocate_for_noise(profile, limit, objective=objective)
+            fitting = every[every[:, 1] <= limit * (1 + 1e-12)]
+            fewest = fitting[:, 0].min()
+            assert cost_of(found, relative=relative) <= limit * (1 + 2e-12)
+            assert found.saved_bytes == fewest
+            # of the smallest ones, the least variance
+            least = fitting[fitting[:, 0] == fewest, 1].min()
+            assert cost_of(found, relative=relative) == pytest.approx(least, rel=1e-11, abs=0)
+
+
+@pytest.mark.usefixtures("list_limit")
+def test_many_layers_agree_with_a_plain_table_over_all_byte_counts():
+    draw = random.Random(5)
+    for _ in range(5):
+        profile = profile_of(*([(draw.randint(0, 30), draw.random()) for _ in range(8)] for _ in range(30)))
+        table = np.array([0.0])
+        for layer in profile.layers:
+            longer = np.full(len(table) + 30, np.inf)
+            for option in layer.options:
+                reach = slice(option.saved_bytes, option.saved_bytes + len(table))
+                longer[reach] = np.minimum(longer[reach], table + option.variance)
+            table = longer
+        least = np.minimum.accumulate(table)
+        for budget in np.flatnonzero(np.isfinite(least))[::23].tolist():
+            found = allocate_ratios(profile, budget)
+            assert found.variance == pytest.approx(least[budget], rel=1e-11)
+            assert allocate_for_noise(profile, found.variance).saved_bytes == found.saved_bytes
+
+
+def test_concave_frontiers_are_solved_by_more_than_the_hull():
+    # the hull has the ends alone: walking it leaves 9 of 10 bytes unused
+    layer = [(0, 10.0), (5, 9.0), (10, 0.0)]
+    found = allocate_ratios(profile_of(layer, layer, [(0, 1.0)]), 9)
+    assert (found.saved_bytes, found.variance) == (5, 20.0)
+
+
+def test_more_bytes_never_mean_more_variance():
+    profile = realistic_profile(20, 12, seed=1)
+    least, most = (end(o.saved_bytes for o in profile.layers[0].options) * 20 for end in (min, max))
+    low = sum(min(o.saved_bytes for o in layer.options) for layer in profile.layers)
+    found = [allocate_ratios(profile, budget) for budget in np.linspace(low, max(low, 2 * most, least), 60)]
+    assert all(more.variance <= less.variance for less, more in itertools.pairwise(found))
+    limits = np.linspace(found[-1].variance, found[0].variance, 60)
+    kept = [allocate_for_noise(profile, limit).saved_bytes for limit in limits]
+    assert all(fewer <= more for more, fewer in itertools.pairwise(kept))
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 0.9])
+def test_it_is_no_worse_than_a_uniform_allocation_of_the_same_bytes(ratio):
+    profile = realistic_profile(24, 100, seed=2)
+    uniform = profile.uniform(RMMConfig(ratio=ratio))
+    assert {config.ratio for config in uniform.configs.values()} == {ratio}
+    found = allocate_ratios(profile, uniform.saved_bytes)
+    assert found.saved_bytes <= uniform.saved_bytes
+    assert found.variance < 0.9 * uniform.variance
+    smaller = allocate_for_noise(profile, uniform.variance)
+    assert smaller.variance <= uniform.variance
+    assert smaller.saved_bytes < uniform.saved_bytes
+
+
+def test_fine_ratios_approach_the_closed_form():
+    draw = random.Random(3)
+    c, b = [10 ** draw.uniform(0, 3) for _ in range(6)], [10 ** draw.uniform(5, 7) for _ in range(6)]
+    budget = 0.4 * sum(b)
+    exact = optimal_ratios(c, b, budget, least_ratio=0.01)
+    best = sum(one * (1 / ratio - 1) for one, ratio in zip(c, exact, strict=True))
+
+    def excess(steps: int) -> float:
+        grid = [0.01 + 0.99 * step / steps for step in range(steps + 1)]
+        layers = (
+            LayerProfile(
+                str(index),
+                1.0,
+                1.0,
+                tuple(Option(RMMConfig(ratio=r), math.ceil(b[index] * r), c[index] * (1 / r - 1)) for r in grid),
+            )
+            for index in range(6)
+        )
+        return allocate_ratios(NoiseProfile(tuple(layers)), budget).variance / best - 1
+
+    coarse, fine = excess(20), excess(400)
+    assert 0 <= fine < 1e-4 < coarse
+
+
+def test_a_boundless_budget_takes_the_least_variance_and_of_those_the_fewest_bytes():
+    profile = profile_of([(9, 1.0), (7, 1.0), (8, 1.0), (1, 2.0)], [(3, 0.0), (5, 0.0)], [(4, 2.5)])
+    for budget in (math.inf, 10**400, 20, np.float32(16)):
+        found = allocate_ratios(profile, budget)
+        assert (found.saved_bytes, found.variance) == (14, 3.5)
+    found = allocate_for_noise(profile, math.inf)
+    assert (found.saved_bytes, found.variance) == (8, 4.5)
+    assert allocate_for_noise(profile, 3.5).saved_bytes == 14
+
+
+def test_variances_that_differ_by_rounding_alone_count_as_equal():
+    assert 0.1 + 0.2 > 0.3
+    found = allocate_ratios(profile_of([(0, 1.0), (100, 0.0)], [(4, 0.1 + 0.2), (5, 0.3)]), 10)
+    assert found.saved_bytes == 4
+
+
+def test_of_options_alike_the_first_is_taken_and_runs_agree():
+    profile = profile_of([(5, 1.0), (5, 1.0), (3, 4.0), (3, 4.0)])
+    assert allocate_ratios(profile, 5).configs == {"layers.0": RMMConfig(ratio=0.01)}
+    assert allocate_for_noise(profile, 4.0).configs == {"layers.0": RMMConfig(ratio=0.03)}
+    large = realistic_profile(40, 20, seed=4, kinds=1)
+    budget = 0.3 * sum(layer.options[-1].saved_bytes for layer in large.layers)
+    assert allocate_ratios(large, budget) == allocate_ratios(large, budget)
+
+
+def test_the_relative_objective_weighs_layers_by_their_gradients():
+    # the second layer's variance is the greater one, and the lesser part of its gradient
+    profile = profile_of([(1, 1.0), (2, 0.0)], [(1, 10.0), (2, 0.0)], gradients=[1.0, 100.0])
+    assert [layer.option.variance for layer in allocate_ratios(profile, 3).layers] == [1.0, 0.0]
+    relative = allocate_ratios(profile, 3, objective="relative")
+    assert [layer.option.variance for layer in relative.layers] == [0.0, 10.0]
+    assert allocate_for_noise(profile, 0.1, objective="relative") == relative
+    dead = profile_of([(1, 0.0), (2, 0.0)], gradients=[0.0])
+    assert allocate_ratios(dead, 3, objective="relative").saved_bytes == 1
+    with pytest.raises(ValueError, match='gradient_squared is 0 and a variance is not: layers.0; .*objective="total"'):
+        allocate_ratios(profile_of([(1, 1.0)], gradients=[0.0]), 3, objective="relative")
+
+
+def test_totals_are_sums_over_the_layers():
+    found = profile_of([(3, 1.0)], [(4, 0.5)], gradients=[10.0, 20.0]).uniform(RMMConfig(ratio=0.01))
+    assert (found.saved_bytes, found.variance) == (7, 1.5)
+    assert found.relative_variance == pytest.approx(1.5 / 30)
+    assert found.noise_ratio == pytest.approx(1.5 / 4)
+    table = str(found).splitlines()
+    assert table[0].split() == ["layer", "config", "bytes", "relative", "variance"]
+    assert "layers.1" in table[3]
+    assert table[3].split()[-2:] == ["4", "0.025"]
+    assert table[4] == "2 layers keep 7 bytes; variance 0.05 of the squared gradient, 0.375 of the minibatch's variance"
+    assert hash(found) == hash(Allocation(found.layers))
+
+
+def test_json_round_trips():
+    profile = realistic_profile(3, 4, seed=0)
+    assert NoiseProfile.from_json(profile.to_json()) == profile
+    found = allocate_ratios(profile, 1e9)
+    assert Allocation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    unknown = NoiseProfile((replace(profile.layers[0], minibatch_variance=math.nan),))
+    json.loads(unknown.to_json(), parse_constant=pytest.fail)
+    assert math.isnan(NoiseProfile.from_json(unknown.to_json()).layers[0].minibatch_variance)
+    assert allocate_ratios(unknown, 1e9).to_dict()["noise_ratio"] is None
+    for text in ("[", "[]", '{"layers": [{}]}', "3"):
+        with pytest.raises(ValueError, match="not a profile's JSON .*; pass what NoiseProfile.to_json"):
+            NoiseProfile.from_json(text)
+    with pytest.raises(ValueError, match="not an allocation .*; pass what Allocation.to_dict"):
+        Allocation.from_dict({"configs": {}})
+
+
+def test_allocations_of_given_configurations():
+    profile = profile_of([(3, 1.0), (5, 0.5)], [(4, 2.0), (6, 1.0)])
+    configs = {"layers.1": RMMConfig(ratio=0.01), "layers.0": RMMConfig(ratio=0.02)}
+    found = profile.allocation(configs)
+    assert found.configs == configs
+    assert (found.saved_bytes, found.variance) == (9, 2.5)
+    with pytest.raises(ValueError, match="do not both have layers.1; pass a configuration a layer"):
+        profile.allocation({"layers.0": RMMConfig(ratio=0.01)})
+    with pytest.raises(ValueError, match="options that were not profiled: layers.0 has no RMMConfig.*layers.1 has no"):
+        profile.uniform(EXACT)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.output, self.norm = nn.Linear(8, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+
+class Wrapper(nn.Module):
+    """Names its model as DistributedDataParallel does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def renamed(found: Allocation, *names: str) -> Allocation:
+    return Allocation(tuple(replace(layer, name=name) for layer, name in zip(found.layers, names, strict=True)))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_apply_configures_the_layers_of_these_names(wrapped):
+    model = convert_linears(Block(), 0.9)
+    found = profile_of([(1, 1.0)], [(2, 1.0), (1, 2.0)]).allocation(
+        {"layers.0": RMMConfig(ratio=0.01), "layers.1": RMMConfig(ratio=0.02)}
+    )
+    renamed(found, "query", "output").apply(Wrapper(model) if wrapped else model)
+    assert (model.query.rmm_config.ratio, model.output.rmm_config.ratio) == (0.01, 0.02)
+    renamed(Allocation(found.layers[1:]), "query").apply(model)
+    assert (model.query.rmm_config.ratio, model.output.rmm_config.ratio) == (0.02, 0.02)
+
+
+def test_apply_changes_all_layers_or_none():
+    model = convert_linears(Block(), 0.9, overrides={"output": None})
+    found = profile_of([(1, 1.0)], [(1, 1.0)]).uniform(RMMConfig(ratio=0.01))
+    with pytest.raises(ValueError, match="the model has no key; pass the model that was profiled"):
+        renamed(found, "query", "key").apply(model)
+    with pytest.raises(ValueError, match=r"not sketched layers: output \(Linear\); convert them with convert_linears"):
+        renamed(found, "query", "output").apply(model)
+    with pytest.raises(ValueError, match=r"not sketched layers: norm \(LayerNorm\)"):
+        renamed(found, "query", "norm").apply(model)
+    with pytest.raises(ValueError, match="model is a int; pass a torch.nn.Module"):
+        found.apply(3)
+    assert model.query.rmm_config.ratio == 0.9
+
+
+@pytest.mark.parametrize("value", [math.nan, -1, -math.inf, True, "10", None, 1j])
+@pytest.mark.parametrize(
+    ("function", "name"), [(allocate_ratios, "budget_bytes"), (allocate_for_noise, "variance_limit")]
+)
+def test_bounds_that_are_none_are_refused(function, name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* is not a number of at least 0; pass an int or a float"):
+        function(profile_of([(1, 1.0)]), value)
+
+
+def test_bounds_below_the_least_possible_say_what_that_is():
+    profile = profile_of([(3, 1.0), (9, 0.5)], [(4, 2.0), (8, 0.25)])
+    assert allocate_ratios(profile, 7).saved_bytes == 7
+    with pytest.raises(ValueError, match="budget_bytes=6.9 is below the least possible, 7 bytes"):
+        allocate_ratios(profile, 6.9)
+    assert allocate_for_noise(profile, 0.75).variance == 0.75
+    with pytest.raises(ValueError, match="variance_limit=0.74 is below the least possible, 0.75 with"):
+        allocate_for_noise(profile, 0.74)
+    for function in (allocate_ratios, allocate_for_noise):
+        with pytest.raises(ValueError, match="objective='most' is unknown; choose one of total, relative"):
+            function(profile, 100, objective="most")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": 3}, "name=3 is not a layer's name"),
+        ({"options": ()}, "layer 'a' has no options; give it at least one"),
+        ({"gradient_squared": math.inf}, "layer 'a': gradient_squared is inf; expected a finite number of at least 0"),
+        ({"gradient_squared": -1.0}, "layer 'a': gradient_squared is -1.0"),
+        ({"minibatch_variance": math.inf}, "layer 'a': minibatch_variance is inf"),
+        ({"options": (Option(EXACT, 3, math.nan),)}, r"layer 'a', RMMConfig\(ratio=1.0.*: variance is nan; expected"),
+        ({"options": (Option(EXACT, 3, math.inf),)}, "layer 'a', .*: variance is inf"),
+        ({"options": (Option(EXACT, 3, -1e-9),)}, "variance is -1e-09; .* below 0 by rounding alone"),
+        ({"options": (Option(EXACT, 3.0, 0.0),)}, "saved_bytes is 3.0; expected a finite whole number"),
+        ({"options": (Option(EXACT, -3, 0.0),)}, "saved_bytes is -3"),
+        ({"options": (Option(EXACT, True, 0.0),)}, "saved_bytes is True"),
+        ({"options": (Option(EXACT, 3, 0.0), Option(EXACT, 4, 0.0))}, "layer 'a' has two options of one configuration"),
+    ],
+    ids=str,
+)
+def test_bad_layers_are_named(change, message):
+    values = {"name": "a", "gradient_squared": 1.0, "minibatch_variance": 1.0, "options": (Option(EXACT, 3, 0.0),)}
+    LayerProfile(**values)
+    with pytest.raises(ValueError, match=message):
+        LayerProfile(**{**values, **change})
+
+
+def test_bad_profiles_are_refused():
+    with pytest.raises(ValueError, match="the profile has no layers"):
+        NoiseProfile(())
+    layer = profile_of([(1, 1.0)]).layers[0]
+    with pytest.raises(ValueError, match="layers that occur twice: layers.0; profile every layer once"):
+        NoiseProfile((layer, layer))
+
+
+def test_optimal_ratios_meet_the_kkt_conditions():
+    draw = random.Random(0)
+    capped = lifted = 0
+    for _ in range(300):
+        n, least = draw.randint(1, 8), draw.choice([0.0, 0.01, 0.2])
+        c, b = [10 ** draw.uniform(-3, 3) for _ in range(n)], [10 ** draw.uniform(0, 4) for _ in range(n)]
+        budget = draw.uniform(least + 1e-3, 1.1) * sum(b)
+        ratios = optimal_ratios(c, b, budget, least_ratio=least)
+        spent = sum(one * ratio for one, ratio in zip(b, ratios, strict=True))
+        assert all(least <= ratio <= 1 for ratio in ratios)
+        assert spent == pytest.approx(min(budget, sum(b)), rel=1e-9)
+        # what one more byte would gain: equal where no cap binds, no more at 1's other side, no less at the least
+        gains = [one / (other * ratio**2) for one, other, ratio in zip(c, b, ratios, strict=True)]
+        free = [gain for gain, ratio in zip(gains, ratios, strict=True) if least < ratio < 1]
+        price = max(free, default=0.0)
+        assert all(gain == pytest.approx(price, rel=1e-9) for gain in free)
+        if free:
+            assert all(gain >= price * (1 - 1e-9) for gain, r in zip(gains, ratios, strict=True) if r == 1)
+            assert all(gain <= price * (1 + 1e-9) for gain, r in zip(gains, ratios, strict=True) if r == least)
+        capped += ratios.count(1.0) not in {0, n}
+        lifted += least > 0 and least in ratios
+    # caps of both kinds have been met
+    assert capped > 30
+    assert lifted > 30
+
+
+def test_optimal_ratios_beat_a_grid():
+    c, b, budget = [1.0, 30.0, 5.0], [300.0, 100.0, 500.0], 360.0
+    ratios = optimal_ratios(c, b, budget, least_ratio=0.05)
+    found = sum(one / ratio for one, ratio in zip(c, ratios, strict=True))
+    grid = np.stack(np.meshgrid(*[np.linspace(0.05, 1, 96)] * 3), axis=-1).reshape(-1, 3)
+    grid = grid[grid @ b <= budget]
+    best = (np.array(c) / grid).sum(1).min()
+    assert best * 0.99 < found <= best
+
+
+def test_optimal_ratios_at_their_edges():
+    assert optimal_ratios([1.0, 2.0], [3.0, 4.0], math.inf) == [1.0, 1.0]
+    assert optimal_ratios([1.0, 2.0], [3.0, 4.0], 7.0) == [1.0, 1.0]
+    assert optimal_ratios([0.0, 2.0, 5.0, 0.0], [3.0, 4.0, 0.0, 0.0], 4.3, least_ratio=0.1) == [0.1, 1.0, 1.0, 1.0]
+    assert optimal_ratios([0.0, 1.0, 4.0], [10.0, 100.0, 100.0], 61.0, least_ratio=0.1) == pytest.approx(
+        [0.1, 0.2, 0.4]
+    )
+    assert optimal_ratios([1.0, 9.0], [10.0, 10.0], 2.0, least_ratio=0.1) == pytest.approx([0.1, 0.1])
+    assert optimal_ratios([1.0, 9.0], [10.0, 10.0], 20.0, least_ratio=1.0) == [1.0, 1.0]
+    assert optimal_ratios([], [], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"coefficients": [1.0]}, "1 coefficients and 2 bytes_at_one; pass both for every layer"),
+        ({"coefficients": [1.0, math.nan]}, r"coefficients\[1\] is nan; expected a finite number"),
+        ({"bytes_at_one": [-1.0, 2.0]}, r"bytes_at_one\[0\] is -1.0"),
+        ({"budget_bytes": math.nan}, "budget_bytes=nan is not a number of at least 0"),
+        ({"budget_bytes": 0}, "budget_bytes=0 does not pay for least_ratio=0.0"),
+        ({"least_ratio": 1.5}, r"least_ratio=1.5 is not in \[0, 1\]"),
+        (
+            {"least_ratio": 0.5, "budget_bytes": 9.0},
+            "budget_bytes=9.0 does not pay for least_ratio=0.5, which takes 10 ",
+        ),
+    ],
+    ids=str,
+)
+def test_optimal_ratios_refuse(change, message):
+    values = {"coefficients": [1.0, 2.0], "bytes_at_one": [10.0, 10.0], "budget_bytes": 15.0, **change}
+    with pytest.raises(ValueError, match=message):
+        optimal_ratios(
+            values["coefficients"],
+            values["bytes_at_one"],
+            values["budget_bytes"],
+            least_ratio=values.get("least_ratio", 0.0),
+        )
+
+
+@pytest.mark.parametrize("layers", [48, 200])
+@pytest.mark.parametrize("kinds", [1, 4])
+def test_models_of_hundreds_of_layers_take_seconds_at_most(layers, kinds):
+    profile = realistic_profile(layers, 40, seed=6, kinds=kinds)
+    budget = 0.3 * sum(layer.options[-1].saved_bytes for layer in profile.layers)
+    started = time.perf_counter()
+    found = allocate_ratios(profile, budget)
+    dual = allocate_for_noise(profile, found.variance)
+    # 0.2 s on one slow core
+    assert time.perf_counter() - started < 20
+    assert dual.saved_bytes == found.saved_bytes
+    assert 0.99 * budget < found.saved_bytes <= budget

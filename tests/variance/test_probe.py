@@ -1,0 +1,305 @@
+"""LayerProbe: what it sees of a training step, and that it leaves nothing behind."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import RMMConfig, RMMLinear, convert_linears
+from rmm_linear.padding import valid_rows
+from rmm_linear.variance.probe import LayerProbe, is_compiled
+
+CONFIG = RMMConfig(ratio=0.5, min_rows=1)
+
+
+class Block(nn.Module):
+    """Two layers and a residual, whole or checkpointed."""
+
+    def __init__(self, reentrant: bool | None = None):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.reentrant = reentrant
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.inner(x)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def model(*modules: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return convert_linears(nn.Sequential(*(modules or (Block(), Block()))), config=CONFIG)
+
+
+class Recorder:
+    """A probe that watches every layer and writes down what it is handed."""
+
+    def __init__(self, network: nn.Module):
+        self.calls: list[tuple] = []
+        self.probe = LayerProbe(network, lambda *call: self.calls.append(call))
+        self.probe.watch(self.probe.layers)
+
+    @property
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(4, 9, 8, requires_grad=True)
+
+
+def captured_by_hand(network: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def writer(name):
+        def write(layer, args, output):
+            inputs[name], outputs[name] = args[0], output
+
+        return write
+
+    for name, layer in network.named_modules():
+        if isinstance(layer, RMMLinear):
+            layer.register_forward_hook(writer(name))
+    loss = network(x).square().sum()
+    grads = torch.autograd.grad(loss, list(outputs.values()))
+    return {name: (inputs[name].detach(), g) for name, g in zip(outputs, grads, strict=True)}
+
+
+def test_it_hands_over_input_and_gradient(x):
+    network = model()
+    expected = captured_by_hand(copy.deepcopy(network), x)
+    recorder = Recorder(network)
+    network(x).square().sum().backward()
+    # in the order of the backward pass
+    assert recorder.names == ["1.down", "1.up", "0.down", "0.up"]
+    for name, layer, found_x, found_g, index in recorder.calls:
+        assert layer is network.get_submodule(name)
+        assert torch.equal(found_x, expected[name][0])
+        assert torch.equal(found_g, expected[name][1])
+        assert not found_x.requires_grad
+        assert not found_g.requires_grad
+        assert index is None
+
+
+def test_only_named_layers_are_watched_and_wrappers_have_no_names(x):
+    recorder = Recorder(nn.Sequential(model()))
+    assert sorted(recorder.probe.layers) == ["0.0.down", "0.0.up", "0.1.down", "0.1.up"]
+    wrapped = nn.Module()
+    wrapped.add_module("module", model())
+    network = wrapped.module
+    recorder = Recorder(wrapped)
+    recorder.probe.watch(["1.up"])
+    network(x).sum().backward()
+    assert recorder.names == ["1.up"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_layer_is_measured_once(reentrant, x):
+    network = model(Block(reentrant), Block())
+    plain = copy.deepcopy(network)
+    plain[0].reentrant = None
+    expected = captured_by_hand(plain, x)
+    recorder = Recorder(network)
+    for _ in range(2):
+        recorder.calls.clear()
+        recorder.probe.watch(recorder.probe.layers)
+        network(x).square().sum().backward()
+        assert sorted(recorder.names) == sorted(expected)
+        for name, _, found_x, found_g, _ in recorder.calls:
+            torch.testing.assert_close(found_x, expected[name][0])
+            torch.testing.assert_close(found_g, expected[name][1])
+
+
+def test_the_first_call_and_the_first_micro_batch_count(x):
+    shared = nn.Linear(8, 8)
+    network = model(shared, nn.ReLU(), shared)
+    recorder = Recorder(network)
+    network(x).sum().backward()
+    (call,) = recorder.calls
+    assert torch.equal(call[2], x)
+    network(x + 1).sum().backward()
+    assert len(recorder.calls) == 1
+    recorder.probe.watch(["0"])
+    network(x + 1).sum().backward()
+    assert len(recorder.calls) == 2
+
+
+def test_what_does_not_train_is_not_measured(x):
+    network = model()
+    recorder = Recorder(network)
+    network.eval()
+    network(x).sum().backward()
+    network.train()
+    with torch.no_grad():
+        network(x)
+    network[0].requires_grad_(False)
+    network(x).sum().backward()
+    assert recorder.names == ["1.down", "1.up"]
+
+
+def test_an_input_changed_in_place_is_left_out(x):
+    network = model(nn.Identity(), nn.Linear(8, 8))
+    recorder = Recorder(network)
+    y = x.detach().flatten(0, 1).clone()
+    output = network(y)
+    y.add_(1)
+    output.sum().backward()
+    assert recorder.calls == []
+    recorder.probe.watch(["1"])
+    output = network(y)
+    # of the output, that is nobody's business: the gradient is that of the layer's own
+    output.mul_(2).sum().backward()
+    ((*_, g, _),) = recorder.calls
+    assert torch.equal(g, torch.full((36, 8), 2.0))
+
+
+def test_the_output_is_the_layers_own_whatever_hooks_return(x):
+    network = model(nn.Linear(8, 8))
+    network[0].register_forward_hook(lambda layer, args, output: 3 * output)
+    recorder = Recorder(network)
+    network(x).sum().backward()
+    assert torch.equal(recorder.calls[0][3], torch.full((4, 9, 8), 3.0))
+
+
+def test_a_keyword_input_is_found(x):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    recorder = Recorder(network := model(Named()))
+    network(x).sum().backward()
+    assert torch.equal(recorder.calls[0][2], x)
+
+
+def hooks_of(network: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in network.modules())
+
+
+def test_nothing_is_left_behind(x):
+    network = model()
+    recorder = Recorder(network)
+    assert hooks_of(network) == 4
+    seen = []
+    network[1].up.register_forward_hook(lambda layer, args, output: seen.append(weakref.ref(args[0])))
+    # a graph that is never used, and stays alive
+    loss = network(x).sum()
+    assert recorder.probe._held
+    recorder.probe.watch(["0.up"])
+    assert not recorder.probe._held
+    loss.backward()
+    assert recorder.calls == []
+    recorder.probe.close()
+    assert hooks_of(network) == 1
+    loss = network(x).sum()
+    # sketched, and so kept by nobody
+    gc.collect()
+    assert seen[-1]() is None
+    loss.backward()
+    assert recorder.calls == []
+
+
+def test_only_the_watched_inputs_stay_alive(x):
+    network = model()
+    alive: list[weakref.ref] = []
+    for block in network:
+        block.down.register_forward_pre_hook(lambda layer, args: alive.append(weakref.ref(args[0].untyped_storage())))
+    recorder = Recorder(network)
+    recorder.probe.watch(["1.down"])
+    loss = network(x).sum()
+    gc.collect()
+    held = recorder.probe._held["1.down"].x
+    assert [reference() is not None for reference in alive] == [False, True]
+    loss.backward()
+    del held, loss
+    recorder.calls.clear()
+    gc.collect()
+    assert [reference() is not None for reference in alive] == [False, False]
+
+
+def test_a_forward_that_raises_breaks_nothing(x):
+    class Fragile(nn.Module):
+        fails = True
+
+        def forward(self, x):
+            if self.fails:
+                raise RuntimeError("no")
+            return x
+
+    network = model(nn.Linear(8, 8), Fragile(), nn.Linear(8, 8))
+    recorder = Recorder(network)
+    with pytest.raises(RuntimeError, match="no"):
+        network(x)
+    network[1].fails = False
+    recorder.probe.watch(["0", "2"])
+    network(x).sum().backward()
+    assert recorder.names == ["2", "0"]
+
+
+def test_a_copy_of_the_model_is_not_watched(x):
+    network = model()
+    recorder = Recorder(network)
+    other = copy.deepcopy(network)
+    file = io.BytesIO()
+    torch.save(network, file)
+    file.seek(0)
+    for copied in (other, torch.load(file, weights_only=False)):
+        copied(x).sum().backward()
+        assert recorder.calls == []
+    network(x).sum().backward()
+    assert len(recorder.calls) == 4
+
+
+def test_a_probe_that_is_gone_measures_nothing(x):
+    network = model()
+    recorder = Recorder(network)
+    calls = recorder.calls
+    del recorder
+    gc.collect()
+    network(x).sum().backward()
+    assert calls == []
+
+
+def test_the_rows_that_are_sketched_are_told(x):
+    network = model(nn.Linear(8, 8), nn.Linear(8, 8))
+    network[0].rmm_config = CONFIG.replace(skip_padding=True)
+    recorder = Recorder(network)
+    mask = torch.arange(9) < torch.tensor([[9], [2], [5], [1]])
+    with valid_rows(mask):
+        loss = network(x)[mask].sum()
+    loss.backward()
+    (_, *_, all_rows), (_, *_, index) = recorder.calls
+    assert all_rows is None
+    assert index.tolist() == mask.flatten().nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("part", ["module", "wrapper", "child"])
+def test_a_compiled_model_is_refused(part):
+    network = model()
+    assert not is_compiled(network)
+    if part == "wrapper":
+        network = torch.compile(network)
+    else:
+        (network if part == "module" else network[0]).compile()
+    assert is_compiled(network)
+    with pytest.raises(ValueError, match="compiled.*measure the eager model, before torch.compile"):
+        Recorder(network)
+
+
+def test_a_model_without_sketched_layers_is_refused():
+    with pytest.raises(ValueError, match="the Sequential has no sketched layer.*unconverted model; call convert_lin"):
+        Recorder(nn.Sequential(nn.Linear(3, 3)))

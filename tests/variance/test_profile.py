@@ -1,0 +1,377 @@
+"""profile_noise: its numbers are the closed forms, few evaluations give many ratios, and training does not notice."""
+
+import copy
+import json
+import sys
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rmm_linear import RMMConfig, RMMLinear, available_sketches, convert_linears
+from rmm_linear.padding import valid_rows
+from rmm_linear.sketches import SKETCHES, STORAGES, Centered, Hadamard, LowBit
+from rmm_linear.sketches.closed_forms import gradient_sums, product_dtype
+from rmm_linear.sketches.contract import structured_pair
+from rmm_linear.sketches.low_bit import with_draws
+from rmm_linear.variance import gradient_noise
+from rmm_linear.variance.profile import ProfileBuilder, layer_options, profile_noise
+
+RATIOS = (0.05, 0.1, 0.3, 0.5, 0.77, 1.0)
+AFFINE = [name for name in available_sketches() if name != "wta_crs"]
+
+
+@pytest.fixture
+def pair() -> tuple[Tensor, Tensor]:
+    return structured_pair(331, 24, 20, seed=3)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("name", AFFINE)
+@pytest.mark.parametrize("rows", [331, 64, 5])
+def test_variances_of_a_family_lie_on_one_line(name, center, rows):
+    x, g = structured_pair(rows, 7, 6, seed=rows)
+    sketches = [SKETCHES[name](ratio=ratio) for ratio in (0.04, 0.1, 0.25, 0.5, 0.77, 0.9, 1.0)]
+    sketches = [Centered(sketch) if center else sketch for sketch in sketches]
+    assert len({sketch.variance_family(rows) for sketch in sketches}) == 1
+    inverse = torch.tensor([1 / sketch.rank(rows) for sketch in sketches], dtype=torch.float64)
+    found = torch.stack([sketch.variance(x, g) for sketch in sketches])
+    slope = (found[0] - found[-1]) / (inverse[0] - inverse[-1])
+    torch.testing.assert_close(
+        found, found[-1] + slope * (inverse - inverse[-1]), rtol=1e-9, atol=1e-9 * float(found[0])
+    )
+
+
+def test_what_is_on_no_line_stands_alone():
+    assert SKETCHES["wta_crs"](ratio=0.5).variance_family(100) is None
+    assert LowBit(Hadamard(ratio=0.5), "int4").variance_family(100) is None
+    assert Centered(LowBit(None, "int4")).variance_family(100) is None
+    # larger blocks, fewer of them
+    assert Hadamard(ratio=0.02).variance_family(1000) != Hadamard(ratio=0.1).variance_family(1000)
+    assert Hadamard(ratio=0.1).variance_family(1000) == Hadamard(ratio=0.9).variance_family(1000)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("name", available_sketches())
+def test_options_are_the_closed_forms(name, center, pair):
+    x, g = (y.float() for y in pair)
+    configs = [RMMConfig(ratio=ratio, sketch=name, center=center, min_rows=1) for ratio in (*RATIOS, 0.02)]
+    for config, option in zip(configs, layer_options(x, g, configs), strict=True):
+        assert option.config == config
+        assert option.saved_bytes == config.saved_bytes(331, 24, torch.float32)
+        expected = gradient_noise(x, g, config).sketch_variance
+        assert option.variance == pytest.approx(expected, rel=1e-5, abs=1e-6 * float((x.norm() * g.norm()).square()))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_options_with_a_storage_are_close_to_the_closed_forms(storage, pair):
+    x, g = (y.float() for y in pair)
+    configs = [RMMConfig(ratio=ratio, storage=storage, min_rows=1) for ratio in RATIOS]
+    for config, option in zip(configs, layer_options(x, g, configs), strict=True):
+        assert option.saved_bytes == config.saved_bytes(331, 24, torch.float32)
+        expected = gradient_noise(x, g, config).sketch_variance
+        # of what the storage adds: two draws, and groups of different lengths
+        own = expected - gradient_noise(x, g, config.replace(storage=None)).sketch_variance
+        assert abs(option.variance - expected) < 0.1 * own
+
+
+def test_few_evaluations_serve_many_ratios(pair, monkeypatch):
+    calls = []
+    variance, rounding = Hadamard.variance, LowBit.rounding_variance
+    monkeypatch.setattr(Hadamard, "variance", lambda self, x, g: calls.append(self.ratio) or variance(self, x, g))
+    monkeypatch.setattr(
+        LowBit, "rounding_variance", lambda self, x, g: calls.append((self.storage, self.ratio)) or rounding(self, x, g)
+    )
+    configs = [
+        RMMConfig(ratio=ratio, storage=storage, min_rows=1)
+        for ratio, storage in product(RATIOS, (None, "int8", "int4"))
+    ]
+    layer_options(*pair, configs)
+    # the least and the largest ratio below 1, and the storages of the input itself
+    expected = [0.05, 0.77, *((storage, ratio) for storage in ("int4", "int8") for ratio in (0.05, 0.77, 1.0))]
+    assert sorted(map(str, calls)) == sorted(map(str, expected))
+
+
+def test_rows_left_out_are_left_out_for_those_that_say_so(pair):
+    x, g = pair
+    index = torch.arange(0, 331, 3)
+    keeps, skips = RMMConfig(ratio=0.3, min_rows=1), RMMConfig(ratio=0.3, min_rows=1, skip_padding=True)
+    kept, skipped = layer_options(x, g, [keeps, skips], index=index)
+    assert kept.variance == pytest.approx(gradient_noise(x, g, keeps).sketch_variance)
+    assert skipped.variance == pytest.approx(gradient_noise(x[index], g[index], skips).sketch_variance)
+    assert skipped.saved_bytes == skips.saved_bytes(331, 24, torch.float64, 111) < kept.saved_bytes
+    # without padding there is nothing to leave out
+    assert layer_options(x, g, [skips])[0].variance == pytest.approx(kept.variance)
+
+
+def test_small_inputs_are_kept(pair):
+    small, exact = layer_options(*pair, [RMMConfig(ratio=0.3, min_rows=400), RMMConfig(ratio=1.0)])
+    assert (small.variance, small.saved_bytes) == (exact.variance, exact.saved_bytes) == (0.0, 331 * 24 * 8)
+
+
+# The closed forms in float32.
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e-25, 1e18])
+@pytest.mark.parametrize("sketch", available_sketches())
+@pytest.mark.parametrize("storage", [None, "int4"])
+def test_float32_products_are_good_to_five_digits(scale, sketch, storage):
+    """Also where float32 squares would vanish or overflow."""
+    x, g = (y.float() for y in structured_pair(1531, 48, 40, seed=5))
+    g, lengths = g * scale, [500, 31, 1000]
+    config = RMMConfig(ratio=0.3, sketch=sketch, storage=storage, min_rows=1)
+    found = gradient_noise(x, g, config, sequence_lengths=lengths, draws=2)
+    expected = gradient_noise(x.double(), g.double(), config, sequence_lengths=lengths, draws=2)
+    for name in ("gradient_squared", "row_variance", "sequence_variance", "alpha"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5)
+    # one code more or less changes what a storage adds
+    assert found.sketch_variance == pytest.approx(expected.sketch_variance, rel=1e-2 if storage else 1e-5)
+
+
+def test_autocast_does_not_lower_the_products():
+    x, g = (y.float() for y in structured_pair(200, 24, 20, seed=5))
+    config = RMMConfig(ratio=0.3, min_rows=1)
+    expected = gradient_noise(x, g, config, sequence_lengths=[50] * 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gradient_noise(x, g, config, sequence_lengths=[50] * 4) == expected
+
+
+def test_float64_is_taken_where_float32_does_not_do():
+    x = torch.ones(3, 2)
+    assert product_dtype(x, x.bfloat16(), torch.zeros(0, 3), torch.zeros(4, 2)) == torch.float32
+    for other in (x.double(), x * 1e-20, x * 1e20, x * float("nan"), x * float("inf")):
+        assert product_dtype(x, other) == torch.float64
+
+
+def test_rows_without_a_gradient_cost_nothing_and_change_nothing(pair, monkeypatch):
+    x, g = pair
+    g = g.clone()
+    g[200:] = 0
+    sums = gradient_sums(x, g)
+    assert sums.gradient_squared == pytest.approx(float((g.t() @ x).square().sum()))
+    assert sums.x_squared == pytest.approx(float(x.square().sum()))
+    lengths, rows = [110, 90, 1, 100, 30], []
+    # of the same name as the function
+    module = sys.modules["rmm_linear.variance.gradient_noise"]
+    whole = module._squared_norm
+    monkeypatch.setattr(module, "_squared_norm", lambda x, g: rows.append(x.shape[:2].numel()) or whole(x, g))
+    noise = gradient_noise(x, g, RMMConfig(ratio=1.0), sequence_lengths=lengths)
+    assert sum(rows) == 2 * 110
+    squares = sum(float((b.t() @ a).square().sum()) for a, b in zip(x.split(lengths), g.split(lengths), strict=True))
+    assert noise.sequence_variance == pytest.approx((5 * squares - noise.gradient_squared) / 4)
+
+
+def test_fewer_draws_are_another_number_of_draws():
+    sketch = RMMConfig(ratio=0.5, storage="int4").sketch_object
+    assert with_draws(sketch, 2).inner.draws == 2
+    assert with_draws(sketch, 2) == sketch
+    assert with_draws(sketch.inner, 3).draws == 3
+    plain = RMMConfig(ratio=0.5).sketch_object
+    assert with_draws(plain, 2) == plain
+    with pytest.raises(ValueError, match="draws=0 average nothing"):
+        with_draws(sketch, 0)
+
+
+# Whole models.
+
+
+class Network(nn.Module):
+    """Layers of two shapes, dropout, and a buffer that each forward pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(12, 16), nn.Linear(16, 12), nn.Linear(12, 3)
+        self.unused = nn.Linear(3, 3)
+        self.norm, self.dropout = nn.BatchNorm1d(16), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return self.last(x + self.dropout(self.second(nn.functional.gelu(hidden))))
+
+
+CONFIGS = [RMMConfig(ratio=ratio, min_rows=1) for ratio in (0.1, 0.5, 0.8, 1.0)]
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return convert_linears(Network(), config=RMMConfig(ratio=0.5, min_rows=1))
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, length, 12, generator=generator) for length in (40, 61)]
+
+
+def runs_of(network: nn.Module) -> list:
+    return [lambda x=x: network(x).square().mean().backward() for x in batches()]
+
+
+def test_a_profile_is_the_mean_over_the_batches(network):
+    profile = profile_noise(network, runs_of(network), CONFIGS, layers_at_once=1)
+    assert [layer.name for layer in profile.layers] == ["first", "second", "last"]
+    pairs: dict[str, list] = {layer.name: [] for layer in profile.layers}
+    state = torch.get_rng_state()
+    for x in batches():
+        torch.set_rng_state(state)
+        inputs: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
+        other = copy.deepcopy(network)
+        for name in pairs:
+            other.get_submodule(name).register_forward_hook(writer(name, inputs, outputs))
+        loss = other(x).square().mean()
+        for name, g in zip(outputs, torch.autograd.grad(loss, list(outputs.values())), strict=True):
+            pairs[name].append((inputs[name], g))
+    for layer in profile.layers:
+        for option, config in zip(layer.options, CONFIGS, strict=True):
+            assert option.config == config
+            noise = [gradient_noise(x, g, config, sequence_lengths=[x.shape[1]] * 5) for x, g in pairs[layer.name]]
+            # atol: at ratio 1 nothing is sketched
+            assert option.variance == pytest.approx(sum(each.sketch_variance for each in noise) / 2, rel=1e-4)
+            kept = [
+                config.saved_bytes(5 * length, layer_width(network, layer.name), torch.float32) for length in (40, 61)
+            ]
+            assert option.saved_bytes == pytest.approx(sum(kept) / 2, abs=0.5)
+        assert layer.gradient_squared == pytest.approx(sum(each.gradient_squared for each in noise) / 2, rel=1e-4)
+        assert layer.minibatch_variance == pytest.approx(sum(each.sequence_variance for each in noise) / 2, rel=1e-4)
+
+
+def writer(name: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor]):
+    def write(layer, args, output):
+        inputs[name], outputs[name] = args[0], output
+
+    return write
+
+
+def layer_width(network: nn.Module, name: str) -> int:
+    return network.get_submodule(name).in_features
+
+
+def test_training_goes_on_as_if_nothing_had_been_done(network):
+    # in the middle of an accumulation
+    runs_of(network)[0]()
+    gradients = [parameter.grad for parameter in network.parameters()]
+    contents = [None if gradient is None else gradient.clone() for gradient in gradients]
+    buffers = [buffer.clone() for buffer in network.buffers()]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    profile_noise(network, runs_of(network), CONFIGS)
+    assert torch.equal(torch.get_rng_state(), state)
+    for parameter, gradient, content in zip(network.parameters(), gradients, contents, strict=True):
+        assert parameter.grad is gradient
+        assert content is None or torch.equal(gradient, content)
+    assert all(torch.equal(*pair) for pair in zip(network.buffers(), buffers, strict=True))
+    assert not any(module._forward_hooks for module in network.modules())
+
+
+def test_a_run_that_fails_leaves_the_model_as_it_was(network):
+    def fails():
+        runs_of(network)[0]()
+        raise RuntimeError("no")
+
+    gradients = [parameter.grad for parameter in network.parameters()]
+    buffers = [buffer.clone() for buffer in network.buffers()]
+    with pytest.raises(RuntimeError, match="no"):
+        profile_noise(network, [fails], CONFIGS)
+    assert all(parameter.grad is gradient for parameter, gradient in zip(network.parameters(), gradients, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(network.buffers(), buffers, strict=True))
+    assert not any(module._forward_hooks for module in network.modules())
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_no_more_layers_are_watched_than_asked_for(network, at_once):
+    watched = []
+
+    def run():
+        watched.append(sum(len(module._forward_hooks) for module in network.modules()))
+        runs_of(network)[0]()
+
+    profile = profile_noise(network, [run, run], CONFIGS, layers_at_once=at_once)
+    assert watched == [at_once] * (2 * 4 // at_once)
+    # the fourth is not used
+    assert len(profile.layers) == 3
+
+
+def test_a_builder_goes_on_from_its_state(pair):
+    x, g = pair
+    whole, part = ProfileBuilder(), ProfileBuilder()
+    assert not part
+    for builder in (whole, part):
+        builder.add("a", x, g, CONFIGS)
+    other = ProfileBuilder()
+    other.load_state_dict(json.loads(json.dumps(part.state_dict(), allow_nan=False)))
+    for builder in (whole, other):
+        builder.add("a", 2 * x, g, CONFIGS)
+        builder.add("b", x.view(1, 331, 24), g.view(1, 331, 20), CONFIGS)
+    assert other.build() == whole.build()
+    assert len(other) == 2
+    first, second = whole.build().layers
+    # one sequence has no spread of its own
+    assert second.minibatch_variance == pytest.approx(gradient_noise(x, g, CONFIGS[0]).row_variance)
+    assert first.gradient_squared == pytest.approx(2.5 * second.gradient_squared)
+
+
+def test_a_gradient_that_overflowed_is_left_out(pair):
+    x, g = pair
+    builder = ProfileBuilder()
+    builder.add("a", x, g * float("inf"), CONFIGS)
+    assert not builder
+    builder.add("a", x, g, CONFIGS)
+    expected = builder.build()
+    builder.add("a", x, g * float("nan"), CONFIGS)
+    assert builder.build() == expected
+
+
+def test_candidates_without_padding_use_the_models_mask(network):
+    x = batches()[0]
+    mask = torch.arange(40) < torch.tensor([[40], [3], [20], [33], [9]])
+    config = RMMConfig(ratio=0.5, min_rows=1, skip_padding=True)
+    for layer in network.modules():
+        if isinstance(layer, RMMLinear):
+            layer.rmm_config = config
+
+    def run():
+        with valid_rows(mask):
+            loss = network(x)[mask].square().mean()
+        loss.backward()
+
+    profile = profile_noise(network, [run], [config, config.replace(skip_padding=False)])
+    (skips, keeps) = profile.layers[-1].options
+    assert skips.saved_bytes == config.saved_bytes(200, 12, torch.float32, 105)
+    assert skips.saved_bytes < keeps.saved_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"runs": []}, "0 runs and 4 configurations; pass at least one of each"),
+        ({"configs": []}, "1 runs and 0 configurations"),
+        ({"layers_at_once": 0}, "layers_at_once=0 is not a positive int"),
+        ({"layers_at_once": True}, "layers_at_once=True is not a positive int"),
+        ({"runs": [lambda: None]}, "no layer was measured; run a forward and a backward pass"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(network, change, message):
+    arguments = {"runs": runs_of(network)[:1], "configs": CONFIGS, **change}
+    with pytest.raises(ValueError, match=message):
+        profile_noise(network, arguments.pop("runs"), arguments.pop("configs"), **arguments)
+
+
+def test_eval_mode_is_refused(network):
+    with pytest.raises(ValueError, match="the model is in eval mode.*call model.train"):
+        profile_noise(network.eval(), runs_of(network), CONFIGS)
+
+
+def test_other_candidates_for_a_layer_are_refused(pair):
+    builder = ProfileBuilder()
+    builder.add("a", *pair, CONFIGS)
+    with pytest.raises(ValueError, match="'a' was measured for other configurations before"):
+        builder.add("a", *pair, CONFIGS[:2])
+
+
+def test_what_is_no_state_is_refused():
+    for state in ({"a": {}}, [1], {"a": {"batches": "x"}}):
+        with pytest.raises(ValueError, match="this is no state of a ProfileBuilder"):
+            ProfileBuilder().load_state_dict(state)
