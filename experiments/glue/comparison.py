@@ -14,10 +14,10 @@ from scipy.stats import t as student_t
 
 from .errors import HarnessError
 from .result_file import COMPLETE, read_results
-from .settings import EXACT, IRRELEVANT
+from .settings import EXACT, IRRELEVANT, VARIANTS
 
 # what may differ between the runs of one table
-_VARIED = ("method", "ratio", "center", "storage", "seed", *IRRELEVANT)
+_VARIED = ("method", "ratio", "center", "storage", *VARIANTS, "seed", *IRRELEVANT)
 # settings that are None where a method has no use for them
 _SKETCH_ONLY = ("min_rows", "exclude_modules")
 # two runs' times compare if all of this is equal
@@ -96,6 +96,7 @@ class Row:
         ratio: The sketch's ratio; None without a sketch.
         center: Whether the sketch is centered; None without a sketch.
         storage: Its low-bit storage; None without.
+        variant: What else was done, of `unpadded` and `allocated`.
         seeds: The seeds.
         score: The task's score in points: 100 times the mean of its metrics after the last epoch.
         metrics: Each metric in points.
@@ -116,6 +117,7 @@ class Row:
     ratio: float | None
     center: bool | None
     storage: str | None
+    variant: tuple[str, ...]
     seeds: tuple[int, ...]
     score: Mean
     metrics: dict[str, Mean]
@@ -133,7 +135,8 @@ class Row:
         if self.ratio is None:
             return self.method
         storage = f" in {self.storage}" if self.storage is not None else ""
-        return f"{'centered ' if self.center else ''}{self.method} at {self.ratio:g}{storage}"
+        variant = f" ({', '.join(self.variant)})" if self.variant else ""
+        return f"{'centered ' if self.center else ''}{self.method} at {self.ratio:g}{storage}{variant}"
 
 
 @dataclass(frozen=True)
@@ -213,16 +216,20 @@ def _rows_of_task(results: list[dict[str, Any]]) -> list[Row]:
     groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for result in results:
         config = result["config"]
-        key = (config["method"], config["ratio"], config["center"], config.get("storage"))
+        key = (config["method"], config["ratio"], config["center"], config.get("storage"), _variant(config))
         groups.setdefault(key, {})[config["seed"]] = result
-    exact = groups.get((EXACT, None, None, None), {})
+    exact = groups.get((EXACT, None, None, None, ()), {})
     return [_row(groups[key], exact) for key in sorted(groups, key=_order)]
 
 
 def _order(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    method, ratio, center, storage = key
+    method, ratio, center, storage, variant = key
     # exact, checkpointing, then the sketches by name and falling ratio
-    return (ratio is not None, method != EXACT, method, storage or "", -(ratio or 0.0), bool(center))
+    return (ratio is not None, method != EXACT, method, storage or "", variant, -(ratio or 0.0), bool(center))
+
+
+def _variant(config: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(word for name, word in VARIANTS.items() if config.get(name))
 
 
 def check_comparable(configs: Mapping[str, dict[str, Any]]) -> None:
@@ -280,6 +287,7 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
         ratio=config["ratio"],
         center=config["center"],
         storage=config.get("storage"),
+        variant=_variant(config),
         seeds=tuple(sorted(by_seed)),
         score=Mean.of([100 * result["final"]["score"] for result in results]),
         metrics={name: Mean.of([100 * result["final"][name] for result in results]) for name in results[0]["metrics"]},

@@ -84,8 +84,8 @@ def _draw_panel(axes: Axes, rows: tuple[Row, ...], values: list[Mean]) -> None:
             colour, marker, size = _REFERENCES[row.method]
             _draw_points(axes, [(row, value)], colour=colour, marker=marker, size=size, label=row.method)
         else:
-            family = [row.method, *(["centered"] if row.center else []), *([row.storage] if row.storage else [])]
-            families.setdefault(", ".join(family), []).append((row, value))
+            knobs = [*(["centered"] if row.center else []), *([row.storage] if row.storage else []), *row.variant]
+            families.setdefault(", ".join([row.method, *knobs]), []).append((row, value))
         if row.method == EXACT:
             axes.axhline(value.mean, color="black", linewidth=0.8, linestyle=":", zorder=0)
     for number, (label, members) in enumerate(families.items()):

@@ -18,7 +18,7 @@ from typing import Any
 from .comparison import Comparison, Mean, Row, compare
 from .errors import HarnessError
 from .figure import draw_figure
-from .settings import CHECKPOINTING, EXACT
+from .settings import CHECKPOINTING, EXACT, VARIANTS
 
 _MIB = 2**20
 # points of score within which a method counts as equal to exact
@@ -100,23 +100,23 @@ def markdown_table(comparison: Comparison) -> str:
         # a task with one metric has it for a score
         shown = metrics if len(metrics) > 1 else []
         score = "score" if shown else metrics[0].replace("_", " ")
-        stored = ["storage"] if any(row.storage for row in rows) else []
-        header = ["method", "ratio", "centered", *stored, "kept MiB", "of exact", score, *shown, "minus exact", "seeds"]
+        knobs = [name for name in ("storage", "variant") if any(getattr(row, name) for row in rows)]
+        header = ["method", "ratio", "centered", *knobs, "kept MiB", "of exact", score, *shown, "minus exact", "seeds"]
         if comparison.has_times:
             header += ["training s", "step time / exact"]
         lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-        lines += [f"| {' | '.join(_cells(row, shown, bool(stored), comparison.has_times))} |" for row in rows]
+        lines += [f"| {' | '.join(_cells(row, shown, knobs, comparison.has_times))} |" for row in rows]
         title = f"**{task}**\n\n" if len(comparison.tasks) > 1 else ""
         parts.append(title + "\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _cells(row: Row, metrics: Sequence[str], with_storage: bool, with_times: bool) -> list[str]:
+def _cells(row: Row, metrics: Sequence[str], knobs: Sequence[str], with_times: bool) -> list[str]:
     cells = [
         row.method,
         "" if row.ratio is None else f"{row.ratio:g}",
         "" if row.center is None else ("yes" if row.center else "no"),
-        *([row.storage or ""] if with_storage else []),
+        *({"storage": row.storage or "", "variant": ", ".join(row.variant)}[name] for name in knobs),
         f"{row.kept_bytes / _MIB:.2f}",
         f"{100 * row.kept_share:.1f} %",
         _points(row.score),
@@ -294,6 +294,7 @@ def _table_csv(comparison: Comparison) -> str:
                 "ratio": row.ratio,
                 "center": row.center,
                 "storage": row.storage,
+                "variant": " ".join(row.variant),
                 "seeds": len(row.seeds),
                 "kept_bytes": round(row.kept_bytes),
                 "kept_share_of_exact": row.kept_share,
@@ -319,7 +320,9 @@ def _runs_csv(comparison: Comparison) -> str:
         timed = config["timing"]
         records.append(
             {
-                **{key: config.get(key) for key in ("task", "method", "ratio", "center", "storage", "seed")},
+                **{key: config.get(key) for key in ("task", "method", "ratio", "center", "storage")},
+                "variant": " ".join(word for name, word in VARIANTS.items() if config.get(name)),
+                "seed": config["seed"],
                 "score": 100 * result["final"]["score"],
                 "metrics": " ".join(f"{name}={100 * result['final'][name]:.4f}" for name in result["metrics"]),
                 "kept_bytes": result["kept_bytes"]["model"],

@@ -30,6 +30,8 @@ _HELP = {
     "ratio": "rows kept over rows; in (0, 1]",
     "center": "keep the column mean of the input apart",
     "storage": "hold what is kept in int8, int4, int2 or fp8",
+    "skip_padding": "leave out rows that the attention mask marks as padding",
+    "allocate": "choose each layer's ratio by its variance, at the same bytes in sum",
     "min_rows": "inputs with fewer rows stay exact",
     "exclude_modules": "linear layers that stay exact, by name or end of a name",
     "seed": "seed of everything that is drawn",
@@ -52,7 +54,7 @@ _HELP = {
 }
 _INTEGERS = ("min_rows", "seed", "max_steps", "batch_size", "eval_batch_size", "max_length", "save_steps")
 _WORDS = ("task", "data", "model", "method", "storage", "schedule", "precision")
-_SWITCHES = ("center", "timing")
+_SWITCHES = ("center", "skip_padding", "allocate", "timing")
 
 
 class _Parser(argparse.ArgumentParser):

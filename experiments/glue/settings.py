@@ -39,6 +39,8 @@ _BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 # settings that leave every number of a result as it is
 IRRELEVANT = ("save_steps", "timing")
+# switches of a sketch that are off by default, and recorded only where they are on -> their word in a run's name
+VARIANTS = {"skip_padding": "unpadded", "allocate": "allocated"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class RunSettings:
         ratio: Rows kept by the sketch over rows of the input; None for the two methods without a sketch.
         center: Whether the column mean is kept apart; None for the two methods without a sketch.
         storage: Low-bit storage of what the sketch keeps (`int8`, `int4`, `int2`, `fp8`), or None.
+        skip_padding: Whether the sketch leaves out the rows that the attention mask marks as padding.
+        allocate: Whether the layers' ratios are chosen anew by what each costs in variance, at the same bytes in sum.
         min_rows: Inputs with fewer rows stay exact.
         exclude_modules: Linear layers that stay exact, by full name or end of a name.
         seed: Seed of the classification head, the order of the data, dropout and the sketches.
@@ -81,6 +85,8 @@ class RunSettings:
     ratio: float | None = None
     center: bool | None = None
     storage: str | None = None
+    skip_padding: bool = False
+    allocate: bool = False
     min_rows: int = 128
     exclude_modules: tuple[str, ...] = ()
     seed: int = 0
@@ -121,11 +127,11 @@ class RunSettings:
         self._check_numbers()
         object.__setattr__(self, "exclude_modules", tuple(self.exclude_modules))
         if not self.uses_sketch:
-            if (self.ratio, self.center, self.storage) != (None, None, None):
-                raise HarnessError(
-                    f"the method {self.method!r} keeps no sketch: leave out --ratio, --center, --no-center and"
-                    " --storage"
-                )
+            given = [name for name in ("ratio", "center", "storage") if getattr(self, name) is not None]
+            given += [name for name in ("skip_padding", "allocate") if getattr(self, name)]
+            if given:
+                options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+                raise HarnessError(f"the method {self.method!r} keeps no sketch: leave out {options}")
             return
         try:
             config = RMMConfig(sketch=self.method, min_rows=self.min_rows, storage=self.storage)
@@ -159,7 +165,12 @@ class RunSettings:
         assert self.ratio is not None
         assert self.center is not None
         return RMMConfig(
-            ratio=self.ratio, sketch=self.method, center=self.center, min_rows=self.min_rows, storage=self.storage
+            ratio=self.ratio,
+            sketch=self.method,
+            center=self.center,
+            min_rows=self.min_rows,
+            storage=self.storage,
+            skip_padding=self.skip_padding,
         )
 
     @property
@@ -172,8 +183,14 @@ class RunSettings:
         """Method and knobs in one word, such as `hadamard-0.4-centered-int4`."""
         if not self.uses_sketch:
             return self.method
-        storage = f"-{self.storage}" if self.storage is not None else ""
-        return f"{self.method}-{self.ratio:g}" + ("-centered" if self.center else "") + storage
+        knobs = ["centered"] if self.center else []
+        knobs += [self.storage] if self.storage is not None else []
+        knobs += [name for name, is_on in zip(VARIANTS.values(), self._variant, strict=True) if is_on]
+        return "-".join([f"{self.method}-{self.ratio:g}", *knobs])
+
+    @property
+    def _variant(self) -> tuple[bool, ...]:
+        return tuple(getattr(self, name) for name in VARIANTS)
 
     @property
     def name(self) -> str:
@@ -186,6 +203,8 @@ class RunSettings:
         values["data"] = self.data if self.data in ("hub", "demo") else "folder"
         values["model"] = Path(os.path.abspath(self.model)).name if is_local_model(self.model) else self.model
         values["exclude_modules"] = list(self.exclude_modules)
+        # results from before these existed stay what they are
+        values = {key: value for key, value in values.items() if key not in VARIANTS or value}
         if not self.uses_sketch:
             # they decide nothing then
             values.update(min_rows=None, exclude_modules=None)
@@ -208,7 +227,7 @@ class NamedConfig:
         task_settings: Settings that hold for one task only, by task.
         tasks: Tasks of the grid.
         methods: Methods of the grid with their knobs: dictionaries with `method` and, for sketches, `ratio`, `center`,
-            `storage`.
+            `storage`, `skip_padding`, `allocate`.
         seeds: Seeds of the grid.
     """
 
@@ -243,9 +262,9 @@ class NamedConfig:
         Each seed starts with another method, so that no method always meets a fresh, or a warm, machine.
 
         Args:
-            **changes: Settings that win over the file's. `task`, `method`, `ratio`, `center`, `storage` and `seed`
-                choose among the grid's runs; a task, method or seed that the grid does not have takes the place of
-                those it has.
+            **changes: Settings that win over the file's. `task`, `method` with its knobs (`ratio`, `center`, `storage`
+                and those of `VARIANTS`) and `seed` choose among the grid's runs; a task, method or seed that the grid
+                does not have takes the place of those it has.
 
         Returns:
             The settings of each run.
@@ -253,11 +272,12 @@ class NamedConfig:
         Raises:
             HarnessError: If no run has the ratio, centering or storage asked for.
         """
-        chosen = {key: changes.pop(key) for key in ("method", "ratio", "center", "storage") if key in changes}
+        knobs = ("method", "ratio", "center", "storage", *VARIANTS)
+        chosen = {key: changes.pop(key) for key in knobs if key in changes}
         methods = [each for each in self.methods if self._is_chosen(each, chosen)]
         if not methods and "method" not in chosen:
-            knobs = " and ".join(f"{key}={value}" for key, value in chosen.items())
-            raise HarnessError(f"the grid of {self.name!r} has no run with {knobs}; name one with --method as well")
+            asked = " and ".join(f"{key}={value}" for key, value in chosen.items())
+            raise HarnessError(f"the grid of {self.name!r} has no run with {asked}; name one with --method as well")
         methods = methods or [chosen]
         tasks = [changes.pop("task")] if "task" in changes else self.tasks
         seeds = [changes.pop("seed")] if "seed" in changes else self.seeds

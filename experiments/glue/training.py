@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import evaluate
 import numpy as np
@@ -44,7 +44,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from rmm_linear import RMMCallback, convert_linears, revert_linears
+from rmm_linear import RMMCallback, RMMLinear, convert_linears, revert_linears
 from rmm_linear.memory import SavedTensors
 
 from . import provenance
@@ -377,7 +377,14 @@ class PreparedRun:
         with PeakMemory(self.device) as peak:
             trainer.train(resume_from_checkpoint=checkpoint)
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
+        allocated = {}
+        if settings.allocate:
+            # the ratios of most of the training, and of its end
+            kept_bytes = self._kept_bytes()
+            layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, RMMLinear)}
+            allocated = {"ratios": {name: layer.rmm_config.ratio for name, layer in layers.items()}}
         return {
+            **allocated,
             "kept_bytes": {
                 "model": kept_bytes,
                 "exact_model": exact_bytes,
@@ -414,7 +421,10 @@ class PreparedRun:
     ) -> Trainer:
         settings = self.settings
         clock = StepClock(self.device)
-        conversion = [RMMCallback(config=settings.rmm_config, **self._exclusion())] if settings.uses_sketch else []
+        conversion = []
+        if settings.uses_sketch:
+            budget: Literal["auto"] | None = "auto" if settings.allocate else None
+            conversion = [RMMCallback(config=settings.rmm_config, budget=budget, **self._exclusion())]
         trainer = _RecordingTrainer(
             clock,
             model=self.model,

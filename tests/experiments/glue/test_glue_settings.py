@@ -57,7 +57,8 @@ WRONG = {
     "ratio=-0.5": {"method": "hadamard", "ratio": -0.5},
     "ratio=1.5": {"method": "hadamard", "ratio": 1.5},
     "storage='int5' is unknown": {"method": "hadamard", "storage": "int5"},
-    "leave out --ratio, --center, --no-center and --storage": {"storage": "int4"},
+    "'exact' keeps no sketch: leave out --storage": {"storage": "int4"},
+    "leave out --ratio, --skip-padding, --allocate": {"ratio": 0.5, "skip_padding": True, "allocate": True},
     "ratio=nan": {"method": "hadamard", "ratio": float("nan")},
     "'exact' keeps no sketch: leave out --ratio": {"ratio": 0.5},
     "'checkpointing' keeps no sketch": {"method": CHECKPOINTING, "center": True},
@@ -82,6 +83,15 @@ def test_what_cannot_run_is_refused(message: str) -> None:
     with pytest.raises(HarnessError) as raised:
         RunSettings(**WRONG[message])
     assert message in str(raised.value)
+
+
+def test_variants_are_named_and_recorded_only_where_they_are_on() -> None:
+    plain = RunSettings(method="hadamard", ratio=0.1)
+    both = RunSettings(method="hadamard", ratio=0.1, skip_padding=True, allocate=True)
+    assert both.method_label == "hadamard-0.1-centered-unpadded-allocated"
+    assert plain.method_label == "hadamard-0.1-centered"
+    assert both.rmm_config.skip_padding
+    assert both.recorded().keys() - plain.recorded().keys() == {"skip_padding", "allocate"}
 
 
 def test_a_grid_is_narrowed_by_what_is_asked_for() -> None:
