@@ -130,7 +130,7 @@ class ConversionSummary:
         for row in self.rows:
             amount = f"{row.exact_bytes_per_row:.0f} -> {row.kept_bytes_per_row:.0f}"
             shape = f"{row.in_features} -> {row.out_features}"
-            table.append((row.name or "(the model)", shape, _describe(row.config), amount, row.note))
+            table.append((row.name or "(the model)", shape, describe(row.config), amount, row.note))
         widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
         table.insert(1, tuple("-" * width for width in widths))
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
@@ -222,7 +222,7 @@ def convert_linears(
         else:
             plan.append((layer, wanted))
     if not plan:
-        raise ValueError("none of the layers that match can be converted; left exact: " + _listed(skipped))
+        raise ValueError("none of the layers that match can be converted; left exact: " + listed(skipped))
 
     for layer, wanted in plan:
         if wanted is None:
@@ -238,12 +238,12 @@ def convert_linears(
             stacklevel=2,
         )
     if skipped:
-        warnings.warn("left exact: " + _listed(skipped), UserWarning, stacklevel=2)
+        warnings.warn("left exact: " + listed(skipped), UserWarning, stacklevel=2)
     if unused_exclusions:
-        message = f"exclude_modules that match no linear layer: {_listed(unused_exclusions)}"
+        message = f"exclude_modules that match no linear layer: {listed(unused_exclusions)}"
         warnings.warn(message, UserWarning, stacklevel=2)
     if unused_rules:
-        message = f"overrides that match none of the layers to convert: {_listed(unused_rules)}"
+        message = f"overrides that match none of the layers to convert: {listed(unused_rules)}"
         warnings.warn(message, UserWarning, stacklevel=2)
     return model
 
@@ -567,7 +567,15 @@ def _note(layer: _Found, model: nn.Module, *, frozen: bool) -> str:
     return "; ".join(notes)
 
 
-def _describe(config: RMMConfig | None) -> str:
+def describe(config: RMMConfig | None) -> str:
+    """Say in a few words how a layer keeps its input.
+
+    Args:
+        config: Its configuration, or None for an exact layer.
+
+    Returns:
+        Such as "hadamard 0.5 centered in int4, from 128 rows"; "-" for an exact layer.
+    """
     if config is None:
         return "-"
     # at ratio 1 a storage holds the input itself, without a sketch
@@ -590,10 +598,18 @@ def _nothing_matched(
     if filter_fn is not None:
         wanted += " and filter_fn"
     names = [f"{layer.name or '(the model)'}{' (output head)' if layer.in_head else ''}" for layer in found]
-    return f"{wanted} matches none of the model's {len(found)} linear layers: {_listed(names)}"
+    return f"{wanted} matches none of the model's {len(found)} linear layers: {listed(names)}"
 
 
-def _listed(items: list[str]) -> str:
+def listed(items: list[str]) -> str:
+    """Join items for an error or a warning, which names a dozen at most.
+
+    Args:
+        items: The items.
+
+    Returns:
+        The first of them, and how many more there are.
+    """
     more = len(items) - _LISTED
     return "; ".join(items[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 

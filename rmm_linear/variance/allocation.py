@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.convert import _describe, _listed, strip_wrappers
+from rmm_linear.convert import describe, listed, strip_wrappers
 from rmm_linear.linear import RMMLinear
 from rmm_linear.variance.gradient_noise import _ratio
 
@@ -115,7 +115,7 @@ class NoiseProfile:
         names = [layer.name for layer in self.layers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"layers that occur twice: {_listed(twice)}; profile every layer once")
+            raise ValueError(f"layers that occur twice: {listed(twice)}; profile every layer once")
 
     def uniform(self, config: RMMConfig) -> "Allocation":
         """Return the allocation that gives every layer the same configuration: what an optimised one is to beat.
@@ -146,7 +146,7 @@ class NoiseProfile:
         names = [layer.name for layer in self.layers]
         wrong = sorted(set(names).symmetric_difference(configs))
         if wrong:
-            raise ValueError(f"the profile and configs do not both have {_listed(wrong)}; pass a configuration a layer")
+            raise ValueError(f"the profile and configs do not both have {listed(wrong)}; pass a configuration a layer")
         choice, without = [], []
         for layer in self.layers:
             known = [option.config for option in layer.options]
@@ -155,7 +155,7 @@ class NoiseProfile:
             else:
                 without.append(f"{layer.name} has no {configs[layer.name]}")
         if without:
-            raise ValueError(f"options that were not profiled: {_listed(without)}; profile the layers with them")
+            raise ValueError(f"options that were not profiled: {listed(without)}; profile the layers with them")
         return _allocation(self, choice)
 
     def to_json(self) -> str:
@@ -264,11 +264,11 @@ class Allocation:
         configs = self.configs
         missing = [name for name in configs if name not in named]
         if missing:
-            raise ValueError(f"the model has no {_listed(missing)}; pass the model that was profiled")
+            raise ValueError(f"the model has no {listed(missing)}; pass the model that was profiled")
         layers = {name: module for name, module in named.items() if isinstance(module, RMMLinear)}
         others = [f"{name} ({type(named[name]).__name__})" for name in configs if name not in layers]
         if others:
-            raise ValueError(f"not sketched layers: {_listed(others)}; convert them with convert_linears first")
+            raise ValueError(f"not sketched layers: {listed(others)}; convert them with convert_linears first")
         for name, config in configs.items():
             layers[name].rmm_config = config
 
@@ -320,7 +320,7 @@ class Allocation:
         for layer in self.layers:
             config = layer.option.config
             relative = _ratio(layer.option.variance, layer.gradient_squared)
-            kind = "exact" if config.is_exact else _describe(config)
+            kind = "exact" if config.is_exact else describe(config)
             table.append((layer.name or "(the model)", kind, str(layer.option.saved_bytes), f"{relative:.3g}"))
         widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
         table.insert(1, tuple("-" * width for width in widths))
@@ -473,8 +473,10 @@ def optimal_ratios(
     for t in np.unique(np.concatenate((rises, ends))).tolist():
         if float(b @ ratios_at(t)) > available:
             moving = (rises <= start) & (ends > start)
-            settled = float(b[~moving] @ ratios_at(start)[~moving])
-            start = (available - settled) / float(b[moving] @ slope[moving])
+            # none moves where the budget is that of the least ratios, and is passed by rounding alone
+            if moving.any():
+                settled = float(b[~moving] @ ratios_at(start)[~moving])
+                start = (available - settled) / float(b[moving] @ slope[moving])
             break
         start = t
     ratios[wanted] = np.clip(ratios_at(start), least_ratio, 1.0)
@@ -545,7 +547,7 @@ def _costs(profile: NoiseProfile, objective: Objective) -> list[NDArray[np.float
     without = [layer.name for layer, values in zip(profile.layers, relative, strict=True) if math.inf in values]
     if without:
         raise ValueError(
-            f"gradient_squared is 0 and a variance is not: {_listed(without)}; leave these layers out, or pass"
+            f"gradient_squared is 0 and a variance is not: {listed(without)}; leave these layers out, or pass"
             ' objective="total"'
         )
     return [np.array(values, dtype=np.float64) for values in relative]

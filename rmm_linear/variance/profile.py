@@ -205,11 +205,12 @@ class ProfileBuilder:
             minibatch = noise.row_variance
         sums.batches += 1
         sums.gradient_squared += noise.gradient_squared
-        sums.minibatch_variance += 0.0 if math.isnan(minibatch) else minibatch
+        # rounding may leave less than nothing of what is 0
+        sums.minibatch_variance += 0.0 if math.isnan(minibatch) else max(0.0, minibatch)
         for option in layer_options(x, g, configs, index=index):
             each = sums.options.setdefault(option.config, [0.0, 0.0])
             each[0] += option.saved_bytes
-            each[1] += option.variance
+            each[1] += max(0.0, option.variance)
         self._layers[name] = sums
 
     def build(self) -> NoiseProfile:

@@ -119,16 +119,16 @@ def test_steps_that_are_not_clipped_do_not_count_as_clipped(tmp_path):
 
 
 def test_the_clip_fraction_is_that_of_the_norms_before_clipping(tmp_path):
-    class Norms(TrainerCallback):
-        norms = []
+    norms = []
 
+    class Norms(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             if "grad_norm" in logs:
-                self.norms.append(logs["grad_norm"])
+                norms.append(logs["grad_norm"])
 
     options = {"max_steps": 20, "learning_rate": 0.0}
-    make_trainer(tmp_path, callback(), norms := Norms(), max_grad_norm=1e3, **options).train()
-    looked_at = norms.norms[::10]
+    make_trainer(tmp_path, callback(), Norms(), max_grad_norm=1e3, **options).train()
+    looked_at = norms[::10]
     reporter, watched = Reporter(), callback(monitor=True)
     make_trainer(tmp_path, watched, reporter, max_grad_norm=sum(looked_at) / 2, **options).train()
     assert watched.monitor.state_dict()["observed"] == 2

@@ -429,6 +429,11 @@ def test_optimal_ratios_at_their_edges():
     assert optimal_ratios([1.0, 9.0], [10.0, 10.0], 2.0, least_ratio=0.1) == pytest.approx([0.1, 0.1])
     assert optimal_ratios([1.0, 9.0], [10.0, 10.0], 20.0, least_ratio=1.0) == [1.0, 1.0]
     assert optimal_ratios([], [], 0) == []
+    draw = random.Random(0)
+    for _ in range(200):
+        b = [draw.uniform(1, 100) for _ in range(5)]
+        ratios = optimal_ratios([draw.random() for _ in b], b, sum(0.1 * one for one in b), least_ratio=0.1)
+        assert ratios == pytest.approx([0.1] * 5)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +471,7 @@ def test_models_of_hundreds_of_layers_take_seconds_at_most(layers, kinds):
     started = time.perf_counter()
     found = allocate_ratios(profile, budget)
     dual = allocate_for_noise(profile, found.variance)
-    # 0.2 s on one slow core
+    # a few tenths of a second on one slow core
     assert time.perf_counter() - started < 20
     assert dual.saved_bytes == found.saved_bytes
     assert 0.99 * budget < found.saved_bytes <= budget

@@ -1,0 +1,249 @@
+"""Variance against bytes: cells within their budgets, the closed form against real sketches, tables, and mistakes."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.glue.errors import HarnessError
+from experiments.glue.variance import (
+    ALL_ROWS,
+    ALLOWANCE,
+    GRID_FILE,
+    HEADLINE_FILE,
+    REAL_ROWS,
+    TO_LONGEST,
+    TO_OWN,
+    Captured,
+    Cell,
+    Subject,
+    best_within,
+    config_of,
+    grid,
+    kept_share,
+    main,
+    measure,
+    read_records,
+    relative_variances,
+    write_records,
+)
+from experiments.glue.variance_report import asked_and_reached, write_report
+from experiments.glue.variance_report import main as report_main
+from rmm_linear import RMMConfig, available_sketches
+from rmm_linear.variance import gradient_noise
+
+WIDTHS = [384, 384, 1536]
+DEMO = ["--model", "demo", "--data", "demo", "--batch-size", "8"]
+
+
+def _layers(layers: int = 3, rows: int = 256) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        f"layer.{number}": (
+            torch.randn(rows, 24, generator=generator) + 1,
+            torch.randn(rows, 12, generator=generator) * torch.rand(rows, 1, generator=generator),
+        )
+        for number in range(layers)
+    }
+
+
+def _record(**changes: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "task": "mrpc",
+        "step": 30,
+        "padding": TO_LONGEST,
+        "rows": ALL_ROWS,
+        "sketch": "hadamard",
+        "center": True,
+        "storage": None,
+        "budget": 0.1,
+        "ratio": 0.1,
+        "bytes": 0.1,
+        "relative_variance": 1.0,
+        "largest_layer": 2.0,
+        "layers": 36,
+        "batch_rows": 4096,
+        "sketched_rows": 4096,
+        "seed": 0,
+        "weights": "0123456789ab",
+        "model": "some-model",
+        "rmm_linear": "0.1.0",
+        "torch": "2.0",
+        "transformers": "5.0",
+        "hardware": "a processor, 2 cores",
+        "threads": 1,
+        "commit": "0123456",
+    }
+    return record | changes
+
+
+@pytest.mark.parametrize("sketched", [4096, 1700, 301])
+@pytest.mark.parametrize("storage", [None, "int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("sketch", ["gaussian", "hadamard", "wta_crs"])
+def test_a_cell_stays_within_its_budget_and_takes_what_it_can(sketch: str, storage: str | None, sketched: int) -> None:
+    for budget in (0.05, 0.1, 0.25):
+        config = config_of(Cell(sketch, True, storage, budget), WIDTHS, rows=4096, sketched=sketched)
+        assert config is not None
+        share = kept_share(config, WIDTHS, rows=4096, sketched=sketched)
+        assert share <= ALLOWANCE * budget
+        if config.ratio == 1:
+            # nothing larger exists
+            assert config.is_exact or config.sketch_object.rank(sketched) == sketched
+        else:
+            # hadamard rounds to whole rows of its blocks
+            assert share >= 0.8 * budget
+
+
+def test_a_budget_that_nothing_fits_has_no_cell() -> None:
+    assert config_of(Cell("hadamard", True, "int4", 0.05), [8], rows=16, sketched=16) is None
+
+
+def test_the_grid_has_every_sketch_and_every_treatment() -> None:
+    for padding in (TO_LONGEST, TO_OWN):
+        plain = {(cell.sketch, cell.center) for cell in grid(padding, ALL_ROWS, trained=True) if cell.storage is None}
+        assert plain == {(sketch, center) for sketch in available_sketches() for center in (False, True)}
+    cross = grid(TO_LONGEST, REAL_ROWS, trained=True)
+    assert {(cell.sketch, cell.center) for cell in cross if cell.storage == "int4"} == plain
+    assert {cell.storage for cell in cross if cell.sketch == "wta_crs"} == {None, "int8", "fp8", "int4", "int2"}
+    assert len(cross) == len(set(cross))
+
+
+@pytest.mark.parametrize("storage", [None, "int4"])
+def test_the_closed_form_is_the_librarys(storage: str | None) -> None:
+    layers, config = _layers(), RMMConfig(ratio=0.25, storage=storage)
+    for found, (x, g) in zip(relative_variances(config, layers, draws=32), layers.values(), strict=True):
+        assert found == pytest.approx(gradient_noise(x, g, config).relative_variance, rel=1e-6)
+    assert relative_variances(RMMConfig(ratio=1.0), layers, draws=1) == [0.0] * 3
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("storage", [None, "int2"])
+def test_real_sketches_have_the_closed_forms_variance(storage: str | None) -> None:
+    # two-sided false-alarm rate of 7e-6 each
+    layers, config = _layers(), RMMConfig(ratio=0.5, storage=storage)
+    value, error, draws = measure(config, layers, draws=500)
+    expected = sum(relative_variances(config, layers, draws=32)) / 3
+    assert draws == 501
+    assert abs(value - expected) < 4.5 * error
+    assert error < 0.02 * value
+
+
+def test_padding_that_has_a_gradient_is_not_left_out() -> None:
+    layers, real = _layers(), torch.arange(256) % 3 > 0
+    with pytest.raises(HarnessError, match="padding has a gradient in the layer 'layer.0'"):
+        Captured(layers, real).chosen(REAL_ROWS)
+    masked = {name: (x, g * real.unsqueeze(1)) for name, (x, g) in layers.items()}
+    x, g = Captured(masked, real).chosen(REAL_ROWS)["layer.2"]
+    assert x.shape == (int(real.sum()), 24)
+    assert torch.equal(g.t() @ x, masked["layer.2"][1][real].t() @ layers["layer.2"][0][real])
+
+
+def test_the_best_is_within_the_budget() -> None:
+    records = [
+        _record(bytes=0.1041, relative_variance=0.1),
+        _record(bytes=0.1039, relative_variance=0.3, ratio=0.2),
+        _record(bytes=0.09, relative_variance=0.3, ratio=0.3),
+        _record(bytes=0.01, relative_variance=0.4),
+    ]
+    best = best_within(records, 0.1)
+    assert best is not None
+    assert best["ratio"] == 0.3
+    assert best_within(records, 0.009) is None
+
+
+def test_the_table_says_what_was_asked_reached_missed_and_measured() -> None:
+    gaussian = {"sketch": "gaussian", "center": False, "ratio": 0.1, "relative_variance": 5.25}
+    records = [
+        _record(**gaussian),
+        _record(storage="int2", ratio=0.8, bytes=0.1035, relative_variance=0.71),
+        _record(rows=REAL_ROWS, storage="int4", ratio=0.96, bytes=0.1021, relative_variance=0.0712, sketched_rows=1700),
+    ]
+    extra = {"closed_form": 0.712, "measured": 0.7151, "standard_error": 0.0031, "z": 1.0, "draws": 2520}
+    measured = [records[1] | extra | {"which": "best"}]
+    lines = asked_and_reached(records, measured).splitlines()
+    assert lines[0] == "**mrpc, padded to 128, 42 % of the rows real, after 30 steps**"
+    row = next(line for line in lines if line.startswith("| 0.1 |"))
+    assert row == (
+        "| 0.1 | 5.3 | 5.25 | <= 0.8 | 0.712; measured 0.715 ± 0.003 (z +1.0) | hadamard 0.8, centred, int2, 0.1035 |"
+        " <= 0.05 | 0.0712 (missed) | hadamard 0.96, centred, int4, 0.1021 |"
+    )
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The grid, its best cells measured on the same weights, and the report of both."""
+    output = tmp_path / "variance"
+    assert main(["against-bytes", *DEMO, "--tasks", "demo", "--steps", "2", "--output", str(output)]) == 0
+    records = read_records(output / GRID_FILE)
+    assert {(row["step"], row["padding"], row["rows"]) for row in records} == {
+        (step, padding, rows) for step in (0, 2) for padding in (TO_LONGEST, TO_OWN) for rows in (ALL_ROWS, REAL_ROWS)
+    }
+    assert all(row["bytes"] <= ALLOWANCE * row["budget"] for row in records)
+    assert len({row["weights"] for row in records}) == 2
+
+    # a row again, from the library alone
+    subject = Subject("demo", model="demo", data="demo", batch_size=8)
+    subject.train(2)
+    captured = subject.capture(TO_OWN)
+    row = next(
+        row
+        for row in records
+        if (row["step"], row["padding"], row["rows"]) == (2, TO_OWN, REAL_ROWS)
+        and (row["sketch"], row["storage"], row["budget"]) == ("gaussian", None, 0.5)
+    )
+    config = RMMConfig(ratio=row["ratio"], sketch="gaussian", center=False, min_rows=1)
+    layers = captured.chosen(REAL_ROWS)
+    expected = [gradient_noise(x, g, config).relative_variance for x, g in layers.values()]
+    assert row["relative_variance"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert (row["layers"], row["sketched_rows"]) == (len(layers), int(captured.real.sum()))
+
+    assert main(["headline", *DEMO, "--task", "demo", "--draws", "60", "--output", str(output)]) == 0
+    measured = read_records(output / HEADLINE_FILE)
+    assert {row["weights"] for row in measured} == {row["weights"] for row in records if row["step"] == 2}
+    assert all(row["draws"] >= 60 and abs(row["z"]) < 4.5 for row in measured)
+    assert {row["which"] for row in measured} == {"gaussian", "best"}
+    assert "; measured " in (output / "report.md").read_text(encoding="utf-8")
+    assert (output / "against_bytes.png").stat().st_size > 10_000
+    assert "figure:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["against-bytes", "--data", "demo"], "the following arguments are required: --model"),
+        (["against-bytes", *DEMO, "--tasks", "mrcp"], "unknown task 'mrcp'"),
+        (["against-bytes", *DEMO, "--tasks", "mrpc"], "does not fit --data demo"),
+        (["against-bytes", *DEMO, "--steps", "-1"], "--steps -1 is below 0"),
+        (["headline", *DEMO, "--draws", "1"], "--draws 1 is below 2"),
+        (["headline", *DEMO], "against_bytes.csv can't be read"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["--output", str(tmp_path / "none")] if arguments else []
+    assert main([*arguments, *output]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "task,step,padding,rows,bytes,seed\nmrpc,x,a,b,0.1,0\n"])
+def test_another_file_is_not_taken_for_a_grid(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / GRID_FILE).write_text(text, encoding="utf-8")
+    assert report_main([str(tmp_path)]) == 2
+    assert "is no results file of this experiment" in capsys.readouterr().err
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    records = [_record(), _record(storage="int4", center=False, relative_variance=1.25e-7)]
+    write_records(tmp_path / GRID_FILE, records)
+    assert read_records(tmp_path / GRID_FILE) == records
+    with (tmp_path / GRID_FILE).open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 2
+    write_report(tmp_path)
+    assert "some-model, rmm_linear 0.1.0 (commit 0123456)" in (tmp_path / "report.md").read_text(encoding="utf-8")
