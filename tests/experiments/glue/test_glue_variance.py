@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.glue import variance
 from experiments.glue.errors import HarnessError
 from experiments.glue.variance import (
     ALL_ROWS,
@@ -172,8 +173,10 @@ def test_the_table_says_what_was_asked_reached_missed_and_measured() -> None:
 
 
 @pytest.mark.usefixtures("tiny_demo")
-def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid, its best cells measured on the same weights, and the report of both."""
+    monkeypatch.setattr(variance, "_GRID_DRAWS", 1)
+    monkeypatch.setattr(variance, "_HEADLINE_DRAWS", 8)
     output = tmp_path / "variance"
     assert main(["against-bytes", *DEMO, "--tasks", "demo", "--steps", "2", "--output", str(output)]) == 0
     records = read_records(output / GRID_FILE)
