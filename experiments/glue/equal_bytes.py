@@ -1,0 +1,149 @@
+"""Ratios of their own against one for all, at equal bytes: how much less variance, on batches not used to choose them.
+
+    python -m experiments.glue.variance equal-bytes --model MODEL --data GLUE
+
+The layers are profiled on some training batches, `allocate_ratios` spends what a uniform ratio would keep, and both are
+compared on other batches. (The training runs that go with it are `experiments.glue.run --allocate`.)
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.variance import Allocation, NoiseProfile, allocate_ratios, profile_noise
+
+from .variance import Subject, provenance_columns
+
+FILE = "equal_bytes.csv"
+# the ratios that RMMCallback chooses from, and the uniform ones that are to be beaten
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
+UNIFORM = (0.1, 0.25, 0.5)
+STORAGES = (None, "int4", "int2")
+TOTAL, RELATIVE = "total", "relative"
+
+
+def equal_bytes(
+    task: str,
+    *,
+    model: str,
+    data: str,
+    steps: int,
+    batches: int = 4,
+    seed: int = 0,
+    batch_size: int = 32,
+    on_done: Callable[[dict[str, Any]], object] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """Train for a while, choose ratios on some batches, and compare them on as many others.
+
+    Args:
+        task: The task.
+        model: The model.
+        data: The data.
+        steps: Training steps before the profile.
+        batches: Batches to choose by, and batches to compare on.
+        seed: Seed of the head, the order of the data and dropout.
+        batch_size: Sequences of a batch.
+        on_done: Called with each row.
+
+    Returns:
+        A row a storage, uniform ratio and objective.
+
+    Raises:
+        HarnessError: If data or model are not usable.
+    """
+    subject = Subject(task, model=model, data=data, seed=seed, batch_size=batch_size)
+    subject.train(steps)
+    origin = provenance_columns(subject)
+    convert_linears(subject.model, config=RMMConfig(ratio=1.0, skip_padding=True))
+    chosen_by, compared_on = subject.batches(batches), subject.batches(batches)
+    records: list[dict[str, Any]] = []
+    for storage in STORAGES:
+        configs = [RMMConfig(ratio=ratio, storage=storage, skip_padding=True) for ratio in RATIOS]
+        known, held_out = (_profile(subject, part, configs) for part in (chosen_by, compared_on))
+        for ratio in UNIFORM:
+            uniform = configs[RATIOS.index(ratio)]
+            budget = known.uniform(uniform).saved_bytes
+            for objective in (TOTAL, RELATIVE):
+                allocation = allocate_ratios(known, budget, objective=objective)  # type: ignore[arg-type]
+                row = {
+                    "task": task,
+                    "step": steps,
+                    "storage": storage,
+                    "ratio": ratio,
+                    "objective": objective,
+                    **_compared(known, uniform, allocation, "chosen_by"),
+                    **_compared(held_out, uniform, allocation, "held_out"),
+                    "least_ratio": min(config.ratio for config in allocation.configs.values()),
+                    "largest_ratio": max(config.ratio for config in allocation.configs.values()),
+                    "layers": len(allocation.layers),
+                    "batches": batches,
+                    "seed": seed,
+                    **origin,
+                }
+                records.append(row)
+                on_done(row)
+    return records
+
+
+def _profile(
+    subject: Subject, batches: Sequence[dict[str, torch.Tensor]], configs: Sequence[RMMConfig]
+) -> NoiseProfile:
+    def run(batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+        def forward_and_backward() -> None:
+            torch.manual_seed(0)
+            subject.model(**batch).loss.backward()
+
+        return forward_and_backward
+
+    subject.model.train()
+    profile = profile_noise(subject.model, [run(batch) for batch in batches], configs, layers_at_once=12)
+    # poolers see too few rows to be sketched: their options are one
+    sketched = [layer for layer in profile.layers if any(option.variance for option in layer.options)]
+    return NoiseProfile(tuple(sketched))
+
+
+def _compared(profile: NoiseProfile, uniform: RMMConfig, allocation: Allocation, prefix: str) -> dict[str, float]:
+    """Variances and bytes of both on one profile, in total and as the mean over layers of relative ones."""
+    both = {"uniform": profile.uniform(uniform), "allocated": profile.allocation(allocation.configs)}
+    found: dict[str, float] = {}
+    for name, each in both.items():
+        found[f"{prefix}_{name}_bytes"] = each.saved_bytes
+        found[f"{prefix}_{name}_total"] = each.relative_variance
+        found[f"{prefix}_{name}_mean"] = statistics.fmean(
+            layer.option.variance / layer.gradient_squared for layer in each.layers
+        )
+    return found
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the comparison on held-out batches as markdown.
+
+    Args:
+        records: Rows of the file.
+
+    Returns:
+        The table.
+    """
+    header = ["storage", "uniform ratio", "objective", "bytes", "uniform", "allocated", "change", "ratios"]
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    for row in records:
+        key = "total" if row["objective"] == TOTAL else "mean"
+        before, after = row[f"held_out_uniform_{key}"], row[f"held_out_allocated_{key}"]
+        kept = row["held_out_allocated_bytes"] / row["held_out_uniform_bytes"]
+        cells = [
+            row["storage"] or "bfloat16" if row["storage"] else "as the input",
+            f"{row['ratio']:g}",
+            "sum of the variances" if row["objective"] == TOTAL else "sum of the relative variances",
+            f"{100 * (kept - 1):+.1f} %",
+            f"{before:.4g}",
+            f"{after:.4g}",
+            f"{100 * (after / before - 1):+.0f} %",
+            f"{row['least_ratio']:g} to {row['largest_ratio']:g}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

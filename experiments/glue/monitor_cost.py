@@ -1,0 +1,195 @@
+"""What does a VarianceMonitor cost a training run? Steps with and without one, in pairs, on the same batches.
+
+    taskset -c 1 python -m experiments.glue.monitor_cost --model <folder or demo> --output cost.json
+
+Each pair is two training steps (forward, backward, optimizer) on one batch, one of them monitored, in the order A B,
+B A, A B, and so on, so that a drift of the machine's speed meets both alike. A window is `every` pairs, in which each
+layer is measured once: its overhead is the time of its monitored steps over that of the others, less 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.variance.monitor import VarianceMonitor
+
+from . import provenance
+from .comparison import Quantiles
+from .demo import DEMO_TASK, demo_model, demo_splits, demo_tokenizer
+from .result_file import write_result
+from .tasks import TASKS, Task, load_task
+
+_WARM_UP_PAIRS = 3
+_LONGEST = 128
+# an interval in which no layer's turn comes
+_NEVER = 10**9
+# what a step takes, on the wall and of this process's processor time
+_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "process": time.process_time}
+
+
+def _load(model: str, data: str) -> tuple[nn.Module, PreTrainedTokenizerBase, Dataset, Task]:
+    if model == "demo":
+        splits = demo_splits()
+        tokenizer: PreTrainedTokenizerBase = demo_tokenizer(splits["train"]["sentence"])
+        return demo_model(len(tokenizer), num_outputs=2, is_regression=False), tokenizer, splits["train"], DEMO_TASK
+    task = TASKS["mrpc"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForSequenceClassification.from_pretrained(model, num_labels=task.num_outputs)
+    return network, tokenizer, load_task(task, data)["train"], task
+
+
+def _batches(rows: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, size: int) -> Iterator[dict[str, Any]]:
+    for start in itertools.cycle(range(0, len(rows) - size + 1, size)):
+        some = rows[start : start + size]
+        texts = [list(some[key]) for key in task.text_keys]
+        batch = tokenizer(*texts, truncation=True, max_length=_LONGEST, padding=True, return_tensors="pt")
+        yield {**batch, "labels": torch.tensor(some["label"])}
+
+
+def measure(
+    model: nn.Module, batches: Iterator[dict[str, Any]], *, every: int, windows: int, null: bool = False
+) -> tuple[dict[str, list[tuple[float, float]]], int]:
+    """Time pairs of training steps.
+
+    Args:
+        model: A model with sketched layers.
+        batches: At least a batch a pair.
+        every: The monitor's interval.
+        windows: How many times `every` pairs to time.
+        null: Have no layer measured: what is left is the error of this measurement.
+
+    Returns:
+        By clock, the seconds of each pair's step without and with the monitor; and the number of records made.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    seconds: dict[str, list[tuple[float, float]]] = {clock: [] for clock in _CLOCKS}
+    state: dict[str, Any] | None = None
+
+    def step(batch: dict[str, Any], monitor: VarianceMonitor | None) -> list[float]:
+        before = [clock() for clock in _CLOCKS.values()]
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if monitor is not None:
+            monitor.step()
+        return [clock() - began for clock, began in zip(_CLOCKS.values(), before, strict=True)]
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "noise.jsonl"
+        for pair in range(-_WARM_UP_PAIRS, windows * every):
+            batch = next(batches)
+            # the garbage of making monitors and batches is not the monitor's cost
+            gc.collect()
+            times: dict[bool, list[float]] = {}
+            for watched in (False, True) if pair % 2 == 0 else (True, False):
+                # made in both cases: what runs just before a step decides what the caches hold
+                with VarianceMonitor(model, every=_NEVER if null else every, path=path) as monitor:
+                    if state is not None:
+                        monitor.load_state_dict(state)
+                    if watched:
+                        times[True] = step(batch, monitor)
+                        state = monitor.state_dict() if pair >= 0 else None
+                    else:
+                        monitor.close()
+                        times[False] = step(batch, None)
+            if pair >= 0:
+                for clock, without, watched_ in zip(_CLOCKS, times[False], times[True], strict=True):
+                    seconds[clock].append((without, watched_))
+            if pair >= 0 and pair % every == every - 1:
+                so_far = {
+                    clock: round(summarised(pairs, every)["overhead_percent"]["median"], 2)
+                    for clock, pairs in seconds.items()
+                }
+                print(f"window {pair // every + 1} of {windows}: {so_far}", file=sys.stderr, flush=True)
+        records = len(path.read_text(encoding="utf-8").splitlines())
+    gc.enable()
+    gc.unfreeze()
+    return seconds, records
+
+
+def summarised(pairs: Sequence[tuple[float, float]], every: int) -> dict[str, Any]:
+    """Median and 20 and 80 % quantiles of the windows' overheads, in percent, and what they are made of.
+
+    Args:
+        pairs: Seconds without and with the monitor.
+        every: Pairs of a window.
+
+    Returns:
+        What the result file says.
+    """
+    windows = [pairs[start : start + every] for start in range(0, len(pairs), every)]
+    overheads = [100 * (sum(b for _, b in window) / sum(a for a, _ in window) - 1) for window in windows]
+    found = Quantiles.of(overheads)
+    differences = Quantiles.of([1000 * (b - a) for a, b in pairs])
+    return {
+        "overhead_percent": {"low": found.low, "median": found.median, "high": found.high},
+        "overhead_percent_of_all": 100 * (sum(b for _, b in pairs) / sum(a for a, _ in pairs) - 1),
+        "overhead_percent_by_window": overheads,
+        "step_ms_without": 1000 * statistics.median(a for a, _ in pairs),
+        "difference_ms": {"low": differences.low, "median": differences.median, "high": differences.high},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="demo", help="demo, or a folder that from_pretrained reads (on MRPC)")
+    parser.add_argument("--data", default="/work/shared/glue", help="folder in the official GLUE layout")
+    parser.add_argument("--output", type=Path, required=True, help="result file")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--every", type=int, default=50, help="the monitor's interval")
+    parser.add_argument("--windows", type=int, default=5, help="intervals to time")
+    parser.add_argument("--null", action="store_true", help="measure no layer: shows the error of the measurement")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--storage", default=None, help="low-bit storage")
+    parser.add_argument("--ratio", type=float, default=0.5)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    config = RMMConfig(ratio=options.ratio, storage=options.storage)
+    model, tokenizer, rows, task = _load(options.model, options.data)
+    convert_linears(model, config=config)
+    model.train()
+    batches = _batches(rows, tokenizer, task, options.batch_size)
+    seconds, records = measure(model, batches, every=options.every, windows=options.windows, null=options.null)
+    result = {
+        "what": "cost of VarianceMonitor: steps with it over steps without it, in pairs, per window of `every` steps",
+        "model": Path(options.model).name,
+        "task": task.name,
+        "config": config.to_dict(),
+        "batch_size": options.batch_size,
+        "every": options.every,
+        "null": options.null,
+        "precision": "float32",
+        "pairs": options.windows * options.every,
+        "records": records,
+        **{clock: summarised(pairs, options.every) for clock, pairs in seconds.items()},
+        "hardware": provenance.hardware(torch.device("cpu")),
+        "versions": provenance.versions(),
+        **provenance.commit(),
+    }
+    write_result(options.output, result)
+    for clock in _CLOCKS:
+        print(clock, result[clock]["overhead_percent"], "step", round(result[clock]["step_ms_without"], 1), "ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

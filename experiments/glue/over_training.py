@@ -1,0 +1,172 @@
+"""The paper's figure, and what it should have shown: how noisy a sketched gradient is while a model trains.
+
+    python -m experiments.glue.variance over-training --model MODEL --data GLUE
+
+The model trains with exact layers; every few steps all of them are measured on the step's own batch. A row of the file
+is one layer at one step: the variance of three ways of keeping its input, next to that of the minibatch over rows (as
+Bershatsky et al. 2022 define it) and over sequences (as minibatches are drawn), and the paper's own ratio and bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rmm_linear import RMMConfig, RMMLinear, convert_linears
+from rmm_linear.variance import gradient_noise, paper_quantities
+from rmm_linear.variance.probe import LayerProbe
+
+from .variance import Subject, provenance_columns
+
+FILE, FIGURE = "over_training.csv", "over_training.png"
+# the paper's sketch at a tenth of the bytes, ours, and ours with everything, at no more bytes
+PAPER_RATIO = 0.1
+CONFIGS = {
+    "gaussian 0.1": RMMConfig(ratio=PAPER_RATIO, sketch="gaussian", center=False, min_rows=1),
+    "hadamard 0.1 centered": RMMConfig(ratio=PAPER_RATIO, min_rows=1),
+    "hadamard 0.4 centered, int4, unpadded": RMMConfig(ratio=0.4, storage="int4", skip_padding=True, min_rows=1),
+}
+
+
+def over_training(
+    task: str,
+    *,
+    model: str,
+    data: str,
+    steps: int,
+    every: int,
+    seed: int = 0,
+    batch_size: int = 32,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> list[dict[str, Any]]:
+    """Train, and measure every layer every few steps.
+
+    Args:
+        task: The task.
+        model: The model.
+        data: The data.
+        steps: Training steps.
+        every: Steps from one measurement to the next.
+        seed: Seed of the head, the order of the data and dropout.
+        batch_size: Sequences of a batch.
+        on_step: Called with each measured step.
+
+    Returns:
+        The rows.
+
+    Raises:
+        HarnessError: If data or model are not usable.
+    """
+    subject = Subject(task, model=model, data=data, seed=seed, batch_size=batch_size)
+    origin = provenance_columns(subject)
+    # exact layers that announce which rows are padding
+    convert_linears(subject.model, config=RMMConfig(ratio=1.0, skip_padding=True))
+    records: list[dict[str, Any]] = []
+
+    def measure(name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+        # poolers and heads, which see a row a sequence
+        if x.dim() > 2:
+            records.append({"task": task, "step": subject.step, "layer": name, **_noise(x, g, index), **origin})
+
+    probe = LayerProbe(subject.model, measure)
+    for step in range(0, steps, every):
+        subject.train(step)
+        probe.watch(probe.layers)
+        subject.train(step + 1)
+        probe.close()
+        on_step(step)
+    return records
+
+
+def _noise(x: Tensor, g: Tensor, index: Tensor | None) -> dict[str, float]:
+    rows = x.numel() // x.shape[-1]
+    lengths = [x.shape[1]] * x.shape[0]
+    found: dict[str, float] = {}
+    for label, config in CONFIGS.items():
+        noise = gradient_noise(
+            x, g, config, sequence_lengths=lengths, index=index if config.skip_padding else None, draws=2
+        )
+        found |= {
+            "gradient_squared": noise.gradient_squared,
+            "sequence_variance": noise.sequence_variance or math.nan,
+            "row_variance": noise.row_variance,
+            "alpha": noise.alpha,
+            label: noise.sketch_variance,
+        }
+    paper = paper_quantities(x, g, rank=max(1, round(PAPER_RATIO * rows)))
+    return {"rows": rows, **found, "paper_ratio": paper.paper_ratio, "paper_bound": paper.paper_bound}
+
+
+def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sum the layers of each step up.
+
+    Args:
+        records: Rows of the file.
+
+    Returns:
+        A row a step: for each way of keeping x the sum of the variances over that of the minibatch's (over sequences),
+        the sum over rows in the paper's definition for its sketch, and how many layers break the paper's bound.
+    """
+    rows = []
+    for step in sorted({record["step"] for record in records}):
+        layers = [record for record in records if record["step"] == step]
+        total = {
+            key: math.fsum(layer[key] for layer in layers) for key in ("sequence_variance", "row_variance", *CONFIGS)
+        }
+        rows.append(
+            {
+                "step": step,
+                **{label: total[label] / total["sequence_variance"] for label in CONFIGS},
+                "rows over sequences": total["row_variance"] / total["sequence_variance"],
+                "paper_ratio": sorted(layer["paper_ratio"] for layer in layers),
+                "paper_bound": sorted(layer["paper_bound"] for layer in layers),
+                "broken": sum(layer["paper_ratio"] > layer["paper_bound"] for layer in layers),
+                "layers": len(layers),
+            }
+        )
+    return rows
+
+
+def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the noise over the steps: ours on the left, the paper's quantities on the right.
+
+    Args:
+        records: Rows of the file.
+        path: The picture.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = summary(records)
+    steps = [row["step"] for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for (label, _), colour in zip(CONFIGS.items(), ("#D55E00", "#0072B2", "#009E73"), strict=True):
+        values = [row[label] for row in rows]
+        left.plot(steps, values, color=colour, marker=".", label=label)
+    left.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    left.annotate("as noisy as the minibatch", (steps[-1], 1), xytext=(0, 3), textcoords="offset points", ha="right")
+    left.set_yscale("log")
+    left.set_ylabel("sketches' variance / minibatch's (over sequences)")
+    left.legend(frameon=False)
+    for key, colour, label in (
+        ("paper_ratio", "#D55E00", "the paper's ratio"),
+        ("paper_bound", "#555555", "the paper's bound"),
+    ):
+        right.plot(steps, [row[key][len(row[key]) // 2] for row in rows], color=colour, label=label + ", median layer")
+        right.fill_between(
+            steps, [row[key][0] for row in rows], [row[key][-1] for row in rows], color=colour, alpha=0.15, linewidth=0
+        )
+    right.set_yscale("log")
+    right.set_ylabel("(r / (n - 1)) D2_RMM / D2_SGD, and (alpha + 1) / alpha")
+    right.legend(frameon=False, title="shaded: all layers", alignment="left")
+    for axes in (left, right):
+        axes.set_xlabel("training step")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
