@@ -203,7 +203,9 @@ class _SketchedLinear(torch.autograd.Function):
     ) -> Tensor:
         # Cast by hand: autocast's weight cache must not learn a cast made here, where gradients are off, or a later
         # F.linear on the same weight (tied embeddings) would get no weight gradient.
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        output = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        # A view of the matrix product, which nobody else has: what follows may change the output in place.
+        return torch.ops.aten._unsafe_view.default(output, output.shape) if output.dim() > 2 else output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -262,3 +262,17 @@ def test_no_output_features_behave_as_in_nn_linear() -> None:
     linear(x, weight, config=CONFIG).sum().backward()
     assert weight.grad.shape == (0, 8)
     assert torch.equal(x.grad, torch.zeros(200, 8))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(64, 8), (4, 16, 8), (2, 2, 16, 8)])
+def test_the_output_may_be_changed_in_place(shape: tuple[int, ...], bias: bool) -> None:
+    layer = torch.nn.Linear(8, 6, bias=bias)
+    found = []
+    for config in (RMMConfig(ratio=0.5, min_rows=1), RMMConfig(ratio=1.0)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        output = linear(x, layer.weight, layer.bias, config=config)
+        torch.relu_(output)
+        output.square().sum().backward()
+        found.append((output, x.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -17,6 +17,7 @@ import torch
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.variance import Allocation, NoiseProfile, allocate_ratios, profile_noise
 
+from .errors import HarnessError
 from .variance import Subject, provenance_columns
 
 FILE = "equal_bytes.csv"
@@ -25,6 +26,8 @@ RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
 UNIFORM = (0.1, 0.25, 0.5)
 STORAGES = (None, "int4", "int2")
 TOTAL, RELATIVE = "total", "relative"
+# poolers see a row a sequence, and stay exact
+MIN_ROWS = 64
 
 
 def equal_bytes(
@@ -63,7 +66,7 @@ def equal_bytes(
     chosen_by, compared_on = subject.batches(batches), subject.batches(batches)
     records: list[dict[str, Any]] = []
     for storage in STORAGES:
-        configs = [RMMConfig(ratio=ratio, storage=storage, skip_padding=True) for ratio in RATIOS]
+        configs = [RMMConfig(ratio=ratio, storage=storage, skip_padding=True, min_rows=MIN_ROWS) for ratio in RATIOS]
         known, held_out = (_profile(subject, part, configs) for part in (chosen_by, compared_on))
         for ratio in UNIFORM:
             uniform = configs[RATIOS.index(ratio)]
@@ -104,6 +107,8 @@ def _profile(
     profile = profile_noise(subject.model, [run(batch) for batch in batches], configs, layers_at_once=12)
     # poolers see too few rows to be sketched: their options are one
     sketched = [layer for layer in profile.layers if any(option.variance for option in layer.options)]
+    if not sketched:
+        raise HarnessError("no layer sees enough rows to be sketched; pass a larger --batch-size")
     return NoiseProfile(tuple(sketched))
 
 
@@ -136,7 +141,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         before, after = row[f"held_out_uniform_{key}"], row[f"held_out_allocated_{key}"]
         kept = row["held_out_allocated_bytes"] / row["held_out_uniform_bytes"]
         cells = [
-            row["storage"] or "bfloat16" if row["storage"] else "as the input",
+            row["storage"] or "as the input",
             f"{row['ratio']:g}",
             "sum of the variances" if row["objective"] == TOTAL else "sum of the relative variances",
             f"{100 * (kept - 1):+.1f} %",

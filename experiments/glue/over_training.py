@@ -90,13 +90,15 @@ def _noise(x: Tensor, g: Tensor, index: Tensor | None) -> dict[str, float]:
         noise = gradient_noise(
             x, g, config, sequence_lengths=lengths, index=index if config.skip_padding else None, draws=2
         )
-        found |= {
-            "gradient_squared": noise.gradient_squared,
-            "sequence_variance": noise.sequence_variance or math.nan,
-            "row_variance": noise.row_variance,
-            "alpha": noise.alpha,
-            label: noise.sketch_variance,
-        }
+        # the minibatch's as the paper has it: over all rows, padding included
+        if not found:
+            found |= {
+                "gradient_squared": noise.gradient_squared,
+                "sequence_variance": math.nan if noise.sequence_variance is None else noise.sequence_variance,
+                "row_variance": noise.row_variance,
+                "alpha": noise.alpha,
+            }
+        found[label] = noise.sketch_variance
     paper = paper_quantities(x, g, rank=max(1, round(PAPER_RATIO * rows)))
     return {"rows": rows, **found, "paper_ratio": paper.paper_ratio, "paper_bound": paper.paper_bound}
 
@@ -129,6 +131,33 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the summary of some steps as markdown.
+
+    Args:
+        records: Rows of the file.
+
+    Returns:
+        The table: a dozen steps at most.
+    """
+    rows = summary(records)
+    shown = rows[:: max(1, len(rows) // 12)]
+    header = ["step", *CONFIGS, "over rows / over sequences", "paper's ratio", "paper's bound", "layers above it"]
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    for row in shown:
+        ratio, bound = (row[key][len(row[key]) // 2] for key in ("paper_ratio", "paper_bound"))
+        cells = [
+            f"{row['step']:g}",
+            *(f"{row[label]:.3g}" for label in CONFIGS),
+            f"{row['rows over sequences']:.2f}",
+            f"{ratio:.3g}",
+            f"{bound:.3g}",
+            f"{row['broken']} of {row['layers']}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n\nThe paper's ratio and bound are those of the median layer."
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -61,6 +62,11 @@ _GRID_DRAWS, _DENSE_DRAWS, _HEADLINE_DRAWS = 4, 1, 64
 # sketches whose S is a dense matrix of random numbers: at low-bit ranks a draw of one takes seconds
 _DENSE = ("gaussian", "rademacher", "dct", "dft")
 _RATIO_STEPS = 1000
+# columns that hold words, in files where all others hold numbers
+_TEXTS = (
+    "task", "layer", "storage", "objective", "weights", "model", "rmm_linear", "torch", "transformers", "hardware",
+    "commit",
+)  # fmt: skip
 _TRAINING_STEPS = {"over-training": 345, "equal-bytes": 30}
 
 
@@ -604,6 +610,34 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     except (ValueError, TypeError) as error:
         raise HarnessError(f"{path} is no results file of this experiment ({error}); make it anew") from error
     if not records or not {"task", "step", "padding", "rows", "bytes", "seed"} <= records[0].keys():
+        raise HarnessError(f"{path} is no results file of this experiment; make it anew")
+    return records
+
+
+def read_numbers(path: Path) -> list[dict[str, Any]]:
+    """Read a results file whose cells are what they look like: numbers, or texts.
+
+    Args:
+        path: The CSV file.
+
+    Returns:
+        Its rows.
+
+    Raises:
+        HarnessError: If it is empty or something else.
+    """
+
+    def parsed(key: str, text: str) -> float | str | None:
+        if key in _TEXTS:
+            return text or None
+        return float(text) if text else math.nan
+
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            records = [{key: parsed(key, text) for key, text in row.items()} for row in csv.DictReader(file)]
+    except (OSError, ValueError, TypeError) as error:
+        raise HarnessError(f"{path} is no results file of this experiment ({error}); make it anew") from error
+    if not records or not {"task", "step", "commit"} <= records[0].keys():
         raise HarnessError(f"{path} is no results file of this experiment; make it anew")
     return records
 

@@ -1,6 +1,6 @@
-"""Tables and figure of relative variance against bytes: `python -m experiments.glue.variance_report FOLDER`.
+"""Tables and figures of `experiments.glue.variance`: `python -m experiments.glue.variance_report FOLDER`.
 
-Everything but what was asked for is computed from `against_bytes.csv` and, where it is there, `headline.csv`.
+Everything but what was asked for is computed from the CSV files of the folder.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from . import equal_bytes, over_training
 from .errors import HarnessError
 from .report import _replace
 from .variance import (
@@ -38,6 +39,7 @@ from .variance import (
     TO_LONGEST,
     TO_OWN,
     best_within,
+    read_numbers,
     read_records,
 )
 
@@ -49,6 +51,14 @@ Records = Sequence[dict[str, Any]]
 ASKED = {0.25: (0.05, 0.03), 0.1: (0.80, 0.05), 0.05: (2.2, 0.60)}
 PAPERS_GAUSSIAN = {0.25: 2.0, 0.1: 5.3, 0.05: 10.8}
 _LARGEST_Z = 4.5
+_OVER_TRAINING = (
+    "The sketches' variance over the minibatch's (sequences drawn independently), both summed over the layers; and the"
+    " paper's ratio (r / (n - 1)) D2_RMM / D2_SGD next to its bound (alpha + 1) / alpha."
+)
+_EQUAL_BYTES = (
+    "Relative variances on {:g} batches that the ratios were not chosen by, centred hadamard, padding left out. The sum"
+    " of the variances is over that of the squared gradients; of the relative variances it is the mean over the layers."
+)
 _PANELS = (
     (TO_LONGEST, ALL_ROWS, "padded to 128, all rows"),
     (TO_LONGEST, REAL_ROWS, "padded to 128, padding left out"),
@@ -60,38 +70,78 @@ _STYLES = (("#555555", "X"), ("#E69F00", "v"), ("#56B4E9", "D"), ("#009E73", "s"
 
 
 def write_report(folder: Path) -> str:
-    """Write `report.md` and `against_bytes.png` into a results folder.
+    """Write `report.md` and the figures of what there is into a results folder.
 
     Args:
-        folder: The folder of `against_bytes.csv`.
+        folder: The folder of `against_bytes.csv`, `over_training.csv` and `equal_bytes.csv`, or of some of them.
 
     Returns:
-        The first table and the path of the figure, for the terminal.
+        The first table, for the terminal.
 
     Raises:
         HarnessError: If there is nothing to report, or the folder can't be written to.
     """
-    records = read_records(folder / GRID_FILE)
-    measured = read_records(folder / HEADLINE_FILE) if (folder / HEADLINE_FILE).exists() else []
-    asked, figure = asked_and_reached(records, measured), folder / "against_bytes.png"
-    text = "\n\n".join(
-        [
-            "# Relative variance against bytes",
-            "E‖estimate - gᵀx‖² / ‖gᵀx‖², the mean over the model's linear layers.",
-            asked,
-            "![figure](against_bytes.png)",
-            *_tables(records),
-            _notes(records, measured),
-        ]
-    )
+    parts: list[str] = []
     try:
+        if (folder / GRID_FILE).exists():
+            parts += _against_bytes(folder)
+        if (folder / over_training.FILE).exists():
+            parts += _over_training(folder)
+        if (folder / equal_bytes.FILE).exists():
+            parts += _equal_bytes(folder)
+        if not parts:
+            raise HarnessError(f"{folder} holds no results; python -m experiments.glue.variance makes some")
+        text = "\n\n".join(parts)
         _replace(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
-        _replace(figure, lambda path: draw_figure(records, path))
     except OSError as error:
         raise HarnessError(
             f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
         ) from error
-    return f"{asked}\n\nfigure: {figure}"
+    return f"{parts[2]}\n\nreport: {folder / 'report.md'}"
+
+
+def _against_bytes(folder: Path) -> list[str]:
+    records = read_records(folder / GRID_FILE)
+    measured = read_records(folder / HEADLINE_FILE) if (folder / HEADLINE_FILE).exists() else []
+    _replace(folder / "against_bytes.png", lambda path: draw_figure(records, path))
+    return [
+        "# Relative variance against bytes",
+        "E‖estimate - gᵀx‖² / ‖gᵀx‖², the mean over the model's linear layers.",
+        asked_and_reached(records, measured),
+        "![figure](against_bytes.png)",
+        *_tables(records),
+        _notes(records, measured),
+    ]
+
+
+def _over_training(folder: Path) -> list[str]:
+    records = read_numbers(folder / over_training.FILE)
+    _replace(folder / over_training.FIGURE, lambda path: over_training.draw(records, path))
+    return [
+        "# Noise while the model trains",
+        _OVER_TRAINING,
+        over_training.table(records),
+        f"![figure]({over_training.FIGURE})",
+        _origin(over_training.FILE, records),
+    ]
+
+
+def _equal_bytes(folder: Path) -> list[str]:
+    records = read_numbers(folder / equal_bytes.FILE)
+    return [
+        "# A ratio for every layer, at equal bytes",
+        _EQUAL_BYTES.format(records[0]["batches"]),
+        equal_bytes.table(records),
+        _origin(equal_bytes.FILE, records),
+    ]
+
+
+def _origin(name: str, records: Records) -> str:
+    first = records[0]
+    return (
+        f"`{name}`: {first['task']}, {first['model']}, rmm_linear {first['rmm_linear']} (commit {first['commit']}),"
+        f" torch {first['torch']}, transformers {first['transformers']}, {first['hardware']}."
+    )
 
 
 def asked_and_reached(records: Records, measured: Records) -> str:
@@ -357,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m experiments.glue.variance_report",
-        description="Write report.md and against_bytes.png into the results folder of experiments.glue.variance.",
+        description="Write report.md and the figures into the results folder of experiments.glue.variance.",
     )
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_OUTPUT, help="the results folder")
     folder = parser.parse_args(arguments).folder

@@ -209,7 +209,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert {row["which"] for row in measured} == {"gaussian", "best"}
     assert "; measured " in (output / "report.md").read_text(encoding="utf-8")
     assert (output / "against_bytes.png").stat().st_size > 10_000
-    assert "figure:" in capsys.readouterr().out
+    assert "report: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -250,3 +250,66 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert len(list(csv.DictReader(file))) == 2
     write_report(tmp_path)
     assert "some-model, rmm_linear 0.1.0 (commit 0123456)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_noise_over_training_and_at_equal_bytes_end_in_one_report(
+    tmp_path: Path, tiny_demo: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["over-training", *DEMO, "--task", "demo", "--steps", "3", "--every", "2", "--output", str(tmp_path)]) == 0
+    )
+    assert (
+        main(["equal-bytes", *DEMO, "--task", "demo", "--steps", "1", "--batches", "1", "--output", str(tmp_path)]) == 0
+    )
+    with (tmp_path / "over_training.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["step"] for row in rows} == {"0", "2"}
+    assert {row["layer"] for row in rows if row["step"] == "0"} == {row["layer"] for row in rows if row["step"] == "2"}
+    for row in rows:
+        assert 0 < float(row["hadamard 0.1 centered"]) < float(row["gaussian 0.1"])
+        assert 0 < float(row["alpha"]) < 1
+        assert float(row["paper_bound"]) == pytest.approx((float(row["alpha"]) + 1) / float(row["alpha"]), rel=1e-4)
+    with (tmp_path / "equal_bytes.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 3 * 2
+    for row in rows:
+        assert float(row["chosen_by_allocated_bytes"]) <= float(row["chosen_by_uniform_bytes"])
+        key = "total" if row["objective"] == "total" else "mean"
+        assert float(row[f"chosen_by_allocated_{key}"]) <= float(row[f"chosen_by_uniform_{key}"]) * (1 + 1e-5)
+    report = (tmp_path / "report.md").read_text()
+    assert "# Noise while the model trains" in report
+    assert "# A ratio for every layer, at equal bytes" in report
+    assert (tmp_path / "over_training.png").stat().st_size > 10_000
+    assert "report: " in capsys.readouterr().out
+
+
+def test_a_summary_adds_layers_up_before_it_divides() -> None:
+    from experiments.glue import over_training
+
+    def layer(step: int, scale: float, ratio: float) -> dict[str, Any]:
+        return {
+            "step": step,
+            "sequence_variance": scale,
+            "row_variance": 0.5 * scale,
+            **dict.fromkeys(over_training.CONFIGS, 3 * scale if scale > 1 else 0.0),
+            "paper_ratio": ratio,
+            "paper_bound": 2.0,
+        }
+
+    (row,) = over_training.summary([layer(0, 9.0, 1.0), layer(0, 1.0, 3.0)])
+    for label in over_training.CONFIGS:
+        assert row[label] == pytest.approx(2.7)
+    assert row["rows over sequences"] == pytest.approx(0.5)
+    assert (row["broken"], row["layers"]) == (1, 2)
+
+
+def test_what_is_no_file_of_numbers_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "over_training.csv"
+    path.write_text("task,step,commit,alpha\nmrpc,zero,abc,1\n")
+    with pytest.raises(HarnessError, match="is no results file of this experiment"):
+        write_report(tmp_path)
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(HarnessError, match="make it anew"):
+        write_report(tmp_path)
+    with pytest.raises(HarnessError, match="holds no results"):
+        write_report(tmp_path / "empty")
