@@ -232,8 +232,8 @@ def convert_linears(
             layer.module.rmm_config = wanted  # type: ignore[assignment]
     if not _announce_padding(model):
         warnings.warn(
-            "skip_padding=True, but no part of the model takes an attention_mask: all rows are kept, unless they are"
-            " announced by rmm_linear.valid_rows(mask)",
+            "skip_padding=True, but no part of the model takes an attention_mask that is known to speak of all of its"
+            " rows: they are kept, unless rmm_linear.valid_rows(mask) announces which are valid",
             UserWarning,
             stacklevel=2,
         )
@@ -529,6 +529,7 @@ def _revert(module: nn.Module) -> None:
         )
     else:
         vars(module).pop("rmm_config", None)
+        vars(module).pop("_rows_check", None)
 
 
 def _summarize(layer: _Found, model: nn.Module) -> LayerSummary:

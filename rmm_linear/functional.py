@@ -37,7 +37,7 @@ from torch import Tensor
 from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.errors import DoubleBackwardError
-from rmm_linear.padding import ValidRows, check_rows_left_out, is_checked
+from rmm_linear.padding import RowsCheck, ValidRows, needed_check
 from rmm_linear.sketches import SavedSketch, Sketch
 
 
@@ -49,6 +49,7 @@ def linear(
     config: RMMConfig,
     seed: Tensor | int | None = None,
     valid_rows: ValidRows | None = None,
+    rows_check: RowsCheck | None = None,
 ) -> Tensor:
     """Apply a linear map whose weight gradient is estimated from a sketch of `x` (Bershatsky et al. 2022, sec. 2).
 
@@ -82,6 +83,8 @@ def linear(
             generator if None. Two layers that share a seed share S.
         valid_rows: Rows that are sketched; the others are padding, whose gradient is zero. All rows if None. Used
             whatever `config.skip_padding` says, which is about the model's own mask.
+        rows_check: Looks in the backward passes whether the rows left out carry no gradient, until it has seen it; a
+            layer's own. None checks only if `valid_rows` asks for it, or in debug mode.
 
     Returns:
         Shape (..., out).
@@ -119,8 +122,8 @@ def linear(
     if index is not None:
         kept = kept.index_select(0, index)
     saved = config.sketch_object.compress(kept, seed)
-    checks = index is not None and valid_rows is not None and is_checked(valid_rows)
-    return _SketchedLinear.apply(x, weight, bias, config.sketch_object, index, checks, saved.seed, *saved.tensors)
+    check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
+    return _SketchedLinear.apply(x, weight, bias, config.sketch_object, index, check, saved.seed, *saved.tensors)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -197,7 +200,7 @@ class _SketchedLinear(torch.autograd.Function):
         bias: Tensor | None,
         sketch: Sketch,
         index: Tensor | None,
-        checks: bool,
+        check: RowsCheck | None,
         seed: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
@@ -209,11 +212,11 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, sketch, index, checks, seed, *tensors = inputs
+        x, weight, bias, sketch, index, check, seed, *tensors = inputs
         # As nn.Linear does: the weight is needed for grad_input alone.
         ctx.save_for_backward(weight if x.requires_grad else None, index, seed, *tensors)
         ctx.sketch = sketch
-        ctx.checks = checks
+        ctx.check = check
         ctx.is_column_major = _is_column_major(x)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -239,8 +242,8 @@ class _SketchedLinear(torch.autograd.Function):
                     rows_of_g, saved, need_weight=need_weight, need_bias=need_bias
                 )
             else:
-                if ctx.checks:
-                    check_rows_left_out(rows_of_g, index)
+                if ctx.check is not None:
+                    ctx.check.see(rows_of_g, index)
                 # over all rows, in nn.Linear's order
                 grad_bias = rows_of_g.sum(0) if need_bias else None
                 valid = rows_of_g.index_select(0, index)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.functional import linear
-from rmm_linear.padding import current_valid_rows
+from rmm_linear.padding import RowsCheck, current_valid_rows
 
 
 class RMMLinear(nn.Linear):
@@ -28,6 +28,7 @@ class RMMLinear(nn.Linear):
     """
 
     rmm_config: RMMConfig
+    _rows_check: RowsCheck | None = None
 
     def __init__(
         self,
@@ -72,7 +73,14 @@ class RMMLinear(nn.Linear):
         if not self.training:
             return F.linear(input, self.weight, self.bias)
         rows = current_valid_rows(input) if self.rmm_config.skip_padding else None
-        return linear(input, self.weight, self.bias, config=self.rmm_config, valid_rows=rows)
+        if rows is None or torch.compiler.is_compiling():
+            return linear(input, self.weight, self.bias, config=self.rmm_config, valid_rows=rows)
+        # not in __init__, which a converted layer has not gone through
+        if self._rows_check is None:
+            self._rows_check = RowsCheck()
+        return linear(
+            input, self.weight, self.bias, config=self.rmm_config, valid_rows=rows, rows_check=self._rows_check
+        )
 
     def extra_repr(self) -> str:
         """Return the layer's line in `print(model)`.

@@ -12,16 +12,19 @@ A model does not hand its mask to its linear layers, so it is announced to them 
 
 A layer uses the mask if the leading dimensions of its input are the mask's. Where that can't be known, rows are kept:
 
-- outside the innermost model that is given the mask (a vision tower beside a text model is not under the text's mask);
+- outside the innermost model that is given the mask (a vision tower beside a text model is not under the text's mask),
+  and in models that take a second sequence, or an image, without a model of its own for it;
 - for other shapes: a mask of four dimensions, cached keys, pooled or flattened inputs;
 - in checkpointed blocks, whose second forward runs where no mask is announced: a sketch there saves only a transient;
-- in a decoder whose own mask is not given. Its cross-attention's keys and values use the encoder's mask, by the
-  identity of the tensor that they read.
+- in a decoder whose own mask is not given. Its cross-attention's keys and values use the encoder's mask, by the tensor
+  that they read.
 
 That g is zero at the rows left out is the model's doing, and some models break it: a convolution over the sequence, a
-mean over all positions, labels at padded positions, left padding where the first position is read. So the first
-training forward of each hooked module is checked in its backward pass, and every one in debug mode (`check_padding`): a
-gradient on such a row raises `PaddingGradientError`.
+mean over all positions, labels at padded positions, left padding where the first position is read. So each layer
+checks its backward passes until one has shown it: rows were left out, the others had a gradient, and these had none. In
+debug mode (`check_padding`) all are checked. A gradient on a row that was left out raises `PaddingGradientError`. What
+the rows left out hold is not looked at: a NaN there does not show in the weight's gradient, as it would in an exact
+layer's.
 
 Under `torch.compile` shapes are static: the rows are set to zero instead of left out, and nothing is checked. The
 variance falls (not quite as far: centering takes the mean over all rows), the bytes do not.
@@ -30,7 +33,9 @@ variance falls (not quite as far: centering takes the mean over all rows), the b
 import inspect
 import os
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +47,12 @@ from rmm_linear.errors import PaddingGradientError
 _MASK_ARGUMENT = "attention_mask"
 _MEMORY_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask")
 # Models whose layers see (length, batch, features): a square batch would be taken for its transpose.
-_TIME_FIRST = ("xlnet",)
+_TIME_FIRST = ("xlnet", "fsmt")
+# Arguments of models that hold rows of something else than the masked sequence: of its shape by chance, maybe.
+_OTHER_SEQUENCES = (
+    "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "visual_feats", "visual_embeds",
+    "pixel_values", "image", "images", "inputs", "input_features", "input_values",
+)  # fmt: skip
 _DEBUG_SWITCH = "RMM_LINEAR_CHECK_PADDING"
 _MASK_DIMENSIONS = 2
 
@@ -53,10 +63,11 @@ class ValidRows:
     Args:
         mask: Shape of the input without its last dimension; bool, integer or float, non-zero where a row is valid.
         count: How many rows are valid, if that is known: finding out waits for the device otherwise, once a mask.
-        check: Whether the backward passes check that the gradient is zero at the rows left out.
+        check: Whether all backward passes check that the gradient is zero at the rows left out.
 
     Raises:
-        ValueError: If the mask is no tensor or marks no row valid, or the count is not the mask's.
+        ValueError: If the mask is no tensor, has negative values (one that is added to scores has its zeros where rows
+            are valid) or marks no row valid, or the count is not the mask's.
     """
 
     def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
@@ -128,13 +139,20 @@ class ValidRows:
             return self._index[device]
         if self._index:
             return self._index.setdefault(device, next(iter(self._index.values())).to(device))
-        valid = self.mask.detach().flatten() != 0
+        mask = self.mask.detach().flatten()
+        valid = mask != 0
         if self._count is None:
+            if mask.dtype != torch.bool and (mask < 0).any():
+                raise ValueError(
+                    f"the mask of shape {tuple(self.mask.shape)} has negative values, as masks have that are added to"
+                    " attention scores; pass one that is non-zero where a row is valid"
+                )
             index = valid.nonzero().squeeze(1)
             self._count = index.numel()
             if self._count == 0:
                 raise ValueError(
-                    f"the mask of shape {tuple(self.mask.shape)} marks no row valid; a batch needs at least one token"
+                    f"the mask of shape {tuple(self.mask.shape)} marks no row valid (non-zero); a batch needs at least"
+                    " one token"
                 )
         else:
             self._check_count(valid, self._count)
@@ -170,14 +188,31 @@ class _Scope:
         # shapes of inputs that asked, and whether any fitted
         self.asked: list[tuple[int, ...]] = []
         self.fitted = False
+        # the one around it
+        self.outer: _Scope | None = None
 
     def rows_of(self, x: Tensor) -> ValidRows | None:
-        rows = self.of_memory if self.memory is not None and x is self.memory else self.rows
+        rows = self.rows
+        if self.memory is not None:
+            if _is_same(x, self.memory):
+                rows = self.of_memory
+            elif torch.compiler.is_compiling() and x.shape[:-1] == self.memory.shape[:-1]:
+                # whether it was made of the memory can't be known
+                rows = None
         found = rows if rows is not None and rows.fits(x) else None
         if not torch.compiler.is_compiling():
             self.fitted |= found is not None
             self.asked.append(tuple(x.shape))
         return found
+
+
+def _is_same(x: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are one, or (wrappers such as FSDP hand on views) show the same memory."""
+    if x is other:
+        return True
+    if torch.compiler.is_compiling() or x.shape != other.shape or x.dtype != other.dtype or x.numel() == 0:
+        return False
+    return x.data_ptr() == other.data_ptr() and x.stride() == other.stride()
 
 
 class _Announced(threading.local):
@@ -228,7 +263,8 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 
     Warning:
         The rows left out must carry no gradient: the loss may not depend on them. Otherwise the weight gradients are
-        wrong. `check=True`, or `rmm_linear.padding.check_padding()`, has the backward pass check it.
+        wrong. Each layer checks it until it has seen that it is so; `check=True`, or
+        `rmm_linear.padding.check_padding()`, checks it always.
 
     Example:
         >>> import torch
@@ -250,16 +286,23 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
     """
 
     def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
-        self._scope = _Scope(ValidRows(mask, count=count, check=check))
+        self._make = partial(ValidRows, mask, count=count, check=check)
+        # to be refused where it is written
+        self._make()
+        self._entered: list[_Scope] = []
 
     def __enter__(self) -> None:
-        _announced.scopes.append(self._scope)
+        # anew each time: the mask's memory may have been filled again
+        scope = _Scope(self._make())
+        self._entered.append(scope)
+        _announced.scopes.append(scope)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _announced.scopes.remove(self._scope)
-        scope, self._scope = self._scope, _Scope(self._scope.rows)
+        scope = self._entered.pop()
+        # what a forward that was broken off has left lies above it
+        del _announced.scopes[_announced.scopes.index(scope) :]
         if kind is None and scope.asked and not scope.fitted:
             assert scope.rows is not None
             shapes = ", ".join(str(shape) for shape in dict.fromkeys(scope.asked))
@@ -269,28 +312,41 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
             )
 
 
-def check_rows_left_out(g: Tensor, index: Tensor) -> None:
-    """Raise if a row that was left out carries a gradient. Waits for the device.
+class RowsCheck:
+    """Whether a layer's backward passes have shown that rows left out carry no gradient.
 
-    What is not finite is let pass: after an overflow it is everywhere, and a `GradScaler` skips the step.
-
-    Args:
-        g: Gradient of a layer's output, shape (rows, out).
-        index: Rows that were kept.
-
-    Raises:
-        PaddingGradientError: If another row is finite and not zero.
+    Attributes:
+        is_satisfied: True once a pass has: rows were left out, the others had a finite gradient, and these had none.
     """
-    left_out = torch.ones(g.shape[0], dtype=torch.bool, device=g.device)
-    left_out[index.long()] = False
-    wrong = (g.isfinite() & (g != 0)).any(1) & left_out
-    if wrong.any():
-        rows = wrong.nonzero().flatten().tolist()
-        raise PaddingGradientError(
-            f"{len(rows)} of {int(left_out.sum())} rows that were left out as padding carry a gradient, the first of"
-            f" them row {rows[0]} of {g.shape[0]}: the loss depends on masked positions (labels there, a mean over all"
-            " positions, a convolution over the sequence). Use skip_padding=False for this model, or mask the loss"
-        )
+
+    def __init__(self) -> None:
+        self.is_satisfied = False
+
+    def see(self, g: Tensor, index: Tensor) -> None:
+        """Look at one gradient. Waits for the device.
+
+        What is not finite is let pass: after an overflow it is everywhere, and a `GradScaler` skips the step.
+
+        Args:
+            g: Gradient of a layer's output, shape (rows, out).
+            index: Rows that were kept.
+
+        Raises:
+            PaddingGradientError: If another row is finite and not zero.
+        """
+        left_out = torch.ones(g.shape[0], dtype=torch.bool, device=g.device)
+        left_out[index.long()] = False
+        carries = ((g != 0) & g.isfinite()).any(1)
+        wrong = carries & left_out
+        if wrong.any():
+            rows = wrong.nonzero().flatten().tolist()
+            raise PaddingGradientError(
+                f"{len(rows)} of {int(left_out.sum())} rows that were left out as padding carry a gradient, the first"
+                f" of them row {rows[0]} of {g.shape[0]}: the loss depends on masked positions (labels there, a mean"
+                " over all positions, a convolution over the sequence, a mask whose non-zero elements are the padding)."
+                " Use skip_padding=False for this model, or mask the loss"
+            )
+        self.is_satisfied |= bool((carries & ~left_out).any()) and bool(g.isfinite().all())
 
 
 class MaskHook:
@@ -298,7 +354,7 @@ class MaskHook:
 
     def __init__(self, module: nn.Module) -> None:
         self._places = {name: place for place, name in enumerate(_parameters_of(module))}
-        self._is_checked = False
+        self._has_warned = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Announce; a forward pre-hook.
@@ -308,9 +364,20 @@ class MaskHook:
             args: Its arguments.
             kwargs: Its arguments by name.
         """
+        # A forward that was broken off by something else than an exception (a notebook's stop) has left its scope.
+        for place, scope in enumerate(_announced.scopes):
+            if scope.owner is module:
+                del _announced.scopes[place:]
+                break
         memory, of_memory = (self._argument(name, args, kwargs) for name in _MEMORY_ARGUMENTS)
-        rows = self._rows(module, self._argument(_MASK_ARGUMENT, args, kwargs))
+        mask = self._argument(_MASK_ARGUMENT, args, kwargs)
+        if mask is None and memory is None and _announced.scopes:
+            # what is announced around the model holds in it as well
+            rows = _announced.scopes[-1].rows
+        else:
+            rows = self._rows(module, mask)
         scope = _Scope(rows, memory=memory, of_memory=self._rows(module, of_memory), owner=module)
+        scope.outer = _announced.scopes[-1] if _announced.scopes else None
         _announced.scopes.append(scope)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
@@ -325,7 +392,9 @@ class MaskHook:
         # always called: `before` may have raised
         if _announced.scopes and _announced.scopes[-1].owner is module:
             scope = _announced.scopes.pop()
-            self._is_checked |= scope.fitted and torch.is_grad_enabled()
+            if scope.outer is not None and scope.outer.rows is scope.rows and not torch.compiler.is_compiling():
+                scope.outer.fitted |= scope.fitted
+                scope.outer.asked += scope.asked
 
     def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = self._places.get(name)
@@ -334,24 +403,39 @@ class MaskHook:
         return args[place] if place < len(args) else kwargs.get(name)
 
     def _rows(self, module: nn.Module, mask: object) -> ValidRows | None:
-        if not module.training or not isinstance(mask, Tensor) or mask.dim() != _MASK_DIMENSIONS:
+        if not module.training or not isinstance(mask, Tensor):
+            return None
+        if mask.dim() != _MASK_DIMENSIONS:
+            if not self._has_warned and not torch.compiler.is_compiling():
+                self._has_warned = True
+                warnings.warn(
+                    f"skip_padding=True, but {type(module).__name__} was given a mask of shape {tuple(mask.shape)},"
+                    " which does not say which rows are padding: all are kept; pass one of shape (batch, length)",
+                    UserWarning,
+                    stacklevel=2,
+                )
             return None
         for scope in reversed(_announced.scopes):
+            # the same mask, whose number of rows may be known
             if scope.rows is not None and scope.rows.mask is mask:
                 return scope.rows
-        return ValidRows(mask, check=not self._is_checked)
+        return ValidRows(mask)
 
 
-def is_checked(rows: ValidRows) -> bool:
-    """Tell whether a backward pass is to check the rows left out.
+def needed_check(rows: ValidRows, check: RowsCheck | None) -> RowsCheck | None:
+    """Return what is to look at the next backward pass.
 
     Args:
         rows: The valid rows.
+        check: The layer's; None for a call that belongs to none.
 
     Returns:
-        True in debug mode, and where these rows ask for it.
+        None if nothing has to: outside of debug mode, where these rows do not ask for it, and a layer's check has seen
+        enough.
     """
-    return _always_check or rows.check
+    if _always_check or rows.check:
+        return check if check is not None else RowsCheck()
+    return check if check is not None and not check.is_satisfied else None
 
 
 def install_hooks(model: nn.Module) -> int:
@@ -364,6 +448,8 @@ def install_hooks(model: nn.Module) -> int:
         How many modules announce their mask now.
     """
     modules = list(_modules_with_mask(model))
+    # of a part of the model that was converted on its own, say
+    _remove_hooks(module for module in model.modules() if module not in modules)
     for module in modules:
         if not any(
             isinstance(getattr(hook, "__self__", None), MaskHook) for hook in module._forward_pre_hooks.values()
@@ -380,7 +466,11 @@ def remove_hooks(model: nn.Module) -> None:
     Args:
         model: Any module.
     """
-    for module in model.modules():
+    _remove_hooks(model.modules())
+
+
+def _remove_hooks(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
         tables: list[tuple[Any, ...]] = [
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
             (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
@@ -406,7 +496,8 @@ def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:
         else:
             is_wanted = not any(_is_inside(name, other) for other in others)
         model_type = getattr(getattr(module, "config", None), "model_type", None)
-        if is_wanted and model_type not in _TIME_FIRST:
+        has_others = not set(_OTHER_SEQUENCES).isdisjoint(_parameters_of(module))
+        if is_wanted and not has_others and model_type not in _TIME_FIRST:
             yield module
 
 

@@ -21,7 +21,7 @@ from rmm_linear import (
 )
 from rmm_linear.functional import linear
 from rmm_linear.memory import MeasuredSaving, SavedTensors
-from rmm_linear.padding import ValidRows, current_valid_rows
+from rmm_linear.padding import RowsCheck, ValidRows, current_valid_rows
 
 transformers = pytest.importorskip("transformers")
 
@@ -255,13 +255,56 @@ class TestGradientOnPadding:
         with pytest.raises(PaddingGradientError, match="1 of 119 rows .* row 79 of 240"):
             output.backward(g)
 
+    @pytest.mark.parametrize("first", ["unpadded", "few rows", "no backward", "zero gradient", "overflow", "announced"])
+    def test_what_shows_nothing_does_not_count_as_a_check(self, first: str) -> None:
+        model, inputs = self._token_model()
+        if first == "unpadded":
+            full = torch.ones_like(inputs["attention_mask"])
+            model(**{**inputs, "attention_mask": full, "labels": full}).loss.backward()
+        elif first == "few rows":
+            convert_linears(model, config=SKIP.replace(min_rows=200))
+            model(**inputs).loss.backward()
+            convert_linears(model, config=SKIP)
+        elif first == "no backward":
+            model(**inputs)
+        elif first == "zero gradient":
+            (model(**inputs).loss * 0).backward()
+        elif first == "overflow":
+            (model(**inputs).loss * float("inf")).backward()
+        else:
+            right = {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
+            with valid_rows(torch.ones_like(inputs["attention_mask"])):
+                model(**{**right, "attention_mask": None}).loss.backward()
+        with pytest.raises(PaddingGradientError):
+            model(**inputs).loss.backward()
+
+    def test_a_mask_announced_by_hand_is_checked_too(self) -> None:
+        model, inputs = self._token_model()
+        with pytest.raises(PaddingGradientError), valid_rows(inputs["attention_mask"], count=121):
+            model(**inputs).loss.backward()
+        layer = RMMLinear(16, 8, config=SKIP)
+        with valid_rows(right_padded()):
+            output = layer(torch.randn(6, 40, 16))
+        with pytest.raises(PaddingGradientError):
+            output.sum().backward()
+
+    def test_layers_stop_looking_when_they_have_seen_enough(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        layers = [layer for name, layer in model.named_modules() if isinstance(layer, RMMLinear) and "layer" in name]
+        model(**inputs).loss.backward()
+        assert all(layer._rows_check.is_satisfied for layer in layers)
+        revert_linears(model)
+        assert not any(hasattr(layer, "_rows_check") for layer in layers)
+
     def test_an_overflow_is_left_to_the_grad_scaler(self) -> None:
         mask = right_padded()
         x, weight, _, g = layer_pair(mask)
         g[1, 39], g[0, 0] = float("nan"), float("inf")
         weight.requires_grad_()
-        linear(x, weight, config=SKIP, valid_rows=ValidRows(mask, check=True)).backward(g)
+        check = RowsCheck()
+        linear(x, weight, config=SKIP, valid_rows=ValidRows(mask), rows_check=check).backward(g)
         assert not weight.grad.isfinite().all()
+        assert not check.is_satisfied
 
 
 def test_nan_in_a_valid_row_shows_in_the_gradient() -> None:
@@ -331,6 +374,45 @@ class TestWhichMaskHoldsWhere:
         ours = gradients(model, inputs)
         for name, gradient in exact.items():
             assert (ours[name] - gradient).norm() <= 0.04 * gradient.norm() + 1e-7, name
+
+    def test_memory_is_known_by_what_it_shows(self) -> None:
+        memory, mask, of_memory = torch.randn(3, 5, 4), right_padded(torch.tensor([5, 3, 2]), 5), torch.ones(3, 5)
+        scope = padding._Scope(ValidRows(mask), memory=memory, of_memory=ValidRows(of_memory))
+        # as FSDP hands it on
+        assert scope.rows_of(memory.view_as(memory)).mask is of_memory
+        assert scope.rows_of(memory.detach()).mask is of_memory
+        assert scope.rows_of(memory.clone()).mask is mask
+
+    def test_models_with_other_sequences_and_no_model_for_each_are_left_alone(self) -> None:
+        config = transformers.LxmertConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_attention_heads=2,
+            intermediate_size=64,
+            l_layers=1,
+            x_layers=1,
+            r_layers=1,
+        )
+        with pytest.warns(UserWarning, match="known to speak of all of its rows"):
+            convert_linears(transformers.LxmertModel(config), config=SKIP)
+
+    def test_a_part_converted_before_the_whole_does_not_hide_the_mask(self) -> None:
+        model, inputs = tiny_bert(), batch(right_padded())
+        convert_linears(model.bert.encoder, config=SKIP)
+        with pytest.warns(UserWarning, match=r"BertEncoder was given a mask of shape \(6, 1, .*, 40\)"):
+            model(**inputs)
+        convert_linears(model, config=SKIP)
+        seen = rows_seen(model, inputs)
+        assert sum(found is inputs["attention_mask"] for found in seen.values()) == 12
+
+    def test_a_mask_announced_around_a_model_that_gets_none_holds_in_it(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        mask = inputs.pop("attention_mask")
+        with valid_rows(mask):
+            seen = rows_seen(model, inputs)
+        assert sum(found is mask for found in seen.values()) == 12
+        with pytest.raises(ValueError, match=r"\(40, 6\) fits none"), valid_rows(mask.t()):
+            model(**inputs)
 
     def test_a_vision_tower_is_not_under_the_texts_mask(self) -> None:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -408,6 +490,33 @@ class TestWhichMaskHoldsWhere:
             thread.join()
             assert current_valid_rows(x) is not None
         assert seen == [None]
+
+    def test_a_forward_that_is_interrupted_leaves_no_mask_to_the_next_step(self) -> None:
+        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+
+        def interrupt(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            raise KeyboardInterrupt
+
+        handle = model.bert.encoder.layer[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**inputs)
+        handle.remove()
+        model(**inputs)
+        assert current_valid_rows(torch.zeros(6, 40, 32)) is None
+
+    def test_a_context_may_be_entered_again_and_within_itself(self) -> None:
+        mask = right_padded()
+        context = valid_rows(mask)
+        x = torch.zeros(6, 40, 1)
+        with context:
+            with context:
+                assert current_valid_rows(x).count == 121
+            assert current_valid_rows(x).count == 121
+        # the same memory, filled anew
+        mask.fill_(1)
+        with context:
+            assert current_valid_rows(x).count == 240
+        assert current_valid_rows(x) is None
 
     def test_a_forward_that_fails_leaves_no_mask_behind(self) -> None:
         model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
@@ -570,11 +679,12 @@ class TestValidRows:
             ([1, 0], "mask is list"),
             (torch.tensor(1), r"mask is shape \(\), torch.int64"),
             (torch.ones(2, dtype=torch.complex64), "complex64"),
+            (torch.zeros(2, 3).masked_fill(torch.eye(2, 3) == 1, -1e9), "has negative values"),
         ],
     )
     def test_what_is_no_mask(self, mask: object, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            valid_rows(mask)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message), valid_rows(mask):  # type: ignore[arg-type]
+            current_valid_rows(torch.zeros(2, 3, 1)).index  # type: ignore[union-attr]  # noqa: B018
 
     @pytest.mark.parametrize("count", [0, -1, True, 1.5])
     def test_what_is_no_count(self, count: object) -> None:
