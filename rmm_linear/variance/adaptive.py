@@ -5,9 +5,11 @@ is sampled in two of them, a few layers a step, and `allocate_ratios` or `alloca
 from what was measured. Every so many steps the same is done again, since gradients change as training goes on:
 
 - above the noise target, ratios are raised by the fewest bytes that reach it again, and none is lowered;
-- otherwise a budget is allocated anew where that lowers the variance by a tenth or more at the same bytes.
+- over the budget, it is allocated anew (after a target has raised ratios above it, once that leaves a margin);
+- otherwise it is allocated anew where that takes off a tenth of the variance.
 
-All that decides is the data: runs repeat, and a run that goes on from `state_dict` does what it would have done.
+All that decides is the data: runs repeat, and a run that goes on from `state_dict` does what it would have done. In
+data parallel training the first rank decides, by what it has measured, for all.
 """
 
 import logging
@@ -21,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear
 from rmm_linear.variance.allocation import Allocation, NoiseProfile, allocate_for_noise, allocate_ratios
@@ -32,6 +35,10 @@ RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
 _SAMPLES = 2
 # A new allocation replaces one that has at least so much more variance.
 _WORTH_A_CHANGE = 1.1
+# Batches differ in length: a budget is overdrawn when it is by more than this.
+_OVERDRAWN = 1.02
+# After a target has raised the ratios above the budget, they come back when that leaves the noise so far below it.
+_MARGIN = 0.8
 _log = logging.getLogger("rmm_linear")
 
 
@@ -102,8 +109,9 @@ class AdaptiveRatios:
 
     Args:
         model: A model with `RMMLinear` layers, in eager mode.
-        budget: Bytes that the measured layers may keep in one forward pass of a batch like the measured ones; "auto"
-            for what they keep as they are configured; None for no budget.
+        budget: Bytes that the measured layers may keep in one forward pass of a batch like the measured ones, each
+            being run once; "auto" for the share of their inputs that they keep as they are configured; None for no
+            budget.
         noise_target: Most that the sketches' variance may be of the minibatch's (`NoiseSummary.noise_ratio`); None for
             no target.
         ratios: Ratios to choose from; each layer's own is added.
@@ -112,7 +120,7 @@ class AdaptiveRatios:
 
     Attributes:
         allocation: The last allocation, or None before the first.
-        budget_bytes: The budget, once it is known, or None.
+        budget_bytes: The budget, once it is known; "auto" follows the size of the measured batches. None without.
         changes: All changes made so far.
 
     Raises:
@@ -142,6 +150,8 @@ class AdaptiveRatios:
         self._builder = ProfileBuilder()
         self.allocation: Allocation | None = None
         self.budget_bytes = None if budget is None or isinstance(budget, str) else float(budget)
+        # of an "auto" budget, in all that the layers could keep
+        self._share: float | None = None
         self.changes: list[RatioChange] = []
         self._layers = tuple(self._probe.layers)
         self._probe.watch(self._due())
@@ -191,8 +201,8 @@ class AdaptiveRatios:
             return []
         self._steps += 1
         made: list[RatioChange] = []
-        if self._steps % self._recheck_steps == self._measure_steps % self._recheck_steps and self._builder:
-            made = self._decide(self._builder.build())
+        if self._steps % self._recheck_steps == self._measure_steps % self._recheck_steps:
+            made = self._decide()
             self._builder = ProfileBuilder()
         self._probe.watch(self._due())
         return made
@@ -211,48 +221,67 @@ class AdaptiveRatios:
         candidates = dict.fromkeys((own, *(own.replace(ratio=ratio) for ratio in self._ratios)))
         self._builder.add(name, x, g, tuple(candidates), index=index)
 
-    def _decide(self, profile: NoiseProfile) -> list[RatioChange]:
+    def _decide(self) -> list[RatioChange]:
+        """Have the first data-parallel rank decide, and do what it says."""
         assert self._probe is not None
-        # in the model's order, whatever came first after a resumption
-        place = {name: number for number, name in enumerate(self._layers)}
-        profile = NoiseProfile(tuple(sorted(profile.layers, key=lambda layer: place[layer.name])))
-        current = {layer.name: self._probe.layers[layer.name].rmm_config for layer in profile.layers}
-        now = profile.allocation(current)
-        if self._budget == "auto" and self.budget_bytes is None:
-            self.budget_bytes = float(now.saved_bytes)
-        wanted = self._wanted(profile, now)
-        # what every data-parallel rank has measured differs
-        configs = _of_first_rank(dict(wanted.configs))
+        outcome: dict[str, Any] = {}
+        if ops.data_parallel_rank() == 0:
+            try:
+                if self._builder:
+                    allocation = self._decided(self._builder.build())
+                    outcome = {"allocation": allocation, "budget_bytes": self.budget_bytes, "share": self._share}
+            except ValueError as error:
+                outcome = {"error": str(error)}
+        outcome = _from_first_rank(outcome)
+        if "error" in outcome:
+            raise ValueError(outcome["error"])
+        # nothing was measured: an overflow in every sampled step, say
+        if not outcome:
+            return []
+        self.allocation, self.budget_bytes = outcome["allocation"], outcome["budget_bytes"]
+        self._share = outcome["share"]
         made = []
-        for name, config in configs.items():
+        for name, config in outcome["allocation"].configs.items():
             layer = self._probe.layers[name]
             if layer.rmm_config != config:
                 made.append(RatioChange(self._steps, name, layer.rmm_config, config))
                 layer.rmm_config = config
-        for change in made:
-            _log.info(
-                "step %d: %s goes from ratio %g to %g",
-                change.step,
-                change.layer,
-                change.before.ratio,
-                change.after.ratio,
-            )
+        for each in made:
+            before, after = each.before.ratio, each.after.ratio
+            _log.info("step %d: %s goes from ratio %g to %g", each.step, each.layer, before, after)
         self.changes += made
-        self.allocation = wanted
         return made
 
-    def _wanted(self, profile: NoiseProfile, now: Allocation) -> Allocation:
-        if self.allocation is None:
-            return self._first(profile)
+    def _decided(self, profile: NoiseProfile) -> Allocation:
+        assert self._probe is not None
+        # in the model's order, whatever came first after a resumption
+        place = {name: number for number, name in enumerate(self._layers)}
+        profile = NoiseProfile(tuple(sorted(profile.layers, key=lambda layer: place[layer.name])))
+        now = profile.allocation({layer.name: self._probe.layers[layer.name].rmm_config for layer in profile.layers})
+        if self._budget == "auto":
+            full = sum(max(option.saved_bytes for option in layer.options) for layer in profile.layers)
+            self._share = now.saved_bytes / full if self._share is None else self._share
+            self.budget_bytes = self._share * full
+        return self._first(profile) if self.allocation is None else self._again(profile, now)
+
+    def _again(self, profile: NoiseProfile, now: Allocation) -> Allocation:
         target = self._noise_target
         if target is not None and now.noise_ratio > target:
             return self._quieter(_without_lower(profile, now), target)
-        if self.budget_bytes is None or now.saved_bytes > self.budget_bytes:
+        if self.budget_bytes is None:
             return now
-        better = allocate_ratios(profile, self.budget_bytes)
-        if target is not None and better.noise_ratio > target:
+        least = sum(min(option.saved_bytes for option in layer.options) for layer in profile.layers)
+        if least > self.budget_bytes:
+            _log.warning(
+                "step %d: the batches have grown, and the least that the layers can keep is %d bytes, above the budget"
+                " of %.0f", self._steps, least, self.budget_bytes,
+            )  # fmt: skip
+        within = allocate_ratios(profile, max(least, self.budget_bytes))
+        if now.saved_bytes > _OVERDRAWN * self.budget_bytes:
+            return within if target is None or within.noise_ratio <= _MARGIN * target else now
+        if target is not None and within.noise_ratio > target:
             return now
-        return better if now.variance > _WORTH_A_CHANGE * better.variance else now
+        return within if now.variance > _WORTH_A_CHANGE * within.variance else now
 
     def _first(self, profile: NoiseProfile) -> Allocation:
         target = self._noise_target
@@ -287,6 +316,7 @@ class AdaptiveRatios:
         return {
             "steps": self._steps,
             "budget_bytes": self.budget_bytes,
+            "share": self._share,
             "configs": {name: layer.rmm_config.to_dict() for name, layer in layers.items()},
             "allocation": None if self.allocation is None else self.allocation.to_dict(),
             "measured": self._builder.state_dict(),
@@ -308,6 +338,7 @@ class AdaptiveRatios:
             allocation = None if state["allocation"] is None else Allocation.from_dict(state["allocation"])
             changes = [RatioChange.from_dict(change) for change in state["changes"]]
             steps, budget_bytes, measured = int(state["steps"]), state["budget_bytes"], state["measured"]
+            share = state["share"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"this is no state of AdaptiveRatios ({type(error).__name__}: {error}); pass what state_dict() returned"
@@ -321,6 +352,7 @@ class AdaptiveRatios:
         self._builder = ProfileBuilder()
         self._builder.load_state_dict(measured)
         self._steps, self.budget_bytes, self.allocation, self.changes = steps, budget_bytes, allocation, changes
+        self._share = share
         for name, config in configs.items():
             self._probe.layers[name].rmm_config = config
         self._probe.watch(self._due())
@@ -350,10 +382,10 @@ def _without_lower(profile: NoiseProfile, now: Allocation) -> NoiseProfile:
     return NoiseProfile(tuple(layers))
 
 
-def _of_first_rank(configs: dict[str, RMMConfig]) -> dict[str, RMMConfig]:
-    """Return the configurations that data-parallel rank 0 has chosen."""
+def _from_first_rank(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return what data-parallel rank 0 passes: every rank has to come here, whatever it has measured."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return configs
-    chosen = [configs]
-    torch.distributed.broadcast_object_list(chosen, src=0)
-    return chosen[0]
+        return outcome
+    passed = [outcome]
+    torch.distributed.broadcast_object_list(passed, src=0)
+    return passed[0]

@@ -89,7 +89,8 @@ class VarianceMonitor:
 
     Warning:
         With a `GradScaler`, C, V and M are those of the scaled loss: larger by the square of the scale. Ratios are not
-        touched. With gradient accumulation they are those of one micro-batch.
+        touched. With gradient accumulation they are those of one micro-batch, and for a module that runs several times
+        in a step (shared layers) those of its first call.
 
     Example:
         >>> import torch

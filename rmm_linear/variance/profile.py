@@ -198,7 +198,11 @@ class ProfileBuilder:
         if sums.batches and set(sums.options) != set(configs):
             raise ValueError(f"{name!r} was measured for other configurations before; pass the same ones each time")
         noise = gradient_noise(x, g, _EXACT, sequence_lengths=batch_sequences(x))
-        if not math.isfinite(noise.gradient_squared):
+        options = layer_options(x, g, configs, index=index)
+        # an infinity where g is zero leaves the gradient finite, and no variance
+        if not all(
+            math.isfinite(value) for value in (noise.gradient_squared, *(option.variance for option in options))
+        ):
             return
         minibatch = noise.sequence_variance
         if minibatch is None or math.isnan(minibatch):
@@ -207,7 +211,7 @@ class ProfileBuilder:
         sums.gradient_squared += noise.gradient_squared
         # rounding may leave less than nothing of what is 0
         sums.minibatch_variance += 0.0 if math.isnan(minibatch) else max(0.0, minibatch)
-        for option in layer_options(x, g, configs, index=index):
+        for option in options:
             each = sums.options.setdefault(option.config, [0.0, 0.0])
             each[0] += option.saved_bytes
             each[1] += max(0.0, option.variance)

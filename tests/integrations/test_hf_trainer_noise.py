@@ -254,3 +254,37 @@ def test_the_monitor_is_the_librarys(tmp_path):
     make_trainer(tmp_path, made, max_steps=1).train()
     assert isinstance(made.monitor, VarianceMonitor)
     assert made.monitor.every == 50
+
+
+def test_a_half_written_line_does_not_stop_a_resumption(tmp_path):
+    make_trainer(tmp_path, callback(monitor=2), max_steps=4, save_strategy="steps", save_steps=2).train()
+    with (tmp_path / "rmm_noise.jsonl").open("a") as file:
+        file.write('{"step": 8, "layer": "roberta.enc')
+    make_trainer(tmp_path, callback(monitor=2), max_steps=4).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+    )
+    assert {record["step"] for record in lines(tmp_path / "rmm_noise.jsonl")} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 0.3, 0.7])
+def test_steps_clipped_in_bfloat16_count_as_clipped(tmp_path, max_norm):
+    reporter = Reporter()
+    model = make_model().to(torch.bfloat16)
+    with torch.no_grad():
+        model.classifier.out_proj.weight.mul_(500)
+    trainer = make_trainer(
+        tmp_path, callback(monitor=True), reporter, model=model, max_grad_norm=max_norm, max_steps=12
+    )
+    trainer.train()
+    assert min(logs["grad_norm"] for _, logs in reporter.logs if "grad_norm" in logs) > 1.1 * max_norm
+    assert reporter.rows(NOISE)[-1][1]["rmm/clip_fraction"] == 1.0
+
+
+def test_the_state_is_made_only_when_a_checkpoint_is_saved(tmp_path):
+    made = callback(monitor=2)
+    trainer = make_trainer(tmp_path, made, max_steps=6, save_strategy="steps", save_steps=6)
+    counted = []
+    make = made._state
+    made._state = lambda: counted.append(1) or make()
+    trainer.train()
+    assert 1 <= len(counted) <= 2

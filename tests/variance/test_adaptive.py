@@ -228,3 +228,70 @@ def test_the_allocation_is_the_solvers() -> None:
     # in the model's order: the layers of the last step were measured after those of the first
     layers = tuple(sorted(profile.layers, key=lambda layer: int(layer.name)))
     assert ratios.allocation == allocate_ratios(NoiseProfile(layers), ratios.budget_bytes)
+
+
+@pytest.mark.parametrize("budget", ["auto", "number"])
+def test_batches_that_grow_are_brought_back_to_the_budget(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_first = float(LAYERS * CONFIG.saved_bytes(256, 24, torch.float32))
+    model = make_model()
+    ratios = AdaptiveRatios(model, budget="auto" if budget == "auto" else at_first, measure_steps=6, recheck_steps=10)
+    train(model, ratios, 0, 6)
+    usual = batch
+    monkeypatch.setattr("test_adaptive.batch", lambda step: torch.cat([usual(step), usual(step + 1000)[:, :16]], 1))
+    train(model, ratios, 6, 16)
+    assert ratios.allocation is not None
+    assert ratios.budget_bytes is not None
+    if budget == "auto":
+        assert 1.3 * at_first < ratios.budget_bytes < 1.7 * at_first
+    else:
+        assert ratios.budget_bytes == at_first
+        assert any(change.step == 16 for change in ratios.changes)
+    assert 0.85 * ratios.budget_bytes < ratios.allocation.saved_bytes <= 1.02 * ratios.budget_bytes
+
+
+def test_a_budget_that_batches_have_outgrown_is_said_and_the_least_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, budget=16_000, ratios=(0.1, 0.5, 1.0), measure_steps=6, recheck_steps=10)
+    train(model, ratios, 0, 6)
+    usual = batch
+    monkeypatch.setattr("test_adaptive.batch", lambda step: usual(step).repeat(1, 4, 1))
+    with caplog.at_level(logging.WARNING, "rmm_linear"):
+        train(model, ratios, 6, 16)
+    assert "the batches have grown" in caplog.text
+    assert {config.ratio for config in configs(model)} == {0.1}
+
+
+def test_every_rank_takes_part_whatever_it_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[dict[str, object]] = []
+    monkeypatch.setattr(
+        "rmm_linear.variance.adaptive._from_first_rank", lambda outcome: said.append(outcome) or outcome
+    )
+    model = make_model()
+    first = AdaptiveRatios(model, measure_steps=6)
+    train(model, first, 0, 6)
+
+    def hear(outcome: dict[str, object]) -> dict[str, object]:
+        # nothing of its own
+        assert outcome == {}
+        return said[-1]
+
+    monkeypatch.setattr("rmm_linear.variance.adaptive._from_first_rank", hear)
+    monkeypatch.setattr("rmm_linear.variance.adaptive.ops.data_parallel_rank", lambda: 1)
+    other = make_model()
+    second = AdaptiveRatios(other, measure_steps=6)
+    second._probe._measure = lambda *args: None  # type: ignore[union-attr]
+    train(other, second, 0, 6)
+    assert configs(other) == configs(model)
+    assert second.allocation == first.allocation
+    monkeypatch.setattr("rmm_linear.variance.adaptive._from_first_rank", lambda outcome: {"error": "of rank 0"})
+    with pytest.raises(ValueError, match="of rank 0"):
+        train(other, AdaptiveRatios(other, measure_steps=6), 0, 6)
+
+
+def test_nothing_measured_changes_nothing() -> None:
+    model = make_model()
+    ratios = AdaptiveRatios(model, measure_steps=2)
+    assert [ratios.step() for _ in range(4)] == [[]] * 4
+    assert ratios.allocation is None

@@ -327,9 +327,9 @@ def test_candidates_without_padding_use_the_models_mask(network):
     x = batches()[0]
     mask = torch.arange(40) < torch.tensor([[40], [3], [20], [33], [9]])
     config = RMMConfig(ratio=0.5, min_rows=1, skip_padding=True)
-    for layer in network.modules():
-        if isinstance(layer, RMMLinear):
-            layer.rmm_config = config
+    # the others are read across the mask
+    last = [layer for layer in network.modules() if isinstance(layer, RMMLinear)][-1]
+    last.rmm_config = config
 
     def run():
         with valid_rows(mask):
@@ -375,3 +375,13 @@ def test_what_is_no_state_is_refused():
     for state in ({"a": {}}, [1], {"a": {"batches": "x"}}):
         with pytest.raises(ValueError, match="this is no state of a ProfileBuilder"):
             ProfileBuilder().load_state_dict(state)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_where_the_gradient_is_zero_is_left_out(value: float) -> None:
+    builder, x, g = ProfileBuilder(), torch.randn(4, 64, 16), torch.randn(4, 64, 8)
+    x[3, 50:], g[3, 50:] = value, 0.0
+    builder.add("layer", x, g, [RMMConfig(ratio=0.5)])
+    assert len(builder) == 0
+    builder.add("layer", torch.randn(4, 64, 16), g, [RMMConfig(ratio=0.5)])
+    assert builder.build().layers[0].options[0].variance > 0
