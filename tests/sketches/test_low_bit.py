@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import DoubleBackwardError, RMMConfig, RMMLinear, convert_linears, summary
 from rmm_linear.functional import linear
 from rmm_linear.memory import measure_kept_bytes
-from rmm_linear.sketches import CRS, STORAGES, Centered, Hadamard, LowBit
+from rmm_linear.sketches import CRS, STORAGES, Centered, Hadamard, LowBit, available_sketches
 from rmm_linear.sketches.contract import Estimates, SketchContract, assert_unbiased
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize
 
@@ -172,6 +172,21 @@ def test_the_bytes_of_a_wide_layer_are_a_quarter_and_3_percent():
         0.25 * (1 + 4 / 128), rel=1e-5
     )
     assert RMMConfig(ratio=0.4, storage="int4").saved_bytes(4096, 768, torch.bfloat16) / (4096 * 768 * 2) < 0.1 * 1.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("storage", [None, *STORAGES])
+@pytest.mark.parametrize("sketch", available_sketches())
+def test_every_combination_is_unbiased(sketch: str, storage: str | None, center: bool):
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(67, 32, generator=generator, dtype=torch.float64) for _ in range(2))
+    g = g + x
+    weight = torch.zeros(32, 32, dtype=torch.float64, requires_grad=True)
+    config = RMMConfig(ratio=0.6, sketch=sketch, storage=storage, center=center, min_rows=1)
+    assert_unbiased(
+        lambda: torch.autograd.grad(linear(x, weight, config=config), weight, g)[0], g.t() @ x, draws=1200, bias=0.05
+    )
 
 
 def test_crs_with_low_bits_is_unbiased():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rmm_linear import RMMConfig, RMMLinear, available_sketches, convert_linears
+from rmm_linear import RMMConfig, available_sketches, convert_linears
 from rmm_linear.padding import valid_rows
 from rmm_linear.sketches import SKETCHES, STORAGES, Centered, Hadamard, LowBit
 from rmm_linear.sketches.closed_forms import gradient_sums, product_dtype
@@ -328,8 +328,7 @@ def test_candidates_without_padding_use_the_models_mask(network):
     mask = torch.arange(40) < torch.tensor([[40], [3], [20], [33], [9]])
     config = RMMConfig(ratio=0.5, min_rows=1, skip_padding=True)
     # the others are read across the mask
-    last = [layer for layer in network.modules() if isinstance(layer, RMMLinear)][-1]
-    last.rmm_config = config
+    network.last.rmm_config = config
 
     def run():
         with valid_rows(mask):
@@ -337,7 +336,7 @@ def test_candidates_without_padding_use_the_models_mask(network):
         loss.backward()
 
     profile = profile_noise(network, [run], [config, config.replace(skip_padding=False)])
-    (skips, keeps) = profile.layers[-1].options
+    skips, keeps = next(layer for layer in profile.layers if layer.name == "last").options
     assert skips.saved_bytes == config.saved_bytes(200, 12, torch.float32, 105)
     assert skips.saved_bytes < keeps.saved_bytes
 
