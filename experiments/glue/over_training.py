@@ -184,15 +184,15 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     left.set_ylabel("sketches' variance / minibatch's (over sequences)")
     left.legend(frameon=False)
     for key, colour, label in (
-        ("paper_ratio", "#D55E00", "the paper's ratio"),
-        ("paper_bound", "#555555", "the paper's bound"),
+        ("paper_bound", "#555555", "bound (alpha + 1) / alpha"),
+        ("paper_ratio", "#D55E00", "(r / (n - 1)) D2_RMM / D2_SGD"),
     ):
-        right.plot(steps, [row[key][len(row[key]) // 2] for row in rows], color=colour, label=label + ", median layer")
+        right.plot(steps, [row[key][len(row[key]) // 2] for row in rows], color=colour, label=f"{label}, median layer")
         right.fill_between(
             steps, [row[key][0] for row in rows], [row[key][-1] for row in rows], color=colour, alpha=0.15, linewidth=0
         )
     right.set_yscale("log")
-    right.set_ylabel("(r / (n - 1)) D2_RMM / D2_SGD, and (alpha + 1) / alpha")
+    right.set_ylabel("the paper's quantities, gaussian 0.1")
     right.legend(frameon=False, title="shaded: all layers", alignment="left")
     for axes in (left, right):
         axes.set_xlabel("training step")
