@@ -12,10 +12,13 @@ from pathlib import Path
 
 from experiments.glue.comparison import compare
 from experiments.glue.report import markdown_table, one_sentence
+from experiments.glue.variance import ALL_ROWS, GRID_FILE, HEADLINE_BUDGETS, REAL_ROWS, TO_LONGEST, read_records
+from experiments.glue.variance_report import best_of, describe
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MINILM = ROOT / "experiments/glue/results/minilm"
+VARIANCE = ROOT / "experiments/glue/results/variance"
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
 
 
@@ -60,7 +63,34 @@ def minilm_table() -> str:
     return f"{markdown_table(comparison)}\n\nIn a sentence: {one_sentence(comparison)}"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"layer": layer_tables, "minilm": minilm_table}
+def variance_table() -> str:
+    """Return the relative variance that a few budgets of bytes buy on a padded batch of MRPC.
+
+    Returns:
+        Markdown.
+    """
+    records = [record for record in read_records(VARIANCE / GRID_FILE) if record["task"] == "mrpc"]
+    first = records[0]
+    step = max(record["step"] for record in records)
+    lines = ["| bytes | the paper's gaussian | best here | padding left out |", "|---|---|---|---|"]
+    for budget in HEADLINE_BUDGETS:
+        cells = [f"{100 * budget:g} %"]
+        every = best_of(records, step, TO_LONGEST, ALL_ROWS, budget, papers=True)
+        cells.append("" if every is None else f"{every['relative_variance']:.3g}")
+        for rows in (ALL_ROWS, REAL_ROWS):
+            best = best_of(records, step, TO_LONGEST, rows, budget)
+            cells.append("" if best is None else f"{best['relative_variance']:.2g} ({describe(best)})")
+        lines.append(f"| {' | '.join(cells)} |")
+    real = next(record for record in records if (record["padding"], record["rows"]) == (TO_LONGEST, REAL_ROWS))
+    share = 100 * real["sketched_rows"] / real["batch_rows"]
+    head = (
+        f"MRPC, 32 sequences padded to 128 tokens ({share:.0f} % of the rows real), {first['model']} after {step}"
+        f" steps, mean of {first['layers']} layers, closed forms, commit {first['commit']}:"
+    )
+    return head + "\n\n" + "\n".join(lines)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"layer": layer_tables, "minilm": minilm_table, "variance": variance_table}
 
 
 def filled(text: str) -> str:
