@@ -131,14 +131,12 @@ class ConversionSummary:
             amount = f"{row.exact_bytes_per_row:.0f} -> {row.kept_bytes_per_row:.0f}"
             shape = f"{row.in_features} -> {row.out_features}"
             table.append((row.name or "(the model)", shape, describe(row.config), amount, row.note))
-        widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
-        table.insert(1, tuple("-" * width for width in widths))
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        lines = aligned(table)
         lines.append(
             f"{self.converted} of {len(self.rows)} linear layers are sketched; their inputs, layer by layer:"
             f" {self.exact_bytes_per_row:.0f} -> {self.kept_bytes_per_row:.0f} bytes a row"
         )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 def convert_linears(
@@ -566,6 +564,20 @@ def _note(layer: _Found, model: nn.Module, *, frozen: bool) -> str:
     if frozen:
         notes.append("frozen weight: keeps no input")
     return "; ".join(notes)
+
+
+def aligned(table: list[tuple[str, ...]]) -> list[str]:
+    """Lay a table out in columns, with a rule below its first row.
+
+    Args:
+        table: Rows of as many cells each.
+
+    Returns:
+        Lines.
+    """
+    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
+    rows = [table[0], tuple("-" * width for width in widths), *table[1:]]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
 
 def describe(config: RMMConfig | None) -> str:

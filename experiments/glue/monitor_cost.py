@@ -1,6 +1,6 @@
 """What does a VarianceMonitor cost a training run? Steps with and without one, in pairs, on the same batches.
 
-    taskset -c 1 python -m experiments.glue.monitor_cost --model <folder or demo> --output cost.json
+    python -m experiments.glue.monitor_cost --model <folder or demo> --data <GLUE folder> --output cost.json
 
 Each pair is two training steps (forward, backward, optimizer) on one batch, one of them monitored, in the order A B,
 B A, A B, and so on, so that a drift of the machine's speed meets both alike. A window is `every` pairs, in which each
@@ -151,7 +151,7 @@ def summarised(pairs: Sequence[tuple[float, float]], every: int) -> dict[str, An
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="demo", help="demo, or a folder that from_pretrained reads (on MRPC)")
-    parser.add_argument("--data", default="/work/shared/glue", help="folder in the official GLUE layout")
+    parser.add_argument("--data", default="hub", help="a folder in the official GLUE layout, or hub (not for demo)")
     parser.add_argument("--output", type=Path, required=True, help="result file")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--every", type=int, default=50, help="the monitor's interval")

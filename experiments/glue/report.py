@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .command_line import exit_status
 from .comparison import Comparison, Mean, Row, compare
 from .errors import HarnessError
 from .figure import draw_figure
@@ -369,12 +370,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="the results folder")
     folder = parser.parse_args(arguments).folder
-    try:
+
+    def work() -> int:
         print(write_report(folder))
-    except HarnessError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return exit_status(work)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .errors import HarnessError
+from .command_line import Parser, exit_status
 
 DEFAULT_RESULTS = Path(__file__).parent / "results"
 
@@ -57,15 +57,8 @@ _WORDS = ("task", "data", "model", "method", "storage", "schedule", "precision")
 _SWITCHES = ("center", "skip_padding", "allocate", "timing")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports mistakes the way the rest of the harness does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise HarnessError(f"{message}; see --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m experiments.glue.run",
         description="Fine-tune with exact, checkpointed or sketched linear layers and write one result file a run.",
         allow_abbrev=False,
@@ -98,10 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 with one line on stderr if the user has something to put right.
     """
     try:
-        return _run(_parser().parse_args(arguments))
-    except HarnessError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return exit_status(lambda: _run(_parser().parse_args(arguments)))
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130

@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from rmm_linear import RMMConfig, RMMLinear, Sketch, available_sketches, convert
 from rmm_linear.sketches import Centered, LowBit
 from rmm_linear.variance import measure_sketch_variance
 
+from .command_line import Parser, exit_status
 from .errors import HarnessError
 
 if TYPE_CHECKING:
@@ -668,15 +669,8 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports mistakes the way the rest of the harness does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise HarnessError(f"{message}; see --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m experiments.glue.variance",
         description="Measure how noisy sketched weight gradients are, on real batches.",
         allow_abbrev=False,
@@ -727,23 +721,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 with one line on stderr if the user has something to put right.
     """
-    try:
-        options = _parser().parse_args(arguments)
-        _check(options)
-        commands = {
-            "against-bytes": _against_bytes,
-            "headline": _headline,
-            "over-training": _over_training,
-            "equal-bytes": _equal_bytes,
-        }
-        commands[options.command](options)
+    return exit_status(lambda: _run(_parser().parse_args(arguments)))
 
-        from .variance_report import write_report
 
-        print(write_report(options.output))
-    except HarnessError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
+    commands = {
+        "against-bytes": _against_bytes,
+        "headline": _headline,
+        "over-training": _over_training,
+        "equal-bytes": _equal_bytes,
+    }
+    commands[options.command](options)
+
+    from .variance_report import write_report
+
+    print(write_report(options.output))
     return 0
 
 

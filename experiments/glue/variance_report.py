@@ -20,6 +20,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from . import equal_bytes, over_training
+from .command_line import exit_status
 from .errors import HarnessError
 from .report import _replace
 from .variance import (
@@ -433,12 +434,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_OUTPUT, help="the results folder")
     folder = parser.parse_args(arguments).folder
-    try:
+
+    def work() -> int:
         print(write_report(folder))
-    except HarnessError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return exit_status(work)
 
 
 if __name__ == "__main__":

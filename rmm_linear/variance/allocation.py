@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.convert import describe, listed, strip_wrappers
+from rmm_linear.convert import aligned, describe, listed, strip_wrappers
 from rmm_linear.linear import RMMLinear
 from rmm_linear.variance.gradient_noise import _ratio
 
@@ -322,14 +322,12 @@ class Allocation:
             relative = _ratio(layer.option.variance, layer.gradient_squared)
             kind = "exact" if config.is_exact else describe(config)
             table.append((layer.name or "(the model)", kind, str(layer.option.saved_bytes), f"{relative:.3g}"))
-        widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
-        table.insert(1, tuple("-" * width for width in widths))
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        lines = aligned(table)
         lines.append(
             f"{len(self.layers)} layers keep {self.saved_bytes} bytes; variance {self.relative_variance:.3g} of the"
             f" squared gradient, {self.noise_ratio:.3g} of the minibatch's variance"
         )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objective: Objective = "total") -> Allocation:
