@@ -24,6 +24,8 @@ from .settings import CHECKPOINTING, EXACT, VARIANTS
 _MIB = 2**20
 # points of score within which a method counts as equal to exact
 _EQUAL = 1.0
+# shares of exact's bytes that count as the same, where what to show is chosen
+_SAME_SHARE = 0.03
 
 
 def write_report(folder: Path) -> str:
@@ -230,9 +232,9 @@ def _task_clause(task: str, rows: Sequence[Row]) -> str:
     if exact is None or not sketches:
         missing = "exact" if exact is None else "sketched"
         return f"{task}: there is no {missing} run yet to compare with"
-    smallest_ratio = min(row.ratio for row in sketches if row.ratio is not None)
-    # chosen by ratio and not by score: the best of several would owe some of its lead to luck
-    shown = [row for row in sketches if row.ratio == smallest_ratio]
+    fewest = min(row.kept_share for row in sketches)
+    # chosen by bytes and not by score: the best of several would owe some of its lead to luck
+    shown = [row for row in sketches if row.kept_share <= fewest + _SAME_SHARE]
     words = [f"{row.description} scores {_outcome(row)}" for row in shown]
     checkpointing = next((row for row in rows if row.method == CHECKPOINTING), None)
     if checkpointing is not None:
