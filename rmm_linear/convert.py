@@ -170,7 +170,8 @@ def convert_linears(
         ['RMMLinear', 'ReLU', 'Linear']
 
     Args:
-        model: Any module; it may itself be an `nn.Linear`.
+        model: Any module; it may itself be an `nn.Linear`. If a configuration has `skip_padding`, the parts of it that
+            take an `attention_mask` get a hook that announces it (see `rmm_linear.padding`).
         ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given.
         config: How to sketch.
         target_modules: Which layers: "all-linear" (every one outside the output head), a list of full names or ends

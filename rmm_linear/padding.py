@@ -278,11 +278,11 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
     Args:
         mask: Shape of the inputs without their last dimension; non-zero where a row is valid.
         count: How many rows are valid, if that is known.
-        check: Whether the backward pass checks that rows left out carry no gradient.
+        check: Whether all backward passes check that rows left out carry no gradient.
 
     Raises:
-        ValueError: If the mask is no tensor, marks no row valid, has another number than `count`, or fits the input of
-            none of the layers that ran inside.
+        ValueError: If the mask is no tensor, has negative values, marks no row valid, has another number than `count`,
+            or fits the input of none of the layers that ran inside.
     """
 
     def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
