@@ -3,9 +3,11 @@
 import json
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears
@@ -295,3 +297,26 @@ def test_nothing_measured_changes_nothing() -> None:
     ratios = AdaptiveRatios(model, measure_steps=2)
     assert [ratios.step() for _ in range(4)] == [[]] * 4
     assert ratios.allocation is None
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = make_model()
+    with AdaptiveRatios(model, measure_steps=6) as ratios:
+        for step in range(6):
+            # what a rank measures is its own; the second one's gradients overflow
+            loss = model(batch(step + 100 * rank))[..., :4].square().mean() * (100 if rank == 0 else float("inf"))
+            loss.backward()
+            ratios.step()
+        kept = [config.to_dict() for config in configs(model)]
+        assert ratios.allocation is not None
+        Path(folder, f"{rank}.json").write_text(json.dumps([kept, ratios.allocation.saved_bytes]))
+    dist.destroy_process_group()
+
+
+def test_two_processes_keep_what_the_first_decides(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert len({config["ratio"] for config in first[0]}) > 1
