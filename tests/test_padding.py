@@ -237,7 +237,9 @@ class TestGradientOnPadding:
         model, inputs = self._token_model()
         right = {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
         model(**right).loss.backward()
+        before = model.bert.encoder.layer[0].output.dense.weight.grad.clone()
         model(**inputs).loss.backward()
+        assert not torch.equal(before, model.bert.encoder.layer[0].output.dense.weight.grad)
 
     def test_an_evaluation_before_training_does_not_count_as_the_first_step(self) -> None:
         model, inputs = self._token_model()

@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from .errors import HarnessError
@@ -37,3 +38,34 @@ def exit_status(work: Callable[[], int]) -> int:
     except HarnessError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
+
+
+def report_command(
+    arguments: Sequence[str] | None,
+    write_report: Callable[[Path], str],
+    *,
+    prog: str,
+    description: str,
+    default: Path | None = None,
+) -> int:
+    """Write the report of the results folder that a command line names, and print it.
+
+    Args:
+        arguments: The arguments; those of the process if None.
+        write_report: Takes the folder, returns what the terminal is to show.
+        prog: How the command is called.
+        description: What it writes.
+        default: The folder if none is named; None if one has to be.
+
+    Returns:
+        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("folder", type=Path, nargs=None if default is None else "?", default=default)
+    folder = parser.parse_args(arguments).folder
+
+    def work() -> int:
+        print(write_report(folder))
+        return 0
+
+    return exit_status(work)

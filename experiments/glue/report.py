@@ -5,7 +5,6 @@ Everything is computed from the results; nothing that is typed here says how a m
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import os
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .command_line import exit_status
+from .command_line import report_command
 from .comparison import Comparison, Mean, Row, compare
 from .errors import HarnessError
 from .figure import draw_figure
@@ -46,10 +45,10 @@ def write_report(folder: Path) -> str:
     figure = folder / "report.png"
     text = "\n\n".join([f"# Results: {', '.join(comparison.tasks)}", sentence, table, "![figure](report.png)", notes])
     try:
-        _replace(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
-        _replace(folder / "table.csv", lambda path: path.write_text(_table_csv(comparison), encoding="utf-8"))
-        _replace(folder / "runs.csv", lambda path: path.write_text(_runs_csv(comparison), encoding="utf-8"))
-        _replace(figure, lambda path: draw_figure(comparison, path))
+        replace_file(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+        replace_file(folder / "table.csv", lambda path: path.write_text(_table_csv(comparison), encoding="utf-8"))
+        replace_file(folder / "runs.csv", lambda path: path.write_text(_runs_csv(comparison), encoding="utf-8"))
+        replace_file(figure, lambda path: draw_figure(comparison, path))
     except OSError as error:
         raise HarnessError(
             f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
@@ -57,8 +56,13 @@ def write_report(folder: Path) -> str:
     return f"{table}\n\n{notes}\n\nfigure: {figure}\n{sentence}"
 
 
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a file beside `path`, then put it in its place as a whole."""
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a file beside `path`, then put it in its place as a whole.
+
+    Args:
+        path: The place.
+        write: Writes to the path that it is given.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
     os.close(handle)
     try:
@@ -313,7 +317,7 @@ def _table_csv(comparison: Comparison) -> str:
                 "step_time_over_exact_80": row.step_time.high if row.step_time else None,
             }
         )
-    return _as_csv(records)
+    return as_csv(records)
 
 
 def _runs_csv(comparison: Comparison) -> str:
@@ -337,7 +341,7 @@ def _runs_csv(comparison: Comparison) -> str:
                 "commit": result["commit"],
             }
         )
-    return _as_csv(records)
+    return as_csv(records)
 
 
 def _clipped_share(result: dict[str, Any]) -> float | None:
@@ -349,7 +353,15 @@ def _clipped_share(result: dict[str, Any]) -> float | None:
     return sum(norm is None or norm > limit for norm in norms) / len(norms)
 
 
-def _as_csv(records: Sequence[dict[str, Any]]) -> str:
+def as_csv(records: Sequence[dict[str, Any]]) -> str:
+    """Return records of equal keys as CSV.
+
+    Args:
+        records: At least one.
+
+    Returns:
+        The text, with a header.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
     writer.writeheader()
@@ -366,18 +378,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 with one line on stderr if the user has something to put right.
     """
-    parser = argparse.ArgumentParser(
+    return report_command(
+        arguments,
+        write_report,
         prog="python -m experiments.glue.report",
         description="Write report.md, table.csv, runs.csv and report.png into a results folder.",
     )
-    parser.add_argument("folder", type=Path, help="the results folder")
-    folder = parser.parse_args(arguments).folder
-
-    def work() -> int:
-        print(write_report(folder))
-        return 0
-
-    return exit_status(work)
 
 
 if __name__ == "__main__":

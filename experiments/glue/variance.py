@@ -653,12 +653,12 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     Raises:
         HarnessError: If it can't be written.
     """
-    from .report import _as_csv, _replace
+    from .report import as_csv, replace_file
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = _as_csv([{key: _rounded(value) for key, value in record.items()} for record in records])
-        _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        text = as_csv([{key: _rounded(value) for key, value in record.items()} for record in records])
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise HarnessError(
             f"{path} can't be written ({error.strerror or error}); pass --output <a folder of yours>"

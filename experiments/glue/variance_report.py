@@ -5,7 +5,6 @@ Everything but the targets is computed from the CSV files of the folder.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from . import equal_bytes, over_training
-from .command_line import exit_status
+from .command_line import report_command
 from .errors import HarnessError
-from .report import _replace
+from .report import replace_file
 from .variance import (
     ALL_ROWS,
     ALLOWANCE,
@@ -92,7 +91,7 @@ def write_report(folder: Path) -> str:
         if not parts:
             raise HarnessError(f"{folder} holds no results; python -m experiments.glue.variance makes some")
         text = "\n\n".join(parts)
-        _replace(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+        replace_file(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
     except OSError as error:
         raise HarnessError(
             f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
@@ -103,7 +102,7 @@ def write_report(folder: Path) -> str:
 def _against_bytes(folder: Path) -> list[str]:
     records = read_records(folder / GRID_FILE)
     measured = read_records(folder / HEADLINE_FILE) if (folder / HEADLINE_FILE).exists() else []
-    _replace(folder / "against_bytes.png", lambda path: draw_figure(records, path))
+    replace_file(folder / "against_bytes.png", lambda path: draw_figure(records, path))
     return [
         "# Relative variance against bytes",
         "E‖estimate - gᵀx‖² / ‖gᵀx‖², the mean over the model's linear layers.",
@@ -116,7 +115,7 @@ def _against_bytes(folder: Path) -> list[str]:
 
 def _over_training(folder: Path) -> list[str]:
     records = read_numbers(folder / over_training.FILE)
-    _replace(folder / over_training.FIGURE, lambda path: over_training.draw(records, path))
+    replace_file(folder / over_training.FIGURE, lambda path: over_training.draw(records, path))
     return [
         "# Noise while the model trains",
         _OVER_TRAINING,
@@ -428,18 +427,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 with one line on stderr if the user has something to put right.
     """
-    parser = argparse.ArgumentParser(
+    return report_command(
+        arguments,
+        write_report,
         prog="python -m experiments.glue.variance_report",
         description="Write report.md and the figures into the results folder of experiments.glue.variance.",
+        default=DEFAULT_OUTPUT,
     )
-    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_OUTPUT, help="the results folder")
-    folder = parser.parse_args(arguments).folder
-
-    def work() -> int:
-        print(write_report(folder))
-        return 0
-
-    return exit_status(work)
 
 
 if __name__ == "__main__":
