@@ -315,13 +315,13 @@ def _(y: Tensor, seed: Tensor, mean: Tensor | None, kind: str, group: int) -> tu
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T to 8, 4 or 2 bits an element, at random and without bias.
+    """Round y - 1 mean^T to 8, 4, 3 or 2 bits an element, at random and without bias.
 
     Args:
         y: Shape (rows, features), any float dtype.
         seed: 0-d int64.
         mean: Shape (features,), or None.
-        kind: "int8", "int4", "int2" or "fp8".
+        kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of a column that share a step and an offset.
 
     Returns:
@@ -349,7 +349,7 @@ def dequantize(codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, *, k
         steps: As `quantize` returns them.
         offsets: As `quantize` returns them.
         seed: 0-d int64, the seed that `quantize` had.
-        kind: "int8", "int4", "int2" or "fp8".
+        kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows that share a step.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Low-bit storage: hold a sketch, or the input itself, in 8, 4 or 2 bits, rounded at random.
+"""Low-bit storage: hold a sketch, or the input itself, in 8, 4, 3 or 2 bits, rounded at random.
 
 Rounding that is unbiased for every stored element leaves the estimate of g^T x unbiased: (S^T g)^T E[q(S^T x)] =
 (S^T g)^T (S^T x). Steps and offsets belong to groups of rows of a column (`rmm_linear_kernels.low_bit` tells how and
@@ -27,7 +27,8 @@ from rmm_linear.sketches.centered import Centered
 from rmm_linear.sketches.closed_forms import row_squares
 
 STORAGES = tuple(ops.STORAGE_BITS)
-# Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2.
+# Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2, for
+# 3.125 % more bytes; and 341 of int3, which have 1023 bits, for 3.128 % more.
 _GROUP_BITS = 1024
 # Tensors that the codes take: codes, steps, offsets.
 _PARTS = 3
@@ -35,11 +36,11 @@ _PARTS = 3
 
 @dataclass(frozen=True)
 class LowBit(Sketch):
-    """Any sketch, or none, held in 8, 4 or 2 bits a value. Not in the registry: `RMMConfig(storage=...)` makes one.
+    """Any sketch, or none, held in 8, 4, 3 or 2 bits a value. Not in the registry: `RMMConfig(storage=...)` makes one.
 
     Attributes:
         inner: The sketch whose S^T x is held, or None to hold x itself (ratio 1).
-        storage: "int8", "int4", "int2" or "fp8".
+        storage: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of a column that share a step and an offset.
         draws: Draws of S over which `variance` averages the rounding's part; always the same ones. At 32, that part is
             good to about 2 % for layers of a few dozen features, and to less for wider ones.

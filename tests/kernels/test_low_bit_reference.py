@@ -10,7 +10,8 @@ from rmm_linear_kernels.low_bit import reference
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize, rounding_variance
 from rmm_linear_kernels.philox.reference import random_halves, random_words
 
-KINDS = ("int8", "int4", "int2", "fp8")
+KINDS = ("int8", "int4", "int3", "int2", "fp8")
+BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, "fp8": 8}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GROUP = 16
 
@@ -89,7 +90,7 @@ def test_high_codes_are_not_biased():
         assert (round_trip(y, torch.tensor(seed), kind="int8", group=256) - y).abs().max() <= 0.5
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "int3", "int2"])
 def test_the_largest_values_do_not_overflow(kind):
     y = torch.tensor([[2.4e38, 2e38], [-2.4e38, -2e38], [1e38, 1e38], [0.0, 1.0]])
     for seed in range(20):
@@ -120,18 +121,49 @@ def test_zeros_stay_zeros_and_a_constant_column_stays_near(kind):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 40])
-@pytest.mark.parametrize("features", [1, 6, 7, 8])
+@pytest.mark.parametrize("features", [1, 6, 7, 8, 9, 11])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_and_dtypes(kind, features, rows):
     seed = torch.tensor(0)
     codes, steps, offsets = quantize(torch.randn(rows, features), seed, None, kind=kind, group=GROUP)
-    assert codes.shape == (rows, math.ceil(features / {"int4": 2, "int2": 4}.get(kind, 1)))
+    assert codes.shape == (rows, math.ceil(features * BITS[kind] / 8))
     assert codes.dtype == torch.uint8
     assert steps.shape == (math.ceil(rows / GROUP), features)
     assert offsets.shape == ((0,) if kind == "fp8" else steps.shape)
     assert steps.dtype == offsets.dtype == torch.bfloat16
     back = dequantize(codes, steps, offsets, seed, kind=kind, group=GROUP, features=features)
     assert (back.shape, back.dtype) == ((rows, features), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "codes", "expected"),
+    [
+        ("int4", [1, 2, 15, 0, 9], [0x21, 0x0F, 0x09]),
+        ("int2", [0, 1, 2, 3, 1], [0b11100100, 0b01]),
+        ("int3", [0, 1, 2, 3, 4, 5, 6, 7], [0b10001000, 0b11000110, 0b11111010]),
+        ("int3", [7, 6, 5], [0b01110111, 0b1]),
+        ("int3", [0, 0, 0, 0, 0, 0, 0, 7, 5], [0, 0, 0b11100000, 0b101]),
+    ],
+)
+def test_codes_lie_where_the_format_says(kind, codes, expected):
+    packed = reference._packed(torch.tensor([codes], dtype=torch.uint8), kind)
+    assert packed.tolist() == [expected]
+    assert packed.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("features", range(1, 18))
+@pytest.mark.parametrize("kind", ["int4", "int3", "int2"])
+def test_a_rows_codes_are_a_string_of_bits(kind, features):
+    codes = torch.randint(0, reference.LEVELS[kind] + 1, (2, 5, features), dtype=torch.uint8)
+    codes[0, 0] = reference.LEVELS[kind]
+    packed = reference._packed(codes, kind)
+    width = math.ceil(features * BITS[kind] / 8)
+    assert packed.shape == (2, 5, width)
+    assert reference.packed_width(features, kind) == width
+    for row, of_row in zip(packed.flatten(0, 1).tolist(), codes.flatten(0, 1).tolist(), strict=True):
+        # what is left of the last byte is 0
+        assert int.from_bytes(bytes(row), "little") == sum(code << BITS[kind] * j for j, code in enumerate(of_row))
+    assert torch.equal(reference._unpacked(packed, features, kind).to(torch.uint8), codes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +182,7 @@ def test_many_seeds_at_once_are_those_one_by_one(kind):
 def test_all_magnitudes(kind, size):
     y = torch.randn(40, 7) * size
     error = (round_trip(y, torch.tensor(0), kind=kind) / size - y / size).norm() / (y / size).norm()
-    assert error < {"int8": 0.006, "int4": 0.1, "int2": 0.5, "fp8": 0.06}[kind]
+    assert error < {"int8": 0.006, "int4": 0.1, "int3": 0.22, "int2": 0.5, "fp8": 0.06}[kind]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -46,7 +46,7 @@ def calls(rows, dtype):
             for winner_take_all in (False, True):
                 yield "importance_rows", (x, seed, centre, None, rank, winner_take_all)
                 yield "importance_rows", (x, seed, centre, torch.rand(rows).to(accumulate), rank, winner_take_all)
-    for kind in ("int8", "int4", "int2", "fp8"):
+    for kind in ("int8", "int4", "int3", "int2", "fp8"):
         for centre in (None, mean):
             yield "quantize", (x, seed, centre, kind, 32)
         yield "dequantize", (*torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32), seed, kind, 32)

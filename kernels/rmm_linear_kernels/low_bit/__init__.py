@@ -1,1 +1,1 @@
-"""Low-bit storage: 8, 4 or 2 bits an element, rounded without bias."""
+"""Low-bit storage: 8, 4, 3 or 2 bits an element, rounded without bias."""

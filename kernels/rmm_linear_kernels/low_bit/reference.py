@@ -3,8 +3,8 @@
 Each column of y is cut into groups of neighbouring rows, and each group has a step and, for the integer kinds, an
 offset of its own:
 
-    int8, int4, int2   y ~ offset + step * (code + 1/2 - u),   code = floor((y - offset) / step + u)
-    fp8                y ~ step * code,                        code = one of the two e4m3 numbers around y / step
+    int8, int4, int3, int2  y ~ offset + step * (code + 1/2 - u),  code = floor((y - offset) / step + u)
+    fp8                     y ~ step * code,                       code = one of the two e4m3 numbers around y / step
 
 with u uniform on (0, 1). The integer kinds have subtractive dither (Roberts 1962, Schuchman 1964): u is drawn again
 from the seed when the code is read, and taken off. The error is then uniform on +-step / 2 whatever y is: unbiased,
@@ -21,8 +21,13 @@ clipping would be a bias. Values beyond 3.4e38 less half a step come out as infi
 u = (a_row + b_column mod 2**16 + 1/2) / 2**16, with a and b of 16 random bits each, from the Philox stream
 `ROUNDING_STREAM`: any two elements' are independent, which is all that a variance asks for, and rows + columns of them
 are drawn instead of rows times columns. The bias is below 2**-17 of a step.
+
+A row's codes are a string of bits: column j's are the bits from bits * j on, counted from the lowest bit of the first
+byte. The row ends with the byte that holds its last code; the bits left in it are 0. A byte so holds two columns of
+int4 and four of int2, and three bytes hold eight of int3.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -35,7 +40,7 @@ SCALE_DTYPE = torch.bfloat16
 _SLAB_ELEMENTS = 1 << 20
 FP8 = "fp8"
 # kind -> bits an element
-BITS = {"int8": 8, "int4": 4, "int2": 2, FP8: 8}
+BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8}
 # integer kind -> number of steps between the lowest and the highest code
 LEVELS = {kind: 2**bits - 1 for kind, bits in BITS.items() if kind != FP8}
 _LARGEST_FP8 = 448.0
@@ -103,8 +108,20 @@ def packed_width(features: int, kind: str) -> int:
     return (features * BITS[kind] + 7) // 8
 
 
+def _word_bytes(kind: str) -> int:
+    """Bytes of the shortest word that holds a whole number of codes: 3 for the eight codes of int3, otherwise 1."""
+    return BITS[kind] // math.gcd(BITS[kind], 8)
+
+
 def _shifts(kind: str, device: torch.device) -> Tensor:
-    return torch.arange(0, 8, BITS[kind], device=device, dtype=torch.uint8)
+    """Where in their word the codes start."""
+    dtype = torch.uint8 if _word_bytes(kind) == 1 else torch.int32
+    return torch.arange(0, 8 * _word_bytes(kind), BITS[kind], device=device, dtype=dtype)
+
+
+def _byte_shifts(kind: str, device: torch.device) -> Tensor:
+    """Where in a word of several bytes these start."""
+    return torch.arange(0, 8 * _word_bytes(kind), 8, device=device, dtype=torch.int32)
 
 
 def _slabs(rows: int, group: int, features: int) -> Iterator[tuple[int, int, int]]:
@@ -124,31 +141,39 @@ def _slabs(rows: int, group: int, features: int) -> Iterator[tuple[int, int, int
 
 
 def _packed(codes: Tensor, kind: str) -> Tensor:
-    """Neighbouring columns share a byte, the first in its lowest bits."""
-    shifts = _shifts(kind, codes.device)
-    padding = packed_width(codes.shape[-1], kind) * shifts.numel() - codes.shape[-1]
-    parts = torch.nn.functional.pad(codes, (0, padding)).unflatten(-1, (-1, shifts.numel()))
+    """Neighbouring columns share a word, the first in its lowest bits; words are cut into bytes, the lowest first."""
+    features, shifts = codes.shape[-1], _shifts(kind, codes.device)
+    parts = torch.nn.functional.pad(codes, (0, -features % shifts.numel())).unflatten(-1, (-1, shifts.numel()))
     # the parts have no bit in common: their sum is their union
-    return (parts << shifts).sum(-1, dtype=torch.uint8)
+    words = (parts << shifts).sum(-1, dtype=shifts.dtype)
+    if _word_bytes(kind) == 1:
+        return words
+    in_bytes = (words.unsqueeze(-1) >> _byte_shifts(kind, codes.device)) & 0xFF
+    # the last word's bytes without a code are left out
+    return in_bytes.to(torch.uint8).flatten(-2)[..., : packed_width(features, kind)]
 
 
 def _unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
+    size = _word_bytes(kind)
+    if size > 1:
+        in_bytes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % size)).unflatten(-1, (-1, size))
+        codes = (in_bytes << _byte_shifts(kind, codes.device)).sum(-1, dtype=torch.int32)
     return ((codes.unsqueeze(-1) >> _shifts(kind, codes.device)) & LEVELS[kind]).flatten(-2)[..., :features]
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T to 8, 4 or 2 bits an element, at random and without bias.
+    """Round y - 1 mean^T to 8, 4, 3 or 2 bits an element, at random and without bias.
 
     Args:
         y: Shape (..., rows, features), any float dtype; NaN and infinities leave no finite value in their group.
         seed: 64-bit seeds, shape (...,), int64, for the leading dimensions of `y`.
         mean: Shape (features,), subtracted from every row, or None.
-        kind: "int8", "int4", "int2" or "fp8".
+        kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of a column that share a step and an offset.
 
     Returns:
-        Codes (..., rows, ceil(features * bits / 8)), uint8: for fp8 the bits of e4m3 numbers, below 8 bits several
-        columns to a byte.
+        Codes (..., rows, ceil(features * bits / 8)), uint8: for fp8 the bits of e4m3 numbers, below 8 bits as the
+        module's docstring says.
         Steps (..., groups, features), bfloat16. Offsets of the same shape and dtype; (0,) for fp8.
     """
     *batch, rows, features = y.shape
@@ -189,7 +214,7 @@ def dequantize(
         steps: As `quantize` returns them.
         offsets: As `quantize` returns them.
         seed: The seeds that `quantize` had.
-        kind: "int8", "int4", "int2" or "fp8".
+        kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows that share a step.
         features: Columns of y.
 
@@ -222,7 +247,7 @@ def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) 
     Args:
         y: Shape (..., rows, features), any float dtype.
         mean: Shape (features,), or None.
-        kind: "int8", "int4", "int2" or "fp8".
+        kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows that share a step.
 
     Returns:
