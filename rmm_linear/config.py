@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rmm_linear.sketches import SKETCHES, Centered, LowBit, Sketch, available_sketches
+from rmm_linear.sketches import SKETCHES, Centered, KeptRows, LowBit, Sketch, available_sketches
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -31,8 +31,9 @@ class RMMConfig:
 
     Example:
         >>> from rmm_linear import RMMConfig
-        >>> RMMConfig(ratio=0.2).replace(center=False)
-        RMMConfig(ratio=0.2, sketch='hadamard', center=False, min_rows=128, storage=None, skip_padding=False)
+        >>> config = RMMConfig(ratio=0.2).replace(center=False)
+        >>> config.ratio, config.sketch, config.center
+        (0.2, 'hadamard', False)
 
     Attributes:
         ratio: Rows kept over rows, in (0, 1]; the paper's rho. 1.0 makes the layer exact, unless it has a `storage`.
@@ -41,11 +42,16 @@ class RMMConfig:
             over the input and 4 bytes a feature.
         min_rows: Inputs of fewer rows (poolers, classification heads) are kept as they are: there is little to save
             and much noise to add.
-        storage: Hold what is kept in "int8", "int4", "int2" or "fp8", rounded at random and so still unbiased, or
-            None to hold it in the input's dtype. At ratio 1 the input itself is held so, without a sketch.
+        storage: Hold what is kept in "int8", "int4", "int3", "int2" or "fp8", rounded at random and so still unbiased,
+            or None to hold it in the input's dtype. At ratio 1 the input itself is held so, without a sketch.
         skip_padding: Leave out the rows that the model's attention mask marks as padding, which carry no gradient;
             `ratio` and `min_rows` refer to the others then. `rmm_linear.padding` tells where the mask comes from, when
             it is right to use it, and how that is checked.
+        keep_tokens: Positions in every sequence whose rows are kept beside the sketch of the others: (0,) for models
+            that read the first token, (-1,) for the last. These rows have much of the gradient, and so of the noise
+            (`rmm_linear.rows`). They are kept in the input's dtype, or, with a storage, in 8 bits; they come on top of
+            `ratio`. Positions count the tokens that are not padding where `skip_padding` leaves padding out (under
+            torch.compile they count all). Inputs without sequences, of two dimensions, have no such rows.
     """
 
     ratio: float = 0.5
@@ -54,7 +60,9 @@ class RMMConfig:
     min_rows: int = 128
     storage: str | None = None
     skip_padding: bool = False
+    keep_tokens: tuple[int, ...] = ()
     _sketch_object: Sketch = field(init=False, repr=False, compare=False)
+    _kept_rows: KeptRows = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
@@ -69,12 +77,14 @@ class RMMConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; pass True or False")
         if isinstance(self.min_rows, bool) or not isinstance(self.min_rows, Integral) or self.min_rows < 0:
             raise ValueError(f"min_rows={self.min_rows!r} is not a non-negative int; pass 1 to sketch any input")
+        object.__setattr__(self, "keep_tokens", _checked_tokens(self.keep_tokens))
         object.__setattr__(self, "ratio", float(self.ratio))
         object.__setattr__(self, "min_rows", int(self.min_rows))
         sketch: Sketch = SKETCHES[self.sketch](ratio=self.ratio)
         if self.storage is not None:
             sketch = LowBit(sketch if self.ratio < 1 else None, self.storage)
         object.__setattr__(self, "_sketch_object", Centered(sketch) if self.center else sketch)
+        object.__setattr__(self, "_kept_rows", KeptRows(self.storage))
 
     @property
     def sketch_object(self) -> Sketch:
@@ -82,22 +92,30 @@ class RMMConfig:
         return self._sketch_object
 
     @property
+    def kept_rows(self) -> KeptRows:
+        """How the rows of `keep_tokens` are kept."""
+        return self._kept_rows
+
+    @property
     def is_exact(self) -> bool:
         """Whether a layer so configured is an `nn.Linear` in effect: ratio 1, and nothing rounded."""
         return self.ratio == 1 and self.storage is None
 
-    def sketches(self, rows: int) -> bool:
+    def sketches(self, rows: int, kept: int = 0) -> bool:
         """Tell whether an input of `rows` rows is sketched rather than kept.
 
         Args:
-            rows: Rows of the flattened input.
+            rows: Rows of the flattened input; those that are not padding where it is left out.
+            kept: How many of them are kept because of `keep_tokens`.
 
         Returns:
-            False at ratio 1 without a storage, below `min_rows`, and for no rows at all.
+            False at ratio 1 without a storage, below `min_rows`, and where no rows are left to sketch.
         """
-        return not self.is_exact and rows >= max(1, self.min_rows)
+        return not self.is_exact and rows >= self.min_rows and rows > kept
 
-    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
+    def saved_bytes(
+        self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None, sequences: int = 0
+    ) -> int:
         """Return what a layer keeps of an input for its weight gradient.
 
         With rows left out, the model keeps their numbers as well, 4 bytes a valid row: once for all of its layers, and
@@ -108,14 +126,17 @@ class RMMConfig:
             features: Input features.
             dtype: Dtype that the layer computes in.
             valid_rows: Rows that are not padding, all by default; ignored without `skip_padding`.
+            sequences: Sequences that the rows belong to, whose `keep_tokens` are kept; none by default.
 
         Returns:
             Bytes, all-in; those of the input itself where it is not sketched.
         """
         sketched = rows if valid_rows is None or not self.skip_padding else valid_rows
-        if not self.sketches(sketched):
+        kept = min(sketched, sequences * len(self.keep_tokens))
+        if not self.sketches(sketched, kept):
             return rows * features * dtype.itemsize
-        return self.sketch_object.saved_bytes(rows, features, dtype, sketched)
+        beside = self.kept_rows.saved_bytes(kept, features, dtype)
+        return beside + self.sketch_object.saved_bytes(rows - kept, features, dtype, sketched - kept)
 
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed.
@@ -138,7 +159,8 @@ class RMMConfig:
         Returns:
             A dictionary that `from_dict` takes back.
         """
-        return {name: getattr(self, name) for name in _knobs()}
+        values = {name: getattr(self, name) for name in _knobs()}
+        return values | {"keep_tokens": list(self.keep_tokens)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RMMConfig":
@@ -215,6 +237,17 @@ class RMMConfig:
             Names.
         """
         return tuple(_RECIPES)
+
+
+def _checked_tokens(tokens: object) -> tuple[int, ...]:
+    if not isinstance(tokens, (tuple, list)) or any(
+        isinstance(token, bool) or not isinstance(token, Integral) for token in tokens
+    ):
+        raise ValueError(f"keep_tokens={tokens!r} is no tuple of ints; pass positions in a sequence, such as (0,)")
+    found = tuple(int(token) for token in tokens)
+    if len(set(found)) < len(found):
+        raise ValueError(f"keep_tokens={tokens!r} names a position twice; pass each once")
+    return found
 
 
 def _knobs() -> list[str]:

@@ -597,7 +597,8 @@ def describe(config: RMMConfig | None) -> str:
     centered = " centered" if config.center else ""
     storage = f" in {config.storage}" if config.storage is not None else ""
     padding = ", without padding" if config.skip_padding else ""
-    return f"{kind}{centered}{storage}{padding}, from {config.min_rows} rows"
+    tokens = f", beside tokens {', '.join(map(str, config.keep_tokens))}" if config.keep_tokens else ""
+    return f"{kind}{centered}{storage}{padding}{tokens}, from {config.min_rows} rows"
 
 
 def _nothing_matched(

@@ -22,6 +22,7 @@ as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the c
 What happens where:
 
     padding           says which rows carry no gradient, and are left out of x and of g
+    rows              says which rows are kept beside the sketch of the others
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
     sketches/         compress(x, seed) and backward(g, saved): the only verbs that are used here
@@ -38,7 +39,8 @@ from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.padding import RowsCheck, ValidRows, needed_check
-from rmm_linear.sketches import SavedSketch, Sketch
+from rmm_linear.rows import Layout, layout_of, split
+from rmm_linear.sketches import SavedSketch
 
 
 def linear(
@@ -110,20 +112,22 @@ def linear(
         return F.linear(x, weight, bias)
     index = None
     if valid_rows is not None and not torch.compiler.is_compiling():
-        index = valid_rows.index_on(x.device)
-        # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
-        if index is not None and not config.sketches(index.shape[0]):
-            return F.linear(x, weight, bias)
+        index = valid_rows.index_on(x.device, config.keep_tokens)
+    layout = layout_of(x.shape, config.keep_tokens, index)
+    # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
+    if not config.sketches(rows if index is None else index.shape[0], layout.kept):
+        return F.linear(x, weight, bias)
     x = x.to(_compute_dtype(x))
-    kept = x.detach()
+    source = x.detach()
     if valid_rows is not None and torch.compiler.is_compiling():
-        kept = valid_rows.keep_only_valid(kept)
-    kept = kept.reshape(rows, x.shape[-1])
-    if index is not None:
-        kept = kept.index_select(0, index)
-    saved = config.sketch_object.compress(kept, seed)
+        source = valid_rows.keep_only_valid(source)
+    kept, rest = split(source.reshape(rows, x.shape[-1]), layout, index)
+    saved = config.sketch_object.compress(rest, seed)
+    beside = config.kept_rows.compress(kept, seed) if layout.kept else ()
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    return _SketchedLinear.apply(x, weight, bias, config.sketch_object, index, check, saved.seed, *saved.tensors)
+    return _SketchedLinear.apply(
+        x, weight, bias, config, layout, index, check, len(beside), saved.seed, *beside, *saved.tensors
+    )
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -190,6 +194,10 @@ def _is_column_major(x: Tensor) -> bool:
     return True
 
 
+# Arguments of _SketchedLinear between the bias and the saved tensors.
+_OPTIONS = 6
+
+
 class _SketchedLinear(torch.autograd.Function):
     """F.linear forward; in the backward pass the weight gradient comes from the sketch."""
 
@@ -198,9 +206,11 @@ class _SketchedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sketch: Sketch,
+        config: RMMConfig,
+        layout: Layout,
         index: Tensor | None,
         check: RowsCheck | None,
+        beside: int,
         seed: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
@@ -212,10 +222,13 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, sketch, index, check, seed, *tensors = inputs
+        x, weight, bias, config, layout, index, check, beside, seed, *tensors = inputs
         # As nn.Linear does: the weight is needed for grad_input alone.
         ctx.save_for_backward(weight if x.requires_grad else None, index, seed, *tensors)
-        ctx.sketch = sketch
+        ctx.config = config
+        ctx.layout = layout
+        # how many of the tensors are those of the rows that are kept
+        ctx.beside = beside
         ctx.check = check
         ctx.is_column_major = _is_column_major(x)
         ctx.weight_dtype = weight.dtype
@@ -236,18 +249,22 @@ class _SketchedLinear(torch.autograd.Function):
                 else:
                     grad_input = torch.mm(rows_of_g, lowered)
                 grads[0] = grad_input.reshape(*g.shape[:-1], weight.shape[1])
-            saved = SavedSketch(seed, tuple(tensors))
-            if index is None:
-                grad_weight, grad_bias = ctx.sketch.backward(
-                    rows_of_g, saved, need_weight=need_weight, need_bias=need_bias
-                )
+            saved = SavedSketch(seed, tuple(tensors[ctx.beside :]))
+            sketch = ctx.config.sketch_object
+            if ctx.check is not None:
+                ctx.check.see(rows_of_g, index)
+            if index is None and not ctx.layout.kept:
+                grad_weight, grad_bias = sketch.backward(rows_of_g, saved, need_weight=need_weight, need_bias=need_bias)
             else:
-                if ctx.check is not None:
-                    ctx.check.see(rows_of_g, index)
                 # over all rows, in nn.Linear's order
                 grad_bias = rows_of_g.sum(0) if need_bias else None
-                valid = rows_of_g.index_select(0, index)
-                grad_weight, _ = ctx.sketch.backward(valid, saved, need_weight=need_weight, need_bias=False)
+                grad_weight = None
+                if need_weight:
+                    kept, rest = split(rows_of_g, ctx.layout, index)
+                    grad_weight, _ = sketch.backward(rest, saved, need_bias=False)
+                    if ctx.layout.kept:
+                        beside = ctx.config.kept_rows.grad_weight(kept, tuple(tensors[: ctx.beside]), seed)
+                        grad_weight = beside.add_(grad_weight)
             if grad_weight is not None:
                 grads[1] = grad_weight.to(ctx.weight_dtype)
             if grad_bias is not None:
@@ -257,7 +274,7 @@ class _SketchedLinear(torch.autograd.Function):
             wanted = [grad for grad in grads if grad is not None]
             refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
             grads = [None if grad is None else next(refused) for grad in grads]
-        return (*grads, None, None, None, None, *(None for _ in tensors))
+        return (*grads, *(None for _ in range(_OPTIONS)), *(None for _ in tensors))
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):

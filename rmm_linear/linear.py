@@ -91,7 +91,8 @@ class RMMLinear(nn.Linear):
         config = self.rmm_config
         storage = f", storage={config.storage!r}" if config.storage is not None else ""
         padding = ", skip_padding=True" if config.skip_padding else ""
+        tokens = f", keep_tokens={config.keep_tokens}" if config.keep_tokens else ""
         return (
             f"{super().extra_repr()}, ratio={config.ratio:g}, sketch={config.sketch!r},"
-            f" center={config.center}{storage}{padding}"
+            f" center={config.center}{storage}{padding}{tokens}"
         )

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.errors import PaddingGradientError
+from rmm_linear.rows import kept_first
 
 _MASK_ARGUMENT = "attention_mask"
 _MEMORY_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask")
@@ -83,6 +84,7 @@ class ValidRows:
         self.check = check
         self._count = count
         self._index: dict[torch.device, Tensor] = {}
+        self._ordered: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:
         """Tell whether the mask speaks of the rows of `x`.
@@ -108,20 +110,30 @@ class ValidRows:
         """Numbers of the valid rows of the flattened input, shape (count,), int32; None if all rows are valid."""
         return self.index_on(self.mask.device)
 
-    def index_on(self, device: torch.device) -> Tensor | None:
+    def index_on(self, device: torch.device, keep_tokens: tuple[int, ...] = ()) -> Tensor | None:
         """Return `index` on a device; layers on one device share one tensor.
 
         Args:
             device: Where the input is.
+            keep_tokens: Positions, among the valid tokens of each sequence, of rows that come first (see
+                `rmm_linear.rows`).
 
         Returns:
-            Shape (count,), int32, or None if all rows are valid.
+            Shape (count,), int32, or None if all rows are valid. Ascending but for rows that come first.
 
         Raises:
             ValueError: If no row is valid, or another number than the one given.
         """
         index = self._find(device)
-        return None if self._count == self.mask.numel() else index
+        if self._count == self.mask.numel():
+            return None
+        if not keep_tokens or self.mask.dim() < _MASK_DIMENSIONS:
+            return index
+        key = (device, keep_tokens)
+        if key not in self._ordered:
+            length = self.mask.shape[-1]
+            self._ordered[key] = kept_first(index, self.mask.numel() // length, length, keep_tokens)
+        return self._ordered[key]
 
     def keep_only_valid(self, x: Tensor) -> Tensor:
         """Return x with its other rows set to zero: what a compiler, which can't have fewer rows, has instead.

@@ -69,6 +69,7 @@ def test_the_paper_recipe_is_a_dense_gaussian_for_every_layer() -> None:
         "min_rows": 1,
         "storage": None,
         "skip_padding": False,
+        "keep_tokens": [],
     }
 
 
@@ -76,7 +77,10 @@ def test_it_is_frozen_and_hides_the_sketch() -> None:
     config = RMMConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.ratio = 0.1
-    expected = "RMMConfig(ratio=0.5, sketch='hadamard', center=True, min_rows=128, storage=None, skip_padding=False)"
+    expected = (
+        "RMMConfig(ratio=0.5, sketch='hadamard', center=True, min_rows=128, storage=None, skip_padding=False,"
+        " keep_tokens=())"
+    )
     assert repr(config) == expected
 
 

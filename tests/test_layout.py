@@ -22,12 +22,13 @@ ALLOWED = {
     "ops": {"errors"},
     "sketches": {"ops", "errors"},
     "config": {"sketches", "errors"},
-    "padding": {"errors"},
-    "functional": {"sketches", "config", "padding", "ops", "errors"},
+    "rows": {"errors"},
+    "padding": {"rows", "errors"},
+    "functional": {"sketches", "config", "rows", "padding", "ops", "errors"},
     "linear": {"functional", "config", "padding", "sketches", "errors"},
-    "memory": {"linear", "config", "padding", "errors"},
+    "memory": {"linear", "config", "rows", "padding", "errors"},
     "convert": {"linear", "config", "memory", "padding", "errors"},
-    "variance": {"sketches", "linear", "convert", "config", "memory", "padding", "ops", "errors"},
+    "variance": {"sketches", "linear", "convert", "config", "memory", "rows", "padding", "ops", "errors"},
     "checkpointing": {"memory", "errors"},
 }
 # these sit on the public interface and may import all of it

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from rmm_linear.linear import RMMLinear
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
 from rmm_linear.padding import current_valid_rows
+from rmm_linear.rows import sequences_of
 
 
 class MeasuredSaving(SavedTensors):
@@ -136,8 +137,10 @@ class MeasuredSaving(SavedTensors):
         announced = current_valid_rows(x) if config.skip_padding else None
         valid = rows if announced is None else announced.count
         self.sketches_anything |= not config.is_exact
-        self._small += not config.is_exact and not config.sketches(valid)
-        self.promised_bytes += x.numel() * dtype.itemsize - config.saved_bytes(rows, features, dtype, valid)
+        sequences = sequences_of(x.shape)
+        kept = min(valid, sequences * len(config.keep_tokens))
+        self._small += not config.is_exact and not config.sketches(valid, kept)
+        self.promised_bytes += x.numel() * dtype.itemsize - config.saved_bytes(rows, features, dtype, valid, sequences)
 
     def _expect_input(self, x: Tensor, dtype: torch.dtype) -> None:
         # A cast, or the copy that flattening a strided input takes, belongs to this call alone: three layers with one

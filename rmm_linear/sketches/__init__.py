@@ -10,6 +10,7 @@ from rmm_linear.sketches.dct import DCT
 from rmm_linear.sketches.dft import DFT
 from rmm_linear.sketches.gaussian import Gaussian
 from rmm_linear.sketches.hadamard import Hadamard
+from rmm_linear.sketches.kept_rows import KeptRows
 from rmm_linear.sketches.low_bit import STORAGES, LowBit
 from rmm_linear.sketches.rademacher import Rademacher
 from rmm_linear.sketches.uniform_rows import RowsWithoutReplacement, RowsWithReplacement
@@ -25,6 +26,7 @@ __all__ = [
     "Centered",
     "Gaussian",
     "Hadamard",
+    "KeptRows",
     "LowBit",
     "Rademacher",
     "RowsWithReplacement",

@@ -18,11 +18,13 @@ size: they speak of the gradient of this batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.rows import kept_first, layout_of, split
 from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, gradient_sums, product, product_dtype, row_squares
 from rmm_linear.sketches.low_bit import with_draws
 
@@ -107,8 +109,8 @@ def gradient_noise(
         config: How the layer sketches.
         sequence_lengths: Rows of each sequence of the batch, in order; they add up to the rows of `x`. None leaves the
             sequences' variance out.
-        index: Numbers of the rows that are sketched, shape (kept,), where others are left out as padding: `g` is zero
-            there, and they do not count as rows. All rows by default.
+        index: Numbers of the rows that are sketched, or kept because of `keep_tokens`, ascending, shape (kept,), where
+            others are left out as padding: `g` is zero there, and they do not count as rows. All rows by default.
         draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default. 2 are enough to
             watch many layers over many steps.
 
@@ -118,21 +120,27 @@ def gradient_noise(
     Raises:
         ValueError: If shapes or lengths do not fit, or there are no draws.
     """
+    shape = x.shape
     x, g = _rows(x, g)
     sequences = None
     if sequence_lengths is not None:
         lengths = _checked_lengths(sequence_lengths, x.shape[0])
         squares = _sum_of_squared_norms(x, g, lengths)
-    if index is not None:
+    parts = dealt_rows(x, g, shape, config.keep_tokens, index)
+    if not parts.kept:
+        x, g = parts.sketched
+    elif index is not None:
         x, g = x.index_select(0, index), g.index_select(0, index)
     sums = gradient_sums(x, g)
     n, c = sums.rows, float(sums.gradient_squared)
     if sequence_lengths is not None:
         sequences = _of_samples(len(lengths), squares, c)
     sketch = 0.0
-    if config.sketches(n):
+    if config.sketches(n, parts.kept):
         known = config.sketch_object if draws is None else with_draws(config.sketch_object, draws)
-        sketch = float(known.variance(x, g))
+        sketch = float(known.variance(*parts.sketched))
+        if parts.kept:
+            sketch += float(config.kept_rows.variance(*parts.beside))
     return GradientNoise(
         gradient_squared=c,
         sketch_variance=sketch,
@@ -140,6 +148,45 @@ def gradient_noise(
         sequence_variance=sequences,
         alpha=_ratio(c, float(sums.x_squared * sums.g_squared)),
     )
+
+
+class DealtRows(NamedTuple):
+    """A layer's x and g, as it deals their rows out.
+
+    Attributes:
+        sketched: x and g at the rows that are sketched.
+        beside: x and g at the rows that are kept beside the sketch.
+    """
+
+    sketched: tuple[Tensor, Tensor]
+    beside: tuple[Tensor, Tensor]
+
+    @property
+    def kept(self) -> int:
+        """Number of rows that are kept beside the sketch."""
+        return self.beside[0].shape[0]
+
+
+def dealt_rows(
+    x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
+) -> DealtRows:
+    """Return the rows that a layer sketches, and those that it keeps beside the sketch.
+
+    Args:
+        x: Activations, shape (rows, in).
+        g: Gradient of the output, shape (rows, out).
+        shape: Of the activations as the layer got them, (..., in).
+        keep_tokens: The configuration's.
+        index: Numbers of the rows that are not left out, ascending, or None for all.
+
+    Returns:
+        Both.
+    """
+    layout = layout_of(shape, keep_tokens, index)
+    if index is not None and layout.kept:
+        index = kept_first(index, layout.sequences, layout.length, keep_tokens)
+    (kept_x, rest_x), (kept_g, rest_g) = split(x, layout, index), split(g, layout, index)
+    return DealtRows((rest_x, rest_g), (kept_x, kept_g))
 
 
 def batch_sequences(x: Tensor) -> list[int] | None:
@@ -171,7 +218,9 @@ class Measured:
     draws: int
 
 
-def measure_sketch_variance(x: Tensor, g: Tensor, config: RMMConfig, *, draws: int = 200, seed: int = 0) -> Measured:
+def measure_sketch_variance(
+    x: Tensor, g: Tensor, config: RMMConfig, *, index: Tensor | None = None, draws: int = 200, seed: int = 0
+) -> Measured:
     """Measure the sketch's variance with real sketches, to compare with the closed form.
 
     The standard error falls with the root of `draws`.
@@ -180,6 +229,7 @@ def measure_sketch_variance(x: Tensor, g: Tensor, config: RMMConfig, *, draws: i
         x: Activations, shape (..., in), any float dtype; they are sketched in that dtype.
         g: Gradient of the output, shape (..., out).
         config: How to sketch.
+        index: Numbers of the rows that are not left out, ascending; see `gradient_noise`. All rows by default.
         draws: How many sketches to draw, at least 2.
         seed: Seed of the draws' seeds; the default generators are left alone.
 
@@ -191,17 +241,22 @@ def measure_sketch_variance(x: Tensor, g: Tensor, config: RMMConfig, *, draws: i
     """
     if draws < _LEAST_DRAWS:
         raise ValueError(f"draws={draws} leave no standard error; pass at least {_LEAST_DRAWS}")
+    shape = x.shape
     x, g = _rows(x, g)
-    if not config.sketches(x.shape[0]):
+    parts = dealt_rows(x, g, shape, config.keep_tokens, index)
+    if not config.sketches(x.shape[0] if index is None else index.numel(), parts.kept):
         return Measured(0.0, 0.0, draws)
-    exact = _product(x, g)
+    (sketched_x, sketched_g), (kept_x, kept_g) = parts
+    exact = _product(sketched_x, sketched_g) + _product(kept_x, kept_g)
     generator = torch.Generator().manual_seed(seed)
     errors = torch.empty(draws, dtype=torch.float64)
     for draw in range(draws):
         key = torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator).to(x.device)
-        saved = config.sketch_object.compress(x, key)
-        estimate, _ = config.sketch_object.backward(g, saved, need_bias=False)
+        saved = config.sketch_object.compress(sketched_x, key)
+        estimate, _ = config.sketch_object.backward(sketched_g, saved, need_bias=False)
         assert estimate is not None
+        if parts.kept:
+            estimate += config.kept_rows.grad_weight(kept_g, config.kept_rows.compress(kept_x, key), key)
         errors[draw] = (estimate.double() - exact).square().sum()
     return Measured(float(errors.mean()), float(errors.std()) / draws**0.5, draws)
 

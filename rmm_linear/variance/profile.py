@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear
+from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch
 from rmm_linear.sketches.centered import centred
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
-from rmm_linear.variance.gradient_noise import _rows, batch_sequences, gradient_noise
+from rmm_linear.variance.gradient_noise import DealtRows, _rows, batch_sequences, dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe
 
 # Draws of S for what low-bit storage adds.
@@ -52,33 +53,42 @@ def layer_options(
     Raises:
         ValueError: If shapes do not fit.
     """
+    shape = x.shape
     x, g = _rows(x, g)
     valid_rows = x.shape[0] if index is None else index.numel()
+    # those that deal the rows out alike
+    alike: dict[tuple[bool, tuple[int, ...]], list[RMMConfig]] = {}
+    for config in configs:
+        alike.setdefault((config.skip_padding and index is not None, config.keep_tokens), []).append(config)
     variances: dict[RMMConfig, float] = {}
-    for skips in (False, True):
-        some = [config for config in configs if (config.skip_padding and index is not None) == skips]
-        if some:
-            some_x, some_g = (y.index_select(0, index) if skips and index is not None else y for y in (x, g))
-            variances |= _variances(some_x, some_g, some)
+    for (skips, tokens), some in alike.items():
+        variances |= _variances(dealt_rows(x, g, shape, tokens, index if skips else None), some)
+    sequences = sequences_of(shape)
     return tuple(
         Option(
             config=config,
-            saved_bytes=config.saved_bytes(x.shape[0], x.shape[1], g.dtype, valid_rows),
+            saved_bytes=config.saved_bytes(x.shape[0], x.shape[1], g.dtype, valid_rows, sequences),
             variance=variances[config],
         )
         for config in configs
     )
 
 
-def _variances(x: Tensor, g: Tensor, configs: Sequence[RMMConfig]) -> dict[RMMConfig, float]:
-    rows = x.shape[0]
-    objects = {config: config.sketch_object for config in configs if config.sketches(rows)}
+def _variances(parts: DealtRows, configs: Sequence[RMMConfig]) -> dict[RMMConfig, float]:
+    x, g = parts.sketched
+    rows = x.shape[0] + parts.kept
+    objects = {config: config.sketch_object for config in configs if config.sketches(rows, parts.kept)}
+    kinds = {config.kept_rows for config in objects} if parts.kept else set()
+    beside = {kept: float(kept.variance(*parts.beside)) for kept in kinds}
     centred_ones = [sketch for sketch in objects.values() if isinstance(sketch, Centered)]
     found = _of_uncentred(x, g, [sketch for sketch in objects.values() if not isinstance(sketch, Centered)])
     if centred_ones:
         inner = _of_uncentred(centred(x), centred(g), [sketch.inner for sketch in centred_ones])
         found |= {sketch: inner[sketch.inner] for sketch in centred_ones}
-    return {config: found[objects[config]] if config in objects else 0.0 for config in configs}
+    return {
+        config: found[objects[config]] + beside.get(config.kept_rows, 0.0) if config in objects else 0.0
+        for config in configs
+    }
 
 
 def _of_uncentred(x: Tensor, g: Tensor, sketches: Sequence[Sketch]) -> dict[Sketch, float]:

@@ -1,0 +1,139 @@
+"""Which rows of an input are kept as they are while the others are sketched: tokens at chosen places of every sequence.
+
+The rows of g are not alike. Where a classifier reads the first token alone, that row has most of the gradient in the
+upper layers, and all of it in the last one: on MRPC, 2 % of the rows carry half of ||g||^2. The noise of a sketch is
+spread evenly over the rows of x and weighted with the rows of g, so that keeping these few rows takes their part of the
+variance away for next to no bytes.
+
+Which rows are kept may not depend on g, which is not known yet; a place in the sequence is known before the forward
+pass. With the rows of K kept and S drawn for the others,
+
+    grad_weight ~ sum_(i in K) g_i x_i^T + (S^T g_rest)^T (S^T x_rest)
+
+is unbiased whatever K is, and its variance is the sketch's on the rest alone.
+
+Inputs of three dimensions or more have sequences: the last dimension but one runs along them. A matrix has none, and
+all of its rows are sketched.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_SEQUENCE_DIMENSIONS = 3
+
+
+class Layout(NamedTuple):
+    """How the rows of an input are dealt out; what is not a tensor of it.
+
+    Attributes:
+        kept: Number of rows that are kept as they are.
+        sequences: Number of sequences.
+        length: Rows of each, padding included.
+        places: Positions of the kept rows in every sequence, ascending, where no index says which they are.
+    """
+
+    kept: int = 0
+    sequences: int = 0
+    length: int = 0
+    places: tuple[int, ...] = ()
+
+
+def sequences_of(shape: Sequence[int]) -> int:
+    """Return how many sequences an input has.
+
+    Args:
+        shape: Shape of the input, (..., length, features).
+
+    Returns:
+        The product of all dimensions but the last two; 0 for a matrix, whose rows belong to none.
+    """
+    if len(shape) < _SEQUENCE_DIMENSIONS:
+        return 0
+    sequences = 1
+    for size in shape[:-2]:
+        sequences *= size
+    return sequences
+
+
+def layout_of(shape: Sequence[int], tokens: tuple[int, ...], index: Tensor | None = None) -> Layout:
+    """Return how the rows of an input are dealt out.
+
+    Args:
+        shape: Shape of the input, (..., features).
+        tokens: Positions in a sequence of the rows to keep, from its end if negative.
+        index: Numbers of the rows that are not left out, or None for all.
+
+    Returns:
+        The layout. It keeps len(tokens) rows a sequence, or all there are: where a sequence is too short for all of the
+        tokens, other rows are kept in their stead.
+    """
+    sequences = sequences_of(shape) if tokens else 0
+    if not sequences:
+        return Layout()
+    length = shape[-2]
+    if index is not None:
+        return Layout(min(sequences * len(tokens), index.shape[0]), sequences, length)
+    places = _places(length, tokens)
+    return Layout(sequences * len(places), sequences, length, places)
+
+
+def _places(length: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    wanted = [token if token >= 0 else length + token for token in tokens]
+    found = sorted({place for place in wanted if 0 <= place < length})
+    # as many from every sequence, so that the bytes follow from the shape
+    for place in range(min(len(tokens), length)):
+        if len(found) < min(len(tokens), length) and place not in found:
+            found.append(place)
+    return tuple(sorted(found))
+
+
+def kept_first(index: Tensor, sequences: int, length: int, tokens: tuple[int, ...]) -> Tensor:
+    """Put the rows to keep in front of the others. Does not wait for the device.
+
+    Args:
+        index: Numbers of the rows that are not left out, ascending, shape (count,).
+        sequences: Number of sequences.
+        length: Rows of each, those included that are left out.
+        tokens: Positions of the rows to keep among those of their sequence that are not left out, from its end if
+            negative.
+
+    Returns:
+        The same numbers in another order, which is the old one within both parts. A sequence that lacks a token leaves
+        the last places of the first part to others.
+    """
+    sequence = torch.div(index, length, rounding_mode="floor").long()
+    counts = torch.zeros(sequences, dtype=torch.int64, device=index.device)
+    counts.scatter_add_(0, sequence, torch.ones_like(sequence))
+    from_start = torch.arange(index.shape[0], device=index.device) - (counts.cumsum(0) - counts)[sequence]
+    from_end = from_start - counts[sequence]
+    is_kept = torch.zeros_like(index, dtype=torch.bool)
+    for token in tokens:
+        is_kept |= (from_start if token >= 0 else from_end) == token
+    return index[torch.argsort((~is_kept).to(torch.uint8), stable=True)]
+
+
+def split(y: Tensor, layout: Layout, index: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the rows that are kept, and those that are sketched.
+
+    Args:
+        y: Shape (rows, features).
+        layout: As `layout_of` returns it.
+        index: The rows that are not left out, the kept ones first; None for all rows, kept by their places.
+
+    Returns:
+        Two matrices. The first shares no memory with `y`.
+    """
+    if not layout.kept:
+        return y.new_empty((0, y.shape[1])), y if index is None else y.index_select(0, index)
+    if index is not None:
+        return y.index_select(0, index[: layout.kept]), y.index_select(0, index[layout.kept :])
+    deep = y.reshape(layout.sequences, layout.length, y.shape[1])
+    kept = torch.stack([deep[:, place] for place in layout.places], 1)
+    ends = (*layout.places, layout.length)
+    starts = (0, *(place + 1 for place in layout.places))
+    between = [deep[:, start:end] for start, end in zip(starts, ends, strict=True) if start < end]
+    rest = between[0] if len(between) == 1 else torch.cat(between, 1) if between else deep[:, :0]
+    return kept.flatten(0, 1), rest.flatten(0, 1)

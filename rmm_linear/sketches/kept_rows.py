@@ -1,0 +1,94 @@
+"""KeptRows: rows that are not sketched, kept in their dtype or, beside a low-bit sketch, in 8 bits.
+
+They are few, and carry much of the gradient (`rmm_linear.rows`): next to values of 2 or 4 bits, 8 make their noise
+vanish; next to unrounded ones they are exact.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rmm_linear import ops
+from rmm_linear.sketches.base import SEED_BYTES, SavedSketch, accumulate_dtype
+from rmm_linear.sketches.low_bit import LowBit
+
+# Storage of the sketch -> that of the rows beside it.
+_BESIDE = {"fp8": "fp8"}
+_OTHERWISE = "int8"
+# The rounding of the sketch's values and that of the kept rows draw from one seed, and must not draw the same.
+_OTHER_SEED = 0x5DEECE66D2B5A1F3
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """How rows are kept that no sketch takes.
+
+    Attributes:
+        storage: Low-bit storage of the sketch of the other rows, or None.
+    """
+
+    storage: str | None
+    _low_bit: LowBit | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kind = None if self.storage is None else _BESIDE.get(self.storage, _OTHERWISE)
+        object.__setattr__(self, "_low_bit", None if kind is None else LowBit(None, kind))
+
+    def compress(self, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        """Keep rows: the forward pass.
+
+        Args:
+            x: Shape (kept, in), any float dtype, memory that nobody changes.
+            seed: 0-d int64, the sketch's.
+
+        Returns:
+            Tensors for `grad_weight`: `x` itself without a storage.
+        """
+        return (x,) if self._low_bit is None else self._low_bit.compress(x, seed ^ _OTHER_SEED).tensors
+
+    def grad_weight(self, g: Tensor, tensors: tuple[Tensor, ...], seed: Tensor) -> Tensor:
+        """Return the kept rows' part of g^T x.
+
+        Args:
+            g: Gradient of the output at these rows, shape (kept, out).
+            tensors: What `compress` returned.
+            seed: What `compress` was given.
+
+        Returns:
+            Shape (out, in), float32 (float64 for float64); exact without a storage, unbiased with one.
+        """
+        if self._low_bit is None:
+            return ops.sketched_grad_weight(g.to(accumulate_dtype(g.dtype)), tensors[0])
+        found, _ = self._low_bit.backward(g, SavedSketch(seed ^ _OTHER_SEED, tensors), need_bias=False)
+        assert found is not None
+        return found
+
+    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype) -> int:
+        """Return the bytes of kept rows; the seed is the sketch's.
+
+        Args:
+            rows: Rows that are kept.
+            features: Columns of x.
+            dtype: Dtype of x.
+
+        Returns:
+            Bytes.
+        """
+        if self._low_bit is None:
+            return rows * features * dtype.itemsize
+        return self._low_bit.saved_bytes(rows, features, dtype) - SEED_BYTES
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return E||estimate - g^T x||_F^2 over the rounding, in closed form.
+
+        Args:
+            x: Shape (kept, in).
+            g: Shape (kept, out).
+
+        Returns:
+            0-d float64; 0 without a storage.
+        """
+        if self._low_bit is None:
+            return torch.zeros((), dtype=torch.float64, device=x.device)
+        return self._low_bit.variance(x, g)

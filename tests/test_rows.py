@@ -1,0 +1,362 @@
+"""Rows kept beside a sketch: which they are, what they cost, and that the gradient stays unbiased."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary, valid_rows
+from rmm_linear.functional import linear
+from rmm_linear.memory import MeasuredSaving, SavedTensors, measure_kept_bytes
+from rmm_linear.padding import ValidRows
+from rmm_linear.rows import Layout, kept_first, layout_of, sequences_of, split
+from rmm_linear.sketches.contract import assert_unbiased
+from rmm_linear.variance import gradient_noise, measure_sketch_variance, profile_noise
+from rmm_linear.variance.profile import layer_options
+
+SEQUENCES, LENGTH, FEATURES, OUTPUTS = 6, 40, 24, 20
+STORAGES = (None, "int8", "int4", "int3", "int2", "fp8")
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SEQUENCES, LENGTH, FEATURES, generator=generator) + 1
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.randn(OUTPUTS, FEATURES, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+@pytest.fixture
+def g() -> torch.Tensor:
+    return torch.randn(SEQUENCES, LENGTH, OUTPUTS, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def mask() -> torch.Tensor:
+    """Right padding, left padding, padding at both ends, none, and a sequence of a single token."""
+    position = torch.arange(LENGTH)
+    return torch.stack([
+        position < 10, position >= 30, (position > 4) & (position < 20), position >= 0, position < 25, position == 7
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens", "places"),
+    [
+        (5, (0,), (0,)),
+        (5, (-1, 0), (0, 4)),
+        (5, (3, 1), (1, 3)),
+        (5, (4, -1), (0, 4)),
+        (3, (0, 7), (0, 1)),
+        (2, (0, 1, -1), (0, 1)),
+        (1, (-1,), (0,)),
+    ],
+)
+def test_places_in_sequences_of_one_length(length, tokens, places):
+    y = torch.arange(3 * length, dtype=torch.float32).unsqueeze(1)
+    layout = layout_of((3, length, 1), tokens)
+    assert layout == Layout(3 * len(places), 3, length, places)
+    kept, rest = split(y, layout, None)
+    assert kept.flatten().tolist() == [length * sequence + place for sequence in range(3) for place in places]
+    others = [place for place in range(length) if place not in places]
+    assert rest.flatten().tolist() == [length * sequence + place for sequence in range(3) for place in others]
+    assert kept.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+
+
+def test_places_among_the_tokens_that_are_valid(mask):
+    rows = ValidRows(mask)
+    for tokens, first, last in (((0,), True, False), ((-1,), False, True), ((0, -1), True, True)):
+        index = rows.index_on(mask.device, tokens)
+        expected = set()
+        for sequence, valid in enumerate(mask):
+            numbers = (valid.nonzero().flatten() + sequence * LENGTH).tolist()
+            expected |= ({numbers[0]} if first else set()) | ({numbers[-1]} if last else set())
+        layout = layout_of((SEQUENCES, LENGTH, 1), tokens, index)
+        assert layout.kept == SEQUENCES * len(tokens)
+        kept, rest = index[: layout.kept].tolist(), index[layout.kept :].tolist()
+        # the sequence of one token has no two: another row is kept in its stead
+        assert expected <= set(kept)
+        assert len(set(kept) - expected) == layout.kept - len(expected) <= 1
+        assert sorted(kept + rest) == rows.index.tolist()
+        assert rest == sorted(rest)
+        assert index.dtype == torch.int32
+    # one tensor for all layers
+    assert rows.index_on(mask.device, (0,)) is rows.index_on(mask.device, (0,))
+
+
+def test_a_token_that_no_sequence_has_keeps_as_many_other_rows(mask):
+    index = ValidRows(mask).index
+    assert kept_first(index, SEQUENCES, LENGTH, (LENGTH + 1,)).tolist() == index.tolist()
+
+
+def test_matrices_have_no_sequences():
+    assert sequences_of((64, 8)) == sequences_of((8,)) == 0
+    assert sequences_of((4, 16, 8)) == 4
+    assert sequences_of((2, 3, 16, 8)) == 6
+    assert layout_of((64, 8), (0,)) == Layout()
+    assert layout_of((0, 16, 8), (0,)).kept == 0
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("skip", [False, True])
+def test_output_and_the_other_gradients_are_those_of_nn_linear(x, weight, g, mask, storage, skip):
+    bias = torch.randn(OUTPUTS, requires_grad=True)
+    config = RMMConfig(ratio=0.25, storage=storage, min_rows=1, keep_tokens=(0, -1))
+    g = g * mask.unsqueeze(-1) if skip else g
+    inputs = x.clone().requires_grad_()
+    rows = ValidRows(mask, check=True) if skip else None
+    output = linear(inputs, weight, bias, config=config, valid_rows=rows)
+    found = torch.autograd.grad(output, (inputs, bias), g)
+    exact = F.linear(inputs, weight, bias)
+    assert torch.equal(output, exact)
+    for one, other in zip(found, torch.autograd.grad(exact, (inputs, bias), g), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("center", [False, True])
+def test_a_gradient_on_the_kept_rows_alone_is_exact(x, weight, g, mask, center, skip):
+    config = RMMConfig(ratio=0.1, center=center, min_rows=1, keep_tokens=(0,))
+    is_read = torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool)
+    first = mask.to(torch.uint8).argmax(1) if skip else torch.zeros(SEQUENCES, dtype=torch.long)
+    is_read[torch.arange(SEQUENCES), first] = True
+    g = g * is_read.unsqueeze(-1)
+    exact = g.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
+    rows = ValidRows(mask) if skip else None
+    found = torch.autograd.grad(linear(x, weight, config=config, valid_rows=rows), weight, g)[0]
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    without = config.replace(keep_tokens=())
+    noisy = torch.autograd.grad(linear(x, weight, config=without, valid_rows=rows), weight, g)[0]
+    assert (noisy.double() - exact).norm() > 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_it_is_the_sketch_of_the_rest_and_the_kept_rows(x, weight, g, storage):
+    """Against an estimate put together by hand of the same seed."""
+    config = RMMConfig(ratio=0.5, storage=storage, min_rows=1, keep_tokens=(0,))
+    found = torch.autograd.grad(linear(x, weight, config=config, seed=5), weight, g)[0]
+    plain = config.replace(keep_tokens=())
+    rest = torch.autograd.grad(
+        linear(x[:, 1:].flatten(0, 1), weight, config=plain, seed=5), weight, g[:, 1:].flatten(0, 1)
+    )[0]
+    kept = g[:, 0].double().t() @ x[:, 0].double()
+    # 8 bits a value, of a range of 6 of its standard deviations, and 3 bits of a mantissa
+    tolerance = {None: 1e-6, "fp8": 0.1}.get(storage, 0.02)
+    assert (found.double() - rest.double() - kept).norm() <= tolerance * kept.norm()
+
+
+@pytest.mark.parametrize(
+    ("storage", "ratio", "skip"),
+    [
+        (None, 0.5, True),
+        ("int4", 0.5, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((None, 0.5, False), ("int4", 0.5, True), ("int2", 1.0, True), ("fp8", 0.5, True))
+        ),
+    ],
+)
+def test_the_weight_gradient_is_unbiased(x, weight, g, mask, storage, ratio, skip):
+    config = RMMConfig(ratio=ratio, storage=storage, min_rows=1, keep_tokens=(0, -1))
+    g = g * mask.unsqueeze(-1) if skip else g
+    g = g + 0.3 * x[..., :OUTPUTS] * (mask.unsqueeze(-1) if skip else 1)
+    rows = ValidRows(mask) if skip else None
+    torch.manual_seed(0)
+
+    def draw() -> torch.Tensor:
+        return torch.autograd.grad(linear(x, weight, config=config, valid_rows=rows), weight, g)[0]
+
+    assert_unbiased(draw, g.flatten(0, 1).double().t() @ x.flatten(0, 1).double(), draws=2500)
+
+
+@pytest.mark.parametrize(
+    ("storage", "skip", "draws"),
+    [
+        (None, False, 1000),
+        ("int4", True, 700),
+        *(pytest.param(kind, skip, 3000, marks=pytest.mark.slow) for kind in STORAGES for skip in (False, True)),
+    ],
+)
+def test_the_closed_form_is_the_variance_of_the_draws(x, g, mask, storage, skip, draws):
+    config = RMMConfig(ratio=0.4, storage=storage, min_rows=1, keep_tokens=(0,), skip_padding=skip)
+    g = g * mask.unsqueeze(-1) if skip else g
+    g[:, 0] *= 5
+    index = ValidRows(mask).index if skip else None
+    known = gradient_noise(x, g, config, index=index, draws=64).sketch_variance
+    measured = measure_sketch_variance(x, g, config, index=index, draws=draws)
+    assert abs(measured.value - known) <= 5 * measured.standard_error + 0.01 * known
+    assert measured.standard_error < 0.02 * known
+    # and what it is measured of is what a layer does
+    weight = torch.zeros(OUTPUTS, FEATURES, requires_grad=True)
+    rows = ValidRows(mask) if skip else None
+    exact = g.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
+    torch.manual_seed(1)
+    errors = torch.empty(draws // 2)
+    for draw in range(len(errors)):
+        found = torch.autograd.grad(linear(x, weight, config=config, valid_rows=rows), weight, g)[0]
+        errors[draw] = (found - exact).square().sum()
+    assert abs(float(errors.mean()) - known) <= 5 * float(errors.std()) / math.sqrt(len(errors)) + 0.01 * known
+
+
+def test_rounding_of_kept_rows_and_of_the_others_is_independent(x, weight):
+    """Equal dithers would show in the variance where rows of both parts have equal gradients."""
+    config = RMMConfig(ratio=1.0, center=False, storage="int8", min_rows=1, keep_tokens=(0,))
+    x = x[:, :2].contiguous()
+    g = torch.randn(1, 1, OUTPUTS).expand(SEQUENCES, 2, OUTPUTS)
+    known = gradient_noise(x, g, config).sketch_variance
+    measured = measure_sketch_variance(x, g, config, draws=1500)
+    assert abs(measured.value - known) <= 5 * measured.standard_error
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("skip", [False, True])
+def test_kept_bytes_are_those_that_the_configuration_says(x, weight, mask, storage, skip):
+    config = RMMConfig(ratio=0.25, storage=storage, min_rows=1, keep_tokens=(0, -1), skip_padding=skip)
+    rows = ValidRows(mask) if skip else None
+    kept = measure_kept_bytes(lambda: linear(x, weight, config=config, valid_rows=rows), exclude=[weight])
+    valid = int(mask.sum()) if skip else None
+    said = config.saved_bytes(SEQUENCES * LENGTH, FEATURES, x.dtype, valid, SEQUENCES)
+    assert kept == said + (4 * valid if valid else 0)
+    assert said > config.replace(keep_tokens=()).saved_bytes(SEQUENCES * LENGTH, FEATURES, x.dtype, valid, SEQUENCES)
+
+
+def test_the_input_is_not_kept(weight):
+    """Not even where its first rows could be viewed."""
+    x = torch.randn(1, 300, FEATURES)
+    for tokens in ((0,), (-1,), (0, 1)):
+        config = RMMConfig(ratio=0.1, keep_tokens=tokens)
+        with SavedTensors(weight) as kept:
+            linear(x, weight, config=config)
+        assert not kept.holds(x)
+
+
+def test_an_input_without_rows_to_sketch_is_kept_as_it_is(weight):
+    x = torch.randn(200, 1, FEATURES)
+    config = RMMConfig(ratio=0.1, keep_tokens=(0,))
+    with SavedTensors(weight) as kept:
+        y = linear(x, weight, config=config)
+    assert kept.holds(x)
+    g = torch.randn_like(y)
+    exact = torch.autograd.grad(F.linear(x, weight), weight, g)[0]
+    assert torch.equal(torch.autograd.grad(y, weight, g)[0], exact)
+    assert config.saved_bytes(200, FEATURES, x.dtype, sequences=200) == x.numel() * 4
+    assert gradient_noise(x, g, config).sketch_variance == 0
+
+
+def test_matrices_are_sketched_as_without_it(x, weight, g):
+    flat, flat_g = x.flatten(0, 1), g.flatten(0, 1)
+    found = [
+        torch.autograd.grad(linear(flat, weight, config=config, seed=3), weight, flat_g)[0]
+        for config in (RMMConfig(ratio=0.3), RMMConfig(ratio=0.3, keep_tokens=(0,)))
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(x, g, dtype):
+    layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, keep_tokens=(0,)), dtype=dtype)
+    layer(x.to(dtype)).backward(g.to(dtype))
+    assert layer.weight.grad.dtype == dtype
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_autocast(x, g):
+    layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, keep_tokens=(0,)))
+    g = torch.cat([g[:, :1], torch.zeros_like(g[:, 1:])], 1).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.backward(g)
+    exact = g[:, 0].double().t() @ x[:, 0].bfloat16().double()
+    torch.testing.assert_close(layer.weight.grad.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_replays_it(x, g, reentrant):
+    layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, storage="int4", keep_tokens=(0,)))
+    found = []
+    for wrapped in (False, True):
+        torch.manual_seed(7)
+        inputs = x.clone().requires_grad_()
+        y = checkpoint(layer, inputs, use_reentrant=reentrant) if wrapped else layer(inputs)
+        layer.weight.grad = None
+        y.backward(g)
+        found.append(layer.weight.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("storage", [None, "int4"])
+def test_compiled(x, g, mask, storage):
+    config = RMMConfig(ratio=0.5, storage=storage, skip_padding=True, keep_tokens=(0, -1))
+    layer = RMMLinear(FEATURES, OUTPUTS, config=config)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for batch in (SEQUENCES, SEQUENCES - 1, SEQUENCES - 2):
+        found = []
+        for run in (layer, compiled):
+            layer.weight.grad = None
+            torch.manual_seed(3)
+            run(x[:batch]).backward(g[:batch])
+            found.append(layer.weight.grad)
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    is_first = (torch.arange(LENGTH) == 0).view(1, LENGTH, 1)
+    layer.weight.grad = None
+    with valid_rows(torch.ones(SEQUENCES, LENGTH)):
+        compiled(x).backward(g * is_first)
+    exact = g[:, 0].double().t() @ x[:, 0].double()
+    assert (layer.weight.grad.double() - exact).norm() <= (1e-5 if storage is None else 0.02) * exact.norm()
+
+
+def test_a_model_is_converted_measured_and_profiled(mask):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, OUTPUTS))
+    config = RMMConfig(ratio=0.5, min_rows=1, keep_tokens=(0,), storage="int4")
+    convert_linears(model, config=config)
+    assert "keep_tokens=(0,)" in repr(model)
+    assert "beside tokens 0" in str(summary(model))
+    x = torch.randn(SEQUENCES, LENGTH, FEATURES)
+    with MeasuredSaving(model) as saving:
+        model(x).square().sum().backward()
+    assert saving.saving_bytes == saving.promised_bytes > 0
+    # a loss that reads the first tokens alone
+    configs = [config, config.replace(keep_tokens=())]
+    profile = profile_noise(model, [lambda: model(x)[:, 0].square().sum().backward()], configs)
+    for layer in profile.layers:
+        beside, without = layer.options
+        assert beside.variance < 1e-3 * without.variance
+        assert beside.saved_bytes > without.saved_bytes
+
+
+def test_profiled_options_are_those_of_gradient_noise(x, g, mask):
+    index, g = ValidRows(mask).index, g * mask.unsqueeze(-1)
+    configs = [
+        RMMConfig(ratio=ratio, storage=storage, min_rows=1, keep_tokens=tokens, skip_padding=skip)
+        for ratio, storage, tokens, skip in itertools.product(
+            (0.25, 0.5), (None, "int4"), ((), (0,), (0, -1)), (False, True)
+        )
+    ]
+    for option in layer_options(x, g, configs, index=index):
+        config = option.config
+        known = gradient_noise(x, g, config, index=index if config.skip_padding else None, draws=8).sketch_variance
+        assert option.variance == pytest.approx(known, rel=0.05)
+        valid = index.numel()
+        assert option.saved_bytes == config.saved_bytes(SEQUENCES * LENGTH, FEATURES, g.dtype, valid, SEQUENCES)
+
+
+@pytest.mark.parametrize("tokens", [0, "0", (0.5,), (True,), (0, 0), [1, 1], None])
+def test_refused(tokens):
+    with pytest.raises(ValueError, match="keep_tokens=.*pass"):
+        RMMConfig(keep_tokens=tokens)
+
+
+def test_configuration_round_trips():
+    config = RMMConfig(ratio=0.25, keep_tokens=[0, -1])
+    assert config.keep_tokens == (0, -1)
+    assert RMMConfig.from_json(config.to_json()) == config
+    assert hash(RMMConfig.from_json(config.to_json())) == hash(config)
+    assert RMMConfig.from_dict({"ratio": 0.25}).keep_tokens == ()
