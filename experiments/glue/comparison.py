@@ -96,7 +96,7 @@ class Row:
         ratio: The sketch's ratio; None without a sketch.
         center: Whether the sketch is centered; None without a sketch.
         storage: Its low-bit storage; None without.
-        variant: What else was done, of `unpadded` and `allocated`.
+        variant: What else was done, of the words of `VARIANTS`.
         seeds: The seeds.
         score: The task's score in points: 100 times the mean of its metrics after the last epoch.
         metrics: Each metric in points.

@@ -29,8 +29,9 @@ _HELP = {
     "method": "exact, checkpointing, or a sketch: gaussian, hadamard, ...",
     "ratio": "rows kept over rows; in (0, 1]",
     "center": "keep the column mean of the input apart",
-    "storage": "hold what is kept in int8, int4, int2 or fp8",
+    "storage": "hold what is kept in int8, int4, int3, int2 or fp8",
     "skip_padding": "leave out rows that the attention mask marks as padding",
+    "keep_first": "keep the rows of each sequence's first token beside the sketch",
     "allocate": "choose each layer's ratio by its variance, at the same bytes in sum",
     "min_rows": "inputs with fewer rows stay exact",
     "exclude_modules": "linear layers that stay exact, by name or end of a name",
@@ -54,7 +55,7 @@ _HELP = {
 }
 _INTEGERS = ("min_rows", "seed", "max_steps", "batch_size", "eval_batch_size", "max_length", "save_steps")
 _WORDS = ("task", "data", "model", "method", "storage", "schedule", "precision")
-_SWITCHES = ("center", "skip_padding", "allocate", "timing")
+_SWITCHES = ("center", "skip_padding", "keep_first", "allocate", "timing")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -40,7 +40,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
 # settings that leave every number of a result as it is
 IRRELEVANT = ("save_steps", "timing")
 # switches of a sketch that are off by default, and recorded only where they are on -> their word in a run's name
-VARIANTS = {"skip_padding": "unpadded", "allocate": "allocated"}
+VARIANTS = {"skip_padding": "unpadded", "keep_first": "first-token", "allocate": "allocated"}
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class RunSettings:
         method: `exact`, `checkpointing`, or the name of a sketch.
         ratio: Rows kept by the sketch over rows of the input; None for the two methods without a sketch.
         center: Whether the column mean is kept apart; None for the two methods without a sketch.
-        storage: Low-bit storage of what the sketch keeps (`int8`, `int4`, `int2`, `fp8`), or None.
+        storage: Low-bit storage of what the sketch keeps (`int8`, `int4`, `int3`, `int2`, `fp8`), or None.
         skip_padding: Whether the sketch leaves out the rows that the attention mask marks as padding.
+        keep_first: Whether the rows of each sequence's first token are kept beside the sketch.
         allocate: Whether the layers' ratios are chosen anew by what each costs in variance, at the same bytes in sum.
         min_rows: Inputs with fewer rows stay exact.
         exclude_modules: Linear layers that stay exact, by full name or end of a name.
@@ -86,6 +87,7 @@ class RunSettings:
     center: bool | None = None
     storage: str | None = None
     skip_padding: bool = False
+    keep_first: bool = False
     allocate: bool = False
     min_rows: int = 128
     exclude_modules: tuple[str, ...] = ()
@@ -128,7 +130,7 @@ class RunSettings:
         object.__setattr__(self, "exclude_modules", tuple(self.exclude_modules))
         if not self.uses_sketch:
             given = [name for name in ("ratio", "center", "storage") if getattr(self, name) is not None]
-            given += [name for name in ("skip_padding", "allocate") if getattr(self, name)]
+            given += [name for name in VARIANTS if getattr(self, name)]
             if given:
                 options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
                 raise HarnessError(f"the method {self.method!r} keeps no sketch: leave out {options}")
@@ -171,6 +173,7 @@ class RunSettings:
             min_rows=self.min_rows,
             storage=self.storage,
             skip_padding=self.skip_padding,
+            keep_tokens=(0,) if self.keep_first else (),
         )
 
     @property
@@ -227,7 +230,7 @@ class NamedConfig:
         task_settings: Settings that hold for one task only, by task.
         tasks: Tasks of the grid.
         methods: Methods of the grid with their knobs: dictionaries with `method` and, for sketches, `ratio`, `center`,
-            `storage`, `skip_padding`, `allocate`.
+            `storage` and those of `VARIANTS`.
         seeds: Seeds of the grid.
     """
 

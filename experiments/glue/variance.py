@@ -4,6 +4,7 @@
     python -m experiments.glue.variance headline --model MODEL --data GLUE         # its best cells, measured
     python -m experiments.glue.variance over-training --model MODEL --data GLUE    # noise while a model trains
     python -m experiments.glue.variance equal-bytes --model MODEL --data GLUE      # ratios of their own against one
+    python -m experiments.glue.variance allocated --model MODEL --data GLUE        # every lever together
 
 `against-bytes` trains the model for a few steps and captures, before and after, what every linear layer of one batch
 has for an input x and a gradient g of its output. For each way of keeping x it writes one row: bytes relative to x in
@@ -56,7 +57,9 @@ TO_LONGEST, TO_OWN = "to 128", "dynamic"
 ALL_ROWS, REAL_ROWS = "all", "real"
 GAUSSIAN, BEST = "gaussian", "best"
 # of bfloat16's 16; the dtype that bytes are counted in
-_BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int2": 2}
+_BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int3": 3, "int2": 2}
+# those that the sketches are compared in
+_CROSS_STORAGES = (None, "int8", "fp8", "int4", "int2")
 # draws of S over which the rounding's part of the closed form is averaged; all layers have the same ones, so that the
 # mean over layers of a single draw is off by 2 to 5 %
 _GRID_DRAWS, _DENSE_DRAWS, _HEADLINE_DRAWS = 4, 1, 64
@@ -65,10 +68,10 @@ _DENSE = ("gaussian", "rademacher", "dct", "dft")
 _RATIO_STEPS = 1000
 # columns that hold words, in files where all others hold numbers
 _TEXTS = (
-    "task", "layer", "storage", "objective", "weights", "model", "rmm_linear", "torch", "transformers", "hardware",
-    "commit",
+    "task", "layer", "padding", "rows", "way", "configs", "storage", "objective", "weights", "model", "rmm_linear",
+    "torch", "transformers", "hardware", "commit",
 )  # fmt: skip
-_TRAINING_STEPS = {"over-training": 345, "equal-bytes": 30}
+_TRAINING_STEPS = {"over-training": 345, "equal-bytes": 30, "allocated": 30}
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def grid(padding: str, rows: str, *, trained: bool) -> list[Cell]:
     # few rows are lost there, and a sketch that is exact where it keeps all of them may beat the family's
     cells += [Cell(*pair, "int4", PLAIN_BUDGET) for pair in pairs if pair[0] not in _DENSE]
     if padding == TO_LONGEST:
-        storages = {pair: (None, "int4") if pair[0] in _DENSE else tuple(_BITS) for pair in pairs}
+        storages = {pair: (None, "int4") if pair[0] in _DENSE else _CROSS_STORAGES for pair in pairs}
         cells += [Cell(*pair, storage, CROSS_BUDGET) for pair in pairs for storage in storages[pair]]
     return list(dict.fromkeys(cells))
 
@@ -341,19 +344,29 @@ class Subject:
         """
         return [dict(self._pad[TO_OWN]([self._train_split[row] for row in next(self._order)])) for _ in range(count)]
 
-    def capture(self, padding: str) -> Captured:
-        """Run the first batch forward and backward, dropout included, and keep what the linear layers see.
+    def capture(self, padding: str, *, batch: int = 0) -> Captured:
+        """Run a batch forward and backward, dropout included, and keep what the linear layers see.
 
         Args:
             padding: `TO_LONGEST` or `TO_OWN`.
+            batch: Number of the batch in the training split as it is, unshuffled.
 
         Returns:
             The captured batch.
 
         Raises:
-            HarnessError: If no linear layer sees a row a token.
+            HarnessError: If no linear layer sees a row a token, or the split has no such batch.
         """
-        batch = self._pad[padding]([self._train_split[row] for row in range(self.prepared.settings.batch_size)])
+        size = self.prepared.settings.batch_size
+        numbers = range(batch * size, (batch + 1) * size)
+        if numbers[-1] >= len(self._train_split):
+            raise HarnessError(
+                f"the training split has {len(self._train_split)} rows, too few for {batch + 1} batches of {size}; pass"
+                " a smaller --batch-size, or fewer --batches"
+            )
+        return self._captured(self._pad[padding]([self._train_split[row] for row in numbers]))
+
+    def _captured(self, batch: Any) -> Captured:
         inputs: dict[str, Tensor] = {}
         gradients: dict[str, Tensor] = {}
         handles = []
@@ -681,6 +694,7 @@ def _parser() -> argparse.ArgumentParser:
         ("headline", "the grid's best cells and the Gaussian sketch, with real sketches"),
         ("over-training", "the sketches' noise next to the minibatches', while the model trains"),
         ("equal-bytes", "a ratio for every layer against one for all, at equal bytes"),
+        ("allocated", "every lever together: low bits, the first token kept, a configuration for every layer"),
     ):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("--model", required=True, help="a folder that from_pretrained reads, a hub name, or demo")
@@ -709,6 +723,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--every", type=int, default=10, help="steps between measurements (default: 10)")
         if name == "equal-bytes":
             command.add_argument("--batches", type=int, default=4, help="to choose by, and to compare on (default: 4)")
+        if name == "allocated":
+            command.add_argument("--batches", type=int, default=2, help="to choose by (default: 2)")
+            command.add_argument("--draws", type=int, default=2500, help="sketches a cell (default: 2500)")
     return parser
 
 
@@ -731,6 +748,7 @@ def _run(options: argparse.Namespace) -> int:
         "headline": _headline,
         "over-training": _over_training,
         "equal-bytes": _equal_bytes,
+        "allocated": _allocated,
     }
     commands[options.command](options)
 
@@ -827,6 +845,27 @@ def _equal_bytes(options: argparse.Namespace) -> None:
             f"{row['storage'] or 'no storage'}, ratio {row['ratio']:g}, {row['objective']}: relative variance"
             f" {row['held_out_uniform_total']:.4g} -> {row['held_out_allocated_total']:.4g} (mean over layers"
             f" {row['held_out_uniform_mean']:.4g} -> {row['held_out_allocated_mean']:.4g})",
+            flush=True,
+        ),
+    )
+    write_records(options.output / FILE, records)
+
+
+def _allocated(options: argparse.Namespace) -> None:
+    from .allocated import FILE, allocated
+
+    records = allocated(
+        options.task,
+        model=options.model,
+        data=options.data,
+        steps=options.steps,
+        batches=options.batches,
+        draws=options.draws,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        on_done=lambda row: print(
+            f"padded {row['padding']}, {row['rows']} rows, budget {row['budget']}, {row['way']}:"
+            f" {row['closed_form']:.4g} at {row['bytes']:.4f} ({row['configs']}), {row['seconds']} s",
             flush=True,
         ),
     )

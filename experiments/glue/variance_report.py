@@ -18,7 +18,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from . import equal_bytes, over_training
+from . import allocated, equal_bytes, over_training
 from .command_line import report_command
 from .errors import HarnessError
 from .report import replace_file
@@ -54,6 +54,11 @@ _OVER_TRAINING = (
     "The sketches' variance over the minibatch's (sequences drawn independently), both summed over the layers; and the"
     " paper's ratio (r / (n - 1)) D2_RMM / D2_SGD next to its bound (alpha + 1) / alpha."
 )
+_ALLOCATED = (
+    "Relative variance, the mean over the layers, of centred hadamard, each with a ratio and a storage: one for all"
+    " layers, or one a layer; with and without the rows of the first token kept beside the sketch. Chosen on {:g} other"
+    " batches, of the same padding. What is measured are real sketches of the last column's configurations."
+)
 _EQUAL_BYTES = (
     "Relative variances on {:g} batches that the ratios were not chosen by, centred hadamard, padding left out. The sum"
     " of the variances is over that of the squared gradients; of the relative variances it is the mean over the layers."
@@ -72,7 +77,8 @@ def write_report(folder: Path) -> str:
     """Write `report.md` and the figures of what there is into a results folder.
 
     Args:
-        folder: The folder of `against_bytes.csv`, `over_training.csv` and `equal_bytes.csv`, or of some of them.
+        folder: The folder of `against_bytes.csv`, `allocated.csv`, `over_training.csv` and
+            `equal_bytes.csv`, or of some of them.
 
     Returns:
         The first table, for the terminal.
@@ -84,6 +90,8 @@ def write_report(folder: Path) -> str:
     try:
         if (folder / GRID_FILE).exists():
             parts += _against_bytes(folder)
+        if (folder / allocated.FILE).exists():
+            parts += _allocated(folder)
         if (folder / over_training.FILE).exists():
             parts += _over_training(folder)
         if (folder / equal_bytes.FILE).exists():
@@ -110,6 +118,16 @@ def _against_bytes(folder: Path) -> list[str]:
         "![figure](against_bytes.png)",
         *_tables(records),
         _notes(records, measured),
+    ]
+
+
+def _allocated(folder: Path) -> list[str]:
+    records = read_numbers(folder / allocated.FILE)
+    return [
+        "# Every lever together",
+        _ALLOCATED.format(records[0]["batches"]),
+        allocated.table(records, TARGETS),
+        _origin(allocated.FILE, records),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.glue import variance
+from experiments.glue import allocated, variance
 from experiments.glue.errors import HarnessError
 from experiments.glue.variance import (
     ALL_ROWS,
@@ -26,6 +26,7 @@ from experiments.glue.variance import (
     kept_share,
     main,
     measure,
+    read_numbers,
     read_records,
     relative_variances,
     write_records,
@@ -81,7 +82,7 @@ def _record(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sketched", [4096, 1700, 301])
-@pytest.mark.parametrize("storage", [None, "int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("storage", [None, "int8", "fp8", "int4", "int3", "int2"])
 @pytest.mark.parametrize("sketch", ["gaussian", "hadamard", "wta_crs"])
 def test_a_cell_stays_within_its_budget_and_takes_what_it_can(sketch: str, storage: str | None, sketched: int) -> None:
     for budget in (0.05, 0.1, 0.25):
@@ -281,6 +282,62 @@ def test_noise_over_training_and_at_equal_bytes_end_in_one_report(
     assert "# A ratio for every layer, at equal bytes" in report
     assert (tmp_path / "over_training.png").stat().st_size > 10_000
     assert "report: " in capsys.readouterr().out
+
+
+def test_every_lever_together(tmp_path: Path, tiny_demo: None) -> None:
+    arguments = ["allocated", *DEMO, "--task", "demo", "--steps", "1", "--batches", "1", "--draws", "60"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    rows = read_numbers(tmp_path / allocated.FILE)
+    cells = {(row["padding"], row["rows"], row["budget"]) for row in rows}
+    # what takes 0.05 of so few rows is too much for one configuration of all layers
+    assert {budget for *_, budget in cells} >= {0.1, 0.25}
+    assert len(cells) >= 2 * 2 * 2
+    for row in rows:
+        assert row["bytes"] <= ALLOWANCE * row["budget"]
+        assert ("first token" in row["configs"]) <= ("first token" in row["way"])
+        if row["way"] == allocated.BEST_WAY:
+            assert abs(row["z"]) < 5
+            assert row["draws"] >= 60
+    report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "# Every lever together" in report
+    assert "; measured " in report
+
+
+def test_what_may_choose_from_more_is_no_worse_where_it_was_chosen() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def captured() -> Captured:
+        layers = {}
+        for name in "abc":
+            x, g = (torch.randn(8 * 40, 24, generator=generator) for _ in range(2))
+            g.view(8, 40, 24)[:, 0] *= 10
+            layers[name] = (x, g)
+        return Captured(layers, torch.ones(8 * 40, dtype=torch.bool))
+
+    one = captured()
+    known = allocated._profile([captured(), captured()], one, skips=False, sequences=8)
+    whole = allocated._whole(one)
+    assert whole == 3 * 8 * 40 * 24 * 2
+    found = {}
+    for way in allocated.WAYS:
+        chosen = allocated.choose(known, way, 0.25, whole=whole)
+        assert chosen is not None
+        configs, kept = chosen
+        assert kept == sum(config.saved_bytes(320, 24, torch.bfloat16, sequences=8) for config in configs.values())
+        assert kept <= ALLOWANCE * 0.25 * whole
+        by_name = {layer.name: {option.config: option.variance for option in layer.options} for layer in known.layers}
+        found[way] = sum(by_name[name][config] for name, config in configs.items())
+    all_of, first, own, both = found.values()
+    assert own <= all_of * (1 + 1e-9)
+    assert both <= min(first, own) * (1 + 1e-9)
+    assert first < 0.7 * all_of
+    assert all(allocated.choose(known, way, 0.001, whole=whole) is None for way in allocated.WAYS)
+
+
+def test_a_batch_that_the_split_lacks_is_refused(tiny_demo: None) -> None:
+    subject = Subject("demo", model="demo", data="demo", batch_size=8)
+    with pytest.raises(HarnessError, match="too few for 100001 batches of 8"):
+        subject.capture(TO_OWN, batch=100_000)
 
 
 def test_a_summary_adds_layers_up_before_it_divides() -> None:

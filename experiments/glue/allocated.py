@@ -1,0 +1,306 @@
+"""What every lever together reaches: low-bit storage, the first tokens kept, and a configuration for every layer.
+
+    python -m experiments.glue.variance allocated --model MODEL --data GLUE
+
+For a budget of bytes, configurations are chosen by the mean over the layers of their relative variance on some batches,
+and compared on another one: the batch of `headline`. Four ways, each with all that the one before may choose from:
+
+    one for all                       a ratio and a storage that all layers share
+    one for all, first token kept     the same, with `keep_tokens=(0,)`
+    one a layer                       ratios and storages by `allocate_ratios(objective="relative")`
+    one a layer, first token kept     and with `keep_tokens=(0,)` where that is better
+
+The bytes are those of the batch that is compared on: they follow from its shape, which is known before its gradients.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear import RMMConfig
+from rmm_linear.variance import (
+    LayerProfile,
+    NoiseProfile,
+    Option,
+    allocate_ratios,
+    gradient_noise,
+    measure_sketch_variance,
+)
+from rmm_linear.variance.profile import layer_options
+
+from .errors import HarnessError
+from .variance import (
+    ALL_ROWS,
+    ALLOWANCE,
+    HEADLINE_BUDGETS,
+    REAL_ROWS,
+    TO_LONGEST,
+    TO_OWN,
+    Captured,
+    Subject,
+    provenance_columns,
+)
+
+FILE = "allocated.csv"
+RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+STORAGES = (None, "int8", "int4", "int3", "int2")
+FIRST = (0,)
+# label -> whether layers choose for themselves, and what may be kept beside their sketches
+WAYS: dict[str, tuple[bool, tuple[tuple[int, ...], ...]]] = {
+    "one for all": (False, ((),)),
+    "one for all, first token kept": (False, (FIRST,)),
+    "one a layer": (True, ((),)),
+    "one a layer, first token kept": (True, ((), FIRST)),
+}
+BEST_WAY = "one a layer, first token kept"
+# draws of S that the rounding's part of the closed form is averaged over
+_DRAWS = 32
+_Layers = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def allocated(
+    task: str,
+    *,
+    model: str,
+    data: str,
+    steps: int,
+    batches: int = 2,
+    draws: int = 2500,
+    seed: int = 0,
+    batch_size: int = 32,
+    on_done: Callable[[dict[str, Any]], object] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """Train for a while, choose configurations on some batches, and compare them on another one.
+
+    Args:
+        task: The task.
+        model: The model.
+        data: The data.
+        steps: Training steps before anything is captured.
+        batches: Batches to choose by: those of the training split after the first, which is compared on.
+        draws: How many real sketches to draw for the last way, over all layers.
+        seed: Seed of the head, the order of the data and dropout.
+        batch_size: Sequences of a batch.
+        on_done: Called with each row.
+
+    Returns:
+        A row a padding, treatment of it, budget and way; none of a budget that nothing fits.
+
+    Raises:
+        HarnessError: If data or model are not usable, or nothing fits any budget.
+    """
+    subject = Subject(task, model=model, data=data, seed=seed, batch_size=batch_size)
+    subject.train(steps)
+    origin = provenance_columns(subject)
+    records: list[dict[str, Any]] = []
+    for padding in (TO_LONGEST, TO_OWN):
+        held_out = subject.capture(padding)
+        others = [subject.capture(padding, batch=number) for number in range(1, batches + 1)]
+        for rows in (ALL_ROWS, REAL_ROWS):
+            skips = rows == REAL_ROWS
+            known = _profile(others, held_out, skips=skips, sequences=batch_size)
+            layers, index = _with_sequences(held_out, batch_size), _index(held_out, skips=skips)
+            for budget in HEADLINE_BUDGETS:
+                for way in WAYS:
+                    chosen = choose(known, way, budget, whole=_whole(held_out))
+                    if chosen is None:
+                        continue
+                    configs, kept = chosen
+                    began = time.perf_counter()
+                    row = {
+                        "task": task,
+                        "step": steps,
+                        "padding": padding,
+                        "rows": rows,
+                        "budget": budget,
+                        "way": way,
+                        "bytes": kept / _whole(held_out),
+                        **_noise(layers, configs, index, draws=draws if way == BEST_WAY else None),
+                        "seconds": round(time.perf_counter() - began, 1),
+                        "configs": describe(list(configs.values())),
+                        "layers": len(layers),
+                        "batches": batches,
+                        "seed": seed,
+                        **origin,
+                    }
+                    records.append(row)
+                    on_done(row)
+    if not records:
+        raise HarnessError("no configuration fits any budget of bytes; pass a larger --batch-size")
+    return records
+
+
+def _whole(captured: Captured) -> int:
+    """Bytes of all inputs in bfloat16, all rows."""
+    return sum(x.numel() for x, _ in captured.layers.values()) * torch.bfloat16.itemsize
+
+
+def _index(captured: Captured, *, skips: bool) -> Tensor | None:
+    if not skips:
+        return None
+    # refuses padding that has a gradient
+    captured.chosen(REAL_ROWS)
+    return captured.real.nonzero().squeeze(1)
+
+
+def _with_sequences(captured: Captured, sequences: int) -> dict[str, tuple[Tensor, Tensor]]:
+    return {
+        name: (x.unflatten(0, (sequences, -1)), g.unflatten(0, (sequences, -1)))
+        for name, (x, g) in captured.layers.items()
+    }
+
+
+def _profile(others: Sequence[Captured], held_out: Captured, *, skips: bool, sequences: int) -> NoiseProfile:
+    """Relative variances of the others, their mean; bytes of the batch that is compared on, in bfloat16."""
+    configs = [
+        RMMConfig(ratio=ratio, storage=storage, keep_tokens=tokens, skip_padding=skips, min_rows=1)
+        for tokens in ((), FIRST)
+        for storage in STORAGES
+        for ratio in RATIOS
+    ]
+    rows, valid = held_out.real.numel(), int(held_out.real.sum())
+    relative: dict[str, dict[RMMConfig, list[float]]] = {}
+    for captured in others:
+        index = _index(captured, skips=skips)
+        for name, (x, g) in _with_sequences(captured, sequences).items():
+            squared = gradient_noise(x, g, RMMConfig(ratio=1.0)).gradient_squared
+            for option in layer_options(x, g, configs, index=index):
+                found = relative.setdefault(name, {}).setdefault(option.config, [])
+                found.append(option.variance / squared if squared else 0.0)
+    layers = []
+    for name, (x, _) in held_out.layers.items():
+        options = tuple(
+            Option(
+                config=config,
+                saved_bytes=config.saved_bytes(rows, x.shape[1], torch.bfloat16, valid, sequences),
+                variance=statistics.fmean(relative[name][config]),
+            )
+            for config in configs
+        )
+        layers.append(LayerProfile(name=name, gradient_squared=1.0, minibatch_variance=0.0, options=options))
+    return NoiseProfile(tuple(layers))
+
+
+def choose(known: NoiseProfile, way: str, budget: float, *, whole: int) -> tuple[dict[str, RMMConfig], int] | None:
+    """Choose configurations of least mean variance within a budget.
+
+    Args:
+        known: What each configuration costs each layer; the same configurations for all of them.
+        way: A key of `WAYS`.
+        budget: Bytes relative to the inputs'; the allowance comes on top.
+        whole: Bytes of the inputs.
+
+    Returns:
+        Layer -> configuration, and the bytes of all; None if nothing fits the budget.
+    """
+    own, tokens = WAYS[way]
+    part = NoiseProfile(
+        tuple(
+            LayerProfile(
+                name=layer.name,
+                gradient_squared=layer.gradient_squared,
+                minibatch_variance=layer.minibatch_variance,
+                options=tuple(option for option in layer.options if option.config.keep_tokens in tokens),
+            )
+            for layer in known.layers
+        )
+    )
+    most = int(ALLOWANCE * budget * whole)
+    if sum(min(option.saved_bytes for option in layer.options) for layer in part.layers) > most:
+        return None
+    if own:
+        allocation = allocate_ratios(part, most, objective="relative")
+        return allocation.configs, allocation.saved_bytes
+    uniform = [part.uniform(option.config) for option in part.layers[0].options]
+    fitting = [each for each in uniform if each.saved_bytes <= most]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda each: (sum(layer.option.variance for layer in each.layers), each.saved_bytes))
+    return best.configs, best.saved_bytes
+
+
+def _noise(
+    layers: _Layers, configs: Mapping[str, RMMConfig], index: Tensor | None, *, draws: int | None
+) -> dict[str, Any]:
+    """The mean over layers in closed form, and of real sketches if any are to be drawn."""
+    found = {
+        name: gradient_noise(x, g, configs[name], index=index, draws=_DRAWS)
+        for name, (x, g) in layers.items()
+    }  # fmt: skip
+    closed = statistics.fmean(noise.relative_variance for noise in found.values())
+    row: dict[str, Any] = {"closed_form": closed, "measured": "", "standard_error": "", "z": "", "draws": ""}
+    if draws is not None:
+        each = max(2, -(-draws // len(layers)))
+        values, errors = [], []
+        for number, (name, (x, g)) in enumerate(layers.items()):
+            measured = measure_sketch_variance(x, g, configs[name], index=index, draws=each, seed=number)
+            values.append(measured.value / found[name].gradient_squared)
+            errors.append(measured.standard_error / found[name].gradient_squared)
+        value, error = statistics.fmean(values), sum(one**2 for one in errors) ** 0.5 / len(layers)
+        row |= {
+            "measured": value,
+            "standard_error": error,
+            "z": (value - closed) / error if error else 0.0,
+            "draws": each * len(layers),
+        }
+    return row
+
+
+def describe(configs: Sequence[RMMConfig]) -> str:
+    """Say in a few words what layers are given.
+
+    Args:
+        configs: A configuration a layer.
+
+    Returns:
+        Such as "0.3 to 1, int2 x 30, int4 x 6, first token x 36".
+    """
+    ratios = sorted({config.ratio for config in configs})
+    words = [f"{ratios[0]:g}" if len(ratios) == 1 else f"{ratios[0]:g} to {ratios[-1]:g}"]
+    for storage in STORAGES:
+        count = sum(config.storage == storage for config in configs)
+        if count:
+            words.append(f"{storage or 'bfloat16'} x {count}")
+    count = sum(bool(config.keep_tokens) for config in configs)
+    return ", ".join([*words, *([f"first token x {count}"] if count else [])])
+
+
+def table(records: Sequence[dict[str, Any]], targets: Mapping[float, tuple[float, float]]) -> str:
+    """Return the comparison as markdown.
+
+    Args:
+        records: Rows of the file.
+        targets: Budget -> what is to be reached with all rows, and with padding left out.
+
+    Returns:
+        A table a padding.
+    """
+    parts = []
+    for padding, label in ((TO_LONGEST, "padded to 128"), (TO_OWN, "padded to its longest")):
+        header = ["bytes", "rows", "target", *WAYS, "with", "bytes kept"]
+        lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        for budget in HEADLINE_BUDGETS:
+            for rows, name, place in ((ALL_ROWS, "all", 0), (REAL_ROWS, "padding left out", 1)):
+                cell = {
+                    row["way"]: row
+                    for row in records
+                    if (row["padding"], row["rows"], row["budget"]) == (padding, rows, budget)
+                }
+                if cell.keys() != WAYS.keys():
+                    continue
+                best, bound = cell[BEST_WAY], targets[budget][place]
+                numbers = [f"{cell[way]['closed_form']:.3g}" for way in WAYS]
+                numbers[-1] += (
+                    f"; measured {best['measured']:.3g} ± {best['standard_error']:.1g} (z {best['z']:+.1f})"
+                    + ("" if best["measured"] <= bound else " (missed)")
+                )
+                cells = [f"{budget:g}", name, f"<= {bound:g}", *numbers, best["configs"], f"{best['bytes']:.4f}"]
+                lines.append(f"| {' | '.join(cells)} |")
+        parts.append(f"**{records[0]['task']}, {label}**\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
