@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear
+from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import install_hooks, remove_hooks
 
 ALL_LINEAR = "all-linear"
@@ -32,9 +33,6 @@ HEAD_NAMES = (
     "lm_head", "score", "classifier", "classification_head", "qa_outputs", "embed_out", "head", "heads", "cls", "fc",
     "logits_proj",
 )  # fmt: skip
-# Names that wrappers put in front of, or between, the names of the model they wrap.
-_WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_LEADING_WRAPPER_SEGMENTS = (*_WRAPPER_SEGMENTS, "module")
 _TENSOR_PARALLEL = "its weight is distributed over devices (tensor parallel)"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # How many names an error or a warning lists before it says how many more there are.
@@ -325,21 +323,6 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
     if _is_tensor_parallel(module, model):
         return _TENSOR_PARALLEL
     return None
-
-
-def strip_wrappers(name: str) -> str:
-    """Return a module's name without what torch.compile, DDP, FSDP and checkpoint wrappers add to it.
-
-    Args:
-        name: Dotted name, as `named_modules` gives it.
-
-    Returns:
-        The name in the unwrapped model; "" is the model itself.
-    """
-    segments = name.split(".")
-    while segments and segments[0] in _LEADING_WRAPPER_SEGMENTS:
-        segments.pop(0)
-    return ".".join(segment for segment in segments if segment not in _WRAPPER_SEGMENTS)
 
 
 class _Matcher:

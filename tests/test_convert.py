@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, revert_linears
-from rmm_linear.convert import strip_wrappers, why_not
+from rmm_linear.convert import why_not
+from rmm_linear.names import strip_wrappers
 
 
 class Attention(nn.Module):

@@ -23,12 +23,13 @@ ALLOWED = {
     "sketches": {"ops", "errors"},
     "config": {"sketches", "errors"},
     "rows": {"errors"},
+    "names": set(),
     "padding": {"rows", "errors"},
     "functional": {"sketches", "config", "rows", "padding", "ops", "errors"},
     "linear": {"functional", "config", "padding", "sketches", "errors"},
-    "memory": {"linear", "config", "rows", "padding", "errors"},
-    "convert": {"linear", "config", "memory", "padding", "errors"},
-    "variance": {"sketches", "linear", "convert", "config", "memory", "rows", "padding", "ops", "errors"},
+    "memory": {"names", "linear", "config", "rows", "padding", "errors"},
+    "convert": {"names", "linear", "config", "memory", "padding", "errors"},
+    "variance": {"names", "sketches", "linear", "convert", "config", "memory", "rows", "padding", "ops", "errors"},
     "checkpointing": {"memory", "errors"},
 }
 # these sit on the public interface and may import all of it

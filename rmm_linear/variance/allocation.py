@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.convert import aligned, describe, listed, strip_wrappers
+from rmm_linear.convert import aligned, describe, listed
 from rmm_linear.linear import RMMLinear
+from rmm_linear.names import strip_wrappers
 from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rmm_linear.convert import strip_wrappers
 from rmm_linear.linear import RMMLinear
+from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import current_valid_rows
 
 Measure = Callable[[str, RMMLinear, Tensor, Tensor, Tensor | None], object]
