@@ -1,6 +1,16 @@
 """What a model keeps for its backward pass, and what its sketched layers save."""
 
 from rmm_linear.memory.kept import SavedTensors, measure_kept_bytes
+from rmm_linear.memory.report import Keeper, KeptStorage, LinearCall, MemoryReport, profile
 from rmm_linear.memory.saving import MeasuredSaving
 
-__all__ = ["MeasuredSaving", "SavedTensors", "measure_kept_bytes"]
+__all__ = [
+    "Keeper",
+    "KeptStorage",
+    "LinearCall",
+    "MeasuredSaving",
+    "MemoryReport",
+    "SavedTensors",
+    "measure_kept_bytes",
+    "profile",
+]

@@ -164,13 +164,26 @@ class SavedTensors:
         # only what has a graph can be part of a cycle; others keep their identity, and what hangs on them
         return tensor if tensor.grad_fn is None else tensor.detach(), version
 
+    @staticmethod
+    def _unpack(packed: tuple[Tensor, int | None]) -> Tensor:
+        # static: what is unpacked by a graph that lives on must not keep this object alive
+        tensor, version = packed
+        # Autograd leaves this check to whoever has hooks.
+        if version is not None and tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+                f" {tuple(tensor.shape)} {tensor.dtype} tensor is at version {tensor._version}; expected version"
+                f" {version}"
+            )
+        return tensor
+
     def __enter__(self) -> "SavedTensors":
         if self._hooks is not None:
             raise ValueError("this SavedTensors is active already; make a second one to nest them")
         # A module's tensors may have been moved or replaced since it was named.
         self._excluded = StorageSet(own_tensors(self._exclude))
         self._kept = StorageSet()
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return self
 
@@ -183,17 +196,6 @@ class SavedTensors:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(bytes={self.bytes}, storages={len(self._kept)})"
-
-
-def _unpack(packed: tuple[Tensor, int | None]) -> Tensor:
-    tensor, version = packed
-    # Autograd leaves this check to whoever has hooks.
-    if version is not None and tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-            f" {tuple(tensor.shape)} {tensor.dtype} tensor is at version {tensor._version}; expected version {version}"
-        )
-    return tensor
 
 
 def measure_kept_bytes(

@@ -9,8 +9,7 @@ group) / rank, to a good approximation.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear
+from rmm_linear.memory.unchanged import drop_gradients, unchanged
 from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch
 from rmm_linear.sketches.centered import centred
@@ -351,43 +351,14 @@ def profile_noise(
     names = list(probe.layers)
     devices = {parameter.device for parameter in model.parameters()}
     generators = [device.index for device in devices if device.type == "cuda"]
-    with _as_it_was(model):
+    with unchanged(model):
         try:
             for run in runs:
                 for start in range(0, len(names), int(layers_at_once)):
                     probe.watch(names[start : start + int(layers_at_once)])
                     with torch.random.fork_rng(devices=generators):
                         run()
-                    _drop_gradients(model)
+                    drop_gradients(model)
         finally:
             probe.close()
     return builder.build()
-
-
-def _drop_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-@contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put gradients aside, and give them and the buffers back at the end."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    _drop_gradients(model)
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, content in buffers:
-                module._buffers[name] = buffer
-                # only what a forward pass has changed: a copy would be noticed by graphs that use the buffer
-                if not torch.equal(buffer, content):
-                    buffer.copy_(content)

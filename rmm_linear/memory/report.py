@@ -1,0 +1,749 @@
+"""profile: what does one forward pass of a model keep for its backward pass, and who keeps it?
+
+One forward is watched. Autograd hands over each tensor that it keeps (`kept.py`); which module is running then is known
+from hooks on all modules, and which operation keeps it, and as what, from the graph afterwards: reading a node's saved
+tensors calls the same hooks backwards. No backward pass runs.
+
+Every storage is counted once, whoever keeps it. For linear layers the report tells apart
+
+    own bytes       storages that are kept as inputs of linear layers alone, for their weight gradients: what sketches
+                    can free, and no ratio can free more
+    shared bytes    inputs that something else keeps as well (an attention kernel its output, a residual block's
+                    LayerNorm): sketching these frees nothing
+
+and says what any configuration would leave, to the byte, before a layer is converted.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.linear import RMMLinear
+from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
+from rmm_linear.memory.unchanged import unchanged
+from rmm_linear.names import strip_wrappers
+from rmm_linear.rows import sequences_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What a linear layer's product keeps its input, and its weight, as: by the operations that it may be made of.
+_INPUT_ROLES = ("mat1", "self", "input")
+_WEIGHT_ROLES = ("mat2", "weight", "other")
+# Statuses of a linear layer's call.
+KEPT, SKETCHED, FROZEN, CHECKPOINTED, NO_GRADIENT = "kept", "sketched", "frozen", "checkpointed", "no gradient"
+LINEAR_INPUTS = "inputs of linear layers alone"
+_MIB = 2**20
+# Layers, operations and modules that a report prints before it says how many more there are.
+_PRINTED = 12
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Who keeps a storage.
+
+    Attributes:
+        module: Name of the innermost module that was running, without wrappers' prefixes; "" for the model itself.
+        kind: Its class.
+        op: The operation that keeps it, as autograd's node is called; "" where the graph does not tell.
+        role: What the operation keeps it as, such as "mat1"; "" where the graph does not tell.
+        shape: Shape of the tensor that is kept.
+        dtype: Its dtype.
+    """
+
+    module: str
+    kind: str
+    op: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class KeptStorage:
+    """One storage that the backward pass needs.
+
+    Attributes:
+        bytes: Its size: a view keeps the whole of what it views alive.
+        device: Where it lies.
+        keepers: All that keep it, in the order in which they were met.
+    """
+
+    bytes: int
+    device: str
+    keepers: tuple[Keeper, ...]
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """One call of a linear layer.
+
+    Attributes:
+        layer: Name of the layer.
+        rows: Rows of its input.
+        sequences: Sequences that the rows belong to; 0 for a matrix.
+        in_features: Columns of its input.
+        out_features: Columns of its output.
+        dtype: Dtype that it computes in.
+        status: "kept": its input is kept for the weight gradient; "sketched"; "frozen": the weight gets no gradient;
+            "checkpointed": nothing is kept, it runs again in the backward pass; "no gradient": nothing is wanted.
+        storage: Place of its input among the report's storages, where it is kept.
+        weight_copy: Place of a copy of its weight (autocast's), where one is kept.
+    """
+
+    layer: str
+    rows: int
+    sequences: int
+    in_features: int
+    out_features: int
+    dtype: str
+    status: str
+    storage: int | None = None
+    weight_copy: int | None = None
+
+    def saved_bytes(self, config: RMMConfig) -> int:
+        """Return what a sketch of this input would keep.
+
+        Args:
+            config: How to sketch; padding is not known and counts as rows.
+
+        Returns:
+            Bytes.
+        """
+        dtype = getattr(torch, self.dtype)
+        return config.saved_bytes(self.rows, self.in_features, dtype, sequences=self.sequences)
+
+    def is_sketched_by(self, config: RMMConfig) -> bool:
+        """Tell whether a configuration would sketch this input.
+
+        Args:
+            config: How to sketch.
+
+        Returns:
+            False for a call that keeps no input, and for too few rows.
+        """
+        kept = min(self.rows, self.sequences * len(config.keep_tokens))
+        return self.status == KEPT and config.sketches(self.rows, kept)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What one forward pass keeps, and what sketches could free of it.
+
+    Attributes:
+        model: The model's class.
+        storages: Every storage that is kept, in the order in which they were first saved.
+        linears: Every call of a linear layer, in order.
+        peak_bytes: Most bytes that CUDA's allocator had given out during the forward; None on a CPU.
+        peak_module: The module that ran when it was reached, or None.
+    """
+
+    model: str
+    storages: tuple[KeptStorage, ...]
+    linears: tuple[LinearCall, ...]
+    peak_bytes: int | None = None
+    peak_module: str | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(storage.bytes for storage in self.storages)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that are kept for weight gradients of linear layers alone: the most that sketches can free."""
+        return sum(self.storages[place].bytes for place in self._calls_by_storage() if self._is_own(place))
+
+    def predict(self, config: RMMConfig, *, layers: Collection[str] | None = None) -> int:
+        """Return what the model would keep with some of its layers converted.
+
+        Equal to a measurement of the converted model on the same inputs, to the byte. With `skip_padding` it counts
+        padding as rows, and is an upper bound.
+
+        Args:
+            config: How they would sketch.
+            layers: Names of the layers that would be converted; all linear layers by default.
+
+        Returns:
+            Bytes.
+        """
+        total = self.total_bytes
+        converted = {
+            number
+            for number, call in enumerate(self.linears)
+            if (layers is None or call.layer in layers) and call.is_sketched_by(config)
+        }
+        total += sum(self.linears[number].saved_bytes(config) for number in converted)
+        total -= sum(
+            self.storages[place].bytes
+            for place, calls in self._calls_by_storage().items()
+            if self._is_own(place) and converted.issuperset(calls)
+        )
+        copies: dict[int, list[int]] = {}
+        for number, call in enumerate(self.linears):
+            if call.weight_copy is not None:
+                copies.setdefault(call.weight_copy, []).append(number)
+        # a sketched layer keeps its weight as it is, and casts it again
+        return total - sum(self.storages[place].bytes for place, calls in copies.items() if converted.issuperset(calls))
+
+    def by_op(self) -> dict[str, int]:
+        """Return the bytes of each kind of operation, each storage once.
+
+        Returns:
+            Operation -> bytes, the largest first. A storage that only linear layers keep, as inputs, counts as
+            `LINEAR_INPUTS`; others count for the first operation that keeps them as something else.
+        """
+        return self._sums(self._op_of)
+
+    def by_module(self, depth: int | None = None) -> dict[str, int]:
+        """Return the bytes of each module, each storage once, at the first module that keeps it.
+
+        Args:
+            depth: How many segments of the names to tell apart; all by default.
+
+        Returns:
+            Name -> bytes, the largest first.
+        """
+        return self._sums(
+            lambda place: ".".join(self.storages[place].keepers[0].module.split(".")[:depth]) or "(the model)"
+        )
+
+    def _sums(self, key: Callable[[int], str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for place, storage in enumerate(self.storages):
+            found[key(place)] = found.get(key(place), 0) + storage.bytes
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _op_of(self, place: int) -> str:
+        if self._is_own(place):
+            return LINEAR_INPUTS
+        others = [keeper for keeper in self.storages[place].keepers if not _is_linear_input(keeper, self._linear_names)]
+        keeper = (others or self.storages[place].keepers)[0]
+        return keeper.op or keeper.kind
+
+    @property
+    def _linear_names(self) -> set[str]:
+        return {call.layer for call in self.linears}
+
+    def _calls_by_storage(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, call in enumerate(self.linears):
+            if call.status == KEPT and call.storage is not None:
+                found.setdefault(call.storage, []).append(number)
+        return found
+
+    def _is_own(self, place: int) -> bool:
+        names = {call.layer for call in self.linears if call.status == KEPT and call.storage == place}
+        return bool(names) and all(_is_linear_input(keeper, names) for keeper in self.storages[place].keepers)
+
+    def others(self, call: LinearCall) -> tuple[str, ...]:
+        """Return the operations, other than linear layers' products, that keep a call's input.
+
+        Args:
+            call: One of `linears`.
+
+        Returns:
+            Operations, each once.
+        """
+        if call.storage is None:
+            return ()
+        names = self._linear_names
+        found = [each for each in self.storages[call.storage].keepers if not _is_linear_input(each, names)]
+        return tuple(dict.fromkeys(keeper.op or keeper.kind for keeper in found))
+
+    def sharers(self, call: LinearCall) -> tuple[str, ...]:
+        """Return the linear layers that keep the same input.
+
+        Args:
+            call: One of `linears`.
+
+        Returns:
+            Names of the layers, that of the call among them, in order; none where no input is kept.
+        """
+        if call.storage is None or call.status != KEPT:
+            return ()
+        return tuple(dict.fromkeys(each.layer for each in self.linears if each.storage == call.storage))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values.
+
+        Returns:
+            A dictionary that strict JSON holds.
+        """
+        return {**asdict(self), "total_bytes": self.total_bytes, "own_bytes": self.own_bytes}
+
+    def to_json(self) -> str:
+        """Return the report as JSON.
+
+        Returns:
+            Text.
+        """
+        return json.dumps(self.to_dict())
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Return a row a storage.
+
+        Returns:
+            A pandas DataFrame with the columns bytes, device, op, module, kind, role, shape, dtype (those of the first
+            keeper) and keepers (how many).
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("to_frame() needs pandas; pip install rmm-linear[report]") from error
+        return pd.DataFrame(
+            [
+                {
+                    "bytes": storage.bytes,
+                    "device": storage.device,
+                    **asdict(storage.keepers[0]),
+                    "op": self._op_of(place),
+                    "keepers": len(storage.keepers),
+                }
+                for place, storage in enumerate(self.storages)
+            ]
+        )
+
+    def figure(self, path: str | Path) -> None:
+        """Draw the bytes by operation and by module.
+
+        Args:
+            path: File to write, of a kind that matplotlib knows: .png, .svg, .pdf.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("figure() needs matplotlib; pip install rmm-linear[report]") from error
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        for axes, (title, sums) in zip(
+            figure.subplots(1, 2), (("by operation", self.by_op()), ("by module", self._patterns())), strict=True
+        ):
+            shown = list(sums.items())[:_PRINTED]
+            rest = sum(list(sums.values())[_PRINTED:])
+            if rest:
+                shown.append((f"{len(sums) - _PRINTED} more", rest))
+            labels, sizes = [label for label, _ in shown], [size / _MIB for _, size in shown]
+            colours = ["#D55E00" if label == LINEAR_INPUTS else "#0072B2" for label in labels]
+            axes.barh(range(len(shown)), sizes, color=colours)
+            axes.set_yticks(range(len(shown)), labels, fontsize=8)
+            axes.invert_yaxis()
+            axes.set_xlabel("MiB kept for the backward pass")
+            axes.set_title(title)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(_headline(self))
+        figure.savefig(path, dpi=150)
+
+    def _patterns(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name, size in self.by_module().items():
+            found[_pattern(name)] = found.get(_pattern(name), 0) + size
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        return "\n".join([_headline(self), _ceiling(self), "", *_op_lines(self), "", *_layer_lines(self)])
+
+
+def _headline(report: MemoryReport) -> str:
+    tensors = f"{len(report.storages)} storage{'s' if len(report.storages) != 1 else ''}"
+    return f"{report.model} keeps {_mib(report.total_bytes)} for its backward pass, in {tensors}"
+
+
+def _ceiling(report: MemoryReport) -> str:
+    share = 100 * report.own_bytes / report.total_bytes if report.total_bytes else 0.0
+    line = (
+        f"{_mib(report.own_bytes)} of it ({share:.1f} %) are inputs of linear layers that nothing else needs: the most"
+        " that sketches can free"
+    )
+    if report.peak_bytes is not None:
+        line += f"\nthe forward's peak is {_mib(report.peak_bytes)}, reached in {report.peak_module or 'the model'}"
+    return line
+
+
+def _op_lines(report: MemoryReport) -> list[str]:
+    sums = report.by_op()
+    counts: dict[str, int] = {}
+    for place in range(len(report.storages)):
+        op = report._op_of(place)
+        counts[op] = counts.get(op, 0) + 1
+    rows = [("kept by", "MiB", "%", "storages")]
+    for op, size in list(sums.items())[:_PRINTED]:
+        rows.append((op, f"{size / _MIB:.2f}", f"{100 * size / max(1, report.total_bytes):.1f}", str(counts[op])))
+    rest = list(sums.items())[_PRINTED:]
+    if rest:
+        size = sum(each for _, each in rest)
+        share = f"{100 * size / max(1, report.total_bytes):.1f}"
+        rows.append((f"{len(rest)} more", f"{size / _MIB:.2f}", share, str(sum(counts[op] for op, _ in rest))))
+    return _aligned(rows)
+
+
+def _layer_lines(report: MemoryReport) -> list[str]:
+    """Linear layers, those alike in one line: layers of a stack, and members of a sharing group."""
+    half = RMMConfig(ratio=0.5, min_rows=1)
+    found: dict[tuple[str, ...], list[int]] = {}
+    seen: set[tuple[str, ...]] = set()
+    for call in report.linears:
+        sharers = report.sharers(call) or (call.layer,)
+        # a line a group: the first of its members stands for all
+        if call.layer != sharers[0] and sharers in seen:
+            continue
+        seen.add(sharers)
+        if call.status == KEPT:
+            others = report.others(call)
+            why = f"also kept by {', '.join(others)}" if others else "kept for the weight gradient alone"
+        else:
+            why = _STATUS_WORDS[call.status]
+        names = _merged([_pattern(name) for name in sharers])
+        place = call.storage
+        size = report.storages[place].bytes if place is not None and call.status == KEPT else 0
+        freed = 0
+        if size:
+            sketches = sum(
+                each.saved_bytes(half)
+                for each in report.linears
+                if each.storage == place and each.status == KEPT and each.is_sketched_by(half)
+            )
+            freed = (size if place is not None and report._is_own(place) else 0) - sketches
+        sums = found.setdefault((names, str(call.rows), why), [0, 0, 0])
+        sums[0] += 1
+        sums[1] += size
+        sums[2] += freed
+    rows = [("linear layers", "rows", "times", "input MiB", "freed at ratio 0.5", "")]
+    for (names, count, why), (times, size, freed) in list(found.items())[: 2 * _PRINTED]:
+        rows.append((names, count, str(times), f"{size / _MIB:.2f}", f"{freed / _MIB:.2f}", why))
+    if len(found) > 2 * _PRINTED:
+        rows.append((f"{len(found) - 2 * _PRINTED} more", "", "", "", "", ""))
+    return _aligned(rows)
+
+
+_STATUS_WORDS = {
+    SKETCHED: "sketched",
+    FROZEN: "its weight is frozen: keeps nothing",
+    CHECKPOINTED: "checkpointed: keeps nothing",
+    NO_GRADIENT: "no gradient is wanted: keeps nothing",
+}
+
+
+def _pattern(name: str) -> str:
+    """A module's name with its numbers left open: those of a stack's layers are alike."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) or "(the model)"
+
+
+def _merged(names: list[str]) -> str:
+    """Such as "layer.*.{query, key, value}"."""
+    names = list(dict.fromkeys(names))
+    if len(names) == 1:
+        return names[0]
+    heads = {name.rpartition(".")[0] for name in names}
+    if len(heads) == 1 and (head := heads.pop()):
+        return f"{head}.{{{', '.join(name.rpartition('.')[2] for name in names)}}}"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in (0, len(row) - 1) and not _is_number(cell) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"-?\d+(\.\d+)?", text))
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.2f} MiB"
+
+
+def _is_linear_input(keeper: Keeper, names: Collection[str]) -> bool:
+    return keeper.module in names and keeper.role in _INPUT_ROLES
+
+
+@dataclass
+class _Pack:
+    """A tensor that autograd handed over."""
+
+    storages: tuple[int, ...]
+    module: str
+    kind: str
+    # number of the linear layer's call that it belongs to
+    call: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    op: str = ""
+    role: str = ""
+
+
+@dataclass
+class _Call:
+    """A call of a linear layer, as its hooks saw it."""
+
+    layer: str
+    module: nn.Linear
+    rows: int
+    sequences: int
+    dtype: torch.dtype
+    trains: bool
+    wants_gradient: bool = False
+    packs: int = 0
+
+
+class _Recorder(SavedTensors):
+    """SavedTensors that also writes down who saved what."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        # modules that are running, the innermost last
+        self._running: list[tuple[str, nn.Module, int | None]] = []
+        self.packs: list[_Pack] = []
+        self.calls: list[_Call] = []
+        self._read: list[int] = []
+        self._keys = StorageSet()
+        self.peak: tuple[int, str] | None = None
+        self._cuda = any(parameter.is_cuda for parameter in model.parameters())
+
+    def _pack(self, tensor: Tensor) -> tuple[Any, ...]:
+        storages = tuple(self._keys.add(each) for each in storages_of(tensor) if each not in self._excluded)
+        name, module, call = self._running[-1] if self._running else ("", self._model, None)
+        if call is not None:
+            self.calls[call].packs += 1
+        self.packs.append(
+            _Pack(
+                storages,
+                name,
+                type(module).__name__,
+                call,
+                tuple(tensor.shape),
+                tensor.dtype,
+                str(tensor.device),
+            )
+        )
+        return (*super()._pack(tensor), len(self.packs) - 1)
+
+    def _unpack(self, packed: tuple[Any, ...]) -> Tensor:  # type: ignore[override]
+        self._read.append(packed[-1])
+        return SavedTensors._unpack(packed[:-1])
+
+    def read(self, outputs: Iterable[object]) -> None:
+        """Find out from the graph which operation keeps what.
+
+        Args:
+            outputs: What the model returned, flattened.
+        """
+        todo = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            for function, _ in node.next_functions:
+                if function is not None and function not in seen:
+                    seen.add(function)
+                    todo.append(function)
+            op = _op_name(node.name())
+            for attribute in dir(node):
+                if attribute.startswith("_saved_") or attribute == "saved_tensors":
+                    self._read.clear()
+                    try:
+                        getattr(node, attribute)
+                    except (RuntimeError, AttributeError):
+                        # changed in place since, or freed by a backward pass of the model's own
+                        continue
+                    for number in self._read:
+                        self.packs[number].op = op
+                        self.packs[number].role = attribute.removeprefix("_saved_")
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = None
+        name = self._names[module]
+        if isinstance(module, nn.Linear) and (args or "input" in kwargs):
+            x = args[0] if args else kwargs["input"]
+            if isinstance(x, Tensor):
+                call = len(self.calls)
+                rows = x.numel() // max(1, x.shape[-1])
+                self.calls.append(
+                    _Call(name, module, rows, sequences_of(x.shape), _computed_in(x), module.weight.requires_grad)
+                )
+        self._running.append((name, module, call))
+        self._note_peak()
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        self._note_peak()
+        if self._running and self._running[-1][1] is module:
+            _, _, call = self._running.pop()
+            if call is not None and isinstance(output, Tensor):
+                self.calls[call].wants_gradient = output.requires_grad
+
+    def _note_peak(self) -> None:
+        if self._cuda:
+            peak = torch.cuda.max_memory_allocated()
+            if self.peak is None or peak > self.peak[0]:
+                self.peak = peak, self._running[-1][0] if self._running else ""
+
+    def __enter__(self) -> "_Recorder":
+        super().__enter__()
+        self._names = {module: strip_wrappers(name) for name, module in self._model.named_modules()}
+        for module in self._names:
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._note_peak()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        super().__exit__(kind, error, traceback)
+
+    def report(self) -> MemoryReport:
+        """Put together what was written down.
+
+        Returns:
+            The report.
+        """
+        place = {key: number for number, key in enumerate(self._keys.sizes)}
+        keepers: list[list[Keeper]] = [[] for _ in place]
+        devices = [""] * len(place)
+        inputs: dict[int, int] = {}
+        copies: dict[int, int] = {}
+        for pack in self.packs:
+            role = pack.role
+            if pack.call is not None and not role:
+                role = self._guessed_role(pack, self.calls[pack.call])
+            keeper = Keeper(pack.module, pack.kind, pack.op, role, pack.shape, str(pack.dtype).removeprefix("torch."))
+            for key in pack.storages:
+                keepers[place[key]].append(keeper)
+                devices[place[key]] = pack.device
+            if pack.call is not None and pack.storages:
+                if role in _INPUT_ROLES:
+                    inputs[pack.call] = place[pack.storages[0]]
+                elif role in _WEIGHT_ROLES:
+                    copies[pack.call] = place[pack.storages[0]]
+        return MemoryReport(
+            model=type(self._model).__name__,
+            storages=tuple(
+                KeptStorage(size, device, tuple(who))
+                for size, device, who in zip(self._keys.sizes.values(), devices, keepers, strict=True)
+            ),
+            linears=tuple(self._linear_call(number, inputs, copies) for number in range(len(self.calls))),
+            peak_bytes=None if self.peak is None else self.peak[0],
+            peak_module=None if self.peak is None else self.peak[1],
+        )
+
+    @staticmethod
+    def _guessed_role(pack: _Pack, call: _Call) -> str:
+        """Of a tensor whose node does not lead to what the model returned."""
+        elements = torch.Size(pack.shape).numel()
+        is_input = pack.shape[-1:] == (call.module.in_features,) and elements == call.rows * call.module.in_features
+        return _INPUT_ROLES[0] if is_input and call.trains else ""
+
+    def _linear_call(self, number: int, inputs: dict[int, int], copies: dict[int, int]) -> LinearCall:
+        call = self.calls[number]
+        if not call.trains:
+            status = FROZEN
+        elif not call.wants_gradient:
+            status = NO_GRADIENT
+        elif call.packs == 0:
+            status = CHECKPOINTED
+        elif number in inputs:
+            status = KEPT
+        else:
+            status = SKETCHED if isinstance(call.module, RMMLinear) else NO_GRADIENT
+        return LinearCall(
+            layer=call.layer,
+            rows=call.rows,
+            sequences=call.sequences,
+            in_features=call.module.in_features,
+            out_features=call.module.out_features,
+            dtype=str(call.dtype).removeprefix("torch."),
+            status=status,
+            storage=inputs.get(number),
+            weight_copy=copies.get(number) if call.trains else None,
+        )
+
+
+def _op_name(node: str) -> str:
+    """Such as "native_layer_norm" of "NativeLayerNormBackward0"."""
+    name = re.sub(r"Backward\d*$", "", node).strip("_")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    lowered = device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point()
+    return torch.get_autocast_dtype(device) if lowered and x.dtype != torch.float64 else x.dtype
+
+
+def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:
+    """Run one forward pass of a model and report what it keeps for the backward pass.
+
+    The model runs as it is: in the mode that it is in, with whatever is converted, checkpointed or frozen; call
+    `model.train()` first for what training keeps, and run it in the autocast region that it trains in. Gradients,
+    buffers and the random state are afterwards what they were. No backward pass runs, and what the forward returned is
+    dropped. Compiled parts are counted, but not told apart.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import RMMConfig
+        >>> from rmm_linear.memory import profile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> report = profile(model, torch.randn(1024, 64))
+        >>> report.total_bytes, report.own_bytes
+        (2359296, 1310720)
+        >>> report.predict(RMMConfig(ratio=0.1, center=False)) < 0.52 * report.total_bytes
+        True
+
+    Args:
+        model: Any module, converted or not.
+        *args: What to call it with.
+        **kwargs: The same by name.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: If `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    recorder = _Recorder(model)
+    with unchanged(model), torch.enable_grad():
+        with recorder:
+            output = model(*args, **kwargs)
+        recorder.read(_tensors(output))
+        found = recorder.report()
+        del output
+    return found
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            # outputs of models that are no containers for pytree
+            yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))

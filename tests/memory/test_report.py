@@ -1,0 +1,278 @@
+"""profile: every storage once, with who keeps it; and a prediction that a converted model meets to the byte."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.memory import SavedTensors, profile
+from rmm_linear.memory.report import CHECKPOINTED, FROZEN, KEPT, LINEAR_INPUTS, NO_GRADIENT, SKETCHED
+
+FLOAT = 4
+
+
+class Attention(nn.Module):
+    """Query, key and value of one input, a fused attention that keeps its output, a projection of that."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x):
+        query, key, value = (
+            layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        y = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = self.norm(x + self.attention(x))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def stack(blocks: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(blocks)), nn.Linear(32, 3))
+
+
+def batch(**options) -> torch.Tensor:
+    return torch.randn(4, 50, 32, **options)
+
+
+def kept_by(model: nn.Module, *args, **kwargs) -> int:
+    with SavedTensors(model) as kept:
+        model(*args, **kwargs)
+    return kept.bytes
+
+
+def test_every_storage_counts_once_and_is_told_by_who_keeps_it():
+    model, x = stack(1), batch(requires_grad=True)
+    report = profile(model, x)
+    assert report.total_bytes == kept_by(model, x) == sum(report.by_op().values()) == sum(report.by_module().values())
+    hidden = 4 * 50 * 32 * FLOAT
+    # x for query, key and value; the norm's output for the residual and `up`; GELU's output for `down`; the last one's
+    calls = {call.layer: call for call in report.linears}
+    assert list(calls) == [
+        "0.attention.query",
+        "0.attention.key",
+        "0.attention.value",
+        "0.attention.output",
+        "0.up",
+        "0.down",
+        "1",
+    ]
+    assert all(call.status == KEPT and call.rows == 200 and call.sequences == 4 for call in calls.values())
+    assert report.sharers(calls["0.attention.key"]) == ("0.attention.query", "0.attention.key", "0.attention.value")
+    assert report.others(calls["0.attention.key"]) == ()
+    (attention,) = report.others(calls["0.attention.output"])
+    assert attention.startswith("scaled_dot_product")
+    assert report.others(calls["0.down"]) == ()
+    # q/k/v's input, `up`'s, four times as wide `down`'s, and the last layer's
+    assert report.own_bytes == report.by_op()[LINEAR_INPUTS] == (1 + 1 + 4 + 1) * hidden
+    assert report.by_op()["gelu"] == 4 * hidden
+    assert report.storages[calls["0.up"].storage].bytes == hidden
+
+
+def test_the_model_is_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+    x = torch.randn(16, 8)
+    model(x).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    contents = [gradient.clone() for gradient in gradients]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        profile(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), buffers, strict=True))
+    for parameter, gradient, content in zip(model.parameters(), gradients, contents, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, content)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        RMMConfig(ratio=0.5),
+        RMMConfig(ratio=0.1, center=False, storage="int4", keep_tokens=(0, -1)),
+        RMMConfig(ratio=0.9, sketch="crs"),
+        RMMConfig(ratio=0.5, min_rows=201),
+        RMMConfig(ratio=1.0),
+    ],
+)
+def test_the_prediction_is_what_the_converted_model_keeps(config, autocast, requires_grad):
+    model, x = stack(), batch(requires_grad=requires_grad)
+    for layers in (None, ["0.up", "1.down"], ["0.attention.query", "0.attention.key", "1.attention.output"]):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            predicted = profile(model, x).predict(config, layers=layers)
+            converted = convert_linears(stack(), config=config, target_modules=layers or ".*")
+            converted.load_state_dict(model.state_dict())
+            assert kept_by(converted, x) == predicted
+
+
+def test_a_part_of_a_sharing_group_frees_nothing():
+    model, x = stack(1), batch()
+    report, config = profile(model, x), RMMConfig(ratio=0.1)
+    one = report.predict(config, layers=["0.attention.query"])
+    assert one > report.total_bytes
+    everything = report.predict(config)
+    assert report.total_bytes - report.own_bytes < everything < report.total_bytes
+
+
+def test_statuses():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.frozen, self.again, self.silent, self.sketched = (nn.Linear(8, 8) for _ in range(5))
+            self.frozen.requires_grad_(False)
+            convert_linears(self.sketched, ratio=0.5)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.silent(x)
+            y = checkpoint(self.again, self.frozen(self.kept(x)), use_reentrant=False)
+            return self.sketched(y)
+
+    report = profile(Mixed(), torch.randn(256, 8))
+    assert {call.layer: call.status for call in report.linears} == {
+        "silent": NO_GRADIENT, "kept": KEPT, "frozen": FROZEN, "again": CHECKPOINTED, "sketched": SKETCHED,
+    }  # fmt: skip
+    for call in report.linears:
+        assert (call.storage is not None) == (call.status == KEPT)
+        assert call.is_sketched_by(RMMConfig(ratio=0.5)) == (call.status == KEPT)
+    text = str(report)
+    for words in ("its weight is frozen", "checkpointed: keeps nothing", "no gradient is wanted", "sketched"):
+        assert words in text
+
+
+def test_a_view_keeps_the_whole():
+    class Pooler(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.dense((x * 2)[:, 0])
+
+    report = profile(Pooler(), torch.randn(4, 50, 8))
+    assert report.total_bytes == report.own_bytes == 4 * 50 * 8 * FLOAT
+    assert report.linears[0].rows == 4
+
+
+def test_a_layer_that_runs_twice_has_two_calls():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(nn.functional.gelu(self.layer(x)))
+
+    model, x, config = Twice(), torch.randn(256, 8), RMMConfig(ratio=0.25)
+    report = profile(model, x)
+    assert [call.layer for call in report.linears] == ["layer", "layer"]
+    predicted = report.predict(config)
+    assert kept_by(convert_linears(model, config=config), x) == predicted
+
+
+def test_what_the_output_does_not_depend_on_is_counted_and_guessed():
+    class Detour(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.aside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.kept_alive = self.aside(x * 2)
+            return {"logits": [self.used(x * 3)]}
+
+    model, x = Detour(), torch.randn(256, 8)
+    report = profile(model, x)
+    assert report.total_bytes == report.own_bytes == 2 * 256 * 8 * FLOAT
+    assert [call.status for call in report.linears] == [KEPT, KEPT]
+
+
+def test_a_hugging_face_model_with_lora_like_layers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name or "down_proj" in name)
+    ids = torch.randint(0, 50, (4, 40))
+    report = profile(model, input_ids=ids, labels=ids)
+    assert report.total_bytes == kept_by(model, input_ids=ids, labels=ids)
+    statuses = {call.layer.rpartition(".")[2]: call.status for call in report.linears}
+    assert statuses["q_proj"] == statuses["down_proj"] == KEPT
+    assert statuses["k_proj"] == statuses["up_proj"] == FROZEN
+    sketched = RMMConfig(ratio=0.25)
+    predicted = report.predict(sketched)
+    convert_linears(model, config=sketched)
+    assert kept_by(model, input_ids=ids, labels=ids) == predicted
+
+
+def test_a_compiled_model_is_counted():
+    torch.compiler.reset()
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(16, 8)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x).sum().backward()
+    assert profile(compiled, x).total_bytes == 2 * 16 * 8 * FLOAT
+
+
+def test_the_report_as_text_json_and_frame():
+    report = profile(stack(3), batch(requires_grad=True))
+    text = str(report)
+    lines = text.splitlines()
+    assert lines[0].startswith("Sequential keeps ")
+    assert "the most that sketches can free" in lines[1]
+    assert any(line.startswith("*.attention.{query, key, value}") and " 3 " in line for line in lines)
+    assert any("also kept by scaled_dot_product" in line for line in lines)
+    content = json.loads(report.to_json())
+    assert content["total_bytes"] == report.total_bytes
+    assert sum(storage["bytes"] for storage in content["storages"]) == report.total_bytes
+    frame = pytest.importorskip("pandas") and report.to_frame()
+    assert frame["bytes"].sum() == report.total_bytes
+    assert frame.groupby("op")["bytes"].sum().to_dict() == report.by_op()
+    assert report.by_module(1).keys() <= {"0", "1", "2", "3"}
+
+
+def test_the_figure_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("report.png", "report.svg"):
+        profile(stack(), batch()).figure(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 5_000
+
+
+def test_an_error_in_the_model_leaves_no_hook_behind():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 9))
+    with pytest.raises(RuntimeError):
+        profile(model, torch.randn(4, 8))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(ValueError, match="model is a function; pass a torch.nn.Module"):
+        profile(lambda x: x, torch.randn(3))
+
+
+def test_nothing_is_kept_in_memory():
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    x = torch.randn(64, 8)
+    model, reference = nn.Linear(8, 8), StorageWeakRef(x.untyped_storage())
+    report = profile(model, x)
+    del x
+    assert reference.expired()
+    assert report.total_bytes == 64 * 8 * FLOAT
