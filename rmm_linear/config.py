@@ -52,6 +52,9 @@ class RMMConfig:
             (`rmm_linear.rows`). They are kept in the input's dtype, or, with a storage, in 8 bits; they come on top of
             `ratio`. Positions count the tokens that are not padding where `skip_padding` leaves padding out (under
             torch.compile they count all). Inputs without sequences, of two dimensions, have no such rows.
+        share_sketch: Keep one sketch for all layers that are called with the same tensor in a forward pass (query, key
+            and value) and are configured alike, as an exact model keeps one input; see `rmm_linear.sharing`. Under
+            torch.compile each layer keeps its own.
     """
 
     ratio: float = 0.5
@@ -61,6 +64,7 @@ class RMMConfig:
     storage: str | None = None
     skip_padding: bool = False
     keep_tokens: tuple[int, ...] = ()
+    share_sketch: bool = True
     _sketch_object: Sketch = field(init=False, repr=False, compare=False)
     _kept_rows: KeptRows = field(init=False, repr=False, compare=False)
 
@@ -72,7 +76,7 @@ class RMMConfig:
             )
         if not isinstance(self.sketch, str) or self.sketch not in SKETCHES:
             raise ValueError(f"sketch={self.sketch!r} is unknown; choose one of {', '.join(available_sketches())}")
-        for name in ("center", "skip_padding"):
+        for name in ("center", "skip_padding", "share_sketch"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; pass True or False")
         if isinstance(self.min_rows, bool) or not isinstance(self.min_rows, Integral) or self.min_rows < 0:

@@ -23,6 +23,7 @@ What happens where:
 
     padding           says which rows carry no gradient, and are left out of x and of g
     rows              says which rows are kept beside the sketch of the others
+    sharing           finds layers that read the same x, which keep one sketch of it
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
     sketches/         compress(x, seed) and backward(g, saved): the only verbs that are used here
@@ -40,6 +41,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.padding import RowsCheck, ValidRows, needed_check
 from rmm_linear.rows import Layout, layout_of, split
+from rmm_linear.sharing import SharedSketch
 from rmm_linear.sketches import SavedSketch
 
 
@@ -52,6 +54,7 @@ def linear(
     seed: Tensor | int | None = None,
     valid_rows: ValidRows | None = None,
     rows_check: RowsCheck | None = None,
+    shared: SharedSketch | None = None,
 ) -> Tensor:
     """Apply a linear map whose weight gradient is estimated from a sketch of `x` (Bershatsky et al. 2022, sec. 2).
 
@@ -87,6 +90,8 @@ def linear(
             whatever `config.skip_padding` says, which is about the model's own mask.
         rows_check: Looks in the backward passes whether the rows left out carry no gradient, until it has seen it; a
             layer's own. None checks only if `valid_rows` asks for it, or in debug mode.
+        shared: The group of layers that keep one sketch of `x`, made by the first of them; a seed that is given is the
+            group's. None for a sketch of its own.
 
     Returns:
         Shape (..., out).
@@ -108,6 +113,8 @@ def linear(
         return F.linear(x, weight, bias)
     # Under no_grad as well: see the docstring.
     seed = _seed_tensor(seed, x)
+    if shared is not None:
+        seed = shared.seed_or(seed, _compute_dtype(x))
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     index = None
@@ -121,13 +128,18 @@ def linear(
     source = x.detach()
     if valid_rows is not None and torch.compiler.is_compiling():
         source = valid_rows.keep_only_valid(source)
-    kept, rest = split(source.reshape(rows, x.shape[-1]), layout, index)
-    saved = config.sketch_object.compress(rest, seed)
-    beside = config.kept_rows.compress(kept, seed) if layout.kept else ()
+    made = None if shared is None else shared.tensors(seed)
+    if made is None:
+        kept, rest = split(source.reshape(rows, x.shape[-1]), layout, index)
+        made = (
+            config.kept_rows.compress(kept, seed) if layout.kept else (),
+            config.sketch_object.compress(rest, seed).tensors,
+        )
+        if shared is not None:
+            shared.remember(seed, *made)
+    beside, sketch = made
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    return _SketchedLinear.apply(
-        x, weight, bias, config, layout, index, check, len(beside), saved.seed, *beside, *saved.tensors
-    )
+    return _SketchedLinear.apply(x, weight, bias, config, layout, index, check, len(beside), seed, *beside, *sketch)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

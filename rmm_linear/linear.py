@@ -1,5 +1,7 @@
 """RMMLinear: the module that `convert_linears` turns an `nn.Linear` into."""
 
+import weakref
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,13 +9,15 @@ from torch import Tensor, nn
 from rmm_linear.config import RMMConfig
 from rmm_linear.functional import linear
 from rmm_linear.padding import RowsCheck, current_valid_rows
+from rmm_linear.sharing import shared_sketch
 
 
 class RMMLinear(nn.Linear):
     """A linear layer that keeps a sketch of its input for the weight gradient, in training mode.
 
     Parameters, state_dict and output are those of `nn.Linear`, so are all gradients but the weight's, which is an
-    unbiased estimate (see `rmm_linear.functional`). In eval mode it is an `nn.Linear` in every respect.
+    unbiased estimate (see `rmm_linear.functional`). Layers that are called with the same tensor keep one sketch of it
+    (see `rmm_linear.sharing`). In eval mode it is an `nn.Linear` in every respect.
 
     Example:
         >>> import torch
@@ -72,14 +76,25 @@ class RMMLinear(nn.Linear):
         """
         if not self.training:
             return F.linear(input, self.weight, self.bias)
-        rows = current_valid_rows(input) if self.rmm_config.skip_padding else None
-        if rows is None or torch.compiler.is_compiling():
-            return linear(input, self.weight, self.bias, config=self.rmm_config, valid_rows=rows)
+        config = self.rmm_config
+        rows = current_valid_rows(input) if config.skip_padding else None
+        if torch.compiler.is_compiling():
+            return linear(input, self.weight, self.bias, config=config, valid_rows=rows)
         # not in __init__, which a converted layer has not gone through
-        if self._rows_check is None:
+        if rows is not None and self._rows_check is None:
             self._rows_check = RowsCheck()
+        shared = None
+        if config.share_sketch:
+            # weakly: a group lives as long as its input
+            shared = shared_sketch(input, self, (config, None if rows is None else weakref.ref(rows)))
         return linear(
-            input, self.weight, self.bias, config=self.rmm_config, valid_rows=rows, rows_check=self._rows_check
+            input,
+            self.weight,
+            self.bias,
+            config=config,
+            valid_rows=rows,
+            rows_check=self._rows_check if rows is not None else None,
+            shared=shared,
         )
 
     def extra_repr(self) -> str:

@@ -70,6 +70,7 @@ def test_the_paper_recipe_is_a_dense_gaussian_for_every_layer() -> None:
         "storage": None,
         "skip_padding": False,
         "keep_tokens": [],
+        "share_sketch": True,
     }
 
 
@@ -79,7 +80,7 @@ def test_it_is_frozen_and_hides_the_sketch() -> None:
         config.ratio = 0.1
     expected = (
         "RMMConfig(ratio=0.5, sketch='hadamard', center=True, min_rows=128, storage=None, skip_padding=False,"
-        " keep_tokens=())"
+        " keep_tokens=(), share_sketch=True)"
     )
     assert repr(config) == expected
 

@@ -33,6 +33,7 @@ from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
 from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.names import strip_wrappers
 from rmm_linear.rows import sequences_of
+from rmm_linear.sharing import InputGroups, SharedSketch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,6 +100,7 @@ class LinearCall:
             "checkpointed": nothing is kept, it runs again in the backward pass; "no gradient": nothing is wanted.
         storage: Place of its input among the report's storages, where it is kept.
         weight_copy: Place of a copy of its weight (autocast's), where one is kept.
+        group: Equal for calls with the same tensor, whose layers share a sketch if they are configured alike.
     """
 
     layer: str
@@ -110,6 +112,7 @@ class LinearCall:
     status: str
     storage: int | None = None
     weight_copy: int | None = None
+    group: int = 0
 
     def saved_bytes(self, config: RMMConfig) -> int:
         """Return what a sketch of this input would keep.
@@ -183,7 +186,9 @@ class MemoryReport:
             for number, call in enumerate(self.linears)
             if (layers is None or call.layer in layers) and call.is_sketched_by(config)
         }
-        total += sum(self.linears[number].saved_bytes(config) for number in converted)
+        # one sketch a group
+        groups = {(self.linears[number].group if config.share_sketch else number): number for number in converted}
+        total += sum(self.linears[number].saved_bytes(config) for number in groups.values())
         total -= sum(
             self.storages[place].bytes
             for place, calls in self._calls_by_storage().items()
@@ -413,11 +418,12 @@ def _layer_lines(report: MemoryReport) -> list[str]:
         size = report.storages[place].bytes if place is not None and call.status == KEPT else 0
         freed = 0
         if size:
-            sketches = sum(
-                each.saved_bytes(half)
+            groups = {
+                each.group: each.saved_bytes(half)
                 for each in report.linears
                 if each.storage == place and each.status == KEPT and each.is_sketched_by(half)
-            )
+            }
+            sketches = sum(groups.values())
             freed = (size if place is not None and report._is_own(place) else 0) - sketches
         sums = found.setdefault((names, str(call.rows), why), [0, 0, 0])
         sums[0] += 1
@@ -504,6 +510,7 @@ class _Call:
     sequences: int
     dtype: torch.dtype
     trains: bool
+    group: int
     wants_gradient: bool = False
     packs: int = 0
 
@@ -520,6 +527,8 @@ class _Recorder(SavedTensors):
         self.packs: list[_Pack] = []
         self.calls: list[_Call] = []
         self._read: list[int] = []
+        self._groups = InputGroups()
+        self._group_numbers: list[SharedSketch] = []
         self._keys = StorageSet()
         self.peak: tuple[int, str] | None = None
         self._cuda = any(parameter.is_cuda for parameter in model.parameters())
@@ -581,11 +590,17 @@ class _Recorder(SavedTensors):
             if isinstance(x, Tensor):
                 call = len(self.calls)
                 rows = x.numel() // max(1, x.shape[-1])
-                self.calls.append(
-                    _Call(name, module, rows, sequences_of(x.shape), _computed_in(x), module.weight.requires_grad)
-                )
+                group = self._group_of(x, module)
+                trains = module.weight.requires_grad
+                self.calls.append(_Call(name, module, rows, sequences_of(x.shape), _computed_in(x), trains, group))
         self._running.append((name, module, call))
         self._note_peak()
+
+    def _group_of(self, x: Tensor, module: nn.Module) -> int:
+        group = self._groups.find(x, module, _computed_in(x)) or SharedSketch()
+        if group not in self._group_numbers:
+            self._group_numbers.append(group)
+        return self._group_numbers.index(group)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self._note_peak()
@@ -683,6 +698,7 @@ class _Recorder(SavedTensors):
             status=status,
             storage=inputs.get(number),
             weight_copy=copies.get(number) if call.trains else None,
+            group=call.group,
         )
 
 

@@ -219,7 +219,8 @@ class AdaptiveRatios:
     def _measure(self, name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         own = layer.rmm_config
         candidates = dict.fromkeys((own, *(own.replace(ratio=ratio) for ratio in self._ratios)))
-        self._builder.add(name, x, g, tuple(candidates), index=index)
+        assert self._probe is not None
+        self._builder.add(name, x, g, tuple(candidates), index=index, group=self._probe.groups.get(name))
 
     def _decide(self) -> list[RatioChange]:
         """Have the first data-parallel rank decide, and do what it says."""
@@ -259,7 +260,7 @@ class AdaptiveRatios:
         profile = NoiseProfile(tuple(sorted(profile.layers, key=lambda layer: place[layer.name])))
         now = profile.allocation({layer.name: self._probe.layers[layer.name].rmm_config for layer in profile.layers})
         if self._budget == "auto":
-            full = sum(max(option.saved_bytes for option in layer.options) for layer in profile.layers)
+            full = profile.most_bytes
             self._share = now.saved_bytes / full if self._share is None else self._share
             self.budget_bytes = self._share * full
         return self._first(profile) if self.allocation is None else self._again(profile, now)
@@ -270,7 +271,7 @@ class AdaptiveRatios:
             return self._quieter(_without_lower(profile, now), target)
         if self.budget_bytes is None:
             return now
-        least = sum(min(option.saved_bytes for option in layer.options) for layer in profile.layers)
+        least = profile.least_bytes
         if least > self.budget_bytes:
             _log.warning(
                 "step %d: the batches have grown, and the least that the layers can keep is %d bytes, above the budget"

@@ -75,12 +75,15 @@ class LayerProfile:
         gradient_squared: C = ||g^T x||^2, mean over the profiled batches.
         minibatch_variance: Of g^T x over minibatches, mean over the profiled ones; nan where it is not known.
         options: At least one, with different configurations.
+        group: Equal for layers that are called with the same tensor (query, key and value) and so keep one sketch if
+            they are configured alike: the name of the first of them. None for a layer that shares nothing.
     """
 
     name: str
     gradient_squared: float
     minibatch_variance: float
     options: tuple[Option, ...]
+    group: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -117,6 +120,16 @@ class NoiseProfile:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"layers that occur twice: {listed(twice)}; profile every layer once")
+
+    @property
+    def least_bytes(self) -> int:
+        """The fewest bytes that the layers can keep together."""
+        return sum(min(self.layers[unit[0]].options, key=_size).saved_bytes for unit in _units(self))
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that the layers can keep together."""
+        return sum(max(self.layers[unit[0]].options, key=_size).saved_bytes for unit in _units(self))
 
     def uniform(self, config: RMMConfig) -> "Allocation":
         """Return the allocation that gives every layer the same configuration: what an optimised one is to beat.
@@ -170,6 +183,7 @@ class NoiseProfile:
                 "name": layer.name,
                 "gradient_squared": float(layer.gradient_squared),
                 "minibatch_variance": _finite_or_none(layer.minibatch_variance),
+                "group": layer.group,
                 "options": [_option_to_dict(option) for option in layer.options],
             }
             for layer in self.layers
@@ -207,12 +221,14 @@ class AllocatedLayer:
         option: The option that was chosen.
         gradient_squared: As in its `LayerProfile`.
         minibatch_variance: As in its `LayerProfile`.
+        group: As in its `LayerProfile`.
     """
 
     name: str
     option: Option
     gradient_squared: float
     minibatch_variance: float
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -232,8 +248,13 @@ class Allocation:
 
     @property
     def saved_bytes(self) -> int:
-        """Sum over the layers of what they keep."""
-        return sum(int(layer.option.saved_bytes) for layer in self.layers)
+        """Sum over the layers of what they keep, once for those of a group that are configured alike."""
+        kept: dict[object, int] = {}
+        for number, layer in enumerate(self.layers):
+            shares = layer.group is not None and layer.option.config.share_sketch
+            key = (layer.group, layer.option.config) if shares else number
+            kept[key] = max(kept.get(key, 0), int(layer.option.saved_bytes))
+        return sum(kept.values())
 
     @property
     def variance(self) -> float:
@@ -285,6 +306,7 @@ class Allocation:
                     "name": layer.name,
                     "gradient_squared": float(layer.gradient_squared),
                     "minibatch_variance": _finite_or_none(layer.minibatch_variance),
+                    "group": layer.group,
                     **_option_to_dict(layer.option),
                 }
                 for layer in self.layers
@@ -336,7 +358,8 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
 
     The optimum, to a relative 1e-12; on inputs made to be hard (thousands of options of equal merit and unlike bytes) a
     choice within 1e-6 of it may be returned. Of choices of equal variance one of the fewest bytes; the same input
-    always gives the same allocation.
+    always gives the same allocation. Layers of a group with the same options get the same one: their sketch is kept
+    once, and its bytes count once.
 
     Example:
         >>> from rmm_linear import RMMConfig
@@ -366,9 +389,10 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
         ValueError: If the budget is not a number or is below what the least options take, the objective is unknown, or
             a layer of no gradient has a variance and the objective is "relative".
     """
-    costs = _costs(profile, objective)
+    units = _units(profile)
+    costs = _costs(profile, objective, units)
     _check_bound("budget_bytes", budget_bytes)
-    weights = _bytes(profile)
+    weights = _bytes(profile, units)
     least = int(sum(layer.min() for layer in weights))
     if budget_bytes < least:
         raise ValueError(
@@ -376,7 +400,7 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
             " layer; pass at least that, or profile smaller options"
         )
     capacity = min(budget_bytes, int(sum(layer.max() for layer in weights)))
-    return _allocation(profile, _solve(weights, costs, float(math.floor(capacity))))
+    return _allocation(profile, _expanded(units, _solve(weights, costs, float(math.floor(capacity)))))
 
 
 def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objective: Objective = "total") -> Allocation:
@@ -399,7 +423,8 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
         ValueError: If the limit is not a number or is below what the least options have, the objective is unknown, or
             a layer of no gradient has a variance and the objective is "relative".
     """
-    variances = _costs(profile, objective)
+    units = _units(profile)
+    variances = _costs(profile, objective, units)
     _check_bound("variance_limit", variance_limit)
     least = math.fsum(float(layer.min()) for layer in variances)
     capacity = min(float(variance_limit) * (1 + _ROUNDING), math.fsum(float(layer.max()) for layer in variances))
@@ -408,7 +433,7 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
             f"variance_limit={variance_limit} is below the least possible, {least!r} with the option of least variance"
             " of every layer; pass at least that, or profile larger ratios or the exact layer"
         )
-    return _allocation(profile, _solve(variances, _bytes(profile), capacity))
+    return _allocation(profile, _expanded(units, _solve(variances, _bytes(profile, units), capacity)))
 
 
 def optimal_ratios(
@@ -514,6 +539,7 @@ def _layer_from_dict(values: Mapping[str, Any]) -> LayerProfile:
             Option(RMMConfig.from_dict(option["config"]), option["saved_bytes"], option["variance"])
             for option in values["options"]
         ),
+        group=values.get("group"),
     )
 
 
@@ -524,32 +550,58 @@ def _finite_or_none(value: float) -> float | None:
 def _allocation(profile: NoiseProfile, choice: Sequence[int]) -> Allocation:
     return Allocation(
         tuple(
-            AllocatedLayer(layer.name, layer.options[index], layer.gradient_squared, layer.minibatch_variance)
+            AllocatedLayer(
+                layer.name, layer.options[index], layer.gradient_squared, layer.minibatch_variance, layer.group
+            )
             for layer, index in zip(profile.layers, choice, strict=True)
         )
     )
 
 
-def _bytes(profile: NoiseProfile) -> list[NDArray[np.float64]]:
-    """As floats, which hold whole numbers up to 2**53."""
-    return [np.array([option.saved_bytes for option in layer.options], dtype=np.float64) for layer in profile.layers]
+def _size(option: Option) -> int:
+    return option.saved_bytes
 
 
-def _costs(profile: NoiseProfile, objective: Objective) -> list[NDArray[np.float64]]:
+def _units(profile: NoiseProfile) -> list[list[int]]:
+    """Layers that get one option: those of a group whose options are the same, and each other one alone."""
+    found: dict[object, list[int]] = {}
+    for number, layer in enumerate(profile.layers):
+        shares = layer.group is not None and all(option.config.share_sketch for option in layer.options)
+        options = tuple((option.config, option.saved_bytes) for option in layer.options)
+        found.setdefault((layer.group, options) if shares else number, []).append(number)
+    return list(found.values())
+
+
+def _expanded(units: Sequence[Sequence[int]], choice: Sequence[int]) -> list[int]:
+    """An option a layer, of one a unit."""
+    by_layer = {layer: index for unit, index in zip(units, choice, strict=True) for layer in unit}
+    return [by_layer[layer] for layer in range(len(by_layer))]
+
+
+def _bytes(profile: NoiseProfile, units: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
+    """Of each unit, as floats, which hold whole numbers up to 2**53."""
+    first = [profile.layers[unit[0]] for unit in units]
+    return [np.array([option.saved_bytes for option in layer.options], dtype=np.float64) for layer in first]
+
+
+def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
+    """Of each unit: the sum over its layers."""
     if objective not in get_args(Objective):
         raise ValueError(f"objective={objective!r} is unknown; choose one of {', '.join(get_args(Objective))}")
-    if objective == "total":
-        return [np.array([option.variance for option in layer.options], dtype=np.float64) for layer in profile.layers]
-    relative = [
-        [_ratio(option.variance, layer.gradient_squared) for option in layer.options] for layer in profile.layers
+    values = [
+        [
+            option.variance if objective == "total" else _ratio(option.variance, layer.gradient_squared)
+            for option in layer.options
+        ]
+        for layer in profile.layers
     ]
-    without = [layer.name for layer, values in zip(profile.layers, relative, strict=True) if math.inf in values]
+    without = [layer.name for layer, each in zip(profile.layers, values, strict=True) if math.inf in each]
     if without:
         raise ValueError(
             f"gradient_squared is 0 and a variance is not: {listed(without)}; leave these layers out, or pass"
             ' objective="total"'
         )
-    return [np.array(values, dtype=np.float64) for values in relative]
+    return [np.sum([values[layer] for layer in unit], axis=0, dtype=np.float64) for unit in units]
 
 
 class _Choices(NamedTuple):

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from rmm_linear.linear import RMMLinear
 from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import current_valid_rows
+from rmm_linear.sharing import first_reader
 
 Measure = Callable[[str, RMMLinear, Tensor, Tensor, Tensor | None], object]
 
@@ -95,6 +96,8 @@ class LayerProbe:
 
     Attributes:
         layers: The sketched layers by name.
+        groups: Layer -> the first of the layers that were called with its input, for layers that share sketches and
+            have been watched.
 
     Raises:
         ValueError: If the model is compiled, or has no `RMMLinear`.
@@ -112,6 +115,7 @@ class LayerProbe:
     """
 
     layers: Mapping[str, RMMLinear]
+    groups: dict[str, str]
 
     def __init__(self, model: nn.Module, measure: Measure) -> None:
         if is_compiled(model):
@@ -128,6 +132,8 @@ class LayerProbe:
                 " convert_linears(model) first"
             )
         self.layers = MappingProxyType(found)
+        self.groups = {}
+        self._names = {module: name for name, module in found.items()}
         self._measure = measure
         self._handles: list[RemovableHandle] = []
         self._seen: set[str] = set()
@@ -162,6 +168,9 @@ class LayerProbe:
         if not trains or x.is_nested or x.layout != torch.strided:
             return
         self._seen.add(name)
+        first = first_reader(x) if layer.rmm_config.share_sketch else None
+        if isinstance(first, RMMLinear) and first in self._names:
+            self.groups[name] = self._names[first]
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None
         index = rows.index_on(x.device) if rows is not None else None
         version = None if x.is_inference() else x._version

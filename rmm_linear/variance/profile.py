@@ -160,6 +160,7 @@ class _Sums:
     batches: int = 0
     gradient_squared: float = 0.0
     minibatch_variance: float = 0.0
+    group: str | None = None
     # configuration -> bytes, variance
     options: dict[RMMConfig, list[float]] = field(default_factory=dict)
 
@@ -186,7 +187,14 @@ class ProfileBuilder:
         return len(self._layers)
 
     def add(
-        self, name: str, x: Tensor, g: Tensor, configs: Sequence[RMMConfig], *, index: Tensor | None = None
+        self,
+        name: str,
+        x: Tensor,
+        g: Tensor,
+        configs: Sequence[RMMConfig],
+        *,
+        index: Tensor | None = None,
+        group: str | None = None,
     ) -> None:
         """Add one layer's input and gradient of one batch.
 
@@ -200,6 +208,7 @@ class ProfileBuilder:
             g: Gradient of the layer's output, shape (..., out).
             configs: Candidates, the same ones at each call for this layer.
             index: Numbers of the rows that are not padding; see `layer_options`.
+            group: The sharing group that the layer belongs to; see `LayerProfile`.
 
         Raises:
             ValueError: If shapes do not fit, or the candidates are other ones than before.
@@ -218,6 +227,7 @@ class ProfileBuilder:
         if minibatch is None or math.isnan(minibatch):
             minibatch = noise.row_variance
         sums.batches += 1
+        sums.group = group
         sums.gradient_squared += noise.gradient_squared
         # rounding may leave less than nothing of what is 0
         sums.minibatch_variance += 0.0 if math.isnan(minibatch) else max(0.0, minibatch)
@@ -244,6 +254,7 @@ class ProfileBuilder:
                     name=name,
                     gradient_squared=sums.gradient_squared / sums.batches,
                     minibatch_variance=sums.minibatch_variance / sums.batches,
+                    group=sums.group,
                     options=tuple(
                         Option(config, round(kept / sums.batches), variance / sums.batches)
                         for config, (kept, variance) in sums.options.items()
@@ -264,6 +275,7 @@ class ProfileBuilder:
                 "batches": sums.batches,
                 "gradient_squared": sums.gradient_squared,
                 "minibatch_variance": sums.minibatch_variance,
+                "group": sums.group,
                 "options": [[config.to_dict(), *each] for config, each in sums.options.items()],
             }
             for name, sums in self._layers.items()
@@ -284,6 +296,7 @@ class ProfileBuilder:
                     int(sums["batches"]),
                     float(sums["gradient_squared"]),
                     float(sums["minibatch_variance"]),
+                    sums.get("group"),
                     {
                         RMMConfig.from_dict(config): [float(kept), float(variance)]
                         for config, kept, variance in sums["options"]
@@ -345,7 +358,7 @@ def profile_noise(
     builder = ProfileBuilder()
 
     def measure(name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
-        builder.add(name, x, g, configs, index=index)
+        builder.add(name, x, g, configs, index=index, group=probe.groups.get(name))
 
     probe = LayerProbe(model, measure)
     names = list(probe.layers)

@@ -475,3 +475,75 @@ def test_models_of_hundreds_of_layers_take_seconds_at_most(layers, kinds):
     assert time.perf_counter() - started < 20
     assert dual.saved_bytes == found.saved_bytes
     assert 0.99 * budget < found.saved_bytes <= budget
+
+
+# Layers that share an input.
+
+
+def grouped(profile: NoiseProfile, groups: list[str | None]) -> NoiseProfile:
+    return NoiseProfile(tuple(replace(layer, group=group) for layer, group in zip(profile.layers, groups, strict=True)))
+
+
+def shared_profile(draw: random.Random) -> NoiseProfile:
+    """Two layers of a group, whose options take the same bytes, and two others."""
+    sizes = [draw.randint(1, 1000) for _ in range(4)]
+    layers = [[(size, draw.random()) for size in sizes] for _ in range(2)]
+    layers += [[(draw.randint(1, 1000), draw.random()) for _ in range(4)] for _ in range(2)]
+    profile = profile_of(*layers, gradients=[10 ** draw.uniform(-1, 1) for _ in layers])
+    return grouped(profile, ["layers.0", "layers.0", None, None])
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_group_is_given_one_option_and_its_bytes_count_once(relative: bool) -> None:
+    draw = random.Random(3)
+    for _ in range(60):
+        profile = shared_profile(draw)
+        rows = []
+        for choice in itertools.product(range(4), repeat=3):
+            options = [profile.layers[0].options[choice[0]], *(
+                layer.options[index] for layer, index in zip(profile.layers[1:], choice, strict=True)
+            )]  # fmt: skip
+            saved = sum(option.saved_bytes for option in options[1:])
+            scale = [layer.gradient_squared if relative else 1 for layer in profile.layers]
+            cost = sum(option.variance / size for option, size in zip(options, scale, strict=True))
+            rows.append((saved, cost))
+        budget = sorted(saved for saved, _ in rows)[draw.randrange(len(rows))]
+        objective = "relative" if relative else "total"
+        found = allocate_ratios(profile, budget, objective=objective)  # type: ignore[arg-type]
+        best = min(cost for saved, cost in rows if saved <= budget)
+        assert cost_of(found, relative=relative) == pytest.approx(best, rel=1e-9)
+        assert found.saved_bytes <= budget
+        first, second, *_ = found.configs.values()
+        assert first == second
+        least = allocate_for_noise(profile, best * (1 + 1e-9), objective=objective)  # type: ignore[arg-type]
+        assert least.saved_bytes == min(saved for saved, cost in rows if cost <= best * (1 + 1e-9))
+    assert profile.least_bytes == min(saved for saved, _ in rows)
+    assert profile.most_bytes == max(saved for saved, _ in rows)
+
+
+def test_members_that_are_configured_differently_keep_a_sketch_each() -> None:
+    profile = grouped(profile_of([(10, 1.0), (20, 0.5)], [(10, 1.0), (20, 0.5)]), ["layers.0", "layers.0"])
+    low, high = (option.config for option in profile.layers[0].options)
+    assert profile.uniform(low).saved_bytes == 10
+    assert profile.allocation({"layers.0": low, "layers.1": high}).saved_bytes == 30
+    # whose options differ, or who do not share, choose for themselves
+    other = profile_of([(10, 1.0), (20, 0.5)], [(10, 1.0), (21, 0.5)])
+    assert grouped(other, ["layers.0", "layers.0"]).least_bytes == 20
+    alone = [
+        replace(layer, options=tuple(replace(o, config=o.config.replace(share_sketch=False)) for o in layer.options))
+        for layer in profile.layers
+    ]
+    assert NoiseProfile(tuple(alone)).least_bytes == 20
+    assert NoiseProfile(tuple(alone)).uniform(low.replace(share_sketch=False)).saved_bytes == 20
+
+
+def test_groups_survive_json() -> None:
+    profile = shared_profile(random.Random(1))
+    assert NoiseProfile.from_json(profile.to_json()) == profile
+    found = allocate_ratios(profile, math.inf)
+    assert Allocation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    # and those from before there were any are read
+    content = json.loads(profile.to_json())
+    for layer in content["layers"]:
+        del layer["group"]
+    assert all(layer.group is None for layer in NoiseProfile.from_json(json.dumps(content)).layers)

@@ -1,0 +1,464 @@
+"""Layers that are called with one tensor keep one sketch of it: who shares, who does not, and what stays as it was."""
+
+import copy
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, valid_rows
+from rmm_linear.memory import SavedTensors, measure_kept_bytes, profile
+from rmm_linear.sharing import InputGroups, _current
+from rmm_linear.sketches.contract import assert_unbiased
+from rmm_linear.variance import AdaptiveRatios, allocate_ratios, profile_noise
+
+ROWS, WIDTH = 256, 32
+CONFIG = RMMConfig(ratio=0.25)
+
+
+class Three(nn.Module):
+    """Query, key and value."""
+
+    def __init__(self, *configs: RMMConfig) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        configs = configs or (CONFIG,)
+        self.layers = nn.ModuleList(
+            RMMLinear(WIDTH, WIDTH, config=configs[number % len(configs)]) for number in range(3)
+        )
+
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+def one(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32, sequences: int = 0) -> int:
+    return config.saved_bytes(ROWS, WIDTH, dtype, sequences=sequences)
+
+
+def gradients(model: nn.Module, x: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(x).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("storage", [None, "int4"])
+@pytest.mark.parametrize("sketch", ["hadamard", "gaussian", "wta_crs"])
+def test_three_layers_keep_one_sketch(sketch, storage):
+    config = RMMConfig(ratio=0.25, sketch=sketch, storage=storage)
+    x = torch.randn(ROWS, WIDTH)
+    assert measure_kept_bytes(Three(config), x) == one(config)
+    assert measure_kept_bytes(Three(config.replace(share_sketch=False)), x) == 3 * one(config)
+
+
+def test_they_have_one_s_and_their_gradients_are_those_of_that_s():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    g = torch.randn(ROWS, WIDTH)
+    torch.manual_seed(3)
+    model(x).backward(g)
+    first, second, third = (layer.weight.grad for layer in model.layers)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    # and they are the first layer's own
+    alone = copy.deepcopy(model.layers[0])
+    alone.zero_grad()
+    torch.manual_seed(3)
+    alone(x).backward(g)
+    assert torch.equal(alone.weight.grad, first)
+
+
+def test_the_random_state_does_not_tell_who_shares():
+    x, states = torch.randn(ROWS, WIDTH), []
+    for share in (True, False):
+        model = Three(CONFIG.replace(share_sketch=share))
+        torch.manual_seed(1)
+        model(x)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_different_configurations_form_groups_of_their_own():
+    x = torch.randn(ROWS, WIDTH)
+    other = RMMConfig(ratio=0.5)
+    assert measure_kept_bytes(Three(CONFIG, other), x) == one() + one(other)
+    assert measure_kept_bytes(Three(CONFIG, other, CONFIG.replace(storage="int8")), x) == (
+        one() + one(other) + one(CONFIG.replace(storage="int8"))
+    )
+
+
+def test_a_tensor_that_was_changed_in_between_is_another():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+
+    def forward():
+        y = model.layers[0](x)
+        x.mul_(2)
+        return y + model.layers[1](x)
+
+    assert measure_kept_bytes(forward) == 2 * one()
+    before = x.clone()
+    g = torch.randn(ROWS, WIDTH)
+    torch.manual_seed(0)
+    forward().backward(g)
+    kept = [layer.weight.grad for layer in model.layers[:2]]
+    # near what each had for an input
+    for grad, exact in zip(kept, (g.t() @ before, g.t() @ (2 * before)), strict=True):
+        assert F.cosine_similarity(grad.flatten(), exact.flatten(), 0) > 0.2
+
+
+def test_equal_tensors_that_are_not_one_do_not_share():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    assert measure_kept_bytes(lambda: sum(layer(x.clone()) for layer in model.layers)) == 3 * one()
+    assert measure_kept_bytes(lambda: sum(layer(x.view(ROWS, WIDTH)) for layer in model.layers)) == 3 * one()
+
+
+def test_a_layer_that_comes_back_draws_anew():
+    layer, x = RMMLinear(WIDTH, WIDTH, config=CONFIG), torch.randn(ROWS, WIDTH)
+    g = torch.randn(ROWS, WIDTH)
+    with SavedTensors(layer) as kept:
+        outputs = [layer(x) for _ in range(4)]
+    assert kept.bytes == 4 * one()
+    found = [torch.autograd.grad(y, layer.weight, g)[0] for y in outputs]
+    assert all(not torch.equal(found[0], other) for other in found[1:])
+
+
+def test_forwards_before_a_backward_have_an_s_each():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    g = torch.randn(ROWS, WIDTH)
+    with SavedTensors(model) as kept:
+        outputs = [model(x) for _ in range(3)]
+    assert kept.bytes == 3 * one()
+    found = []
+    for y in outputs:
+        model.zero_grad()
+        y.backward(g)
+        found.append([layer.weight.grad for layer in model.layers])
+    for grads in found:
+        assert torch.equal(grads[0], grads[1])
+        assert torch.equal(grads[0], grads[2])
+    assert not torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[1][0], found[2][0])
+
+
+def test_every_step_and_micro_step_draws_anew():
+    model, seen = Three(), []
+    x, g = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    for _ in range(6):
+        model.zero_grad()
+        model(x).backward(g)
+        seen.append(model.layers[1].weight.grad.clone())
+    assert all(not torch.equal(one, other) for number, one in enumerate(seen) for other in seen[:number])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_mean_gradient_of_each_member_is_exact(autocast):
+    model, x = Three(RMMConfig(ratio=0.5, min_rows=1)), torch.randn(100, WIDTH) + 1
+    g = torch.randn(100, WIDTH) + 0.3 * x
+    lowered = x.bfloat16() if autocast else x
+    torch.manual_seed(5)
+
+    def draw():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x)
+        return torch.autograd.grad(y, model.layers[2].weight, g.to(y.dtype))[0]
+
+    exact = (g.bfloat16() if autocast else g).double().t() @ lowered.double()
+    assert_unbiased(draw, exact, draws=1500, bias=0.02, rounding=1e-3 if autocast else 1e-6)
+
+
+def test_autocast_shares_the_uncast_tensor():
+    model, x = Three(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    config = CONFIG
+    with torch.autocast("cpu", torch.bfloat16):
+        assert measure_kept_bytes(model, x) == one(config, torch.bfloat16)
+
+    def mixed():
+        y = model.layers[0](x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return y, model.layers[1](x)
+
+    assert measure_kept_bytes(mixed, exclude=[model]) == one() + one(config, torch.bfloat16)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("outside", [False, True])
+def test_checkpointed_blocks_replay_their_random_numbers(reentrant, outside):
+    """Dropout after the layers, and a layer outside that has sketched the same tensor already."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.three = RMMLinear(WIDTH, WIDTH, config=CONFIG), Three()
+
+        def forward(self, x, wrapped):
+            y = self.before(x) if outside else x
+
+            def block(x):
+                return F.dropout(self.three(x), 0.5)
+
+            return y + (checkpoint(block, x, use_reentrant=reentrant) if wrapped else block(x))
+
+    model, found = Model(), []
+    for wrapped in (False, True):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        model.zero_grad()
+        torch.manual_seed(9)
+        model(x, wrapped).square().sum().backward()
+        # grad_input and grad_bias are exact, and tell whether dropout dropped the same elements twice
+        found.append((x.grad, [layer.bias.grad.clone() for layer in model.three.layers]))
+    # a reentrant checkpoint adds the gradients of x up in another order
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_checkpointed_gradients_are_those_of_the_plain_run():
+    model, found = Three(), []
+    for wrapped in (False, True):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        model.zero_grad()
+        torch.manual_seed(9)
+        y = checkpoint(model, x, use_reentrant=False) if wrapped else model(x)
+        y.square().sum().backward()
+        found.append([layer.weight.grad.clone() for layer in model.layers])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_padding_is_part_of_what_is_shared():
+    config = RMMConfig(ratio=0.25, min_rows=1, skip_padding=True)
+    model, x = Three(config), torch.randn(4, 64, WIDTH)
+    masks = [torch.arange(64) < torch.tensor([[64], [length], [50], [7]]) for length in (40, 30)]
+
+    def forward():
+        with valid_rows(masks[0]):
+            y = model.layers[0](x) + model.layers[1](x)
+        with valid_rows(masks[1]):
+            return y + model.layers[2](x)
+
+    sizes = [config.saved_bytes(256, WIDTH, x.dtype, int(mask.sum())) + 4 * int(mask.sum()) for mask in masks]
+    assert measure_kept_bytes(forward) == sum(sizes)
+
+
+def test_a_frozen_member_changes_nothing():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    model.layers[0].weight.requires_grad_(False)
+    assert measure_kept_bytes(model, x) == one()
+
+
+def test_nothing_grows_over_a_thousand_steps():
+    model = Three(RMMConfig(ratio=0.25, min_rows=1))
+    static = torch.randn(8, WIDTH)
+    gc.collect()
+    before = len(_current.groups)
+    for step in range(1000):
+        model(static if step % 2 else torch.randn(8, WIDTH)).sum().backward()
+    assert len(_current.groups) <= before + 1
+    del static
+    assert len(_current.groups) == before
+
+
+def test_a_sketch_is_freed_with_its_graph():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    references = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: references.append(StorageWeakRef(tensor.untyped_storage())) or tensor, lambda tensor: tensor
+    ):
+        y = model(x)
+    y.sum().backward()
+    del y
+    # x is alive, and with it the group and its seed
+    alive = [reference for reference in references if not reference.expired()]
+    assert 1 <= len({reference.cdata for reference in alive}) < len({reference.cdata for reference in references})
+    (group,) = _current.groups._inputs[id(x)].groups.values()
+    assert {reference.cdata for reference in alive} == {group[0].seed.untyped_storage()._cdata}
+    assert group[0].tensors(group[0].seed) is None
+
+
+def test_the_input_is_freed_as_before():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    storage = StorageWeakRef(x.untyped_storage())
+    y = model(x)
+    del x
+    assert storage.expired()
+    y.sum().backward()
+
+
+def test_threads_do_not_share():
+    model, x, kept = Three(), torch.randn(ROWS, WIDTH), []
+    with SavedTensors(model) as saved:
+        outputs = [model.layers[0](x)]
+        thread = threading.Thread(target=lambda: kept.append(measure_kept_bytes(model.layers[1], x)))
+        thread.start()
+        thread.join()
+    assert saved.bytes == one()
+    assert kept == [one()]
+    assert len(outputs) == 1
+
+
+def test_models_are_copied_and_pickled():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    y = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert measure_kept_bytes(twin, x) == one()
+    y.sum().backward()
+
+
+def test_a_compiled_model_gives_each_layer_its_own():
+    torch.compiler.reset()
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    model.zero_grad()
+    exact = torch.autograd.functional.vjp(
+        lambda bias: x @ model.layers[0].weight.t() + bias, model.layers[0].bias, torch.ones(ROWS, WIDTH)
+    )[1]
+    compiled(x).sum().backward()
+    assert torch.allclose(model.layers[0].bias.grad, exact)
+
+
+def test_the_profile_predicts_shared_sketches():
+    x = torch.randn(ROWS, WIDTH)
+    plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = plain
+
+        def forward(self, x):
+            return sum(layer(x) for layer in self.layers)
+
+    model = Model()
+    report = profile(model, x)
+    assert len({call.group for call in report.linears}) == 1
+    for share in (True, False):
+        config = CONFIG.replace(share_sketch=share)
+        predicted = report.predict(config)
+        convert_linears(model, config=config, target_modules=".*")
+        assert measure_kept_bytes(model, x) == predicted == (one() if share else 3 * one())
+
+
+def test_t5_keeps_one_sketch_of_the_encoders_output_for_all_layers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_decoder_layers=3, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).train()
+    ids = torch.randint(1, 50, (8, 32))
+    report = profile(model, input_ids=ids, labels=ids)
+    cross = [call for call in report.linears if "EncDecAttention.k" in call.layer or "EncDecAttention.v" in call.layer]
+    assert len(cross) == 6
+    assert len({call.group for call in cross}) == 1
+    predicted = report.predict(CONFIG)
+    convert_linears(model, config=CONFIG, target_modules=".*")
+    assert measure_kept_bytes(model, input_ids=ids, labels=ids) == predicted
+
+
+def test_a_roberta_layer_keeps_what_the_design_says():
+    """In hidden sizes a token: 16 exact, 10 + 6 ratio with the attention's output left exact, 10 + 9 ratio unshared."""
+    transformers = pytest.importorskip("transformers")
+    width, rows = 64, 8 * 64
+
+    def layer_of(blocks: int) -> nn.Module:
+        config = transformers.RobertaConfig(
+            vocab_size=50, hidden_size=width, num_hidden_layers=blocks, num_attention_heads=4,
+            intermediate_size=4 * width, max_position_embeddings=80, attn_implementation="sdpa",
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        return transformers.RobertaModel(config, add_pooling_layer=False).train()
+
+    def a_layer(config: RMMConfig | None, exclude: list[str] | None = None) -> float:
+        found = []
+        for blocks in (1, 2):
+            model = layer_of(blocks)
+            if config is not None:
+                convert_linears(model, config=config, exclude_modules=exclude)
+            found.append(measure_kept_bytes(model, input_ids=torch.randint(5, 50, (8, 64))))
+        return (found[1] - found[0]) / (rows * width * 4)
+
+    slack = 1.02
+    assert a_layer(None) == pytest.approx(16.0, rel=0.02)
+    for ratio in (0.5, 0.1):
+        config = RMMConfig(ratio=ratio, center=False)
+        assert a_layer(config, ["attention.output.dense"]) <= (10 + 6 * ratio) * slack
+        alone = a_layer(config.replace(share_sketch=False))
+        assert alone == pytest.approx(10 + 9 * ratio, rel=0.02)
+
+
+def test_groups_are_found_by_identity_version_and_key():
+    groups, layers = InputGroups(), [nn.Linear(2, 2) for _ in range(3)]
+    x = torch.zeros(3, 2)
+    first = groups.find(x, layers[0], "a")
+    assert groups.find(x, layers[1], "a") is first
+    assert groups.find(x, layers[1], "b") is not first
+    assert groups.find(x, layers[0], "a") is not first
+    x.add_(1)
+    changed = groups.find(x, layers[2], "a")
+    assert changed is not first
+    assert len(groups) == 1
+    with torch.inference_mode():
+        assert groups.find(torch.zeros(2), layers[0], "a") is None
+    del x
+    assert len(groups) == 0
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="share_sketch=1 is not a bool"):
+        RMMConfig(share_sketch=1)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_allocated_ratios_keep_a_group_together(share):
+    """And the bytes that they say are those that the model keeps."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.three, self.last = Three(CONFIG.replace(share_sketch=share)), RMMLinear(WIDTH, 8, config=CONFIG)
+
+        def forward(self, x):
+            return self.last(F.gelu(self.three(x)))
+
+    torch.manual_seed(0)
+    model = Model()
+    # gradients of very different sizes: alone, each would have a ratio of its own
+    with torch.no_grad():
+        for size, layer in zip((1.0, 5.0, 0.1), model.three.layers, strict=True):
+            layer.weight *= size
+    batches = [torch.randn(4, 64, WIDTH) * torch.linspace(0.1, 3, WIDTH) for _ in range(2)]
+    configs = [CONFIG.replace(ratio=ratio, share_sketch=share) for ratio in (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)]
+    known = profile_noise(model, [lambda x=x: model(x).square().sum().backward() for x in batches], configs)
+    members = {layer.name: layer.group for layer in known.layers}
+    names = [f"three.layers.{number}" for number in range(3)]
+    assert [members[name] for name in names] == ([names[0]] * 3 if share else [None] * 3)
+    # a group of its own, or none
+    assert members["last"] in ("last", None)
+    for budget in (0.1, 0.3):
+        allocation = allocate_ratios(known, budget * known.most_bytes)
+        allocation.apply(model)
+        if share:
+            assert len({allocation.configs[name] for name in names}) == 1
+        exact = 4 * 64 * WIDTH * 4
+        kept = measure_kept_bytes(model, batches[0]) - exact
+        # GELU's input comes on top, and at ratio 1 nothing but the input is kept
+        assert kept == allocation.saved_bytes or any(c.is_exact for c in allocation.configs.values())
+
+
+def test_adaptive_ratios_keep_a_group_together():
+    torch.manual_seed(0)
+    model = Three(RMMConfig(ratio=0.25, min_rows=1))
+    with AdaptiveRatios(model, budget="auto", measure_steps=4, recheck_steps=8) as ratios:
+        for _ in range(5):
+            model(torch.randn(4, 64, WIDTH)).square().sum().backward()
+            ratios.step()
+        assert len({layer.rmm_config for layer in model.layers}) == 1
+        assert ratios.allocation is not None
+        assert {layer.group for layer in ratios.allocation.layers} == {"layers.0"}
+        x = torch.randn(4, 64, WIDTH)
+        assert ratios.allocation.saved_bytes == measure_kept_bytes(model, x) <= ratios.budget_bytes
