@@ -103,8 +103,8 @@ def variance_table() -> str:
     share = 100 * real["sketched_rows"] / real["batch_rows"]
     head = (
         f"MRPC, 32 sequences padded to 128 tokens ({share:.0f} % of the rows real), {first['model']} after {step}"
-        f" steps, mean of {first['layers']} layers, closed forms, commit {first['commit']}; the last column is measured,"
-        f" commit {together[0]['commit']}:"
+        f" steps, mean of {first['layers']} layers, closed forms, commit {first['commit']}; the last column is"
+        f" measured, commit {together[0]['commit']}:"
     )
     return head + "\n\n" + "\n".join(lines)
 

@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear
+from rmm_linear.memory import profile
 from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import install_hooks, remove_hooks
 
@@ -33,6 +34,8 @@ HEAD_NAMES = (
     "lm_head", "score", "classifier", "classification_head", "qa_outputs", "embed_out", "head", "heads", "cls", "fc",
     "logits_proj",
 )  # fmt: skip
+# Attribute of a layer that `convert_linears(sample=...)` has left exact: why.
+_LEFT_EXACT = "_rmm_left_exact"
 _TENSOR_PARALLEL = "its weight is distributed over devices (tensor parallel)"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # How many names an error or a warning lists before it says how many more there are.
@@ -146,6 +149,7 @@ def convert_linears(
     exclude_modules: str | Collection[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     overrides: Mapping[str, RMMConfig | None] | None = None,
+    sample: object = None,
 ) -> nn.Module:
     """Turn the linear layers of a model into sketched ones, in place.
 
@@ -179,13 +183,19 @@ def convert_linears(
         filter_fn: Called with each layer that is still in question and its name; False leaves it out.
         overrides: Full name, end of a name or regular expression -> the configuration of the targeted layers that
             match, or None for exact ones. The first match wins.
+        sample: A batch to run forward once, in training mode, to see which layers a sketch frees anything of: others
+            are left exact, unless one of the `overrides` names them, and `summary` says why. A mapping is passed by
+            name, a tuple or list as arguments, anything else as the only one. Run it in the autocast region, and
+            wrapped in the checkpoints, that the model trains with. Without a sample all layers that match are
+            converted; the input of an attention's output projection, which a fused attention keeps anyway, is the
+            usual one of which a sketch frees nothing (`exclude_modules`).
 
     Returns:
         The same model.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, a value is bad, no layer matches, or none of those that
-            match can be converted.
+            match can be converted or frees anything.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
@@ -221,9 +231,20 @@ def convert_linears(
     if not plan:
         raise ValueError("none of the layers that match can be converted; left exact: " + listed(skipped))
 
+    useless: dict[str, str] = {}
+    if sample is not None:
+        named = {layer.name for layer, _ in plan if any(rule.matches(layer) for rule in rules)}
+        useless = _useless(model, plan, sample)
+        useless = {name: reason for name, reason in useless.items() if name not in named}
+        if len(useless) == len(plan):
+            reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
+            raise ValueError(f"a sketch frees nothing of any of the layers that match: {reasons}")
     for layer, wanted in plan:
-        if wanted is None:
+        vars(layer.module).pop(_LEFT_EXACT, None)
+        if wanted is None or layer.name in useless:
             _revert(layer.module)
+            if layer.name in useless:
+                setattr(layer.module, _LEFT_EXACT, useless[layer.name])
         else:
             _swap(layer.module, nn.Linear, RMMLinear)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
@@ -245,6 +266,30 @@ def convert_linears(
     return model
 
 
+def _useless(model: nn.Module, plan: list[tuple[_Found, RMMConfig | None]], sample: object) -> dict[str, str]:
+    """Run a sample through the model with exact layers, and say which sketches would free nothing."""
+    configs = {layer.name: wanted for layer, wanted in plan if wanted is not None}
+    before = [(module, module.rmm_config) for module in model.modules() if isinstance(module, RMMLinear)]
+    modes = [(module, module.training) for module in model.modules()]
+    # those that are converted already keep what an exact layer keeps meanwhile
+    for layer, _ in before:
+        layer.rmm_config = RMMConfig(ratio=1.0)
+    model.train()
+    try:
+        if isinstance(sample, Mapping):
+            report = profile(model, **sample)
+        elif isinstance(sample, (tuple, list)):
+            report = profile(model, *sample)
+        else:
+            report = profile(model, sample)
+    finally:
+        for module, training in modes:
+            module.training = training
+        for layer, config in before:
+            layer.rmm_config = config
+    return report.frees_nothing(configs)
+
+
 def revert_linears(model: nn.Module) -> nn.Module:
     """Turn every sketched layer of a model back into an `nn.Linear`, in place.
 
@@ -261,6 +306,7 @@ def revert_linears(model: nn.Module) -> nn.Module:
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     for module in model.modules():
         _revert(module)
+        vars(module).pop(_LEFT_EXACT, None)
     remove_hooks(model)
     return model
 
@@ -542,7 +588,11 @@ def _note(layer: _Found, model: nn.Module, *, frozen: bool) -> str:
     if reason is not None:
         notes.append(f"exact: {reason}")
     elif not isinstance(layer.module, RMMLinear):
-        notes.append("exact: output head" if layer.in_head else "exact: not targeted, or excluded")
+        why = getattr(layer.module, _LEFT_EXACT, None)
+        if why is not None:
+            notes.append(f"exact: a sketch frees nothing: {why}")
+        else:
+            notes.append("exact: output head" if layer.in_head else "exact: not targeted, or excluded")
     elif layer.module.rmm_config.is_exact:
         notes.append("exact: ratio 1")
     if frozen:

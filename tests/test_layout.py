@@ -30,7 +30,19 @@ ALLOWED = {
     "linear": {"functional", "config", "sharing", "padding", "sketches", "errors"},
     "memory": {"names", "sharing", "linear", "config", "rows", "padding", "errors"},
     "convert": {"names", "linear", "config", "memory", "padding", "errors"},
-    "variance": {"names", "sketches", "linear", "convert", "config", "memory", "rows", "padding", "ops", "errors"},
+    "variance": {
+        "names",
+        "sharing",
+        "sketches",
+        "linear",
+        "convert",
+        "config",
+        "memory",
+        "rows",
+        "padding",
+        "ops",
+        "errors",
+    },
     "checkpointing": {"memory", "errors"},
 }
 # these sit on the public interface and may import all of it

@@ -16,7 +16,7 @@ and says what any configuration would leave, to the byte, before a layer is conv
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -200,6 +200,51 @@ class MemoryReport:
                 copies.setdefault(call.weight_copy, []).append(number)
         # a sketched layer keeps its weight as it is, and casts it again
         return total - sum(self.storages[place].bytes for place, calls in copies.items() if converted.issuperset(calls))
+
+    def frees_nothing(self, configs: Mapping[str, RMMConfig]) -> dict[str, str]:
+        """Tell which layers a sketch would free nothing of, and why.
+
+        A layer that runs several times frees something if any of its calls does.
+
+        Args:
+            configs: Layer -> how it would sketch, for the layers that are to be converted; others stay as they are.
+
+        Returns:
+            Layer -> the reason, for those of them that ran and do not pay.
+        """
+        reasons: dict[str, str] = {}
+        pays: set[str] = set()
+        for call in self.linears:
+            if call.layer in configs:
+                reason = self._why_no_gain(call, configs)
+                if reason is None:
+                    pays.add(call.layer)
+                else:
+                    reasons.setdefault(call.layer, reason)
+        return {layer: reason for layer, reason in reasons.items() if layer not in pays}
+
+    def _why_no_gain(self, call: LinearCall, configs: Mapping[str, RMMConfig]) -> str | None:
+        if call.status != KEPT or call.storage is None:
+            return _STATUS_WORDS.get(call.status, "it keeps no input")
+        if not call.is_sketched_by(configs[call.layer]):
+            return f"its input has {call.rows} rows, too few for min_rows={configs[call.layer].min_rows}"
+        others = self.others(call)
+        if others:
+            return f"{', '.join(others)} keeps its input as well"
+        together = [each for each in self.linears if each.status == KEPT and each.storage == call.storage]
+        exact = [
+            each.layer for each in together if each.layer not in configs or not each.is_sketched_by(configs[each.layer])
+        ]
+        if exact:
+            return f"its input is shared with {', '.join(dict.fromkeys(exact))}, which stays exact"
+        sketches = {
+            (each.group, configs[each.layer]) if configs[each.layer].share_sketch else number: each.saved_bytes(
+                configs[each.layer]
+            )
+            for number, each in enumerate(together)
+        }
+        kept, size = sum(sketches.values()), self.storages[call.storage].bytes
+        return None if kept < size else f"a sketch would keep {kept} bytes, the input takes {size}"
 
     def by_op(self) -> dict[str, int]:
         """Return the bytes of each kind of operation, each storage once.

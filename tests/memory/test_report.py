@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear import RMMConfig, convert_linears
+from rmm_linear import RMMConfig, convert_linears, revert_linears, summary
 from rmm_linear.memory import SavedTensors, profile
 from rmm_linear.memory.report import CHECKPOINTED, FROZEN, KEPT, LINEAR_INPUTS, NO_GRADIENT, SKETCHED
 
@@ -276,3 +276,100 @@ def test_nothing_is_kept_in_memory():
     del x
     assert reference.expired()
     assert report.total_bytes == 64 * 8 * FLOAT
+
+
+# convert_linears(sample=...)
+
+
+def notes(model: nn.Module) -> dict[str, str]:
+    return {row.name: row.note for row in summary(model).rows if row.config is None}
+
+
+def test_only_what_frees_something_is_converted():
+    model, x = stack(2), batch()
+    model.eval()
+    convert_linears(model, ratio=0.5, sample=x, target_modules=".*")
+    assert not any(module.training for module in model.modules())
+    left = notes(model)
+    assert set(left) == {"0.attention.output", "1.attention.output"}
+    assert all("a sketch frees nothing: scaled_dot_product" in note for note in left.values())
+    model.train()
+    # each of the layers that were left exact would have come on top
+    everything = convert_linears(stack(2), ratio=0.5, target_modules=".*")
+    assert kept_by(model, x) < kept_by(everything, x)
+    report = profile(stack(2), x)
+    assert kept_by(model, x) == report.predict(
+        RMMConfig(ratio=0.5), layers=[call.layer for call in report.linears if call.layer not in left]
+    )
+    # and what was converted before is judged anew
+    convert_linears(everything, config=RMMConfig(ratio=0.5), sample=(x,), target_modules=".*")
+    assert set(notes(everything)) == set(left)
+    assert "frees nothing" not in str(notes(revert_linears(model)))
+
+
+def test_a_sample_may_be_a_mapping_and_an_override_wins():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RobertaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=40, attn_implementation="sdpa", attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.RobertaForSequenceClassification(config)
+    ids = torch.randint(5, 50, (8, 32))
+    model.roberta.encoder.layer[0].output.dense.weight.requires_grad_(False)
+    sample = transformers.BatchEncoding({"input_ids": ids, "labels": torch.zeros(8, dtype=torch.long)})
+    own = RMMConfig(ratio=0.3)
+    convert_linears(model, ratio=0.25, sample=sample, overrides={"1.attention.output.dense": own})
+    left = notes(model)
+    assert "its weight is frozen" in left["roberta.encoder.layer.0.output.dense"]
+    assert "keeps its input as well" in left["roberta.encoder.layer.0.attention.output.dense"]
+    assert model.roberta.encoder.layer[1].attention.output.dense.rmm_config == own
+    assert "frees nothing" not in left["classifier.dense"]
+
+
+def test_a_group_of_which_a_part_stays_exact_is_left_alone():
+    model, x = stack(1), batch()
+    convert_linears(model, ratio=0.25, sample=x, target_modules=["query", "key", "up"])
+    left = notes(model)
+    assert "its input is shared with 0.attention.value, which stays exact" in left["0.attention.query"]
+    assert type(model[0].up) is not nn.Linear
+    # a sketch that takes more than its input
+    with pytest.raises(ValueError, match=r"frees nothing of any of the layers that match: 0.up: a sketch would keep"):
+        convert_linears(stack(1), config=RMMConfig(ratio=0.999, sketch="gaussian"), sample=x, target_modules=["up"])
+    with pytest.raises(ValueError, match=r"0.up: its input has 200 rows, too few for min_rows=201"):
+        convert_linears(stack(1), config=RMMConfig(min_rows=201), sample=x, target_modules=["up"])
+
+
+def test_a_checkpointed_block_is_left_alone():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.second(nn.functional.gelu(checkpoint(self.first, x, use_reentrant=False)))
+
+    model = convert_linears(Checkpointed(), ratio=0.25, sample=batch(requires_grad=True), target_modules=".*")
+    assert "checkpointed: keeps nothing" in notes(model)["first"]
+    assert model.second.rmm_config.ratio == 0.25
+
+
+def test_a_layer_that_the_sample_does_not_reach_is_converted():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.used(x)
+
+    assert notes(convert_linears(Unused(), ratio=0.25, sample=batch(), target_modules=".*")) == {}
+
+
+def test_a_sample_that_fails_leaves_the_model_as_it_was():
+    model = convert_linears(stack(1), ratio=0.25, target_modules=["up"])
+    model.eval()
+    with pytest.raises(RuntimeError):
+        convert_linears(model, ratio=0.5, sample=torch.randn(3, 7))
+    assert model[0].up.rmm_config == RMMConfig(ratio=0.25)
+    assert type(model[0].down) is nn.Linear
+    assert not any(module.training for module in model.modules())
