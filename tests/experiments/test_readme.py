@@ -32,8 +32,10 @@ def _examples() -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:the sketched layers promise")
-def test_every_block_of_code_runs(tmp_path) -> None:
-    assert len(BLOCKS) == 6
+def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(BLOCKS) == 7
+    # one draws a figure
+    monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
         model = _roberta()
         names = {
@@ -43,12 +45,14 @@ def test_every_block_of_code_runs(tmp_path) -> None:
             ),
             "train_dataset": _examples(),
             "train_dataloader": torch.utils.data.DataLoader(_examples(), batch_size=8),
+            "batch": next(iter(torch.utils.data.DataLoader(_examples(), batch_size=8))),
             "optimizer": torch.optim.AdamW(model.parameters()),
         }
         exec(compile(block, "README.md", "exec"), names)
         if "(model" in block:
             sketched = any(isinstance(module, RMMLinear) for module in model.modules())
-            assert sketched != ("revert_linears(model)" in block)
+            converts = "convert_linears(model" in block or "RMMCallback(" in block
+            assert sketched == (converts and "revert_linears(model)" not in block)
 
 
 def test_the_tables_are_what_the_results_say() -> None:
