@@ -9,6 +9,7 @@ import torch
 
 from rmm_linear.sketches import SKETCHES, Centered, KeptRows, LowBit, Sketch, available_sketches
 
+_LAST_TOKEN = (1 << 31) - 1
 _RECIPES: dict[str, dict[str, Any]] = {
     "default": {},
     # No pass for the mean: the fastest, at somewhat more variance.
@@ -49,9 +50,11 @@ class RMMConfig:
             it is right to use it, and how that is checked.
         keep_tokens: Positions in every sequence whose rows are kept beside the sketch of the others: (0,) for models
             that read the first token, (-1,) for the last. These rows have much of the gradient, and so of the noise
-            (`rmm_linear.rows`). They are kept in the input's dtype, or, with a storage, in 8 bits; they come on top of
-            `ratio`. Positions count the tokens that are not padding where `skip_padding` leaves padding out (under
-            torch.compile they count all). Inputs without sequences, of two dimensions, have no such rows.
+            (`rmm_linear.rows`). They come on top of `ratio`, in the input's dtype or, with a storage, in 8 bits where
+            that is less. Positions count the tokens that are not padding where `skip_padding` leaves padding out, and
+            all tokens otherwise, also in checkpointed blocks and under torch.compile: with padding on the right, (-1,)
+            is a padding row there. Sequences run along the last dimension but one: not for models that hold (length,
+            batch, features); inputs of two dimensions have none.
         share_sketch: Keep one sketch for all layers that are called with the same tensor in a forward pass (query, key
             and value) and are configured alike, as an exact model keeps one input; see `rmm_linear.sharing`. Under
             torch.compile each layer keeps its own.
@@ -122,8 +125,8 @@ class RMMConfig:
     ) -> int:
         """Return what a layer keeps of an input for its weight gradient.
 
-        With rows left out, the model keeps their numbers as well, 4 bytes a valid row: once for all of its layers, and
-        so not counted here.
+        With rows left out, the model keeps the numbers of the others as well, 4 bytes each: once for all of its layers
+        that keep the same tokens, and so not counted here.
 
         Args:
             rows: Rows of the flattened input.
@@ -141,6 +144,10 @@ class RMMConfig:
             return rows * features * dtype.itemsize
         beside = self.kept_rows.saved_bytes(kept, features, dtype)
         return beside + self.sketch_object.saved_bytes(rows - kept, features, dtype, sketched - kept)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # anew, of the knobs that it has: one that was pickled before there were others
+        self.__init__(**{name: state[name] for name in _knobs() if name in state})  # type: ignore[misc]
 
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed.
@@ -245,9 +252,11 @@ class RMMConfig:
 
 def _checked_tokens(tokens: object) -> tuple[int, ...]:
     if not isinstance(tokens, (tuple, list)) or any(
-        isinstance(token, bool) or not isinstance(token, Integral) for token in tokens
+        isinstance(token, bool) or not isinstance(token, Integral) or abs(int(token)) > _LAST_TOKEN for token in tokens
     ):
-        raise ValueError(f"keep_tokens={tokens!r} is no tuple of ints; pass positions in a sequence, such as (0,)")
+        raise ValueError(
+            f"keep_tokens={tokens!r} is no tuple of ints below 2**31; pass positions in a sequence, such as (0,)"
+        )
     found = tuple(int(token) for token in tokens)
     if len(set(found)) < len(found):
         raise ValueError(f"keep_tokens={tokens!r} names a position twice; pass each once")

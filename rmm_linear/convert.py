@@ -25,7 +25,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear
 from rmm_linear.memory import profile
 from rmm_linear.names import strip_wrappers
-from rmm_linear.padding import install_hooks, remove_hooks
+from rmm_linear.padding import TIME_FIRST, install_hooks, remove_hooks
 
 ALL_LINEAR = "all-linear"
 DEFAULT_RATIO = 0.5
@@ -67,7 +67,7 @@ class LayerSummary:
         dtype: Dtype of the weight.
         config: How it is sketched, or None for an exact layer.
         exact_bytes_per_row: What an exact layer keeps of each row of its input.
-        kept_bytes_per_row: What this one keeps, at 4096 rows.
+        kept_bytes_per_row: What this one keeps, at 4096 rows that belong to no sequences (`keep_tokens` come on top).
         note: Why it is exact, or what else matters; "" if nothing does.
     """
 
@@ -255,6 +255,13 @@ def convert_linears(
             UserWarning,
             stacklevel=2,
         )
+    if any(wanted is not None and wanted.keep_tokens for _, wanted in plan) and _is_time_first(model):
+        warnings.warn(
+            f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
+            " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out",
+            UserWarning,
+            stacklevel=2,
+        )
     if skipped:
         warnings.warn("left exact: " + listed(skipped), UserWarning, stacklevel=2)
     if unused_exclusions:
@@ -288,6 +295,16 @@ def _useless(model: nn.Module, plan: list[tuple[_Found, RMMConfig | None]], samp
         for layer, config in before:
             layer.rmm_config = config
     return report.frees_nothing(configs)
+
+
+def _is_time_first(model: nn.Module) -> bool:
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    for module in model.modules():
+        if isinstance(module, kinds) and not module.self_attn.batch_first:
+            return True
+        if getattr(getattr(module, "config", None), "model_type", None) in TIME_FIRST:
+            return True
+    return False
 
 
 def revert_linears(model: nn.Module) -> nn.Module:

@@ -125,21 +125,31 @@ def linear(
     if not config.sketches(rows if index is None else index.shape[0], layout.kept):
         return F.linear(x, weight, bias)
     x = x.to(_compute_dtype(x))
-    source = x.detach()
-    if valid_rows is not None and torch.compiler.is_compiling():
-        source = valid_rows.keep_only_valid(source)
-    made = None if shared is None else shared.tensors(seed)
-    if made is None:
-        kept, rest = split(source.reshape(rows, x.shape[-1]), layout, index)
-        made = (
-            config.kept_rows.compress(kept, seed) if layout.kept else (),
-            config.sketch_object.compress(rest, seed).tensors,
-        )
-        if shared is not None:
-            shared.remember(seed, *made)
-    beside, sketch = made
+    beside, sketch = _made(x.detach(), seed, config, layout, index, valid_rows, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     return _SketchedLinear.apply(x, weight, bias, config, layout, index, check, len(beside), seed, *beside, *sketch)
+
+
+def _made(
+    x: Tensor,
+    seed: Tensor,
+    config: RMMConfig,
+    layout: Layout,
+    index: Tensor | None,
+    valid_rows: ValidRows | None,
+    shared: SharedSketch | None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What is kept of x: its kept rows, and the sketch of the others. Copies of rows end with this function."""
+    made = None if shared is None else shared.tensors(seed)
+    if made is None:
+        if valid_rows is not None and torch.compiler.is_compiling():
+            x = valid_rows.keep_only_valid(x)
+        kept, rest = split(x.reshape(-1, x.shape[-1]), layout, index)
+        beside = config.kept_rows.compress(kept, seed) if layout.kept else ()
+        made = beside, config.sketch_object.compress(rest, seed).tensors
+        if shared is not None:
+            shared.remember(seed, *made)
+    return made[0], made[1]
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -253,6 +263,18 @@ class _SketchedLinear(torch.autograd.Function):
         rows_of_g = g.reshape(-1, g.shape[-1])
         grads: list[Tensor | None] = [None, None, None]
         with torch.no_grad():
+            if ctx.check is not None:
+                ctx.check.see(rows_of_g, index)
+            saved = SavedSketch(seed, tuple(tensors[ctx.beside :]))
+            if index is None and not ctx.layout.kept:
+                grad_weight, grad_bias = ctx.config.sketch_object.backward(
+                    rows_of_g, saved, need_weight=need_weight, need_bias=need_bias
+                )
+            else:
+                # over all rows, in nn.Linear's order
+                grad_bias = rows_of_g.sum(0) if need_bias else None
+                beside = tuple(tensors[: ctx.beside])
+                grad_weight = _weight_gradient(ctx, rows_of_g, index, saved, beside) if need_weight else None
             if need_input:
                 lowered = weight.to(g.dtype)
                 # As autograd does for nn.Linear: the transposed product may sum in another order.
@@ -261,22 +283,6 @@ class _SketchedLinear(torch.autograd.Function):
                 else:
                     grad_input = torch.mm(rows_of_g, lowered)
                 grads[0] = grad_input.reshape(*g.shape[:-1], weight.shape[1])
-            saved = SavedSketch(seed, tuple(tensors[ctx.beside :]))
-            sketch = ctx.config.sketch_object
-            if ctx.check is not None:
-                ctx.check.see(rows_of_g, index)
-            if index is None and not ctx.layout.kept:
-                grad_weight, grad_bias = sketch.backward(rows_of_g, saved, need_weight=need_weight, need_bias=need_bias)
-            else:
-                # over all rows, in nn.Linear's order
-                grad_bias = rows_of_g.sum(0) if need_bias else None
-                grad_weight = None
-                if need_weight:
-                    kept, rest = split(rows_of_g, ctx.layout, index)
-                    grad_weight, _ = sketch.backward(rest, saved, need_bias=False)
-                    if ctx.layout.kept:
-                        beside = ctx.config.kept_rows.grad_weight(kept, tuple(tensors[: ctx.beside]), seed)
-                        grad_weight = beside.add_(grad_weight)
             if grad_weight is not None:
                 grads[1] = grad_weight.to(ctx.weight_dtype)
             if grad_bias is not None:
@@ -287,6 +293,18 @@ class _SketchedLinear(torch.autograd.Function):
             refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
             grads = [None if grad is None else next(refused) for grad in grads]
         return (*grads, *(None for _ in range(_OPTIONS)), *(None for _ in tensors))
+
+
+def _weight_gradient(
+    ctx: Any, g: Tensor, index: Tensor | None, saved: SavedSketch, beside: tuple[Tensor, ...]
+) -> Tensor:
+    """Of the rows that are kept, and of the sketch of the others. The copy of g ends with this function."""
+    kept, rest = split(g, ctx.layout, index)
+    estimate, _ = ctx.config.sketch_object.backward(rest, saved, need_bias=False)
+    assert estimate is not None
+    if not ctx.layout.kept:
+        return estimate
+    return ctx.config.kept_rows.grad_weight(kept, beside, saved.seed).add_(estimate)
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):

@@ -48,7 +48,7 @@ from rmm_linear.rows import kept_first
 _MASK_ARGUMENT = "attention_mask"
 _MEMORY_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask")
 # Models whose layers see (length, batch, features): a square batch would be taken for its transpose.
-_TIME_FIRST = ("xlnet", "fsmt")
+TIME_FIRST = ("xlnet", "fsmt")
 # Arguments of models that hold rows of something else than the masked sequence: of its shape by chance, maybe.
 _OTHER_SEQUENCES = (
     "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "visual_feats", "visual_embeds",
@@ -509,7 +509,7 @@ def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:
             is_wanted = not any(_is_inside(name, other) for other in others)
         model_type = getattr(getattr(module, "config", None), "model_type", None)
         has_others = not set(_OTHER_SEQUENCES).isdisjoint(_parameters_of(module))
-        if is_wanted and not has_others and model_type not in _TIME_FIRST:
+        if is_wanted and not has_others and model_type not in TIME_FIRST:
             yield module
 
 

@@ -1,9 +1,8 @@
 """Which rows of an input are kept as they are while the others are sketched: tokens at chosen places of every sequence.
 
-The rows of g are not alike. Where a classifier reads the first token alone, that row has most of the gradient in the
-upper layers, and all of it in the last one: on MRPC, 2 % of the rows carry half of ||g||^2. The noise of a sketch is
-spread evenly over the rows of x and weighted with the rows of g, so that keeping these few rows takes their part of the
-variance away for next to no bytes.
+The rows of g are not alike. Where a classifier reads the first token alone, that row has much of the gradient: most of
+it in the upper layers, and all of it past the last layer's keys and values. The noise of a sketch is spread evenly over
+the rows of x and weighted with the rows of g, so that keeping these few rows takes their part of the variance away.
 
 Which rows are kept may not depend on g, which is not known yet; a place in the sequence is known before the forward
 pass. With the rows of K kept and S drawn for the others,
@@ -32,7 +31,8 @@ class Layout(NamedTuple):
         kept: Number of rows that are kept as they are.
         sequences: Number of sequences.
         length: Rows of each, padding included.
-        places: Positions of the kept rows in every sequence, ascending, where no index says which they are.
+        places: Positions of the kept rows in every sequence, in order, those from its end negative, where no index says
+            which they are.
     """
 
     kept: int = 0
@@ -81,6 +81,10 @@ def layout_of(shape: Sequence[int], tokens: tuple[int, ...], index: Tensor | Non
 
 
 def _places(length: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    front, back = sorted(token for token in tokens if token >= 0), sorted(token for token in tokens if token < 0)
+    # as they are, so that a compiler does not see another constant for every length
+    if length >= max(front, default=-1) + 1 - min(back, default=0):
+        return (*front, *back)
     wanted = [token if token >= 0 else length + token for token in tokens]
     found = sorted({place for place in wanted if 0 <= place < length})
     # as many from every sequence, so that the bytes follow from the shape
@@ -132,8 +136,13 @@ def split(y: Tensor, layout: Layout, index: Tensor | None) -> tuple[Tensor, Tens
         return y.index_select(0, index[: layout.kept]), y.index_select(0, index[layout.kept :])
     deep = y.reshape(layout.sequences, layout.length, y.shape[1])
     kept = torch.stack([deep[:, place] for place in layout.places], 1)
-    ends = (*layout.places, layout.length)
-    starts = (0, *(place + 1 for place in layout.places))
-    between = [deep[:, start:end] for start, end in zip(starts, ends, strict=True) if start < end]
+    between, start = [], 0
+    for place in layout.places:
+        # of one sign: what lies between a front and a back one may be nothing, and is known when it runs
+        if start < place or (start >= 0 > place):
+            between.append(deep[:, start:place])
+        start = place + 1
+    if start != 0:
+        between.append(deep[:, start:])
     rest = between[0] if len(between) == 1 else torch.cat(between, 1) if between else deep[:, :0]
     return kept.flatten(0, 1), rest.flatten(0, 1)

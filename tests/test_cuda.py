@@ -14,15 +14,16 @@ ROWS, FEATURES, OUTPUTS = 300, 32, 16
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(ROWS, FEATURES, device="cuda")
+    x = torch.randn(4, ROWS // 4, FEATURES, device="cuda")
     weight = torch.randn(OUTPUTS, FEATURES, device="cuda", requires_grad=True)
     bias = torch.randn(OUTPUTS, device="cuda", requires_grad=True)
-    return x, weight, bias, torch.randn(ROWS, OUTPUTS, device="cuda")
+    return x, weight, bias, torch.randn(4, ROWS // 4, OUTPUTS, device="cuda")
 
 
 CONFIGS = [
     *(RMMConfig(ratio=0.3, sketch=sketch, min_rows=1) for sketch in available_sketches()),
     *(RMMConfig(ratio=ratio, storage=storage, min_rows=1) for storage in STORAGES for ratio in (0.3, 1.0)),
+    *(RMMConfig(ratio=0.3, storage=storage, min_rows=1, keep_tokens=(0, -1)) for storage in (None, "int4")),
 ]
 
 

@@ -1,7 +1,10 @@
 """Rows kept beside a sketch: which they are, what they cost, and that the gradient stays unbiased."""
 
+import gc
 import itertools
 import math
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -51,12 +54,16 @@ def mask() -> torch.Tensor:
     ("length", "tokens", "places"),
     [
         (5, (0,), (0,)),
-        (5, (-1, 0), (0, 4)),
+        (5, (-1, 0), (0, -1)),
         (5, (3, 1), (1, 3)),
+        (5, (-1, -2), (-2, -1)),
+        (5, (1, -2), (1, -2)),
+        (6, (0, 2, -3, -1), (0, 2, -3, -1)),
         (5, (4, -1), (0, 4)),
+        (2, (0, -1), (0, -1)),
         (3, (0, 7), (0, 1)),
         (2, (0, 1, -1), (0, 1)),
-        (1, (-1,), (0,)),
+        (1, (-1,), (-1,)),
     ],
 )
 def test_places_in_sequences_of_one_length(length, tokens, places):
@@ -64,8 +71,8 @@ def test_places_in_sequences_of_one_length(length, tokens, places):
     layout = layout_of((3, length, 1), tokens)
     assert layout == Layout(3 * len(places), 3, length, places)
     kept, rest = split(y, layout, None)
-    assert kept.flatten().tolist() == [length * sequence + place for sequence in range(3) for place in places]
-    others = [place for place in range(length) if place not in places]
+    assert kept.flatten().tolist() == [length * sequence + place % length for sequence in range(3) for place in places]
+    others = [place for place in range(length) if place not in {place % length for place in places}]
     assert rest.flatten().tolist() == [length * sequence + place for sequence in range(3) for place in others]
     assert kept.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
 
@@ -208,7 +215,8 @@ def test_the_closed_form_is_the_variance_of_the_draws(x, g, mask, storage, skip,
 def test_rounding_of_kept_rows_and_of_the_others_is_independent(x, weight):
     """Equal dithers would show in the variance where rows of both parts have equal gradients."""
     config = RMMConfig(ratio=1.0, center=False, storage="int8", min_rows=1, keep_tokens=(0,))
-    x = x[:, :2].contiguous()
+    # the same values in both parts, at the same places of their groups
+    x = x[:, :1].expand(-1, 2, -1).contiguous()
     g = torch.randn(1, 1, OUTPUTS).expand(SEQUENCES, 2, OUTPUTS)
     known = gradient_noise(x, g, config).sketch_variance
     measured = measure_sketch_variance(x, g, config, draws=1500)
@@ -348,7 +356,118 @@ def test_profiled_options_are_those_of_gradient_noise(x, g, mask):
         assert option.saved_bytes == config.saved_bytes(SEQUENCES * LENGTH, FEATURES, g.dtype, valid, SEQUENCES)
 
 
-@pytest.mark.parametrize("tokens", [0, "0", (0.5,), (True,), (0, 0), [1, 1], None])
+def test_the_rounding_of_kept_rows_is_profiled(x, g):
+    """Nothing else has a gradient: the whole variance is that of 8 bits."""
+    g = torch.cat([g[:, :1], torch.zeros_like(g[:, 1:])], 1)
+    for storage, kept in (("int4", "int8"), ("fp8", "fp8")):
+        config = RMMConfig(ratio=0.5, storage=storage, min_rows=1, keep_tokens=(0,))
+        alone = RMMConfig(ratio=1.0, storage=kept, center=False, min_rows=1)
+        expected = gradient_noise(x[:, 0], g[:, 0], alone).sketch_variance
+        (option,) = layer_options(x, g, [config])
+        assert option.variance == pytest.approx(expected, rel=1e-6)
+        assert gradient_noise(x, g, config).sketch_variance == pytest.approx(expected, rel=1e-6)
+        assert expected > 0
+
+
+def test_min_rows_counts_the_kept_rows_as_well(x, weight):
+    config = RMMConfig(ratio=0.5, min_rows=SEQUENCES * LENGTH, keep_tokens=(0,))
+    assert config.sketches(SEQUENCES * LENGTH, SEQUENCES)
+    kept = measure_kept_bytes(lambda: linear(x, weight, config=config), exclude=[weight])
+    assert kept == config.saved_bytes(SEQUENCES * LENGTH, FEATURES, x.dtype, sequences=SEQUENCES) < x.numel() * 4
+    more = config.replace(min_rows=SEQUENCES * LENGTH + 1)
+    assert measure_kept_bytes(lambda: linear(x, weight, config=more), exclude=[weight]) == x.numel() * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", ["int4", "fp8"])
+def test_few_rows_are_kept_as_they_are_where_8_bits_take_more(storage, dtype):
+    weight = torch.randn(OUTPUTS, FEATURES, dtype=dtype, requires_grad=True)
+    config = RMMConfig(ratio=0.25, storage=storage, min_rows=1, keep_tokens=(-1,))
+    plain = config.replace(keep_tokens=())
+    for sequences in range(1, 9):
+        x = torch.randn(sequences, LENGTH, FEATURES, dtype=dtype)
+        kept = measure_kept_bytes(lambda x=x: linear(x, weight, config=config), exclude=[weight])
+        rows = sequences * LENGTH
+        assert kept == config.saved_bytes(rows, FEATURES, dtype, sequences=sequences)
+        beside = kept - plain.saved_bytes(rows - sequences, FEATURES, dtype)
+        scales = 4 if storage == "int4" else 2
+        assert beside == FEATURES * min(sequences * dtype.itemsize, sequences + scales)
+        g = torch.zeros(sequences, LENGTH, OUTPUTS, dtype=dtype)
+        g[:, -1] = 1
+        exact = beside == FEATURES * sequences * dtype.itemsize
+        assert (gradient_noise(x, g, config.replace(center=False)).sketch_variance == 0) == exact
+
+
+def test_compiled_lengths_are_not_compiled_one_by_one():
+    torch.compiler.reset()
+    for tokens in ((0,), (-1,), (0, -1)):
+        layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, min_rows=1, keep_tokens=tokens))
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter)
+        for length in range(40, 52):
+            layer.weight.grad = None
+            x = torch.randn(SEQUENCES, length, FEATURES)
+            g = torch.zeros(SEQUENCES, length, OUTPUTS)
+            g[:, list(tokens)] = 1
+            compiled(x).backward(g)
+            exact = g.flatten(0, 1).t() @ x.flatten(0, 1)
+            torch.testing.assert_close(layer.weight.grad, exact, rtol=1e-4, atol=1e-4)
+        assert counter.frame_count <= 2
+
+
+def test_no_copy_of_the_rows_outlives_their_use(x, weight):
+    """A copy of x while the output is made, or of g while grad_input is, would be the peak of a training step."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    live: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                matrices = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dim() >= 2]
+                rows = {
+                    each.untyped_storage().data_ptr() for each in matrices if each.shape[0] == SEQUENCES * (LENGTH - 1)
+                }
+                live.append(len(rows))
+            return function(*args, **(kwargs or {}))
+
+    x = x.requires_grad_()
+    bias = torch.randn(OUTPUTS, requires_grad=True)
+    with Watch():
+        y = linear(
+            x, weight, bias, config=RMMConfig(ratio=0.25, sketch="wta_crs", center=False, min_rows=1, keep_tokens=(0,))
+        )
+        forward = live[-1]
+        y.sum().backward()
+    assert forward == 0
+    assert live[-1] == 0
+
+
+def test_configurations_from_before_the_field_are_read():
+    old = RMMConfig(ratio=0.25, storage="int4")
+    state = dict(vars(old))
+    for name in ("keep_tokens", "share_sketch", "_kept_rows", "_sketch_object"):
+        del state[name]
+    new = RMMConfig.__new__(RMMConfig)
+    new.__setstate__(state)
+    assert new == old
+    assert new.saved_bytes(300, 8, torch.float32, sequences=3) == old.saved_bytes(300, 8, torch.float32)
+    twin = pickle.loads(pickle.dumps(old))
+    assert twin == old
+    assert twin.sketch_object == old.sketch_object
+
+
+def test_models_that_hold_the_length_first_are_named():
+    model = nn.TransformerEncoderLayer(16, 2, 32)
+    config = RMMConfig(ratio=0.5, keep_tokens=(0,))
+    with pytest.warns(UserWarning, match=r"holds \(length, batch, features\)"):
+        convert_linears(model, config=config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="keep_tokens")
+        convert_linears(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), config=config)
+
+
+@pytest.mark.parametrize("tokens", [0, "0", (0.5,), (True,), (0, 0), [1, 1], None, (1 << 31,), (-(10**30),)])
 def test_refused(tokens):
     with pytest.raises(ValueError, match="keep_tokens=.*pass"):
         RMMConfig(keep_tokens=tokens)

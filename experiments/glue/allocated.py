@@ -3,18 +3,22 @@
     python -m experiments.glue.variance allocated --model MODEL --data GLUE
 
 For a budget of bytes, configurations are chosen by the mean over the layers of their relative variance on some batches,
-and compared on another one: the batch of `headline`. Four ways, each with all that the one before may choose from:
+and compared on another one: the batch of `headline`. Four ways:
 
-    one for all                       a ratio and a storage that all layers share
-    one for all, first token kept     the same, with `keep_tokens=(0,)`
-    one a layer                       ratios and storages by `allocate_ratios(objective="relative")`
-    one a layer, first token kept     and with `keep_tokens=(0,)` where that is better
+    one for all                       a sketch, a ratio and a storage that all layers share
+    one for all, first token kept     the same, with `keep_tokens=(0,)` if that is better
+    one a layer                       sketches, ratios and storages by `allocate_ratios(objective="relative")`
+    one a layer, first token kept     the same, with `keep_tokens=(0,)` where that is better
 
-The bytes are those of the batch that is compared on: they follow from its shape, which is known before its gradients.
+All may keep what is within the allowance of the budget, all-in, and those for all layers have the largest ratio that
+fits, to 0.001. The bytes are those of the batch that is compared on: they follow from its shape, which is known before
+its gradients.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,17 +54,22 @@ from .variance import (
 FILE = "allocated.csv"
 RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 STORAGES = (None, "int8", "int4", "int3", "int2")
+# the default, and one that is best where it keeps nearly all rows
+SKETCHES = ("hadamard", "rows_without_replacement")
 FIRST = (0,)
+_STEPS = 1000
 # label -> whether layers choose for themselves, and what may be kept beside their sketches
 WAYS: dict[str, tuple[bool, tuple[tuple[int, ...], ...]]] = {
     "one for all": (False, ((),)),
-    "one for all, first token kept": (False, (FIRST,)),
+    "one for all, first token kept": (False, ((), FIRST)),
     "one a layer": (True, ((),)),
     "one a layer, first token kept": (True, ((), FIRST)),
 }
 BEST_WAY = "one a layer, first token kept"
 # draws of S that the rounding's part of the closed form is averaged over
-_DRAWS = 32
+_DRAWS = 64
+# relative variances that are nothing but the rounding of float32
+_ROUNDING = 1e-10
 _Layers = Mapping[str, tuple[Tensor, Tensor]]
 
 
@@ -158,13 +167,26 @@ def _with_sequences(captured: Captured, sequences: int) -> dict[str, tuple[Tenso
 
 def _profile(others: Sequence[Captured], held_out: Captured, *, skips: bool, sequences: int) -> NoiseProfile:
     """Relative variances of the others, their mean; bytes of the batch that is compared on, in bfloat16."""
-    configs = [
-        RMMConfig(ratio=ratio, storage=storage, keep_tokens=tokens, skip_padding=skips, min_rows=1)
-        for tokens in ((), FIRST)
-        for storage in STORAGES
-        for ratio in RATIOS
-    ]
     rows, valid = held_out.real.numel(), int(held_out.real.sum())
+    widths = [x.shape[1] for x, _ in held_out.layers.values()]
+
+    def size(config: RMMConfig, width: int) -> int:
+        return config.saved_bytes(rows, width, torch.bfloat16, valid, sequences)
+
+    configs: list[RMMConfig] = []
+    for tokens, storage, sketch in itertools.product(((), FIRST), STORAGES, SKETCHES):
+        base = RMMConfig(sketch=sketch, storage=storage, keep_tokens=tokens, skip_padding=skips, min_rows=1)
+        ratios = set(RATIOS)
+        for budget in HEADLINE_BUDGETS:
+            # the largest that fits, by bisection: bytes never fall with the ratio
+            fitting = bisect.bisect_right(
+                range(1, _STEPS + 1),
+                ALLOWANCE * budget * _whole(held_out),
+                key=lambda step, base=base: sum(size(base.replace(ratio=step / _STEPS), width) for width in widths),  # type: ignore[misc]
+            )
+            ratios |= {fitting / _STEPS} if fitting else set()
+        # at ratio 1 there is no sketch, and no two of them
+        configs += [base.replace(ratio=ratio) for ratio in sorted(ratios) if ratio < 1 or sketch == SKETCHES[0]]
     relative: dict[str, dict[RMMConfig, list[float]]] = {}
     for captured in others:
         index = _index(captured, skips=skips)
@@ -178,7 +200,7 @@ def _profile(others: Sequence[Captured], held_out: Captured, *, skips: bool, seq
         options = tuple(
             Option(
                 config=config,
-                saved_bytes=config.saved_bytes(rows, x.shape[1], torch.bfloat16, valid, sequences),
+                saved_bytes=size(config, x.shape[1]),
                 variance=statistics.fmean(relative[name][config]),
             )
             for config in configs
@@ -246,7 +268,8 @@ def _noise(
         row |= {
             "measured": value,
             "standard_error": error,
-            "z": (value - closed) / error if error else 0.0,
+            # float32 rounds where nothing else does
+            "z": (value - closed) / error if value > _ROUNDING else 0.0,
             "draws": each * len(layers),
         }
     return row
@@ -259,7 +282,7 @@ def describe(configs: Sequence[RMMConfig]) -> str:
         configs: A configuration a layer.
 
     Returns:
-        Such as "0.3 to 1, int2 x 30, int4 x 6, first token x 36".
+        Such as "0.3 to 1, int2 x 30, int4 x 6, first token x 36"; sketches where they are not the default.
     """
     ratios = sorted({config.ratio for config in configs})
     words = [f"{ratios[0]:g}" if len(ratios) == 1 else f"{ratios[0]:g} to {ratios[-1]:g}"]
@@ -267,6 +290,10 @@ def describe(configs: Sequence[RMMConfig]) -> str:
         count = sum(config.storage == storage for config in configs)
         if count:
             words.append(f"{storage or 'bfloat16'} x {count}")
+    for sketch in SKETCHES[1:]:
+        count = sum(config.sketch == sketch for config in configs)
+        if count:
+            words.append(f"{sketch} x {count}")
     count = sum(bool(config.keep_tokens) for config in configs)
     return ", ".join([*words, *([f"first token x {count}"] if count else [])])
 
@@ -283,7 +310,7 @@ def table(records: Sequence[dict[str, Any]], targets: Mapping[float, tuple[float
     """
     parts = []
     for padding, label in ((TO_LONGEST, "padded to 128"), (TO_OWN, "padded to its longest")):
-        header = ["bytes", "rows", "target", *WAYS, "with", "bytes kept"]
+        header = ["bytes", "rows", "target", *WAYS, "that is, of the last way"]
         lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
         for budget in HEADLINE_BUDGETS:
             for rows, name, place in ((ALL_ROWS, "all", 0), (REAL_ROWS, "padding left out", 1)):
@@ -292,15 +319,21 @@ def table(records: Sequence[dict[str, Any]], targets: Mapping[float, tuple[float
                     for row in records
                     if (row["padding"], row["rows"], row["budget"]) == (padding, rows, budget)
                 }
-                if cell.keys() != WAYS.keys():
+                if not cell:
                     continue
-                best, bound = cell[BEST_WAY], targets[budget][place]
-                numbers = [f"{cell[way]['closed_form']:.3g}" for way in WAYS]
-                numbers[-1] += (
-                    f"; measured {best['measured']:.3g} ± {best['standard_error']:.1g} (z {best['z']:+.1f})"
-                    + ("" if best["measured"] <= bound else " (missed)")
-                )
-                cells = [f"{budget:g}", name, f"<= {bound:g}", *numbers, best["configs"], f"{best['bytes']:.4f}"]
+                bound = targets[budget][place] if budget in targets else None
+                numbers = [_number(cell[way], bound) if way in cell else "-" for way in WAYS]
+                last = cell[BEST_WAY]["configs"] if BEST_WAY in cell else ""
+                cells = [f"{budget:g}", name, "" if bound is None else f"<= {bound:g}", *numbers, last]
                 lines.append(f"| {' | '.join(cells)} |")
         parts.append(f"**{records[0]['task']}, {label}**\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _number(row: dict[str, Any], bound: float | None) -> str:
+    """The variance and the bytes; for the last way also what was measured, and whether the target is missed."""
+    text = f"{row['closed_form']:.3g}"
+    if row["way"] == BEST_WAY:
+        text += f"; measured {row['measured']:.3g} ± {row['standard_error']:.1g} (z {row['z']:+.1f})"
+        text += " (missed)" if bound is not None and row["measured"] > bound else ""
+    return f"{text} at {row['bytes']:.4f}"

@@ -1,7 +1,8 @@
 """KeptRows: rows that are not sketched, kept in their dtype or, beside a low-bit sketch, in 8 bits.
 
 They are few, and carry much of the gradient (`rmm_linear.rows`): next to values of 2 or 4 bits, 8 make their noise
-vanish; next to unrounded ones they are exact.
+vanish; next to unrounded ones they are exact. Steps and offsets of 8 bits belong to 128 rows of a column: where there
+are so few rows that these take more than the rows do, they are kept as they are.
 """
 
 from dataclasses import dataclass, field
@@ -43,9 +44,10 @@ class KeptRows:
             seed: 0-d int64, the sketch's.
 
         Returns:
-            Tensors for `grad_weight`: `x` itself without a storage.
+            Tensors for `grad_weight`: `x` itself without a storage, and where it takes no more.
         """
-        return (x,) if self._low_bit is None else self._low_bit.compress(x, seed ^ _OTHER_SEED).tensors
+        low_bit = self._rounding(x.shape[0], x.dtype)
+        return (x,) if low_bit is None else low_bit.compress(x, seed ^ _OTHER_SEED).tensors
 
     def grad_weight(self, g: Tensor, tensors: tuple[Tensor, ...], seed: Tensor) -> Tensor:
         """Return the kept rows' part of g^T x.
@@ -58,7 +60,7 @@ class KeptRows:
         Returns:
             Shape (out, in), float32 (float64 for float64); exact without a storage, unbiased with one.
         """
-        if self._low_bit is None:
+        if self._low_bit is None or len(tensors) == 1:
             return ops.sketched_grad_weight(g.to(accumulate_dtype(g.dtype)), tensors[0])
         found, _ = self._low_bit.backward(g, SavedSketch(seed ^ _OTHER_SEED, tensors), need_bias=False)
         assert found is not None
@@ -75,9 +77,10 @@ class KeptRows:
         Returns:
             Bytes.
         """
-        if self._low_bit is None:
+        low_bit = self._rounding(rows, dtype)
+        if low_bit is None:
             return rows * features * dtype.itemsize
-        return self._low_bit.saved_bytes(rows, features, dtype) - SEED_BYTES
+        return low_bit.saved_bytes(rows, features, dtype) - SEED_BYTES
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2 over the rounding, in closed form.
@@ -89,6 +92,11 @@ class KeptRows:
         Returns:
             0-d float64; 0 without a storage.
         """
-        if self._low_bit is None:
-            return torch.zeros((), dtype=torch.float64, device=x.device)
-        return self._low_bit.variance(x, g)
+        low_bit = self._rounding(x.shape[0], x.dtype)
+        return torch.zeros((), dtype=torch.float64, device=x.device) if low_bit is None else low_bit.variance(x, g)
+
+    def _rounding(self, rows: int, dtype: torch.dtype) -> LowBit | None:
+        # per column, which is all the same for any number of them
+        if self._low_bit is None or self._low_bit.saved_bytes(rows, 1, dtype) - SEED_BYTES >= rows * dtype.itemsize:
+            return None
+        return self._low_bit

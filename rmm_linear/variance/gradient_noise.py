@@ -91,7 +91,8 @@ def gradient_noise(
     """Return the noise of a layer's weight gradient on one batch, in closed form.
 
     No per-sample gradient is formed where two small Gram matrices give its norm. Beyond x and g it takes the memory of
-    one weight gradient in float64 and of a slab of rows; a centred configuration takes a float32 copy of both.
+    one weight gradient in float64 and of a slab of rows; a centred configuration takes a float32 copy of both, and one
+    that leaves rows out, or keeps some, a copy of the others.
 
     Example:
         >>> import torch
@@ -104,7 +105,8 @@ def gradient_noise(
         True
 
     Args:
-        x: Activations, shape (..., in), any float dtype.
+        x: Activations, shape (..., in), any float dtype, as the layer got them: flattened to a matrix they have no
+            sequences, and no `keep_tokens`.
         g: Gradient of the layer's output, shape (..., out), with the same leading dimensions.
         config: How the layer sketches.
         sequence_lengths: Rows of each sequence of the batch, in order; they add up to the rows of `x`. None leaves the

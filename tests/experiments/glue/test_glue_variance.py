@@ -284,8 +284,10 @@ def test_noise_over_training_and_at_equal_bytes_end_in_one_report(
     assert "report: " in capsys.readouterr().out
 
 
-def test_every_lever_together(tmp_path: Path, tiny_demo: None) -> None:
-    arguments = ["allocated", *DEMO, "--task", "demo", "--steps", "1", "--batches", "1", "--draws", "60"]
+def test_every_lever_together(tmp_path: Path, tiny_demo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocated, "RATIOS", (0.1, 0.3, 0.6, 1.0))
+    monkeypatch.setattr(allocated, "STORAGES", (None, "int4", "int2"))
+    arguments = ["allocated", *DEMO, "--task", "demo", "--steps", "1", "--batches", "1", "--draws", "500"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     rows = read_numbers(tmp_path / allocated.FILE)
     cells = {(row["padding"], row["rows"], row["budget"]) for row in rows}
@@ -297,7 +299,7 @@ def test_every_lever_together(tmp_path: Path, tiny_demo: None) -> None:
         assert ("first token" in row["configs"]) <= ("first token" in row["way"])
         if row["way"] == allocated.BEST_WAY:
             assert abs(row["z"]) < 5
-            assert row["draws"] >= 60
+            assert row["draws"] >= 500
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "# Every lever together" in report
     assert "; measured " in report
