@@ -119,8 +119,11 @@ def test_only_ops_imports_the_kernels():
     assert importers_of("rmm_linear_kernels", LIBRARY) <= {"rmm_linear/ops.py"}
 
 
-def test_only_the_trainer_integration_imports_transformers():
-    assert importers_of("transformers", LIBRARY) <= {"rmm_linear/integrations/hf_trainer.py"}
+def test_only_the_integrations_import_transformers():
+    assert importers_of("transformers", LIBRARY) <= {
+        "rmm_linear/integrations/hf_trainer.py",
+        "rmm_linear/integrations/hf_models.py",
+    }
 
 
 def test_the_library_imports_no_triton_tests_or_experiments():

@@ -2,7 +2,7 @@
 
     trainer = Trainer(model, args, callbacks=[RMMCallback(ratio=0.5)], ...)
 
-The only file that imports transformers.
+Like all of this folder, and nothing else in the library, it imports transformers.
 """
 
 import contextlib

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # What a linear layer's product keeps its input, and its weight, as: by the operations that it may be made of.
 _INPUT_ROLES = ("mat1", "self", "input")
 _WEIGHT_ROLES = ("mat2", "weight", "other")
+_NO_RECOMPUTING = "rmm_linear reads a graph without running any of it"
 # Statuses of a linear layer's call.
 KEPT, SKETCHED, FROZEN, CHECKPOINTED, NO_GRADIENT = "kept", "sketched", "frozen", "checkpointed", "no gradient"
 LINEAR_INPUTS = "inputs of linear layers alone"
@@ -617,15 +619,23 @@ class _Recorder(SavedTensors):
             op = _op_name(node.name())
             for attribute in dir(node):
                 if attribute.startswith("_saved_") or attribute == "saved_tensors":
+                    role = attribute.removeprefix("_saved_")
                     self._read.clear()
                     try:
-                        getattr(node, attribute)
-                    except (RuntimeError, AttributeError):
-                        # changed in place since, or freed by a backward pass of the model's own
+                        # a checkpoint would run its block again to have what it has not kept
+                        with disable_saved_tensors_hooks(_NO_RECOMPUTING):
+                            getattr(node, attribute)
+                    except RuntimeError as error:
+                        # otherwise: changed in place since, or freed by a backward pass of the model's own
+                        if _NO_RECOMPUTING not in str(error):
+                            continue
+                        op_of_read, role = "checkpoint", "input"
+                    except AttributeError:
                         continue
+                    else:
+                        op_of_read = op
                     for number in self._read:
-                        self.packs[number].op = op
-                        self.packs[number].role = attribute.removeprefix("_saved_")
+                        self.packs[number].op, self.packs[number].role = op_of_read, role
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = None

@@ -49,5 +49,5 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             for module, name, buffer, content in buffers:
                 module._buffers[name] = buffer
                 # only what a forward pass has changed: a copy would be noticed by graphs that use the buffer
-                if not torch.equal(buffer, content):
+                if not buffer.is_meta and not torch.equal(buffer, content):
                     buffer.copy_(content)

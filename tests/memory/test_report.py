@@ -353,6 +353,35 @@ def test_a_checkpointed_block_is_left_alone():
     assert model.second.rmm_config.ratio == 0.25
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_is_not_run_again(reentrant):
+    runs = []
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x):
+            def counted(block, x):
+                runs.append(block)
+                return block(x)
+
+            for block in self.blocks:
+                x = checkpoint(counted, block, x * 1, use_reentrant=reentrant)
+            return x
+
+    model, x = Checkpointed(), batch(requires_grad=True)
+    report = profile(model, x)
+    assert len(runs) == 2
+    assert report.total_bytes == kept_by(model, x)
+    hidden = x.numel() * FLOAT
+    by_op = report.by_op()
+    (op,) = [name for name in by_op if "checkpoint" in name]
+    assert by_op[op] == 2 * hidden
+    assert {call.status for call in report.linears} <= {CHECKPOINTED, NO_GRADIENT}
+
+
 def test_a_layer_that_the_sample_does_not_reach_is_converted():
     class Unused(nn.Module):
         def __init__(self):

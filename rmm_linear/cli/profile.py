@@ -1,0 +1,151 @@
+"""`rmm-linear profile MODEL`: what a model would keep for its backward pass: exact, converted, checkpointed."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.memory import MemoryReport, profile
+from rmm_linear.sketches import STORAGES, available_sketches
+
+HELP = "show what a model keeps for its backward pass, and what sketches would leave of it"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_RATIOS = (0.5, 0.2, 0.1)
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way to train the model.
+
+    Attributes:
+        name: The way.
+        bytes: What one forward pass keeps for its backward pass.
+    """
+
+    name: str
+    bytes: int
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's options.
+
+    Args:
+        parser: Its parser.
+    """
+    parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
+    parser.add_argument("--batch", type=int, default=8, help="sequences, or images (default: 8)")
+    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: 128)")
+    parser.add_argument("--ratio", type=float, nargs="+", default=list(_RATIOS), help="ratios to compare")
+    parser.add_argument("--sketch", choices=available_sketches(), default=RMMConfig.sketch, help="(default: hadamard)")
+    parser.add_argument("--storage", choices=STORAGES, help="hold what is kept in fewer bits")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="float32", help="of the model (default: float32)")
+    parser.add_argument("--attention", help="attn_implementation of the model, such as sdpa or eager")
+    parser.add_argument("--layers", type=int, help="as if the model had so many layers (num_hidden_layers)")
+    parser.add_argument(
+        "--meta", action="store_true", help="compute shapes alone: takes no memory, whatever the model's size"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> str:
+    """Run the command.
+
+    Args:
+        options: What `add_options` describes.
+
+    Returns:
+        What to print.
+
+    Raises:
+        ValueError: If the model or an option is not usable.
+        ImportError: If transformers is not installed.
+    """
+    from rmm_linear.integrations.hf_models import build_model, random_batch
+
+    for name in ("batch", "seq"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)} is below 1")
+    if options.layers is not None and options.layers < 1:
+        raise ValueError(f"--layers {options.layers} is below 1")
+    configs = [RMMConfig(ratio=ratio, sketch=options.sketch, storage=options.storage) for ratio in options.ratio]
+    changes = {"num_hidden_layers": options.layers, "attn_implementation": options.attention}
+    device = "meta" if options.meta else "cpu"
+    model = build_model(
+        options.model,
+        device=device,
+        dtype=_DTYPES[options.dtype],
+        **{name: value for name, value in changes.items() if value is not None},
+    )
+    batch = random_batch(model, batch=options.batch, length=options.seq, device=device)
+    report = profile(model, **batch)
+    columns = compare(model, batch, report, configs)
+    if options.json:
+        return json.dumps(
+            {
+                "model": options.model,
+                "batch": {name: list(tensor.shape) for name, tensor in batch.items()},
+                "columns": [{"name": column.name, "bytes": column.bytes} for column in columns],
+                "report": report.to_dict(),
+            }
+        )
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
+    notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes}"]
+    if options.meta:
+        notes.append("shapes alone, on no device: kernels are those that torch chooses for such tensors")
+    return "\n\n".join(["\n".join(notes), str(report), table(columns)])
+
+
+def compare(
+    model: nn.Module, batch: Mapping[str, Tensor], report: MemoryReport, configs: list[RMMConfig]
+) -> list[Column]:
+    """Say what each way to train the model would keep.
+
+    Args:
+        model: The model, unconverted.
+        batch: What to call it with.
+        report: What it keeps as it is.
+        configs: How its layers could sketch.
+
+    Returns:
+        The ways: exact; for each configuration every linear layer converted, and those alone that a sketch frees
+        anything of; and gradient checkpointing, where the model has it.
+    """
+    columns = [Column("exact", report.total_bytes)]
+    names = {call.layer for call in report.linears}
+    for config in configs:
+        kind = f"{config.sketch} {config.ratio:g}" + (f" in {config.storage}" if config.storage else "")
+        left = report.frees_nothing(dict.fromkeys(names, config))
+        columns.append(Column(f"{kind}, every layer", report.predict(config)))
+        columns.append(Column(f"{kind}, where it frees anything", report.predict(config, layers=names - left.keys())))
+    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
+        enable()
+        try:
+            columns.append(Column("gradient checkpointing", profile(model, **batch).total_bytes))
+        finally:
+            model.gradient_checkpointing_disable()  # type: ignore[operator]
+    return columns
+
+
+def table(columns: list[Column]) -> str:
+    """Lay the comparison out.
+
+    Args:
+        columns: The ways, the exact one first.
+
+    Returns:
+        Lines of text.
+    """
+    width = max(len(column.name) for column in columns)
+    exact = max(1, columns[0].bytes)
+    rows = [
+        f"{column.name.ljust(width)}  {column.bytes / _MIB:10.2f}  {100 * column.bytes / exact:6.1f} %"
+        for column in columns
+    ]
+    return "\n".join([f"{'kept for the backward pass'.ljust(width)}  {'MiB':>10}  {'of exact':>8}", *rows])

@@ -1,0 +1,100 @@
+"""Models of transformers from their configurations alone, and random batches for them: for `rmm-linear profile`.
+
+Weights are random: what a model keeps for its backward pass depends on shapes, dtypes and its code, and on no value.
+"""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    import transformers
+    from transformers import AutoConfig
+except ImportError as error:
+    raise ImportError('models by name need transformers: pip install "rmm-linear[hf]"') from error
+
+_FALLBACK = "AutoModel"
+
+
+def build_model(name: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """Make a model with random weights, in training mode.
+
+    Args:
+        name: A name on the hub, or a folder or JSON file with a model's configuration; weights are not read.
+        device: Where its parameters are to be: "meta" takes no memory.
+        dtype: Of its parameters.
+        **changes: Values of the configuration that are to be others.
+
+    Returns:
+        A model of the class that the configuration names, or the bare model if it names none.
+
+    Raises:
+        ValueError: If there is no such configuration, or no class for it.
+    """
+    path = Path(name)
+    try:
+        if path.is_file():
+            values = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        else:
+            config = AutoConfig.from_pretrained(name, **changes)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{name!r} is no configuration of a model ({reason}); pass a name on the hub, or a folder with a"
+            " config.json"
+        ) from error
+    names = [each for each in (getattr(config, "architectures", None) or []) if hasattr(transformers, each)]
+    with torch.device(device):
+        model = (
+            getattr(transformers, names[0])._from_config(config, dtype=dtype)
+            if names
+            else getattr(transformers, _FALLBACK).from_config(config, dtype=dtype)
+        )
+    assert isinstance(model, nn.Module)
+    return model.train()
+
+
+def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Make a batch that a model takes, with labels if it computes a loss.
+
+    Args:
+        model: A model of transformers.
+        batch: Sequences, or images.
+        length: Tokens of each sequence; images have the size that the configuration names.
+        device: Where the tensors are to be.
+
+    Returns:
+        What to call the model with.
+
+    Raises:
+        ValueError: If the model takes neither tokens nor images, or the length is more than it has positions for.
+    """
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    main = getattr(model, "main_input_name", "input_ids")
+    if main == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        values = {main: torch.randn(batch, getattr(config, "num_channels", 3), height, width, device=device)}
+        return values | _labels(model, torch.zeros(batch, dtype=torch.long, device=device))
+    if main != "input_ids":
+        raise ValueError(
+            f"the {type(model).__name__} takes {main!r}; only models of tokens and of images have random batches,"
+            " call rmm_linear.memory.profile(model, ...) with one of your own"
+        )
+    most = getattr(text, "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < length:
+        raise ValueError(f"length={length} is more than the model's {most} positions; pass fewer")
+    ids = torch.randint(0, text.vocab_size, (batch, length), device=device)
+    values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    of_tokens = not type(model).__name__.endswith(("SequenceClassification", "MultipleChoice"))
+    return values | _labels(model, ids if of_tokens else torch.zeros(batch, dtype=torch.long, device=device))
+
+
+def _labels(model: nn.Module, labels: Tensor) -> dict[str, Tensor]:
+    return {"labels": labels} if "labels" in inspect.signature(model.forward).parameters else {}

@@ -1,0 +1,152 @@
+"""`rmm-linear profile`: the comparison is what the converted model keeps, and a mistake is one line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.cli import main
+from rmm_linear.memory import SavedTensors
+
+transformers = pytest.importorskip("transformers")
+hf_models = pytest.importorskip("rmm_linear.integrations.hf_models")
+
+CONFIGS = {
+    "roberta": transformers.RobertaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=160, architectures=["RobertaForSequenceClassification"],
+        attention_probs_dropout_prob=0.0,
+    ),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=160, architectures=["GPT2LMHeadModel"]
+    ),
+    "llama": transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, architectures=["LlamaForCausalLM"],
+    ),
+    "t5": transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        architectures=["T5ForConditionalGeneration"],
+    ),
+    "vit": transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=64, patch_size=8,
+        architectures=["ViTForImageClassification"],
+    ),
+    "bare": transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, config in CONFIGS.items():
+        config.save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["profile", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_the_columns_are_what_the_models_keep(name, folder, capsys):
+    found = json.loads(run(capsys, str(folder / name), "--batch", "4", "--seq", "64", "--ratio", "0.25", "--json"))
+    columns = {column["name"]: column["bytes"] for column in found["columns"]}
+    model = hf_models.build_model(str(folder / name))
+    batch = hf_models.random_batch(model, batch=4, length=64)
+
+    def kept() -> int:
+        with SavedTensors(model) as saved:
+            model(**batch)
+        return saved.bytes
+
+    assert columns["exact"] == kept() == found["report"]["total_bytes"]
+    if name != "gpt2":
+        # all of the layers of GPT-2 but its head are Conv1D
+        convert_linears(model, config=RMMConfig(ratio=0.25), target_modules=".*")
+        assert columns["hadamard 0.25, every layer"] == kept()
+    assert columns["hadamard 0.25, where it frees anything"] <= columns["hadamard 0.25, every layer"]
+    assert columns["gradient checkpointing"] < columns["exact"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_shapes_alone_tell_the_same(folder, capsys):
+    arguments = [str(folder / "llama"), "--batch", "4", "--seq", "64", "--attention", "eager", "--json"]
+    real, meta = (json.loads(run(capsys, *arguments, *more)) for more in ([], ["--meta"]))
+    assert [column["bytes"] for column in meta["columns"]] == [column["bytes"] for column in real["columns"]]
+    assert {storage["device"] for storage in meta["report"]["storages"]} == {"meta"}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_text_and_its_options(folder, capsys):
+    text = run(
+        capsys, str(folder / "roberta"), "--layers", "3", "--dtype", "bfloat16", "--storage", "int4", "--ratio", "0.5",
+        "1.0", "--batch", "4",
+    )  # fmt: skip
+    assert "bfloat16, random weights and inputs: input_ids (4, 128), attention_mask (4, 128), labels (4,)" in text
+    assert "RobertaForSequenceClassification keeps" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("roberta.encoder.layer.*.intermediate.dense")]
+    assert line.split()[2] == "3"
+    for name in ("exact", "hadamard 0.5 in int4, every layer", "hadamard 1 in int4, where it frees", "gradient checkp"):
+        assert any(row.startswith(name) for row in text.splitlines())
+
+
+def test_a_json_file_is_a_configuration(folder, capsys):
+    (folder / "mine.json").write_text((folder / "bare" / "config.json").read_text())
+    out = run(capsys, str(folder / "mine.json"), "--batch", "2", "--seq", "16", "--json")
+    assert json.loads(out)["columns"][0]["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}/none"], "is no configuration of a model"),
+        (["{}/roberta", "--batch", "0"], "--batch 0 is below 1"),
+        (["{}/roberta", "--layers", "0"], "--layers 0 is below 1"),
+        (["{}/roberta", "--ratio", "1.5"], "ratio=1.5 is not in (0, 1]"),
+        (["{}/roberta", "--seq", "1000"], "length=1000 is more than the model's 160 positions"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, folder, capsys):
+    assert main(["profile", *(argument.format(folder) for argument in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_program_runs_by_itself(folder):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["kernels", *sys.path])}
+    command = [sys.executable, "-m", "rmm_linear.cli", "profile", str(folder / "bare"), "--batch", "2", "--seq", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "BertModel keeps" in done.stdout
+    helped = subprocess.run([*command[:3], "--help"], capture_output=True, text=True, env=environment, check=False)
+    assert "profile" in helped.stdout
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "rmm_linear.integrations.hf_models", raising=False)
+    assert main(["profile", "some/model"]) == 2
+    assert 'pip install "rmm-linear[hf]"' in capsys.readouterr().err
+
+
+def test_a_model_that_takes_something_else_is_named():
+    config = transformers.Wav2Vec2Config(
+        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        conv_dim=(32, 32), conv_stride=(2, 2), conv_kernel=(3, 3), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2Model(config)
+    with pytest.raises(ValueError, match="takes 'input_values'; only models of tokens and of images"):
+        hf_models.random_batch(model, batch=2, length=64)
+    assert torch.is_grad_enabled()
