@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> str:
     Raises:
         ValueError: If the model or an option is not usable.
         ImportError: If transformers is not installed.
+        RuntimeError: What the model raises.
     """
     from rmm_linear.integrations.hf_models import build_model, random_batch
 
@@ -83,8 +84,17 @@ def run(options: argparse.Namespace) -> str:
         **{name: value for name, value in changes.items() if value is not None},
     )
     batch = random_batch(model, batch=options.batch, length=options.seq, device=device)
-    report = profile(model, **batch)
-    columns = compare(model, batch, report, configs)
+    try:
+        report = profile(model, **batch)
+        columns = compare(model, batch, report, configs)
+    except (RuntimeError, NotImplementedError) as error:
+        if not options.meta:
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"the {type(model).__name__} can't be run on shapes alone ({reason}); leave --meta out, or try --attention"
+            " eager"
+        ) from error
     if options.json:
         return json.dumps(
             {
@@ -97,7 +107,7 @@ def run(options: argparse.Namespace) -> str:
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
     notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes}"]
     if options.meta:
-        notes.append("shapes alone, on no device: kernels are those that torch chooses for such tensors")
+        notes.append("shapes alone, on no device: attention is not fused there, and its scores count")
     return "\n\n".join(["\n".join(notes), str(report), table(columns)])
 
 
@@ -114,7 +124,10 @@ def compare(
 
     Returns:
         The ways: exact; for each configuration every linear layer converted, and those alone that a sketch frees
-        anything of; and gradient checkpointing, where the model has it.
+        anything of; and gradient checkpointing, where the model has it and can be run.
+
+    Raises:
+        RuntimeError: What the model raises.
     """
     columns = [Column("exact", report.total_bytes)]
     names = {call.layer for call in report.linears}
@@ -128,6 +141,10 @@ def compare(
         enable()
         try:
             columns.append(Column("gradient checkpointing", profile(model, **batch).total_bytes))
+        except RuntimeError:
+            # of shapes alone: transformers reads values of its masks there
+            if not any(parameter.is_meta for parameter in model.parameters()):
+                raise
         finally:
             model.gradient_checkpointing_disable()  # type: ignore[operator]
     return columns

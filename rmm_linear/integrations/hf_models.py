@@ -91,9 +91,9 @@ def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cp
     if isinstance(most, int) and 0 < most < length:
         raise ValueError(f"length={length} is more than the model's {most} positions; pass fewer")
     ids = torch.randint(0, text.vocab_size, (batch, length), device=device)
-    values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    # no attention mask: models read its values, and none is one without padding
     of_tokens = not type(model).__name__.endswith(("SequenceClassification", "MultipleChoice"))
-    return values | _labels(model, ids if of_tokens else torch.zeros(batch, dtype=torch.long, device=device))
+    return {main: ids} | _labels(model, ids if of_tokens else torch.zeros(batch, dtype=torch.long, device=device))
 
 
 def _labels(model: nn.Module, labels: Tensor) -> dict[str, Tensor]:
