@@ -233,7 +233,7 @@ def run_twice(trainer):
 
 
 def test_a_saving_that_is_not_measured_is_warned_about_once(tmp_path):
-    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.5))
+    trainer = make_trainer(tmp_path, RMMCallback(config=RMMConfig(ratio=0.5, share_sketch=False)))
     with pytest.warns(UserWarning, match="promise") as caught:
         run_twice(trainer)
     messages = [str(warning.message) for warning in caught if "promise" in str(warning.message)]
