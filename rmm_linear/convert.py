@@ -281,7 +281,9 @@ def _useless(model: nn.Module, plan: list[tuple[_Found, RMMConfig | None]], samp
     # those that are converted already keep what an exact layer keeps meanwhile
     for layer, _ in before:
         layer.rmm_config = RMMConfig(ratio=1.0)
-    model.train()
+    # parts that are in eval mode in a model that trains are so on purpose
+    if not model.training:
+        model.train()
     try:
         if isinstance(sample, Mapping):
             report = profile(model, **sample)

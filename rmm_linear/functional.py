@@ -114,7 +114,7 @@ def linear(
     # Under no_grad as well: see the docstring.
     seed = _seed_tensor(seed, x)
     if shared is not None:
-        seed = shared.seed_or(seed, _compute_dtype(x))
+        seed = shared.seed_or(seed)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     index = None
@@ -124,10 +124,12 @@ def linear(
     # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
     if not config.sketches(rows if index is None else index.shape[0], layout.kept):
         return F.linear(x, weight, bias)
-    x = x.to(_compute_dtype(x))
+    x = x.to(compute_dtype(x))
     beside, sketch = _made(x.detach(), seed, config, layout, index, valid_rows, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    return _SketchedLinear.apply(x, weight, bias, config, layout, index, check, len(beside), seed, *beside, *sketch)
+    return _SketchedLinear.apply(
+        x, weight, bias, config, layout, index, check, shared, len(beside), seed, *beside, *sketch
+    )
 
 
 def _made(
@@ -152,8 +154,15 @@ def _made(
     return made[0], made[1]
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that F.linear computes in: autocast lowers all floats but float64."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that F.linear computes in: autocast lowers all floats but float64.
+
+    Args:
+        x: A tensor that it is given.
+
+    Returns:
+        The dtype.
+    """
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
@@ -194,7 +203,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig, va
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the output features")
-    dtypes = [_compute_dtype(tensor) for tensor in (x, weight, bias) if tensor is not None]
+    dtypes = [compute_dtype(tensor) for tensor in (x, weight, bias) if tensor is not None]
     if any(dtype != dtypes[0] for dtype in dtypes):
         raise ValueError(
             f"x has dtype {x.dtype}, weight {weight.dtype}{'' if bias is None else f' and bias {bias.dtype}'}; cast"
@@ -217,7 +226,7 @@ def _is_column_major(x: Tensor) -> bool:
 
 
 # Arguments of _SketchedLinear between the bias and the saved tensors.
-_OPTIONS = 6
+_OPTIONS = 7
 
 
 class _SketchedLinear(torch.autograd.Function):
@@ -232,6 +241,7 @@ class _SketchedLinear(torch.autograd.Function):
         layout: Layout,
         index: Tensor | None,
         check: RowsCheck | None,
+        shared: SharedSketch | None,
         beside: int,
         seed: Tensor,
         *tensors: Tensor,
@@ -244,7 +254,7 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, config, layout, index, check, beside, seed, *tensors = inputs
+        x, weight, bias, config, layout, index, check, shared, beside, seed, *tensors = inputs
         # As nn.Linear does: the weight is needed for grad_input alone.
         ctx.save_for_backward(weight if x.requires_grad else None, index, seed, *tensors)
         ctx.config = config
@@ -252,6 +262,7 @@ class _SketchedLinear(torch.autograd.Function):
         # how many of the tensors are those of the rows that are kept
         ctx.beside = beside
         ctx.check = check
+        ctx.shared = shared
         ctx.is_column_major = _is_column_major(x)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -262,6 +273,8 @@ class _SketchedLinear(torch.autograd.Function):
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
         rows_of_g = g.reshape(-1, g.shape[-1])
         grads: list[Tensor | None] = [None, None, None]
+        if ctx.shared is not None:
+            ctx.shared.close()
         with torch.no_grad():
             if ctx.check is not None:
                 ctx.check.see(rows_of_g, index)

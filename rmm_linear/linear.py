@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.functional import linear
+from rmm_linear.functional import compute_dtype, linear
 from rmm_linear.padding import RowsCheck, current_valid_rows
 from rmm_linear.sharing import shared_sketch
 
@@ -74,7 +74,7 @@ class RMMLinear(nn.Linear):
         Raises:
             ValueError: If the input does not fit the weight, in training mode.
         """
-        if not self.training:
+        if not self.training or not isinstance(input, Tensor):
             return F.linear(input, self.weight, self.bias)
         config = self.rmm_config
         rows = current_valid_rows(input) if config.skip_padding else None
@@ -86,7 +86,8 @@ class RMMLinear(nn.Linear):
         shared = None
         if config.share_sketch:
             # weakly: a group lives as long as its input
-            shared = shared_sketch(input, self, (config, None if rows is None else weakref.ref(rows)))
+            key = config, None if rows is None else weakref.ref(rows)
+            shared = shared_sketch(input, self, key, compute_dtype(input))
         return linear(
             input,
             self.weight,

@@ -2,17 +2,20 @@
 
 An exact model keeps an input that three layers share once. Three sketches of it would keep 3 ratio of it: more than the
 exact model above a ratio of 1/3. So layers that are given the same tensor in one forward pass keep one sketch, with one
-S. The estimates of their weight gradients are each as good as before; their errors are correlated, which no mean over
-steps notices.
+S. The estimate of each weight gradient is what it would be alone; only the errors of the members are correlated.
 
 Who shares is found out while the model runs, and not by names: layers share if they are called with the same tensor
-object, unchanged since (its version counter tells), and are configured alike. A layer that comes back to the same
-tensor begins a new group, with a new S: a second forward pass over the same input, or a layer that runs twice.
+object, unchanged since (its version counter tells), are configured alike and compute in one dtype. A group takes new
+members only between the first member's forward and the first backward of any: as long as its sketch is kept by a graph,
+and nothing has been learnt with its S. After that, for a layer that comes back to the tensor, and for layers with one
+weight (whose errors would add up), a new group begins, with a new S.
 
-Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly, and lives as long as the
-input; where the sketch is gone (a checkpointed block keeps none), the next member makes it again of the same seed.
-Every layer draws a seed, and leaves it where it shares: the random generator is in the same state whoever shares, in
-both passes of a checkpoint as well.
+What a version counter does not see, a change through `x.data` or through memory that numpy shares, in between two
+layers of one forward pass, is not seen here either: the later layer's gradient is that of the earlier values.
+
+Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly. Every layer draws a seed,
+and leaves it where it shares: the random generator is in the same state whoever shares, in both passes of a checkpoint
+as well.
 """
 
 import threading
@@ -33,23 +36,26 @@ class SharedSketch:
 
     def __init__(self) -> None:
         self.seed: Tensor | None = None
-        self._dtype: torch.dtype | None = None
         # tensors of the kept rows, and of the sketch
         self._parts: tuple[tuple[TensorWeakRef, ...], ...] | None = None
 
-    def seed_or(self, seed: Tensor, dtype: torch.dtype) -> Tensor:
+    @property
+    def is_over(self) -> bool:
+        """Whether there was a sketch, and is none to share any more."""
+        return self.seed is not None and self.tensors(self.seed) is None
+
+    def seed_or(self, seed: Tensor) -> Tensor:
         """Return the group's seed.
 
         Args:
-            seed: The seed that this member has drawn: the group's if it is the first.
-            dtype: Dtype that it computes in (autocast's may have changed since the first member).
+            seed: The seed that this member has drawn: the group's if there is no sketch to share.
 
         Returns:
-            The first member's seed, or `seed` for a member that computes in another dtype.
+            The seed of the sketch that is there, or `seed`.
         """
-        if self.seed is None:
-            self.seed, self._dtype = seed, dtype
-        return self.seed if self._dtype == dtype else seed
+        if self.seed is None or self.is_over:
+            self.seed, self._parts = seed, None
+        return self.seed
 
     def tensors(self, seed: Tensor) -> tuple[tuple[Tensor, ...], ...] | None:
         """Return what was remembered.
@@ -58,7 +64,7 @@ class SharedSketch:
             seed: As `seed_or` returned it.
 
         Returns:
-            The tensors, or None where nothing was, or some of it is gone.
+            The tensors, or None where nothing was, some of it is gone, or the group is closed.
         """
         if self._parts is None or seed is not self.seed:
             return None
@@ -77,6 +83,10 @@ class SharedSketch:
         if seed is self.seed:
             self._parts = tuple(tuple(TensorWeakRef(tensor) for tensor in part) for part in parts)
 
+    def close(self) -> None:
+        """Let nobody join any more: a backward pass has used this S."""
+        self._parts = None
+
 
 class _Input:
     """A tensor that layers were called with, and the groups of its readers, by how they are configured."""
@@ -84,9 +94,8 @@ class _Input:
     def __init__(self, x: Tensor, forget: Callable[[weakref.ref[Tensor]], object]) -> None:
         self.reference = weakref.ref(x, forget)
         self.version = x._version
-        # of this forward pass, whatever their configurations
-        self.readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.first: weakref.ref[nn.Module] | None = None
+        # by the dtype that they compute in, whatever their configurations: the layers of this forward pass
+        self.readers: dict[torch.dtype, tuple[weakref.ref[nn.Module], weakref.WeakSet[nn.Module]]] = {}
         self.groups: dict[Hashable, tuple[SharedSketch, weakref.WeakSet[nn.Module]]] = {}
 
 
@@ -100,13 +109,14 @@ class InputGroups:
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def find(self, x: Tensor, layer: nn.Module, key: Hashable) -> SharedSketch | None:
+    def find(self, x: Tensor, layer: nn.Linear, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
         """Return the group of a layer that is called with a tensor.
 
         Args:
             x: The tensor, as the layer was given it.
             layer: The layer.
             key: Equal for layers that may share.
+            dtype: The dtype that it computes in; layers of different ones do not share.
 
         Returns:
             The group, a new one unless another layer has one on the same tensor; None for tensors whose changes can't
@@ -124,29 +134,42 @@ class InputGroups:
                     del inputs[place]
 
             known = self._inputs[place] = _Input(x, forget)
-        if layer in known.readers or not known.readers:
-            known.readers, known.first = weakref.WeakSet(), weakref.ref(layer)
-        known.readers.add(layer)
-        shared, members = known.groups.get(key, (None, None))
-        if shared is None or members is None or layer in members:
+        if dtype not in known.readers or layer in known.readers[dtype][1]:
+            known.readers[dtype] = weakref.ref(layer), weakref.WeakSet()
+        known.readers[dtype][1].add(layer)
+        shared, members = known.groups.get((key, dtype), (None, None))
+        if (
+            shared is None
+            or members is None
+            or shared.is_over
+            or layer in members
+            or any(getattr(member, "weight", None) is layer.weight for member in members)
+        ):
             shared, members = SharedSketch(), weakref.WeakSet()
-            known.groups[key] = shared, members
+            # others whose sketch is gone are of no use to anybody
+            known.groups = {
+                other: group
+                for other, group in known.groups.items()
+                if group[0].seed is not None and not group[0].is_over
+            }
+            known.groups[key, dtype] = shared, members
         members.add(layer)
         return shared
 
-    def first_reader(self, x: Tensor) -> nn.Module | None:
+    def first_reader(self, x: Tensor, dtype: torch.dtype) -> nn.Module | None:
         """Return the first layer of those that were called with a tensor in this forward pass.
 
         Args:
             x: The tensor, as the layers were given it.
+            dtype: The dtype that they compute in.
 
         Returns:
             The layer, or None where none is known.
         """
         known = self._inputs.get(id(x))
-        if known is None or known.first is None or known.reference() is not x or known.version != x._version:
+        if known is None or dtype not in known.readers or known.reference() is not x or known.version != x._version:
             return None
-        return known.first()
+        return known.readers[dtype][0]()
 
 
 class _Current(threading.local):
@@ -159,27 +182,29 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def shared_sketch(x: Tensor, layer: nn.Module, key: Hashable) -> SharedSketch | None:
+def shared_sketch(x: Tensor, layer: nn.Linear, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
     """Return the group that a layer shares its sketch with; see `InputGroups.find`.
 
     Args:
         x: The tensor that the layer is called with.
         layer: The layer.
         key: Equal for layers that may share.
+        dtype: The dtype that it computes in.
 
     Returns:
         The group, or None.
     """
-    return _current.groups.find(x, layer, key)
+    return _current.groups.find(x, layer, key, dtype)
 
 
-def first_reader(x: Tensor) -> nn.Module | None:
+def first_reader(x: Tensor, dtype: torch.dtype) -> nn.Module | None:
     """Return the first layer of those that share an input; see `InputGroups.first_reader`.
 
     Args:
         x: The tensor that a layer was called with.
+        dtype: The dtype that it computes in.
 
     Returns:
         The layer, or None.
     """
-    return _current.groups.first_reader(x)
+    return _current.groups.first_reader(x, dtype)

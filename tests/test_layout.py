@@ -28,9 +28,10 @@ ALLOWED = {
     "padding": {"rows", "errors"},
     "functional": {"sketches", "config", "rows", "sharing", "padding", "ops", "errors"},
     "linear": {"functional", "config", "sharing", "padding", "sketches", "errors"},
-    "memory": {"names", "sharing", "linear", "config", "rows", "padding", "errors"},
+    "memory": {"names", "sharing", "functional", "linear", "config", "rows", "padding", "errors"},
     "convert": {"names", "linear", "config", "memory", "padding", "errors"},
     "variance": {
+        "functional",
         "names",
         "sharing",
         "sketches",

@@ -273,9 +273,9 @@ def test_a_sketch_is_freed_with_its_graph():
     # x is alive, and with it the group and its seed
     alive = [reference for reference in references if not reference.expired()]
     assert 1 <= len({reference.cdata for reference in alive}) < len({reference.cdata for reference in references})
-    (group,) = _current.groups._inputs[id(x)].groups.values()
-    assert {reference.cdata for reference in alive} == {group[0].seed.untyped_storage()._cdata}
-    assert group[0].tensors(group[0].seed) is None
+    ((group, _),) = _current.groups._inputs[id(x)].groups.values()
+    assert {reference.cdata for reference in alive} == {group.seed.untyped_storage()._cdata}
+    assert group.tensors(group.seed) is None
 
 
 def test_the_input_is_freed_as_before():
@@ -391,21 +391,113 @@ def test_a_roberta_layer_keeps_what_the_design_says():
         assert alone == pytest.approx(10 + 9 * ratio, rel=0.02)
 
 
-def test_groups_are_found_by_identity_version_and_key():
+def test_groups_are_found_by_identity_version_key_and_dtype():
     groups, layers = InputGroups(), [nn.Linear(2, 2) for _ in range(3)]
-    x = torch.zeros(3, 2)
-    first = groups.find(x, layers[0], "a")
-    assert groups.find(x, layers[1], "a") is first
-    assert groups.find(x, layers[1], "b") is not first
-    assert groups.find(x, layers[0], "a") is not first
+    x, dtype = torch.zeros(3, 2), torch.float32
+    first = groups.find(x, layers[0], "a", dtype)
+    assert first.seed_or(torch.tensor(1)) == 1
+    sketch = torch.zeros(2)
+    first.remember(first.seed, (), (sketch,))
+    assert groups.find(x, layers[1], "a", dtype) is first
+    assert first.seed_or(torch.tensor(2)) == 1
+    assert groups.find(x, layers[1], "b", dtype) is not first
+    assert groups.find(x, layers[2], "a", torch.bfloat16) is not first
+    assert groups.first_reader(x, dtype) is layers[1]
+    assert groups.first_reader(x, torch.bfloat16) is layers[2]
+    assert groups.find(x, layers[0], "a", dtype) is not first
     x.add_(1)
-    changed = groups.find(x, layers[2], "a")
-    assert changed is not first
+    assert groups.first_reader(x, dtype) is None
+    assert groups.find(x, layers[2], "a", dtype) is not first
     assert len(groups) == 1
     with torch.inference_mode():
-        assert groups.find(torch.zeros(2), layers[0], "a") is None
+        assert groups.find(torch.zeros(2), layers[0], "a", dtype) is None
     del x
     assert len(groups) == 0
+
+
+def test_a_sketch_that_is_gone_is_nobodys():
+    shared = InputGroups().find(torch.zeros(3, 2), nn.Linear(2, 2), "a", torch.float32)
+    sketch = torch.zeros(2)
+    seed = shared.seed_or(torch.tensor(1))
+    shared.remember(seed, (), (sketch,))
+    assert shared.tensors(seed)[1][0] is sketch
+    del sketch
+    assert shared.tensors(seed) is None
+    assert shared.seed_or(torch.tensor(2)) == 2
+
+
+def seeds_of(*runs) -> list[int]:
+    """The seeds that layers' graphs hold."""
+    found = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: found.append(int(tensor)) or tensor if tensor.dtype == torch.int64 else tensor, lambda t: t
+    ):
+        for run in runs:
+            run()
+    return found
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_nothing_is_learnt_with_one_s_and_used_again_by_another_layer(retain):
+    """A step on one layer, then on another, on one tensor that lives on: the second S may not be the first's."""
+    first, second = (RMMLinear(WIDTH, WIDTH, config=CONFIG) for _ in range(2))
+    x, alive = torch.randn(ROWS, WIDTH), []
+
+    def step(layer):
+        y = layer(x)
+        alive.append(y)
+        y.sum().backward(retain_graph=retain)
+
+    found = seeds_of(lambda: step(first), lambda: step(second), lambda: step(first))
+    assert len(set(found)) == 3
+
+
+def test_copies_of_a_model_draw_anew():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    runs = [lambda: copy.deepcopy(model)(x).sum().backward() for _ in range(4)]
+    found = seeds_of(*runs)
+    assert [found[3 * number] for number in range(4)] == [found[3 * number + 1] for number in range(4)]
+    assert len(set(found)) == 4
+
+
+def test_a_layer_that_is_skipped_in_some_steps_gets_no_seed_of_the_past():
+    model, x = Three(), torch.randn(ROWS, WIDTH)
+    used: list[set[int]] = []
+    for members in ([0, 1], [0, 2], [1, 2], [2], [1], [0]):
+        used.append(set(seeds_of(lambda members=members: sum(model.layers[m](x) for m in members).sum().backward())))
+    assert all(len(seeds) == 1 for seeds in used)
+    assert len(set.union(*used)) == len(used)
+
+
+def test_a_checkpoint_beside_another_reader_of_the_same_tensor_never_meets_an_old_seed():
+    first, second = (RMMLinear(WIDTH, WIDTH, config=CONFIG) for _ in range(2))
+    x, used = torch.randn(ROWS, WIDTH).requires_grad_(), []
+    for _ in range(3):
+        seeds = seeds_of(lambda: (first(x) + checkpoint(second, x, use_reentrant=False)).sum().backward())
+        assert not set(seeds) & {seed for before in used for seed in before}
+        used.append(seeds)
+
+
+def test_layers_with_one_weight_do_not_share():
+    one_layer, other = (RMMLinear(WIDTH, WIDTH, config=CONFIG) for _ in range(2))
+    other.weight = one_layer.weight
+    x = torch.randn(ROWS, WIDTH)
+    assert measure_kept_bytes(lambda: one_layer(x) + other(x)) == 2 * one()
+
+
+def test_groups_of_masks_that_are_gone_are_dropped():
+    layers = [RMMLinear(WIDTH, WIDTH, config=RMMConfig(min_rows=1, skip_padding=True)) for _ in range(2)]
+    x = torch.randn(4, 64, WIDTH)
+    for length in range(1, 40):
+        mask = torch.arange(64).expand(4, 64) < length
+        with valid_rows(mask):
+            sum(layer(x) for layer in layers)[mask].sum().backward()
+    assert len(_current.groups._inputs[id(x)].groups) <= 2
+
+
+def test_no_tensor_is_refused_as_nn_linear_does():
+    with pytest.raises(TypeError):
+        RMMLinear(4, 4)(None)
 
 
 def test_refused():

@@ -41,7 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
     parser.add_argument("--batch", type=int, default=8, help="sequences, or images (default: 8)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: 128)")
-    parser.add_argument("--ratio", type=float, nargs="+", default=list(_RATIOS), help="ratios to compare")
+    default = ",".join(f"{ratio:g}" for ratio in _RATIOS)
+    parser.add_argument("--ratio", default=default, help=f"ratios to compare, with commas (default: {default})")
     parser.add_argument("--sketch", choices=available_sketches(), default=RMMConfig.sketch, help="(default: hadamard)")
     parser.add_argument("--storage", choices=STORAGES, help="hold what is kept in fewer bits")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="float32", help="of the model (default: float32)")
@@ -65,7 +66,6 @@ def run(options: argparse.Namespace) -> str:
     Raises:
         ValueError: If the model or an option is not usable.
         ImportError: If transformers is not installed.
-        RuntimeError: What the model raises.
     """
     from rmm_linear.integrations.hf_models import build_model, random_batch
 
@@ -74,26 +74,33 @@ def run(options: argparse.Namespace) -> str:
             raise ValueError(f"--{name} {getattr(options, name)} is below 1")
     if options.layers is not None and options.layers < 1:
         raise ValueError(f"--layers {options.layers} is below 1")
-    configs = [RMMConfig(ratio=ratio, sketch=options.sketch, storage=options.storage) for ratio in options.ratio]
-    changes = {"num_hidden_layers": options.layers, "attn_implementation": options.attention}
+    try:
+        ratios = [float(ratio) for ratio in options.ratio.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--ratio {options.ratio} is no list of numbers; pass them with commas, such as 0.5,0.1"
+        ) from None
+    configs = [RMMConfig(ratio=ratio, sketch=options.sketch, storage=options.storage) for ratio in ratios]
+    changes = {"attn_implementation": options.attention} if options.attention else {}
     device = "meta" if options.meta else "cpu"
     model = build_model(
         options.model,
         device=device,
         dtype=_DTYPES[options.dtype],
-        **{name: value for name, value in changes.items() if value is not None},
+        layers=options.layers,
+        **changes,
     )
     batch = random_batch(model, batch=options.batch, length=options.seq, device=device)
     try:
         report = profile(model, **batch)
         columns = compare(model, batch, report, configs)
-    except (RuntimeError, NotImplementedError) as error:
-        if not options.meta:
-            raise
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where = "shapes alone" if options.meta else f"random tensors of {options.batch} x {options.seq}"
+        hint = "leave --meta out, or try --attention eager" if options.meta else "try other --batch and --seq"
         raise ValueError(
-            f"the {type(model).__name__} can't be run on shapes alone ({reason}); leave --meta out, or try --attention"
-            " eager"
+            f"the {type(model).__name__} can't be run on {where} ({reason}); {hint}, or call"
+            " rmm_linear.memory.profile(model, ...) with a batch of yours"
         ) from error
     if options.json:
         return json.dumps(
@@ -108,6 +115,9 @@ def run(options: argparse.Namespace) -> str:
     notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes}"]
     if options.meta:
         notes.append("shapes alone, on no device: attention is not fused there, and its scores count")
+    others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
+    if others:
+        notes.append(f"{others} of its linear maps are transformers' Conv1D, which are not sketched")
     return "\n\n".join(["\n".join(notes), str(report), table(columns)])
 
 

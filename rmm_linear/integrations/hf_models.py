@@ -18,15 +18,25 @@ except ImportError as error:
     raise ImportError('models by name need transformers: pip install "rmm-linear[hf]"') from error
 
 _FALLBACK = "AutoModel"
+# What configurations call the number of layers of a stack.
+_STACKS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
-def build_model(name: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+def build_model(
+    name: str,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    layers: int | None = None,
+    **changes: Any,
+) -> nn.Module:
     """Make a model with random weights, in training mode.
 
     Args:
         name: A name on the hub, or a folder or JSON file with a model's configuration; weights are not read.
         device: Where its parameters are to be: "meta" takes no memory.
         dtype: Of its parameters.
+        layers: Layers of its stacks, encoder and decoder; those of the configuration by default.
         **changes: Values of the configuration that are to be others.
 
     Returns:
@@ -48,6 +58,9 @@ def build_model(name: str, *, device: str = "cpu", dtype: torch.dtype = torch.fl
             f"{name!r} is no configuration of a model ({reason}); pass a name on the hub, or a folder with a"
             " config.json"
         ) from error
+    for stack in _STACKS if layers is not None else ():
+        if hasattr(config, stack):
+            setattr(config, stack, layers)
     names = [each for each in (getattr(config, "architectures", None) or []) if hasattr(transformers, each)]
     with torch.device(device):
         model = (
@@ -92,6 +105,8 @@ def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cp
         raise ValueError(f"length={length} is more than the model's {most} positions; pass fewer")
     ids = torch.randint(0, text.vocab_size, (batch, length), device=device)
     # no attention mask: models read its values, and none is one without padding
+    if type(model).__name__.endswith("TokenClassification"):
+        return {main: ids, "labels": ids % config.num_labels}
     of_tokens = not type(model).__name__.endswith(("SequenceClassification", "MultipleChoice"))
     return {main: ids} | _labels(model, ids if of_tokens else torch.zeros(batch, dtype=torch.long, device=device))
 

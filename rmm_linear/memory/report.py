@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.functional import compute_dtype
 from rmm_linear.linear import RMMLinear
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
 from rmm_linear.memory.unchanged import unchanged
@@ -45,6 +46,7 @@ _WEIGHT_ROLES = ("mat2", "weight", "other")
 _NO_RECOMPUTING = "rmm_linear reads a graph without running any of it"
 # Statuses of a linear layer's call.
 KEPT, SKETCHED, FROZEN, CHECKPOINTED, NO_GRADIENT = "kept", "sketched", "frozen", "checkpointed", "no gradient"
+EVALUATING, PARAMETER = "eval mode", "parameter"
 LINEAR_INPUTS = "inputs of linear layers alone"
 _MIB = 2**20
 # Layers, operations and modules that a report prints before it says how many more there are.
@@ -99,7 +101,9 @@ class LinearCall:
         out_features: Columns of its output.
         dtype: Dtype that it computes in.
         status: "kept": its input is kept for the weight gradient; "sketched"; "frozen": the weight gets no gradient;
-            "checkpointed": nothing is kept, it runs again in the backward pass; "no gradient": nothing is wanted.
+            "checkpointed": nothing is kept, it runs again in the backward pass; "no gradient": nothing is wanted;
+            "eval mode": its input is kept, and a converted layer is exact there; "parameter": its input is a parameter
+            or buffer, which lives anyway, and a sketch comes on top.
         storage: Place of its input among the report's storages, where it is kept.
         weight_copy: Place of a copy of its weight (autocast's), where one is kept.
         group: Equal for calls with the same tensor, whose layers share a sketch if they are configured alike.
@@ -138,7 +142,7 @@ class LinearCall:
             False for a call that keeps no input, and for too few rows.
         """
         kept = min(self.rows, self.sequences * len(config.keep_tokens))
-        return self.status == KEPT and config.sketches(self.rows, kept)
+        return self.status in (KEPT, PARAMETER) and config.sketches(self.rows, kept)
 
 
 @dataclass(frozen=True)
@@ -228,25 +232,39 @@ class MemoryReport:
     def _why_no_gain(self, call: LinearCall, configs: Mapping[str, RMMConfig]) -> str | None:
         if call.status != KEPT or call.storage is None:
             return _STATUS_WORDS.get(call.status, "it keeps no input")
-        if not call.is_sketched_by(configs[call.layer]):
+        if not self._converts(call, configs):
             return f"its input has {call.rows} rows, too few for min_rows={configs[call.layer].min_rows}"
         others = self.others(call)
-        if others:
-            return f"{', '.join(others)} keeps its input as well"
-        together = [each for each in self.linears if each.status == KEPT and each.storage == call.storage]
-        exact = [
-            each.layer for each in together if each.layer not in configs or not each.is_sketched_by(configs[each.layer])
-        ]
-        if exact:
-            return f"its input is shared with {', '.join(dict.fromkeys(exact))}, which stays exact"
+        together = [each for each in self.linears if each.storage == call.storage]
+        exact = [each.layer for each in together if not self._converts(each, configs)]
+        frees_input = not others and not exact
+        converted = [each for each in together if self._converts(each, configs)]
         sketches = {
             (each.group, configs[each.layer]) if configs[each.layer].share_sketch else number: each.saved_bytes(
                 configs[each.layer]
             )
-            for number, each in enumerate(together)
+            for number, each in enumerate(converted)
         }
-        kept, size = sum(sketches.values()), self.storages[call.storage].bytes
-        return None if kept < size else f"a sketch would keep {kept} bytes, the input takes {size}"
+        # autocast's copies of their weights go as well
+        copies = {each.weight_copy for each in converted if each.weight_copy is not None}
+        freed = sum(
+            self.storages[place].bytes
+            for place in copies
+            if all(self._converts(each, configs) for each in self.linears if each.weight_copy == place)
+        )
+        freed += self.storages[call.storage].bytes if frees_input else 0
+        kept = sum(sketches.values())
+        if kept < freed:
+            return None
+        if others:
+            return f"{', '.join(others)} keeps its input as well"
+        if exact:
+            return f"its input is shared with {', '.join(dict.fromkeys(exact))}, which stays exact"
+        return f"a sketch would keep {kept} bytes, and free {freed}"
+
+    @staticmethod
+    def _converts(call: LinearCall, configs: Mapping[str, RMMConfig]) -> bool:
+        return call.layer in configs and call.is_sketched_by(configs[call.layer])
 
     def by_op(self) -> dict[str, int]:
         """Return the bytes of each kind of operation, each storage once.
@@ -489,6 +507,8 @@ _STATUS_WORDS = {
     FROZEN: "its weight is frozen: keeps nothing",
     CHECKPOINTED: "checkpointed: keeps nothing",
     NO_GRADIENT: "no gradient is wanted: keeps nothing",
+    EVALUATING: "in eval mode, where it stays exact",
+    PARAMETER: "its input is a parameter, which lives anyway",
 }
 
 
@@ -558,6 +578,7 @@ class _Call:
     dtype: torch.dtype
     trains: bool
     group: int
+    is_training: bool
     wants_gradient: bool = False
     packs: int = 0
 
@@ -575,6 +596,8 @@ class _Recorder(SavedTensors):
         self.calls: list[_Call] = []
         self._read: list[int] = []
         self._groups = InputGroups()
+        # nodes that modules have made: what a model returns need not lead to all of them
+        self._nodes: list[Any] = []
         self._group_numbers: list[SharedSketch] = []
         self._keys = StorageSet()
         self.peak: tuple[int, str] | None = None
@@ -608,8 +631,10 @@ class _Recorder(SavedTensors):
         Args:
             outputs: What the model returned, flattened.
         """
-        todo = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
+        made = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
+        todo = list(dict.fromkeys([*made, *self._nodes]))
         seen = set(todo)
+        self._nodes.clear()
         while todo:
             node = todo.pop()
             for function, _ in node.next_functions:
@@ -647,12 +672,15 @@ class _Recorder(SavedTensors):
                 rows = x.numel() // max(1, x.shape[-1])
                 group = self._group_of(x, module)
                 trains = module.weight.requires_grad
-                self.calls.append(_Call(name, module, rows, sequences_of(x.shape), _computed_in(x), trains, group))
+                self.calls.append(
+                    _Call(name, module, rows, sequences_of(x.shape), compute_dtype(x), trains, group, module.training)
+                )
         self._running.append((name, module, call))
         self._note_peak()
 
     def _group_of(self, x: Tensor, module: nn.Module) -> int:
-        group = self._groups.find(x, module, _computed_in(x)) or SharedSketch()
+        assert isinstance(module, nn.Linear)
+        group = self._groups.find(x, module, None, compute_dtype(x)) or SharedSketch()
         if group not in self._group_numbers:
             self._group_numbers.append(group)
         return self._group_numbers.index(group)
@@ -663,6 +691,8 @@ class _Recorder(SavedTensors):
             _, _, call = self._running.pop()
             if call is not None and isinstance(output, Tensor):
                 self.calls[call].wants_gradient = output.requires_grad
+                if output.grad_fn is not None:
+                    self._nodes.append(output.grad_fn)
 
     def _note_peak(self) -> None:
         if self._cuda:
@@ -700,6 +730,7 @@ class _Recorder(SavedTensors):
         devices = [""] * len(place)
         inputs: dict[int, int] = {}
         copies: dict[int, int] = {}
+        of_parameters: set[int] = set()
         for pack in self.packs:
             role = pack.role
             if pack.call is not None and not role:
@@ -708,6 +739,8 @@ class _Recorder(SavedTensors):
             for key in pack.storages:
                 keepers[place[key]].append(keeper)
                 devices[place[key]] = pack.device
+            if pack.call is not None and not pack.storages and role in _INPUT_ROLES:
+                of_parameters.add(pack.call)
             if pack.call is not None and pack.storages:
                 if role in _INPUT_ROLES:
                     inputs[pack.call] = place[pack.storages[0]]
@@ -719,7 +752,9 @@ class _Recorder(SavedTensors):
                 KeptStorage(size, device, tuple(who))
                 for size, device, who in zip(self._keys.sizes.values(), devices, keepers, strict=True)
             ),
-            linears=tuple(self._linear_call(number, inputs, copies) for number in range(len(self.calls))),
+            linears=tuple(
+                self._linear_call(number, inputs, copies, of_parameters) for number in range(len(self.calls))
+            ),
             peak_bytes=None if self.peak is None else self.peak[0],
             peak_module=None if self.peak is None else self.peak[1],
         )
@@ -728,10 +763,16 @@ class _Recorder(SavedTensors):
     def _guessed_role(pack: _Pack, call: _Call) -> str:
         """Of a tensor whose node does not lead to what the model returned."""
         elements = torch.Size(pack.shape).numel()
-        is_input = pack.shape[-1:] == (call.module.in_features,) and elements == call.rows * call.module.in_features
+        weight = (call.module.in_features, call.module.out_features)
+        # another dtype than the parameter's: a copy
+        if pack.dtype != call.module.weight.dtype and pack.shape in (weight, weight[::-1]):
+            return _WEIGHT_ROLES[0]
+        is_input = pack.shape[-1:] == weight[:1] and elements == call.rows * weight[0]
         return _INPUT_ROLES[0] if is_input and call.trains else ""
 
-    def _linear_call(self, number: int, inputs: dict[int, int], copies: dict[int, int]) -> LinearCall:
+    def _linear_call(
+        self, number: int, inputs: dict[int, int], copies: dict[int, int], of_parameters: set[int]
+    ) -> LinearCall:
         call = self.calls[number]
         if not call.trains:
             status = FROZEN
@@ -740,7 +781,9 @@ class _Recorder(SavedTensors):
         elif call.packs == 0:
             status = CHECKPOINTED
         elif number in inputs:
-            status = KEPT
+            status = KEPT if call.is_training else EVALUATING
+        elif number in of_parameters:
+            status = PARAMETER if call.is_training else EVALUATING
         else:
             status = SKETCHED if isinstance(call.module, RMMLinear) else NO_GRADIENT
         return LinearCall(
@@ -761,12 +804,6 @@ def _op_name(node: str) -> str:
     """Such as "native_layer_norm" of "NativeLayerNormBackward0"."""
     name = re.sub(r"Backward\d*$", "", node).strip("_")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    lowered = device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point()
-    return torch.get_autocast_dtype(device) if lowered and x.dtype != torch.float64 else x.dtype
 
 
 def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rmm_linear.functional import compute_dtype
 from rmm_linear.linear import RMMLinear
 from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import current_valid_rows
@@ -168,7 +169,7 @@ class LayerProbe:
         if not trains or x.is_nested or x.layout != torch.strided:
             return
         self._seen.add(name)
-        first = first_reader(x) if layer.rmm_config.share_sketch else None
+        first = first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None
         if isinstance(first, RMMLinear) and first in self._names:
             self.groups[name] = self._names[first]
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None

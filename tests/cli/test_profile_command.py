@@ -103,8 +103,8 @@ def test_a_model_that_reads_values_is_named(folder, capsys, monkeypatch):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_text_and_its_options(folder, capsys):
     text = run(
-        capsys, str(folder / "roberta"), "--layers", "3", "--dtype", "bfloat16", "--storage", "int4", "--ratio", "0.5",
-        "1.0", "--batch", "4",
+        capsys, str(folder / "roberta"), "--layers", "3", "--dtype", "bfloat16", "--storage", "int4",
+        "--ratio", "0.5,1", "--batch", "4",
     )  # fmt: skip
     assert "bfloat16, random weights and inputs: input_ids (4, 128), labels (4,)" in text
     assert "RobertaForSequenceClassification keeps" in text
@@ -127,6 +127,9 @@ def test_a_json_file_is_a_configuration(folder, capsys):
         (["{}/roberta", "--batch", "0"], "--batch 0 is below 1"),
         (["{}/roberta", "--layers", "0"], "--layers 0 is below 1"),
         (["{}/roberta", "--ratio", "1.5"], "ratio=1.5 is not in (0, 1]"),
+        (["{}/roberta", "--ratio", "0.5 0.1"], "--ratio 0.5 0.1 is no list of numbers"),
+        # two of RoBERTa's positions are never used
+        (["{}/roberta", "--seq", "160"], "can't be run on random tensors of 8 x 160 (index"),
         (["{}/roberta", "--seq", "1000"], "length=1000 is more than the model's 160 positions"),
     ],
 )

@@ -9,7 +9,16 @@ from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, convert_linears, revert_linears, summary
 from rmm_linear.memory import SavedTensors, profile
-from rmm_linear.memory.report import CHECKPOINTED, FROZEN, KEPT, LINEAR_INPUTS, NO_GRADIENT, SKETCHED
+from rmm_linear.memory.report import (
+    CHECKPOINTED,
+    EVALUATING,
+    FROZEN,
+    KEPT,
+    LINEAR_INPUTS,
+    NO_GRADIENT,
+    PARAMETER,
+    SKETCHED,
+)
 
 FLOAT = 4
 
@@ -131,6 +140,120 @@ def test_a_part_of_a_sharing_group_frees_nothing():
     assert one > report.total_bytes
     everything = report.predict(config)
     assert report.total_bytes - report.own_bytes < everything < report.total_bytes
+
+
+def test_parts_in_eval_mode_and_parameters_as_inputs():
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(256, 8))
+            self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            return self.a(x) + self.b(x) + self.c(x * 2) + self.d(self.queries)
+
+    model, x, config = Queries(), torch.randn(256, 8), RMMConfig(ratio=0.25)
+    model.b.eval()
+    report = profile(model, x)
+    assert [call.status for call in report.linears] == [KEPT, EVALUATING, KEPT, PARAMETER]
+    predicted = report.predict(config)
+    useless = report.frees_nothing(dict.fromkeys("abcd", config))
+    assert useless == {
+        "a": "its input is shared with b, which stays exact",
+        "b": "in eval mode, where it stays exact",
+        "d": "its input is a parameter, which lives anyway",
+    }
+    convert_linears(model, config=config, target_modules=".*")
+    assert kept_by(model, x) == predicted
+    revert_linears(model)
+    convert_linears(model, config=config, target_modules=".*", sample=x)
+    assert not model.b.training
+    assert kept_by(model, x) <= min(predicted, report.total_bytes)
+
+
+def test_autocasts_copies_of_weights_are_worth_a_sketch():
+    """The attention keeps the projection's input anyway, but a sketched layer keeps no copy of its weight."""
+    model, x, config = stack(1), batch(requires_grad=True), RMMConfig(ratio=0.1)
+    wide = nn.Sequential(Attention(256))
+    for net, data in ((model, x), (wide, torch.randn(4, 32, 256, requires_grad=True))):
+        with torch.autocast("cpu", torch.bfloat16):
+            report = profile(net, data)
+            names = [call.layer for call in report.linears]
+            (name,) = [each for each in names if each.rpartition(".")[2] == "output"]
+            without = report.predict(config, layers=[each for each in names if each != name])
+            useless = report.frees_nothing(dict.fromkeys(names, config))
+            assert (report.predict(config) < without) == (name not in useless)
+        assert (name in useless) <= (net is model)
+
+
+def test_a_mixed_autocast_is_predicted():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            y = self.a(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                return y + self.b(x) + self.c(x)
+
+    model, x, config = Mixed(), torch.randn(256, 32, requires_grad=True), RMMConfig(ratio=0.25)
+    predicted = profile(model, x).predict(config)
+    convert_linears(model, config=config, target_modules=".*")
+    assert kept_by(model, x) == predicted
+
+
+def test_outputs_of_any_kind_are_read():
+    class Result:
+        __slots__ = ("value",)
+
+        def __init__(self, value):
+            self.value = value
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return Result(self.b(nn.functional.gelu(self.a(x))))
+
+    model, x, config = Odd(), torch.randn(256, 32, requires_grad=True), RMMConfig(ratio=0.25)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = profile(model, x)
+        assert all(keeper.op for storage in report.storages for keeper in storage.keepers)
+        predicted = report.predict(config)
+        assert report.frees_nothing(dict.fromkeys("ab", config)) == {}
+        convert_linears(model, config=config, target_modules=".*")
+        assert kept_by(model, x) == predicted
+
+
+def test_buffers_that_a_forward_replaces_are_put_back_with_what_goes_with_them():
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.zeros(4, 8), persistent=False)
+            self.register_buffer("mean", None)
+            self.length, self.layer = 4, nn.Linear(8, 8)
+
+        def forward(self, x):
+            if len(x) > self.length:
+                self.register_buffer("table", torch.ones(len(x), 8), persistent=False)
+                self.register_buffer("late", torch.ones(1))
+                self.length, self.seen = len(x), True
+                self.mean = x.mean(0).detach()
+            return self.layer(x + self.table[: len(x)])
+
+    model = Cache()
+    table, keys = model.table, set(model.state_dict())
+    profile(model, torch.randn(16, 8))
+    assert model.table is table
+    assert (model.length, model.mean) == (4, None)
+    assert not hasattr(model, "seen")
+    assert not hasattr(model, "late")
+    assert set(model.state_dict()) == keys
+    assert model(torch.randn(16, 8)).shape == (16, 8)
+    assert model.seen
 
 
 def test_statuses():
