@@ -1,7 +1,8 @@
 """What a model keeps for its backward pass, and what its sketched layers save."""
 
 from rmm_linear.memory.kept import SavedTensors, measure_kept_bytes
-from rmm_linear.memory.report import Keeper, KeptStorage, LinearCall, MemoryReport, profile
+from rmm_linear.memory.recorder import profile
+from rmm_linear.memory.report import Keeper, KeptStorage, LinearCall, MemoryReport
 from rmm_linear.memory.saving import MeasuredSaving
 
 __all__ = [
