@@ -1,4 +1,4 @@
-"""RMMLinear: the module that `convert_linears` turns an `nn.Linear` into."""
+"""RMMLinear: the module that `convert_linears` turns an `nn.Linear` into; and what all such modules have in common."""
 
 import weakref
 
@@ -12,7 +12,61 @@ from rmm_linear.padding import RowsCheck, current_valid_rows
 from rmm_linear.sharing import shared_sketch
 
 
-class RMMLinear(nn.Linear):
+class SketchedLayer(nn.Module):
+    """What every converted layer is, beside an instance of the class that it was before.
+
+    Attributes:
+        rmm_config: How the layer sketches; may be replaced at any time.
+    """
+
+    rmm_config: RMMConfig
+    # nn.Module does not declare them: every class of converted layers has them, as parameters
+    weight: Tensor
+    bias: Tensor | None
+    _rows_check: RowsCheck | None = None
+
+    def _sketched(self, input: Tensor, weight: Tensor) -> Tensor:
+        """Apply the layer in training mode, as it is configured.
+
+        Args:
+            input: Shape (..., in).
+            weight: Shape (out, in): the layer's, or a view of it.
+
+        Returns:
+            Shape (..., out).
+        """
+        config = self.rmm_config
+        rows = current_valid_rows(input) if config.skip_padding else None
+        if torch.compiler.is_compiling():
+            return linear(input, weight, self.bias, config=config, valid_rows=rows)
+        # not in __init__, which a converted layer has not gone through
+        if rows is not None and self._rows_check is None:
+            self._rows_check = RowsCheck()
+        shared = None
+        if config.share_sketch:
+            # weakly: a group lives as long as its input
+            key = config, None if rows is None else weakref.ref(rows)
+            shared = shared_sketch(input, self, key, compute_dtype(input))
+        return linear(
+            input,
+            weight,
+            self.bias,
+            config=config,
+            valid_rows=rows,
+            rows_check=self._rows_check if rows is not None else None,
+            shared=shared,
+        )
+
+    def _describe_config(self) -> str:
+        """The configuration, as `print(model)` shows it."""
+        config = self.rmm_config
+        storage = f", storage={config.storage!r}" if config.storage is not None else ""
+        padding = ", skip_padding=True" if config.skip_padding else ""
+        tokens = f", keep_tokens={config.keep_tokens}" if config.keep_tokens else ""
+        return f"ratio={config.ratio:g}, sketch={config.sketch!r}, center={config.center}{storage}{padding}{tokens}"
+
+
+class RMMLinear(SketchedLayer, nn.Linear):
     """A linear layer that keeps a sketch of its input for the weight gradient, in training mode.
 
     Parameters, state_dict and output are those of `nn.Linear`, so are all gradients but the weight's, which is an
@@ -31,8 +85,8 @@ class RMMLinear(nn.Linear):
         rmm_config: How the layer sketches; may be replaced at any time.
     """
 
-    rmm_config: RMMConfig
-    _rows_check: RowsCheck | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -76,27 +130,7 @@ class RMMLinear(nn.Linear):
         """
         if not self.training or not isinstance(input, Tensor):
             return F.linear(input, self.weight, self.bias)
-        config = self.rmm_config
-        rows = current_valid_rows(input) if config.skip_padding else None
-        if torch.compiler.is_compiling():
-            return linear(input, self.weight, self.bias, config=config, valid_rows=rows)
-        # not in __init__, which a converted layer has not gone through
-        if rows is not None and self._rows_check is None:
-            self._rows_check = RowsCheck()
-        shared = None
-        if config.share_sketch:
-            # weakly: a group lives as long as its input
-            key = config, None if rows is None else weakref.ref(rows)
-            shared = shared_sketch(input, self, key, compute_dtype(input))
-        return linear(
-            input,
-            self.weight,
-            self.bias,
-            config=config,
-            valid_rows=rows,
-            rows_check=self._rows_check if rows is not None else None,
-            shared=shared,
-        )
+        return self._sketched(input, self.weight)
 
     def extra_repr(self) -> str:
         """Return the layer's line in `print(model)`.
@@ -104,11 +138,4 @@ class RMMLinear(nn.Linear):
         Returns:
             The shape and the configuration.
         """
-        config = self.rmm_config
-        storage = f", storage={config.storage!r}" if config.storage is not None else ""
-        padding = ", skip_padding=True" if config.skip_padding else ""
-        tokens = f", keep_tokens={config.keep_tokens}" if config.keep_tokens else ""
-        return (
-            f"{super().extra_repr()}, ratio={config.ratio:g}, sketch={config.sketch!r},"
-            f" center={config.center}{storage}{padding}{tokens}"
-        )
+        return f"{super().extra_repr()}, {self._describe_config()}"

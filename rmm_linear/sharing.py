@@ -109,7 +109,7 @@ class InputGroups:
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def find(self, x: Tensor, layer: nn.Linear, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
+    def find(self, x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
         """Return the group of a layer that is called with a tensor.
 
         Args:
@@ -182,7 +182,7 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def shared_sketch(x: Tensor, layer: nn.Linear, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
+def shared_sketch(x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
     """Return the group that a layer shares its sketch with; see `InputGroups.find`.
 
     Args:

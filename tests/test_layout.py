@@ -28,10 +28,13 @@ ALLOWED = {
     "padding": {"rows", "errors"},
     "functional": {"sketches", "config", "rows", "sharing", "padding", "ops", "errors"},
     "linear": {"functional", "config", "sharing", "padding", "sketches", "errors"},
-    "memory": {"names", "sharing", "functional", "linear", "config", "rows", "padding", "errors"},
-    "convert": {"names", "linear", "config", "memory", "padding", "errors"},
+    "conv1d": {"linear"},
+    "layer_classes": {"conv1d", "linear"},
+    "memory": {"names", "layer_classes", "sharing", "functional", "linear", "config", "rows", "padding", "errors"},
+    "convert": {"names", "layer_classes", "linear", "config", "memory", "padding", "errors"},
     "variance": {
         "functional",
+        "layer_classes",
         "names",
         "sharing",
         "sketches",
@@ -120,8 +123,9 @@ def test_only_ops_imports_the_kernels():
     assert importers_of("rmm_linear_kernels", LIBRARY) <= {"rmm_linear/ops.py"}
 
 
-def test_only_the_integrations_import_transformers():
+def test_only_the_integrations_and_conv1d_import_transformers():
     assert importers_of("transformers", LIBRARY) <= {
+        "rmm_linear/conv1d.py",
         "rmm_linear/integrations/hf_trainer.py",
         "rmm_linear/integrations/hf_models.py",
     }

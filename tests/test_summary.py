@@ -54,7 +54,10 @@ def test_bytes_a_row_are_those_of_the_config_in_the_dtype_of_the_weight():
         ("narrow", "exact: ratio 1"),
         ("frozen", "frozen weight: keeps no input"),
         ("left", "exact: not targeted, or excluded"),
-        ("attention.out_proj", "exact: nn.MultiheadAttention reads its weight and never calls it"),
+        (
+            "attention.out_proj",
+            "exact: nn.MultiheadAttention reads its weight and never calls it (nor is its in_proj_weight a layer)",
+        ),
         ("classifier", "exact: output head"),
     ],
 )

@@ -1,6 +1,7 @@
 """`rmm-linear profile MODEL`: what a model would keep for its backward pass: exact, converted, checkpointed."""
 
 import argparse
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.convert import summary
 from rmm_linear.memory import MemoryReport, profile
+from rmm_linear.names import pattern
 from rmm_linear.sketches import STORAGES, available_sketches
 
 HELP = "show what a model keeps for its backward pass, and what sketches would leave of it"
@@ -115,9 +118,8 @@ def run(options: argparse.Namespace) -> str:
     notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes}"]
     if options.meta:
         notes.append("shapes alone, on no device: attention is not fused there, and its scores count")
-    others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
-    if others:
-        notes.append(f"{others} of its linear maps are transformers' Conv1D, which are not sketched")
+    others = {(pattern(name), reason) for name, reason in summary(model, file=io.StringIO()).others.items()}
+    notes += [f"never sketched: {name}: {reason}" for name, reason in sorted(others)]
     return "\n\n".join(["\n".join(notes), str(report), table(columns)])
 
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.functional import compute_dtype
-from rmm_linear.linear import RMMLinear
+from rmm_linear.layer_classes import features, is_linear_layer, layer_input
+from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
 from rmm_linear.memory.report import (
     CHECKPOINTED,
@@ -65,7 +66,7 @@ class _Call:
     """A call of a linear layer, as its hooks saw it."""
 
     layer: str
-    module: nn.Linear
+    module: nn.Module
     rows: int
     sequences: int
     dtype: torch.dtype
@@ -158,13 +159,14 @@ class _Recorder(SavedTensors):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = None
         name = self._names[module]
-        if isinstance(module, nn.Linear) and (args or "input" in kwargs):
-            x = args[0] if args else kwargs["input"]
+        if is_linear_layer(module):
+            x = layer_input(args, kwargs)
             if isinstance(x, Tensor):
                 call = len(self.calls)
                 rows = x.numel() // max(1, x.shape[-1])
                 group = self._group_of(x, module)
-                trains = module.weight.requires_grad
+                weight: Any = module.weight
+                trains = weight.requires_grad
                 self.calls.append(
                     _Call(name, module, rows, sequences_of(x.shape), compute_dtype(x), trains, group, module.training)
                 )
@@ -172,7 +174,6 @@ class _Recorder(SavedTensors):
         self._note_peak()
 
     def _group_of(self, x: Tensor, module: nn.Module) -> int:
-        assert isinstance(module, nn.Linear)
         group = self._groups.find(x, module, None, compute_dtype(x)) or SharedSketch()
         if group not in self._group_numbers:
             self._group_numbers.append(group)
@@ -256,9 +257,10 @@ class _Recorder(SavedTensors):
     def _guessed_role(pack: _Pack, call: _Call) -> str:
         """Of a tensor whose node does not lead to what the model returned."""
         elements = torch.Size(pack.shape).numel()
-        weight = (call.module.in_features, call.module.out_features)
+        weight = features(call.module)
+        own: Any = call.module.weight
         # another dtype than the parameter's: a copy
-        if pack.dtype != call.module.weight.dtype and pack.shape in (weight, weight[::-1]):
+        if pack.dtype != own.dtype and pack.shape in (weight, weight[::-1]):
             return _WEIGHT_ROLES[0]
         is_input = pack.shape[-1:] == weight[:1] and elements == call.rows * weight[0]
         return INPUT_ROLES[0] if is_input and call.trains else ""
@@ -278,13 +280,13 @@ class _Recorder(SavedTensors):
         elif number in of_parameters:
             status = PARAMETER if call.is_training else EVALUATING
         else:
-            status = SKETCHED if isinstance(call.module, RMMLinear) else NO_GRADIENT
+            status = SKETCHED if isinstance(call.module, SketchedLayer) else NO_GRADIENT
         return LinearCall(
             layer=call.layer,
             rows=call.rows,
             sequences=call.sequences,
-            in_features=call.module.in_features,
-            out_features=call.module.out_features,
+            in_features=features(call.module)[0],
+            out_features=features(call.module)[1],
             dtype=str(call.dtype).removeprefix("torch."),
             status=status,
             storage=inputs.get(number),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.names import pattern
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -404,7 +405,7 @@ class MemoryReport:
     def _patterns(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for name, size in self.by_module().items():
-            found[_pattern(name)] = found.get(_pattern(name), 0) + size
+            found[pattern(name)] = found.get(pattern(name), 0) + size
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
@@ -460,7 +461,7 @@ def _layer_lines(report: MemoryReport) -> list[str]:
             why = f"also kept by {', '.join(others)}" if others else "kept for the weight gradient alone"
         else:
             why = _STATUS_WORDS[call.status]
-        names = _merged([_pattern(name) for name in sharers])
+        names = _merged([pattern(name) for name in sharers])
         place = call.storage
         size = report.storages[place].bytes if place is not None and call.status == KEPT else 0
         freed = 0
@@ -492,11 +493,6 @@ _STATUS_WORDS = {
     EVALUATING: "in eval mode, where it stays exact",
     PARAMETER: "its input is a parameter, which lives anyway",
 }
-
-
-def _pattern(name: str) -> str:
-    """A module's name with its numbers left open: those of a stack's layers are alike."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) or "(the model)"
 
 
 def _merged(names: list[str]) -> str:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rmm_linear.linear import RMMLinear
+from rmm_linear.layer_classes import layer_input
+from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
 from rmm_linear.padding import current_valid_rows
 from rmm_linear.rows import sequences_of
@@ -26,7 +27,7 @@ class MeasuredSaving(SavedTensors):
     """Count what one forward keeps, and what it would have kept with exact layers.
 
     Args:
-        model: A model with `RMMLinear` layers, in training mode and not compiled.
+        model: A model with sketched layers, in training mode and not compiled.
 
     Attributes:
         promised_bytes: Sum over the calls of the layers of what each saves of its own input.
@@ -113,8 +114,8 @@ class MeasuredSaving(SavedTensors):
 
     def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self._running = None
-        assert isinstance(layer, RMMLinear)
-        x = args[0] if args else kwargs["input"]
+        assert isinstance(layer, SketchedLayer)
+        x = layer_input(args, kwargs)
         device = x.device.type
         lowered = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         trains = layer.training and layer.weight.requires_grad
@@ -131,7 +132,7 @@ class MeasuredSaving(SavedTensors):
         if x.requires_grad:
             self._expect_weight(layer.weight, _cast_dtype(layer.weight, lowered))
 
-    def _promise(self, layer: RMMLinear, x: Tensor, dtype: torch.dtype) -> None:
+    def _promise(self, layer: SketchedLayer, x: Tensor, dtype: torch.dtype) -> None:
         config, features = layer.rmm_config, x.shape[-1]
         rows = x.numel() // max(1, features)
         announced = current_valid_rows(x) if config.skip_padding else None
@@ -168,7 +169,7 @@ class MeasuredSaving(SavedTensors):
         super().__enter__()
         self._reset()
         for layer in self._model.modules():
-            if isinstance(layer, RMMLinear):
+            if isinstance(layer, SketchedLayer):
                 self._handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
                 self._handles.append(layer.register_forward_hook(self._after_layer, with_kwargs=True, always_call=True))
         return self

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rmm_linear import ops
 from rmm_linear.config import RMMConfig
-from rmm_linear.linear import RMMLinear
+from rmm_linear.linear import SketchedLayer
 from rmm_linear.variance.allocation import Allocation, NoiseProfile, allocate_for_noise, allocate_ratios
 from rmm_linear.variance.probe import LayerProbe
 from rmm_linear.variance.profile import ProfileBuilder
@@ -108,7 +108,7 @@ class AdaptiveRatios:
         True
 
     Args:
-        model: A model with `RMMLinear` layers, in eager mode.
+        model: A model with sketched layers, in eager mode.
         budget: Bytes that the measured layers may keep in one forward pass of a batch like the measured ones, each
             being run once; "auto" for the share of their inputs that they keep as they are configured; None for no
             budget.
@@ -216,7 +216,7 @@ class AdaptiveRatios:
         turn, count = turn % half, len(self._layers)
         return list(self._layers[turn * count // half : (turn + 1) * count // half])
 
-    def _measure(self, name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+    def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         own = layer.rmm_config
         candidates = dict.fromkeys((own, *(own.replace(ratio=ratio) for ratio in self._ratios)))
         assert self._probe is not None

@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.convert import aligned, describe, listed
-from rmm_linear.linear import RMMLinear
-from rmm_linear.names import strip_wrappers
+from rmm_linear.convert import aligned, describe
+from rmm_linear.linear import SketchedLayer
+from rmm_linear.names import listed, strip_wrappers
 from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]
@@ -275,10 +275,10 @@ class Allocation:
         """Configure the sketched layers of a model, in place.
 
         Args:
-            model: A model with an `RMMLinear` of each name, as `convert_linears` makes them. Others are left alone.
+            model: A model with a sketched layer of each name, as `convert_linears` makes them. Others are left alone.
 
         Raises:
-            ValueError: If a layer is not there or is not an RMMLinear; the model is then as it was.
+            ValueError: If a layer is not there or is not a sketched one; the model is then as it was.
         """
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
@@ -287,7 +287,7 @@ class Allocation:
         missing = [name for name in configs if name not in named]
         if missing:
             raise ValueError(f"the model has no {listed(missing)}; pass the model that was profiled")
-        layers = {name: module for name, module in named.items() if isinstance(module, RMMLinear)}
+        layers = {name: module for name, module in named.items() if isinstance(module, SketchedLayer)}
         others = [f"{name} ({type(named[name]).__name__})" for name in configs if name not in layers]
         if others:
             raise ValueError(f"not sketched layers: {listed(others)}; convert them with convert_linears first")

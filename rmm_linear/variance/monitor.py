@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from torch import Tensor, nn
 
 from rmm_linear import ops
-from rmm_linear.linear import RMMLinear
+from rmm_linear.linear import SketchedLayer
 from rmm_linear.variance.gradient_noise import GradientNoise, _ratio, batch_sequences, gradient_noise
 from rmm_linear.variance.probe import LayerProbe
 
@@ -105,7 +105,7 @@ class VarianceMonitor:
         (1, True)
 
     Args:
-        model: A model with `RMMLinear` layers, in eager mode.
+        model: A model with sketched layers, in eager mode.
         every: Steps in which each layer is measured once.
         path: JSON-lines file that records are appended to, by data-parallel rank 0; None for no file. Numbers that are
             not finite are null in it.
@@ -144,7 +144,7 @@ class VarianceMonitor:
         turn, count = self._steps % self.every, len(self._layers)
         return list(self._layers[turn * count // self.every : (turn + 1) * count // self.every])
 
-    def _measure(self, name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+    def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         config, lengths = layer.rmm_config, batch_sequences(x)
         noise = gradient_noise(x, g, config, sequence_lengths=lengths, index=index, draws=DRAWS)
         record = _record(self._steps, name, x.shape[:-1].numel() if index is None else index.numel(), noise)

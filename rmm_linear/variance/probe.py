@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.functional import compute_dtype
-from rmm_linear.linear import RMMLinear
+from rmm_linear.layer_classes import layer_input
+from rmm_linear.linear import SketchedLayer
 from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import current_valid_rows
 from rmm_linear.sharing import first_reader
 
-Measure = Callable[[str, RMMLinear, Tensor, Tensor, Tensor | None], object]
+Measure = Callable[[str, SketchedLayer, Tensor, Tensor, Tensor | None], object]
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -43,7 +44,7 @@ def is_compiled(model: nn.Module) -> bool:
 class _Held:
     """A layer's input, from its forward to its backward pass."""
 
-    layer: RMMLinear
+    layer: SketchedLayer
     x: Tensor
     # of x, to notice changes in place; None where x counts none
     version: int | None
@@ -68,7 +69,7 @@ class _ForwardHook(_Hook):
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         probe = None if self._probe is None else self._probe()
         if probe is not None and isinstance(output, Tensor) and not torch.compiler.is_compiling():
-            probe._after_forward(self._name, layer, args[0] if args else kwargs["input"], output)
+            probe._after_forward(self._name, layer, layer_input(args, kwargs), output)
 
 
 class _GradientHook(_Hook):
@@ -79,7 +80,7 @@ class _GradientHook(_Hook):
 
 
 class LayerProbe:
-    """Calls back with (x, g) of chosen `RMMLinear` layers during training steps.
+    """Calls back with (x, g) of chosen sketched layers during training steps.
 
     `watch(names)` begins a step: each named layer is measured at most once, at its first call that is made in training
     mode with gradients enabled, in the backward pass and straight from the hook that receives g. So it is the first
@@ -90,7 +91,7 @@ class LayerProbe:
     gradient. What is left of such a step is dropped by the next `watch`. The random state is not touched.
 
     Args:
-        model: A model with `RMMLinear` layers, in eager mode.
+        model: A model with sketched layers, in eager mode.
         measure: Called as `measure(name, layer, x, g, index)`: the layer's name without wrappers' prefixes; the input
             (..., in); the gradient of the output (..., out); and the numbers of the rows that the layer sketched, or
             None for all.
@@ -101,7 +102,7 @@ class LayerProbe:
             have been watched.
 
     Raises:
-        ValueError: If the model is compiled, or has no `RMMLinear`.
+        ValueError: If the model is compiled, or has no sketched layer.
 
     Example:
         >>> import torch
@@ -115,7 +116,7 @@ class LayerProbe:
         >>> probe.close()
     """
 
-    layers: Mapping[str, RMMLinear]
+    layers: Mapping[str, SketchedLayer]
     groups: dict[str, str]
 
     def __init__(self, model: nn.Module, measure: Measure) -> None:
@@ -125,7 +126,7 @@ class LayerProbe:
                 " eager model, before torch.compile"
             )
         found = {
-            strip_wrappers(name): module for name, module in model.named_modules() if isinstance(module, RMMLinear)
+            strip_wrappers(name): module for name, module in model.named_modules() if isinstance(module, SketchedLayer)
         }
         if not found:
             raise ValueError(
@@ -164,13 +165,13 @@ class LayerProbe:
         # another layer: a replica's
         if name in self._seen or layer is not self.layers[name]:
             return
-        assert isinstance(layer, RMMLinear)
+        assert isinstance(layer, SketchedLayer)
         trains = layer.training and layer.weight.requires_grad and torch.is_grad_enabled() and output.requires_grad
         if not trains or x.is_nested or x.layout != torch.strided:
             return
         self._seen.add(name)
         first = first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None
-        if isinstance(first, RMMLinear) and first in self._names:
+        if isinstance(first, SketchedLayer) and first in self._names:
             self.groups[name] = self._names[first]
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None
         index = rows.index_on(x.device) if rows is not None else None

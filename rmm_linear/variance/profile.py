@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.linear import RMMLinear
+from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory.unchanged import drop_gradients, unchanged
 from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch
@@ -336,7 +336,7 @@ def profile_noise(
         [True, True, False]
 
     Args:
-        model: A model with `RMMLinear` layers, in eager and in training mode.
+        model: A model with sketched layers, in eager and in training mode.
         runs: A callable a batch, which runs forward and backward pass of that batch, and no optimizer step.
         configs: Candidates, the same for all layers. Those that leave padding out are measured without it where the
             model announces its mask to the layer (`rmm_linear.padding`).
@@ -357,7 +357,7 @@ def profile_noise(
         raise ValueError(f"layers_at_once={layers_at_once!r} is not a positive int; pass 1 for the least memory")
     builder = ProfileBuilder()
 
-    def measure(name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+    def measure(name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         builder.add(name, x, g, configs, index=index, group=probe.groups.get(name))
 
     probe = LayerProbe(model, measure)

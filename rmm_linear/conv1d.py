@@ -1,0 +1,78 @@
+"""RMMConv1D: what `convert_linears` turns the linear layers of GPT-2 into.
+
+The `Conv1D` of transformers is a linear layer whose weight is held as (in, out). `RMMConv1D` is made at its first use,
+from the class that transformers has: the library itself does without that package.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from rmm_linear.linear import SketchedLayer
+
+_HOME = "transformers.pytorch_utils"
+
+
+def conv1d_class() -> type[nn.Module] | None:
+    """Return the `Conv1D` of transformers.
+
+    Returns:
+        The class, or None as long as nobody has imported it: then no model holds one.
+    """
+    return getattr(sys.modules.get(_HOME), "Conv1D", None)
+
+
+def _make() -> type[SketchedLayer]:
+    try:
+        from transformers.pytorch_utils import Conv1D
+    except ImportError as error:
+        raise ImportError('RMMConv1D needs transformers: pip install "rmm-linear[hf]"') from error
+
+    class RMMConv1D(SketchedLayer, Conv1D):
+        """A `Conv1D` of transformers that keeps a sketch of its input for the weight gradient, in training mode.
+
+        Parameters, state_dict and output are those of `Conv1D`: weight (in, out), bias (out,). Otherwise it is to
+        `Conv1D` what `RMMLinear` is to `nn.Linear`.
+
+        Attributes:
+            rmm_config: How the layer sketches; may be replaced at any time.
+        """
+
+        weight: nn.Parameter
+        bias: nn.Parameter
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Apply the layer.
+
+            Args:
+                x: Shape (..., in), any float dtype.
+
+            Returns:
+                Shape (..., out).
+
+            Raises:
+                ValueError: If the input does not fit the weight, in training mode.
+            """
+            if not self.training or not isinstance(x, Tensor):
+                return super().forward(x)
+            # Conv1D multiplies rows that lie one after another; F.linear would take another path for others
+            return self._sketched(x.contiguous(), self.weight.t())
+
+        def __repr__(self) -> str:
+            return f"RMMConv1D(nf={self.nf}, nx={self.nx}, {self._describe_config()})"
+
+    # where pickle looks for it
+    RMMConv1D.__qualname__ = "RMMConv1D"
+    return RMMConv1D
+
+
+if TYPE_CHECKING:
+    RMMConv1D: type[SketchedLayer]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RMMConv1D":
+        # from here on it is an attribute like any other
+        return globals().setdefault(name, _make())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

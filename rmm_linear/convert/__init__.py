@@ -1,0 +1,16 @@
+"""Turn the linear layers of a model into sketched ones, back again, and say what was done."""
+
+from rmm_linear.convert.conversion import convert_linears, revert_linears
+from rmm_linear.convert.conversion_summary import ConversionSummary, LayerSummary, aligned, describe, summary
+from rmm_linear.convert.swapping import why_not
+
+__all__ = [
+    "ConversionSummary",
+    "LayerSummary",
+    "aligned",
+    "convert_linears",
+    "describe",
+    "revert_linears",
+    "summary",
+    "why_not",
+]

@@ -1,0 +1,255 @@
+"""Turn the linear layers of a model into sketched ones, back again, and say what was done.
+
+A module is converted by changing its class: it stays the same object, with the same parameters, hooks and place in the
+model, so optimizers, state dicts, tied weights, adapters and wrappers notice nothing. That is right only for a module
+whose class is `nn.Linear` itself (or the `Conv1D` of transformers) and whose forward will really be called; every other
+linear layer is left as it is, with a reason (see `summary`).
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+
+from torch import nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.convert.matching import LinearLayer, Matcher, check_overrides, linear_layers
+from rmm_linear.convert.others import other_modules
+from rmm_linear.convert.swapping import LEFT_EXACT, to_exact, to_sketched, why_not
+from rmm_linear.linear import SketchedLayer
+from rmm_linear.memory import profile
+from rmm_linear.names import listed
+from rmm_linear.padding import TIME_FIRST, install_hooks, remove_hooks
+
+ALL_LINEAR = "all-linear"
+DEFAULT_RATIO = 0.5
+
+
+def convert_linears(
+    model: nn.Module,
+    ratio: float | None = None,
+    *,
+    config: RMMConfig | None = None,
+    target_modules: str | Collection[str] = ALL_LINEAR,
+    exclude_modules: str | Collection[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    overrides: Mapping[str, RMMConfig | None] | None = None,
+    sample: object = None,
+) -> nn.Module:
+    """Turn the linear layers of a model into sketched ones, in place.
+
+    Modules keep their identity: parameters, hooks, state_dict keys and tied weights are untouched, so this may be
+    called before or after the optimizer is made, and before or after wrapping. Calling it again does nothing, or
+    re-configures the layers that match if the configuration differs; layers that were converted before and are not
+    matched now stay as they are (`revert_linears` first, to begin anew). Layers that cannot be converted are left exact
+    and named in one warning.
+
+    Warning:
+        A ratio chosen too small makes the weight gradients noisy enough to slow down or spoil training; the loss looks
+        normal meanwhile, since the output is exact. Compare with an exact run.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import RMMConfig, convert_linears
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> model = convert_linears(model, ratio=0.25, overrides={"2": None})
+        >>> [type(layer).__name__ for layer in model]
+        ['RMMLinear', 'ReLU', 'Linear']
+
+    Args:
+        model: Any module; it may itself be an `nn.Linear`. If a configuration has `skip_padding`, the parts of it that
+            take an `attention_mask` get a hook that announces it (see `rmm_linear.padding`).
+        ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given.
+        config: How to sketch.
+        target_modules: Which layers: "all-linear" (every one outside the output head), a list of full names or ends
+            of names ("query" is "encoder.0.query"), or a regular expression for the whole name.
+        exclude_modules: Which of them not, by a list or a regular expression; one that matches nothing is named in a
+            warning.
+        filter_fn: Called with each layer that is still in question and its name; False leaves it out.
+        overrides: Full name, end of a name or regular expression -> the configuration of the targeted layers that
+            match, or None for exact ones. The first match wins.
+        sample: A batch to run forward once, in training mode, to see which layers a sketch frees anything of: others
+            are left exact, unless one of the `overrides` names them, and `summary` says why. A mapping is passed by
+            name, a tuple or list as arguments, anything else as the only one. Run it in the autocast region, and
+            wrapped in the checkpoints, that the model trains with. Without a sample all layers that match are
+            converted; the input of an attention's output projection, which a fused attention keeps anyway, is the
+            usual one of which a sketch frees nothing (`exclude_modules`).
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If both `ratio` and `config` are given, a value is bad, no layer matches, or none of those that
+            match can be converted or frees anything.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    default = _resolve_config(ratio, config)
+    targets, excluded = Matcher("target_modules", target_modules), Matcher("exclude_modules", exclude_modules or ())
+    rules = check_overrides(overrides or {})
+
+    found = list(linear_layers(model))
+    others = list(other_modules(model))
+    if not found:
+        instead = "; ".join(["", *(f"{other.layer.name or '(the model)'}: {other.reason}" for other in others[:1])])
+        raise ValueError(f"{type(model).__name__} has no linear layers; there is nothing to convert{instead}")
+
+    def is_meant(layer: LinearLayer) -> bool:
+        is_targeted = not layer.in_head if target_modules == ALL_LINEAR else targets.matches(layer)
+        return is_targeted and not excluded.matches(layer)
+
+    matched = [
+        layer for layer in found if is_meant(layer) and (filter_fn is None or filter_fn(layer.module, layer.name))
+    ]
+    if not matched:
+        message = _nothing_matched(found, target_modules, exclude_modules, filter_fn)
+        named = [f"{other.layer.name}: {other.reason}" for other in others if is_meant(other.layer)]
+        raise ValueError("; ".join([message, *([listed(named)] if named else [])]))
+
+    plan: list[tuple[LinearLayer, RMMConfig | None]] = []
+    skipped: list[str] = []
+    # frozen ones keep no input: there is nothing to miss
+    unusual = [f"{other.layer.name}: {other.reason}" for other in others if other.trains and is_meant(other.layer)]
+    everything = [*found, *(other.layer for other in others)]
+    unused_rules = [repr(rule.pattern) for rule in rules if not any(rule.matches(layer) for layer in matched)]
+    unused_exclusions = [str(part) for part in excluded.parts() if not any(map(part.matches, everything))]
+    for layer in matched:
+        rule = next((rule for rule in rules if rule.matches(layer)), None)
+        wanted = default if rule is None else rule.config
+        reason = why_not(layer.module, model) if wanted is not None else None
+        if reason is not None:
+            skipped.append(f"{layer.name or '(the model)'}: {reason}")
+        else:
+            plan.append((layer, wanted))
+    if not plan:
+        raise ValueError("none of the layers that match can be converted; left exact: " + listed(skipped))
+
+    useless: dict[str, str] = {}
+    if sample is not None:
+        named = {layer.name for layer, _ in plan if any(rule.matches(layer) for rule in rules)}
+        useless = _useless(model, plan, sample)
+        useless = {name: reason for name, reason in useless.items() if name not in named}
+        if len(useless) == len(plan):
+            reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
+            raise ValueError(f"a sketch frees nothing of any of the layers that match: {reasons}")
+    for layer, wanted in plan:
+        vars(layer.module).pop(LEFT_EXACT, None)
+        if wanted is None or layer.name in useless:
+            to_exact(layer.module)
+            if layer.name in useless:
+                setattr(layer.module, LEFT_EXACT, useless[layer.name])
+        else:
+            to_sketched(layer.module)
+            layer.module.rmm_config = wanted  # type: ignore[assignment]
+    if not _announce_padding(model):
+        warnings.warn(
+            "skip_padding=True, but no part of the model takes an attention_mask that is known to speak of all of its"
+            " rows: they are kept, unless rmm_linear.valid_rows(mask) announces which are valid",
+            UserWarning,
+            stacklevel=2,
+        )
+    if any(wanted is not None and wanted.keep_tokens for _, wanted in plan) and _is_time_first(model):
+        warnings.warn(
+            f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
+            " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out",
+            UserWarning,
+            stacklevel=2,
+        )
+    if skipped or unusual:
+        warnings.warn("left exact: " + listed(skipped + unusual), UserWarning, stacklevel=2)
+    if unused_exclusions:
+        message = f"exclude_modules that match no linear layer: {listed(unused_exclusions)}"
+        warnings.warn(message, UserWarning, stacklevel=2)
+    if unused_rules:
+        message = f"overrides that match none of the layers to convert: {listed(unused_rules)}"
+        warnings.warn(message, UserWarning, stacklevel=2)
+    return model
+
+
+def _useless(model: nn.Module, plan: list[tuple[LinearLayer, RMMConfig | None]], sample: object) -> dict[str, str]:
+    """Run a sample through the model with exact layers, and say which sketches would free nothing."""
+    configs = {layer.name: wanted for layer, wanted in plan if wanted is not None}
+    before = [(module, module.rmm_config) for module in model.modules() if isinstance(module, SketchedLayer)]
+    modes = [(module, module.training) for module in model.modules()]
+    # those that are converted already keep what an exact layer keeps meanwhile
+    for layer, _ in before:
+        layer.rmm_config = RMMConfig(ratio=1.0)
+    # parts that are in eval mode in a model that trains are so on purpose
+    if not model.training:
+        model.train()
+    try:
+        if isinstance(sample, Mapping):
+            report = profile(model, **sample)
+        elif isinstance(sample, (tuple, list)):
+            report = profile(model, *sample)
+        else:
+            report = profile(model, sample)
+    finally:
+        for module, training in modes:
+            module.training = training
+        for layer, config in before:
+            layer.rmm_config = config
+    return report.frees_nothing(configs)
+
+
+def _is_time_first(model: nn.Module) -> bool:
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    for module in model.modules():
+        if isinstance(module, kinds) and not module.self_attn.batch_first:
+            return True
+        if getattr(getattr(module, "config", None), "model_type", None) in TIME_FIRST:
+            return True
+    return False
+
+
+def revert_linears(model: nn.Module) -> nn.Module:
+    """Turn every sketched layer of a model back into an `nn.Linear`, in place.
+
+    Args:
+        model: Any module. Without sketched layers nothing happens.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    for module in model.modules():
+        to_exact(module)
+        vars(module).pop(LEFT_EXACT, None)
+    remove_hooks(model)
+    return model
+
+
+def _announce_padding(model: nn.Module) -> bool:
+    """Have the model announce its attention mask, if any layer wants it; tell whether those that want it get it."""
+    if not any(isinstance(module, SketchedLayer) and module.rmm_config.skip_padding for module in model.modules()):
+        remove_hooks(model)
+        return True
+    return install_hooks(model) > 0
+
+
+def _resolve_config(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
+    if config is None:
+        return RMMConfig(ratio=DEFAULT_RATIO if ratio is None else ratio)
+    if ratio is not None:
+        raise ValueError(f"both ratio={ratio!r} and config are given; pass config=config.replace(ratio={ratio!r})")
+    if not isinstance(config, RMMConfig):
+        raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig")
+    return config
+
+
+def _nothing_matched(
+    found: list[LinearLayer],
+    target_modules: str | Collection[str],
+    exclude_modules: str | Collection[str] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+) -> str:
+    wanted = f"target_modules={target_modules!r}"
+    if exclude_modules is not None:
+        wanted += f" without exclude_modules={exclude_modules!r}"
+    if filter_fn is not None:
+        wanted += " and filter_fn"
+    names = [f"{layer.name or '(the model)'}{' (output head)' if layer.in_head else ''}" for layer in found]
+    return f"{wanted} matches none of the model's {len(found)} linear layers: {listed(names)}"

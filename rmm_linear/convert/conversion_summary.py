@@ -1,0 +1,221 @@
+"""summary: what is sketched, how, and why the rest is not."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
+
+from torch import nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.convert.matching import LinearLayer, linear_layers
+from rmm_linear.convert.others import other_modules
+from rmm_linear.convert.swapping import LEFT_EXACT, why_not
+from rmm_linear.layer_classes import features
+from rmm_linear.linear import SketchedLayer
+from rmm_linear.names import pattern
+
+# Rows at which `summary` states a layer's bytes per row: sketches round to whole rows of a block.
+_SUMMARY_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One linear layer in a `ConversionSummary`.
+
+    Attributes:
+        name: Dotted name, without wrappers' prefixes; "" is the model itself.
+        in_features: Size of the input's last dimension.
+        out_features: Size of the output's last dimension.
+        dtype: Dtype of the weight.
+        config: How it is sketched, or None for an exact layer.
+        exact_bytes_per_row: What an exact layer keeps of each row of its input.
+        kept_bytes_per_row: What this one keeps, at 4096 rows that belong to no sequences (`keep_tokens` come on top).
+        note: Why it is exact, or what else matters; "" if nothing does.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    dtype: str
+    config: RMMConfig | None
+    exact_bytes_per_row: float
+    kept_bytes_per_row: float
+    note: str
+
+
+@dataclass(frozen=True)
+class ConversionSummary:
+    """What `summary` found: one row a linear layer, and a table of them as text.
+
+    Attributes:
+        rows: The layers, in the model's order.
+        others: Name -> reason, of modules that multiply by weights of their own and are no linear layers: quantized and
+            fused layers of other libraries, and mixtures of experts. What they keep is not known, and in no sum.
+    """
+
+    rows: tuple[LayerSummary, ...]
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def converted(self) -> int:
+        """Number of sketched layers."""
+        return sum(row.config is not None for row in self.rows)
+
+    @property
+    def exact_bytes_per_row(self) -> float:
+        """Sum over the layers of what exact ones keep of a row."""
+        return sum(row.exact_bytes_per_row for row in self.rows)
+
+    @property
+    def kept_bytes_per_row(self) -> float:
+        """Sum over the layers of what these keep of a row."""
+        return sum(row.kept_bytes_per_row for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as plain values, ready for JSON.
+
+        Returns:
+            `rows`, each a dictionary, `others`, and the totals.
+        """
+        rows = []
+        for row in self.rows:
+            values = asdict(row)
+            values["config"] = None if row.config is None else row.config.to_dict()
+            rows.append(values)
+        return {
+            "rows": rows,
+            "others": dict(self.others),
+            "converted": self.converted,
+            "exact_bytes_per_row": self.exact_bytes_per_row,
+            "kept_bytes_per_row": self.kept_bytes_per_row,
+        }
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "\n".join(["no linear layers", *self._lines_of_others()])
+        table: list[tuple[str, ...]] = [("layer", "in -> out", "sketch", "bytes a row", "note")]
+        for row in self.rows:
+            amount = f"{row.exact_bytes_per_row:.0f} -> {row.kept_bytes_per_row:.0f}"
+            shape = f"{row.in_features} -> {row.out_features}"
+            table.append((row.name or "(the model)", shape, describe(row.config), amount, row.note))
+        lines = aligned(table)
+        lines.append(
+            f"{self.converted} of {len(self.rows)} linear layers are sketched; their inputs, layer by layer:"
+            f" {self.exact_bytes_per_row:.0f} -> {self.kept_bytes_per_row:.0f} bytes a row"
+        )
+        return "\n".join([*lines, *self._lines_of_others()])
+
+    def _lines_of_others(self) -> list[str]:
+        """One line a kind: the layers of a stack are alike."""
+        kinds: dict[tuple[str, str], int] = {}
+        for name, reason in self.others.items():
+            kind = pattern(name), reason
+            kinds[kind] = kinds.get(kind, 0) + 1
+        return [
+            f"exact: {name}{f' ({count} of them)' if count > 1 else ''}: {reason}"
+            for (name, reason), count in kinds.items()
+        ]
+
+
+def summary(model: nn.Module, *, file: TextIO | None = None) -> ConversionSummary:
+    """Print which linear layers are sketched, how, and what each keeps of a row of its input.
+
+    Computed from the model as it is now. Layers that share an input (query, key and value projections) keep it once in
+    an exact model, and some attention kernels keep the input of the next projection anyway: the sums over layers say
+    what the layers keep one by one, not what the model saves. `rmm_linear.memory.SavedTensors` and
+    `rmm_linear.memory.MeasuredSaving` measure that.
+
+    Args:
+        model: Any module.
+        file: Where to print to; standard output if None.
+
+    Returns:
+        The rows and totals that were printed.
+
+    Raises:
+        ValueError: If `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    result = ConversionSummary(
+        tuple(_summarize(layer, model) for layer in linear_layers(model)),
+        {other.layer.name: other.reason for other in other_modules(model)},
+    )
+    print(result, file=file if file is not None else sys.stdout)
+    return result
+
+
+def _summarize(layer: LinearLayer, model: nn.Module) -> LayerSummary:
+    module = layer.module
+    config = module.rmm_config if isinstance(module, SketchedLayer) else None
+    weight: Any = module.weight
+    inside, outside = features(module)
+    known = not nn.parameter.is_lazy(weight)
+    trains = known and weight.requires_grad
+    exact = float(inside * weight.dtype.itemsize) if trains else 0.0
+    kept = exact
+    if trains and config is not None:
+        kept = config.saved_bytes(_SUMMARY_ROWS, inside, weight.dtype) / _SUMMARY_ROWS
+    return LayerSummary(
+        name=layer.name,
+        in_features=inside,
+        out_features=outside,
+        dtype=str(weight.dtype).removeprefix("torch."),
+        config=config,
+        exact_bytes_per_row=exact,
+        kept_bytes_per_row=kept,
+        note=_note(layer, model, frozen=known and not trains),
+    )
+
+
+def _note(layer: LinearLayer, model: nn.Module, *, frozen: bool) -> str:
+    notes = []
+    reason = why_not(layer.module, model)
+    if reason is not None:
+        notes.append(f"exact: {reason}")
+    elif not isinstance(layer.module, SketchedLayer):
+        why = getattr(layer.module, LEFT_EXACT, None)
+        if why is not None:
+            notes.append(f"exact: a sketch frees nothing: {why}")
+        else:
+            notes.append("exact: output head" if layer.in_head else "exact: not targeted, or excluded")
+    elif layer.module.rmm_config.is_exact:
+        notes.append("exact: ratio 1")
+    if frozen:
+        notes.append("frozen weight: keeps no input")
+    return "; ".join(notes)
+
+
+def aligned(table: list[tuple[str, ...]]) -> list[str]:
+    """Lay a table out in columns, with a rule below its first row.
+
+    Args:
+        table: Rows of as many cells each.
+
+    Returns:
+        Lines.
+    """
+    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
+    rows = [table[0], tuple("-" * width for width in widths), *table[1:]]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
+
+
+def describe(config: RMMConfig | None) -> str:
+    """Say in a few words how a layer keeps its input.
+
+    Args:
+        config: Its configuration, or None for an exact layer.
+
+    Returns:
+        Such as "hadamard 0.5 centered in int4, from 128 rows"; "-" for an exact layer.
+    """
+    if config is None:
+        return "-"
+    # at ratio 1 a storage holds the input itself, without a sketch
+    kind = "input" if config.ratio == 1 and config.storage is not None else f"{config.sketch} {config.ratio:g}"
+    centered = " centered" if config.center else ""
+    storage = f" in {config.storage}" if config.storage is not None else ""
+    padding = ", without padding" if config.skip_padding else ""
+    tokens = f", beside tokens {', '.join(map(str, config.keep_tokens))}" if config.keep_tokens else ""
+    return f"{kind}{centered}{storage}{padding}{tokens}, from {config.min_rows} rows"

@@ -1,0 +1,159 @@
+"""Which linear layers a model has, and which of them are meant: the rules of PEFT.
+
+A list names layers, in full or by the end of their dotted name; a string is a regular expression for the whole name;
+"all-linear" is every linear layer outside the output head.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.layer_classes import is_linear_layer
+from rmm_linear.names import strip_wrappers
+
+# Direct children of a model that hold its output head, by the names that model libraries give them.
+HEAD_NAMES = (
+    "lm_head", "score", "classifier", "classification_head", "qa_outputs", "embed_out", "head", "heads", "cls", "fc",
+    "logits_proj",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer of a model, or what it has in such a layer's place."""
+
+    module: nn.Module
+    # without wrappers' segments, for matching and reporting
+    name: str
+    # every name it goes by: shared modules have several, wrapped ones a raw one as well
+    aliases: tuple[str, ...]
+    in_head: bool
+
+
+class Matcher:
+    """PEFT's rules for one option: a list of names or ends of names, or a regular expression for the whole name."""
+
+    def __init__(self, option: str, patterns: str | Collection[str]) -> None:
+        self._option = option
+        self._names: tuple[str, ...] = ()
+        self._regex: re.Pattern[str] | None = None
+        if isinstance(patterns, str):
+            try:
+                self._regex = re.compile(patterns)
+            except re.error as error:
+                raise ValueError(
+                    f"{option}={patterns!r} is not a regular expression ({error}); for plain names pass a list"
+                ) from None
+        elif isinstance(patterns, Collection) and all(isinstance(pattern, str) for pattern in patterns):
+            self._names = tuple(patterns)
+        else:
+            raise ValueError(f"{option}={patterns!r} is neither a string nor a list of strings")
+
+    def matches(self, layer: LinearLayer) -> bool:
+        """Tell whether a layer is meant, by any of its names."""
+        return any(self._matches_name(alias) for alias in layer.aliases)
+
+    def parts(self) -> list["Matcher"]:
+        """One matcher for each name of a list; a regular expression is one part."""
+        if self._regex is not None:
+            return [self]
+        return [Matcher(self._option, [name]) for name in self._names]
+
+    def __str__(self) -> str:
+        return ", ".join(map(repr, self._names if self._regex is None else (self._regex.pattern,)))
+
+    def _matches_name(self, name: str) -> bool:
+        if self._regex is not None and self._regex.fullmatch(name):
+            return True
+        return any(name == end or name.endswith("." + end) for end in self._names)
+
+
+class Override:
+    """A pattern of `overrides`: a name, the end of a name, or a regular expression."""
+
+    def __init__(self, pattern: str, config: RMMConfig | None) -> None:
+        self.pattern = pattern
+        self.config = config
+        self._matchers = (Matcher("overrides", [pattern]), Matcher("overrides", pattern))
+
+    def matches(self, layer: LinearLayer) -> bool:
+        """Tell whether a layer is meant, by any of its names."""
+        return any(matcher.matches(layer) for matcher in self._matchers)
+
+
+def check_overrides(overrides: Mapping[str, RMMConfig | None]) -> list[Override]:
+    """Read the option `overrides`.
+
+    Args:
+        overrides: As `convert_linears` was given it.
+
+    Returns:
+        Its patterns, in order.
+
+    Raises:
+        ValueError: If it is not what it should be.
+    """
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f"overrides is a {type(overrides).__name__}; pass a dict of pattern -> RMMConfig or None")
+    for pattern, wanted in overrides.items():
+        if not isinstance(pattern, str):
+            raise ValueError(f"overrides has the key {pattern!r}; pass names or regular expressions")
+        if wanted is not None and not isinstance(wanted, RMMConfig):
+            raise ValueError(f"overrides[{pattern!r}] is {wanted!r}; pass an RMMConfig, or None for an exact layer")
+    return [Override(pattern, wanted) for pattern, wanted in overrides.items()]
+
+
+def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_linear_layer) -> Iterator[LinearLayer]:
+    """Yield each linear layer once, in the model's order.
+
+    Args:
+        model: Any module.
+        is_wanted: Which modules to yield instead.
+
+    Yields:
+        The layers.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_wanted(module):
+            names.setdefault(module, []).append(name)
+    heads = {inner for head in _output_heads(model) for inner in head.modules()}
+    adapters = {
+        inner
+        for module in model.modules()
+        if isinstance(getattr(module, "base_layer", None), nn.Module)
+        for child in module.children()
+        if isinstance(child, nn.ModuleDict)
+        for inner in child.values()
+    }
+    for module, raw in names.items():
+        stripped = [strip_wrappers(name) for name in raw]
+        aliases = stripped + raw
+        if module in adapters:
+            # PEFT's "lora_A.default": the name of the adapter is nothing of the layer's
+            aliases += [name.rpartition(".")[0] for name in stripped]
+        yield LinearLayer(module, stripped[0], tuple(dict.fromkeys(aliases)), module in heads)
+
+
+def _output_heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that make a model's output: by the model's own word, or by their usual names."""
+    for name, module in model.named_modules():
+        is_model = hasattr(module, "get_output_embeddings") or hasattr(module, "get_classifier")
+        if is_model:
+            yield from _named_by_model(module)
+        if is_model or strip_wrappers(name) == "":
+            yield from (child for child_name, child in module.named_children() if child_name in HEAD_NAMES)
+
+
+def _named_by_model(model: nn.Module) -> Iterator[nn.Module]:
+    for method in ("get_output_embeddings", "get_classifier"):
+        try:
+            head = getattr(model, method)()
+        except (AttributeError, NotImplementedError, TypeError):
+            continue
+        for module in head if isinstance(head, (tuple, list)) else (head,):
+            if isinstance(module, nn.Module):
+                yield module

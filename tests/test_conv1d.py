@@ -1,0 +1,222 @@
+"""RMMConv1D: GPT-2's linear layers, whose weight is held as (in, out), are sketched as nn.Linear's are."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+from transformers.pytorch_utils import Conv1D
+
+from rmm_linear import RMMConfig, convert_linears, revert_linears, summary, valid_rows
+from rmm_linear.conv1d import RMMConv1D
+from rmm_linear.linear import SketchedLayer
+from rmm_linear.memory import MeasuredSaving, SavedTensors, profile
+from rmm_linear.sketches.contract import assert_unbiased
+from rmm_linear.variance.probe import LayerProbe
+
+CONFIG = RMMConfig(ratio=0.3, min_rows=1)
+LAYOUTS = {
+    "2d": ((46, 40), lambda base: base),
+    "3d": ((6, 23, 40), lambda base: base),
+    "1d": ((40,), lambda base: base),
+    "sliced features": ((6, 23, 80), lambda base: base[..., ::2]),
+    "column-major": ((40, 138), lambda base: base.t()),
+}
+
+
+def pair(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32) -> tuple[Conv1D, nn.Module]:
+    """An exact layer and a sketched copy of it."""
+    exact = Conv1D(24, 40).to(dtype)
+    nn.init.normal_(exact.bias)
+    return exact, convert_linears(copy.deepcopy(exact), config=config)
+
+
+def gpt2(dropout: float = 0.0, **changes: object) -> nn.Module:
+    values = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 60, "n_positions": 64}
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        values[name] = dropout
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**values, **changes})).train()
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, 60, (8, 32))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_output_grad_input_and_grad_bias_are_bit_equal(dtype: torch.dtype, layout: str) -> None:
+    shape, view = LAYOUTS[layout]
+    base = torch.randn(shape).to(dtype)
+    g = torch.randn(*view(base).shape[:-1], 24).to(dtype)
+    results = []
+    for layer in pair(dtype=dtype):
+        leaf = base.clone().requires_grad_()
+        # Conv1D itself takes no inputs that can't be viewed as rows
+        x = view(leaf).contiguous()
+        output = layer(x)
+        output.backward(g)
+        results.append((output.detach(), leaf.grad, layer.bias.grad, layer.weight.grad))
+    for exact, sketched in zip(*(result[:3] for result in results), strict=True):
+        assert torch.equal(exact, sketched)
+    assert results[1][3].shape == (40, 24)
+    # a single row is kept as it is
+    assert torch.equal(results[0][3], results[1][3]) == (layout == "1d")
+
+
+@pytest.mark.parametrize("layout", ["sliced features", "column-major"])
+def test_inputs_with_other_strides_are_taken(layout: str) -> None:
+    shape, view = LAYOUTS[layout]
+    exact, sketched = pair()
+    x = view(torch.randn(shape))
+    assert torch.equal(sketched(x), exact(x.contiguous()))
+
+
+def test_eval_mode_is_conv1d() -> None:
+    exact, sketched = (layer.eval() for layer in pair())
+    x = torch.randn(6, 23, 40)
+    for layer in (exact, sketched):
+        layer(x=x).square().sum().backward()
+    assert torch.equal(exact.weight.grad, sketched.weight.grad)
+
+
+@pytest.mark.montecarlo
+def test_the_weight_gradient_is_unbiased() -> None:
+    # a bias of 1 % is seen at 6 standard errors; false-alarm rate 3e-6
+    exact, sketched = pair(RMMConfig(ratio=0.8, min_rows=1))
+    x, g = torch.randn(64, 40) + 0.5, torch.randn(64, 24) + 0.3
+    exact(x).backward(g)
+
+    def draw() -> Tensor:
+        sketched.weight.grad = None
+        sketched(x).backward(g)
+        return sketched.weight.grad
+
+    assert_unbiased(draw, exact.weight.grad)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_whole_model_keeps_what_was_predicted(autocast: bool) -> None:
+    model, inputs = gpt2(dropout=0.1), batch()
+    config = RMMConfig(ratio=0.25, min_rows=1)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(**inputs)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        report = profile(model, **inputs)
+    names = {call.layer for call in report.linears}
+    assert {"transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj"} < names
+    with SavedTensors(model) as exact:
+        run()
+    convert_linears(model, config=config, target_modules=".*")
+    with MeasuredSaving(model) as saving:
+        run()
+    assert exact.bytes == report.total_bytes == saving.exact_bytes
+    assert saving.saved_bytes == report.predict(config) < 0.9 * exact.bytes
+
+
+def test_a_model_trains_like_the_exact_one_but_for_the_weights_gradients() -> None:
+    exact, inputs = gpt2(), batch()
+    sketched = convert_linears(copy.deepcopy(exact), config=CONFIG)
+    assert [type(module).__name__ for module in sketched.transformer.h[0].mlp.children()][:2] == ["RMMConv1D"] * 2
+    for model in (exact, sketched):
+        model(**inputs).loss.backward()
+    for (name, one), (_, other) in zip(exact.named_parameters(), sketched.named_parameters(), strict=True):
+        is_sketched = name.endswith("weight") and ".c_" in name
+        assert torch.equal(one.grad, other.grad) != is_sketched, name
+
+
+def test_it_is_saved_copied_and_reverted() -> None:
+    exact, sketched = pair()
+    assert list(exact.state_dict()) == list(sketched.state_dict())
+    assert isinstance(sketched, Conv1D)
+    assert isinstance(sketched, SketchedLayer)
+    assert repr(sketched).startswith("RMMConv1D(nf=24, nx=40, ratio=0.3, sketch='hadamard'")
+    for copied in (copy.deepcopy(sketched), pickle.loads(pickle.dumps(sketched))):
+        assert type(copied) is RMMConv1D
+        assert copied.rmm_config == CONFIG
+    assert type(revert_linears(sketched)) is Conv1D
+    assert vars(sketched).keys() == vars(exact).keys()
+
+
+def test_a_pickle_is_read_by_a_process_that_has_not_met_transformers(tmp_path) -> None:
+    path = tmp_path / "layer.pt"
+    torch.save(pair()[1], path)
+    code = (
+        "import sys, torch, rmm_linear\n"
+        "assert 'transformers' not in sys.modules\n"
+        f"layer = torch.load({str(path)!r}, weights_only=False)\n"
+        "layer(torch.randn(4, 64, 40)).sum().backward()\n"
+        "print(type(layer).__name__, tuple(layer.weight.grad.shape))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[0] == "RMMConv1D (40, 24)", done.stderr
+
+
+def test_the_summary_has_its_shape() -> None:
+    found = summary(convert_linears(gpt2(), config=CONFIG), file=io.StringIO())
+    row = next(row for row in found.rows if row.name == "transformer.h.0.attn.c_attn")
+    assert (row.in_features, row.out_features) == (32, 96)
+    assert row.kept_bytes_per_row < row.exact_bytes_per_row == 32 * 4
+    assert found.converted == 8
+
+
+def test_padding_is_left_out() -> None:
+    sketched = pair(CONFIG.replace(skip_padding=True))[1]
+    x, g, mask = torch.randn(4, 20, 40), torch.randn(4, 20, 24), torch.ones(4, 20)
+    mask[1, 9:] = 0
+    with SavedTensors(sketched) as kept, valid_rows(mask):
+        output = sketched(x)
+    output.backward(g * mask[..., None])
+    assert sketched.weight.grad.isfinite().all()
+    # and the numbers of the rows
+    assert kept.bytes == CONFIG.saved_bytes(69, 40, torch.float32) + 69 * 4
+
+
+def test_a_probe_sees_input_and_gradient() -> None:
+    sketched = pair()[1]
+    seen = []
+    probe = LayerProbe(sketched, lambda name, layer, x, g, index: seen.append((name, x.shape, g.shape)))
+    probe.watch([""])
+    sketched(x=torch.randn(6, 23, 40)).sum().backward()
+    assert seen == [("", (6, 23, 40), (6, 23, 24))]
+
+
+def test_it_compiles_whole() -> None:
+    torch._dynamo.reset()
+    sketched = pair()[1]
+    compiled = torch.compile(sketched, backend="aot_eager", fullgraph=True)
+    x = torch.randn(6, 23, 40)
+    gradients = []
+    for run in (sketched, compiled):
+        torch.manual_seed(5)
+        sketched.weight.grad = None
+        run(x).square().sum().backward()
+        gradients.append(sketched.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_blocks_give_the_gradient_of_unchecked_ones(use_reentrant: bool) -> None:
+    model = convert_linears(gpt2(dropout=0.1), config=CONFIG)
+    inputs, gradients = batch(), []
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(**inputs).loss.backward()
+        gradients.append(model.transformer.h[0].mlp.c_fc.weight.grad.clone())
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    assert torch.equal(*gradients)
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"x's last dimension must be the weight's 40 input features"):
+        pair()[1](torch.randn(3, 39))

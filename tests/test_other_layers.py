@@ -1,0 +1,182 @@
+"""Layers that can't be converted are reported by name; adapters of PEFT are found by theirs."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
+from rmm_linear.memory import SavedTensors, profile
+
+CONFIG = RMMConfig(ratio=0.25, min_rows=1)
+
+
+class PackedLinear(nn.Module):
+    """As quantization libraries have it: packed codes in a buffer, and no nn.Linear."""
+
+    def __init__(self, in_features: int, out_features: int, *, trains: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.register_buffer("codes", torch.zeros(out_features, in_features, dtype=torch.int8))
+        self.scale = nn.Parameter(torch.ones(out_features), requires_grad=trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.codes.to(x.dtype).t() * self.scale
+
+
+class QuantizedLinear(nn.Linear):
+    """As bitsandbytes has it: a class that inherits from nn.Linear, with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clone()
+
+
+class TinyExperts(nn.Module):
+    """As transformers has it: all experts' weights in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ni,eio->no", x, self.down_proj)
+
+
+def others(model: nn.Module) -> dict[str, str]:
+    return dict(summary(model, file=io.StringIO()).others)
+
+
+def test_a_layer_of_another_library_is_named_with_its_class() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8)})
+    assert others(model) == {"two": f"its class is {__name__}.PackedLinear, not nn.Linear"}
+
+
+def test_frozen_ones_are_no_reason_to_warn_and_others_are() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_linears(nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8)}), config=CONFIG)
+    trained = nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8, trains=True)})
+    with pytest.warns(UserWarning, match=r"left exact: two: its class is .*PackedLinear, not nn.Linear"):
+        convert_linears(trained, config=CONFIG)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_linears(trained, config=CONFIG, exclude_modules=["two"])
+        convert_linears(trained, config=CONFIG, target_modules=["one"])
+
+
+def test_a_model_of_nothing_else_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"no linear layers; there is nothing to convert; 0: its class is .*PackedLin"):
+        convert_linears(nn.Sequential(PackedLinear(8, 8)), config=CONFIG)
+
+
+def test_naming_one_says_why_it_is_not_converted() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8)})
+    with pytest.raises(ValueError, match=r"matches none of .* 1 linear layers: one; two: its class is .*PackedLinear"):
+        convert_linears(model, config=CONFIG, target_modules=["two"])
+
+
+def test_a_class_that_inherits_from_linear_is_left_and_named() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(8, 8), "two": QuantizedLinear(8, 8)})
+    with pytest.warns(UserWarning, match=r"two: its class is .*QuantizedLinear, not nn.Linear"):
+        convert_linears(model, config=CONFIG)
+    row = summary(model, file=io.StringIO()).rows[1]
+    assert (row.config, row.note) == (None, f"exact: its class is {__name__}.QuantizedLinear, not nn.Linear")
+
+
+def test_experts_are_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), TinyExperts())
+    reason = "TinyExperts holds the weights of 4 experts as parameters of three dimensions, not as nn.Linear"
+    assert others(model)["1"].startswith(reason)
+    with pytest.warns(UserWarning, match=f"left exact: 1: {reason}"):
+        convert_linears(model, config=CONFIG)
+    assert f"exact: *: {reason}" in str(summary(model, file=io.StringIO()))
+
+
+def test_models_without_such_layers_have_none() -> None:
+    model = nn.Sequential(
+        nn.Conv1d(3, 4, 2), nn.MultiheadAttention(8, 2), nn.Bilinear(4, 4, 4), nn.LSTM(4, 4), nn.Embedding(4, 4)
+    )
+    assert others(model) == {}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_the_experts_of_transformers_are_named(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32, head_dim=8, num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        decoder_sparse_step=1,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    found = others(model)
+    assert list(found) == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    assert "weights of 4 experts" in found["model.layers.0.mlp.experts"]
+    assert "model.layers.*.mlp.experts (2 of them): " in str(summary(model, file=io.StringIO()))
+
+
+class TestAdapters:
+    """LoRA through PEFT."""
+
+    @pytest.fixture
+    def peft(self):
+        return pytest.importorskip("peft")
+
+    def llama(self) -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            vocab_size=60,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).train()
+
+    def adapted(self, peft, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), **options) -> nn.Module:
+        config = peft.LoraConfig(r=4, target_modules=list(targets), lora_dropout=0.0, **options)
+        return peft.get_peft_model(self.llama(), config).train()
+
+    def test_targets_are_named_as_peft_users_know_them(self, peft) -> None:
+        model = convert_linears(self.adapted(peft), config=CONFIG, target_modules=["lora_A"])
+        names = [name for name, module in model.named_modules() if isinstance(module, RMMLinear)]
+        assert len(names) == 10
+        assert all(name.endswith("lora_A.default") for name in names)
+
+    def test_siblings_share_a_sketch_and_the_prediction_holds(self, peft) -> None:
+        model = self.adapted(peft)
+        ids = torch.randint(0, 60, (8, 32))
+        report = profile(model, input_ids=ids)
+        status = {call.layer.rpartition("_proj.")[2]: call.status for call in report.linears}
+        assert status["base_layer"] == "frozen"
+        assert status["lora_A.default"] == status["lora_B.default"] == "kept"
+        convert_linears(model, config=CONFIG, target_modules=["lora_A"])
+        names = {call.layer for call in report.linears if "lora_A" in call.layer}
+        with SavedTensors(model) as kept:
+            output = model(input_ids=ids)
+        assert kept.bytes == report.predict(CONFIG, layers=names)
+        # the inputs of q/k/v, and of gate/up: two in a layer, one sketch each, but RMSNorm keeps its product as well
+        groups = {call.group for call in report.linears if call.layer in names}
+        assert len(groups) == 4
+        output.logits.square().sum().backward()
+        gradients = [weight.grad for name, weight in model.named_parameters() if "lora_A" in name]
+        assert len(gradients) == 10
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+    def test_adapters_on_conv1d(self, peft) -> None:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=60, n_positions=64)
+        model = convert_linears(transformers.GPT2LMHeadModel(config), config=CONFIG)
+        lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        model = peft.get_peft_model(model, lora).train()
+        ids = torch.randint(0, 60, (4, 32))
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.eval()
+        before = model(input_ids=ids).logits
+        torch.testing.assert_close(model.merge_and_unload()(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
+
+    def test_converted_before_it_is_wrapped_nothing_trains_and_the_summary_says_so(self, peft) -> None:
+        model = convert_linears(self.llama(), config=CONFIG)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+        rows = {row.name: row for row in summary(model, file=io.StringIO()).rows}
+        name = "base_model.model.model.layers.0.self_attn.q_proj"
+        assert rows[f"{name}.base_layer"].note == "frozen weight: keeps no input"
+        assert rows[f"{name}.lora_A.default"].note == "exact: not targeted, or excluded"
