@@ -102,8 +102,8 @@ def convert_linears(
     ]
     if not matched:
         message = _nothing_matched(found, target_modules, exclude_modules, filter_fn)
-        named = [f"{other.layer.name}: {other.reason}" for other in others if is_meant(other.layer)]
-        raise ValueError("; ".join([message, *([listed(named)] if named else [])]))
+        unlike = [f"{other.layer.name}: {other.reason}" for other in others if is_meant(other.layer)]
+        raise ValueError("; ".join([message, *([listed(unlike)] if unlike else [])]))
 
     plan: list[tuple[LinearLayer, RMMConfig | None]] = []
     skipped: list[str] = []
