@@ -56,8 +56,7 @@ class RMMConfig:
             is a padding row there. Sequences run along the last dimension but one: not for models that hold (length,
             batch, features); inputs of two dimensions have none.
         share_sketch: Keep one sketch for all layers that are called with the same tensor in a forward pass (query, key
-            and value) and are configured alike, as an exact model keeps one input; see `rmm_linear.sharing`. Under
-            torch.compile each layer keeps its own.
+            and value) and are configured alike, as an exact model keeps one input; see `rmm_linear.sharing`.
     """
 
     ratio: float = 0.5

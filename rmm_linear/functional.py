@@ -112,7 +112,7 @@ def linear(
     if not config.sketches(rows):
         return F.linear(x, weight, bias)
     # Under no_grad as well: see the docstring.
-    seed = _seed_tensor(seed, x)
+    seed = _seed_tensor(seed, x, config, valid_rows)
     if shared is not None:
         seed = shared.seed_or(seed)
     if not torch.is_grad_enabled():
@@ -144,14 +144,19 @@ def _made(
     """What is kept of x: its kept rows, and the sketch of the others. Copies of rows end with this function."""
     made = None if shared is None else shared.tensors(seed)
     if made is None:
-        if valid_rows is not None and torch.compiler.is_compiling():
-            x = valid_rows.keep_only_valid(x)
-        kept, rest = split(x.reshape(-1, x.shape[-1]), layout, index)
+        kept, rest = split(_sketched_rows(x, valid_rows), layout, index)
         beside = config.kept_rows.compress(kept, seed) if layout.kept else ()
         made = beside, config.sketch_object.compress(rest, seed).tensors
         if shared is not None:
             shared.remember(seed, *made)
     return made[0], made[1]
+
+
+def _sketched_rows(x: Tensor, valid_rows: ValidRows | None) -> Tensor:
+    """The rows of x; a compiler, which can't leave any out, has zeros in place of those that are not valid."""
+    if valid_rows is not None and torch.compiler.is_compiling():
+        x = valid_rows.keep_only_valid(x)
+    return x.reshape(-1, x.shape[-1])
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -169,9 +174,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _seed_tensor(seed: Tensor | int | None, x: Tensor) -> Tensor:
+def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig, valid_rows: ValidRows | None) -> Tensor:
     if seed is None:
-        return ops.draw_seed(x.detach())
+        if not torch.compiler.is_compiling():
+            return ops.draw_seed(x.detach())
+        # of the very tensor that the sketch is made of: see draw_seed
+        source = _sketched_rows(x.to(compute_dtype(x)).detach(), valid_rows)
+        return ops.draw_seed(source, alone=not config.share_sketch)
     if isinstance(seed, Tensor):
         if seed.dim() != 0 or seed.dtype != torch.int64 or seed.device != x.device:
             raise ValueError(

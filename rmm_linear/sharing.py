@@ -13,6 +13,10 @@ weight (whose errors would add up), a new group begins, with a new S.
 What a version counter does not see, a change through `x.data` or through memory that numpy shares, in between two
 layers of one forward pass, is not seen here either: the later layer's gradient is that of the earlier values.
 
+Under torch.compile none of this runs. There the compiler merges what is equal: one draw of a seed for a tensor that
+several layers of one graph read, and one sketch (see `rmm_linear.ops.draw_seed`), for layers with one weight as well.
+Layers of different graphs keep their own.
+
 Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly. Every layer draws a seed,
 and leaves it where it shares: the random generator is in the same state whoever shares, in both passes of a checkpoint
 as well.
