@@ -296,9 +296,9 @@ def test_what_stands_in_the_way_of_the_report_is_known_before_the_first_run(
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
-def test_a_model_without_plain_linear_layers_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_layers_to_sketch_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = demo.demo_tokenizer(["we laugh ."])
-    config = transformers.GPT2Config(vocab_size=600, n_embd=16, n_layer=1, n_head=2, n_positions=64, pad_token_id=1)
+    config = transformers.GPT2Config(vocab_size=600, n_embd=16, n_layer=0, n_head=2, n_positions=64, pad_token_id=1)
     transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     arguments = ["--model", str(tmp_path / "gpt2"), "--results", str(tmp_path / "results")]
