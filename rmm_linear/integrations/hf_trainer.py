@@ -2,7 +2,7 @@
 
     trainer = Trainer(model, args, callbacks=[RMMCallback(ratio=0.5)], ...)
 
-Like all of this folder, and nothing else in the library, it imports transformers.
+Like all of this folder it imports transformers.
 """
 
 import contextlib
@@ -18,9 +18,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 try:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import (
+        PreTrainedModel,
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 except ImportError as error:
     raise ImportError('RMMCallback needs transformers: pip install "rmm-linear[hf]"') from error
 
@@ -97,6 +105,9 @@ class RMMCallback(TrainerCallback):
             configured ratio, or None.
         noise_target: Most that the sketches' variance may be of the minibatch's, or None.
         recheck_steps: Steps after which the ratios are checked again.
+        sample: A batch as the trainer's data collator makes it: layers of which a sketch frees nothing are left exact
+            (see `convert_linears`). It runs on the model's device, in the precision and with the checkpoints of the
+            trainer's arguments.
         **convert_kwargs: More arguments of `convert_linears`: `target_modules`, `overrides` and so on.
 
     Attributes:
@@ -120,6 +131,7 @@ class RMMCallback(TrainerCallback):
         budget: Literal["auto"] | float | None = None,
         noise_target: float | None = None,
         recheck_steps: int = 500,
+        sample: object = None,
         **convert_kwargs: Any,
     ) -> None:
         if ratio is not None and config is not None:
@@ -129,6 +141,7 @@ class RMMCallback(TrainerCallback):
         if not isinstance(monitor, int) or monitor < 0:
             raise ValueError(f"monitor={monitor!r} is not a number of steps; pass one, True (50) or False")
         self._convert_kwargs = {"config": config if config is not None else RMMConfig(), **convert_kwargs}
+        self._sample = sample
         self._every = _EVERY if monitor is True else int(monitor)
         self._adapts = budget is not None or noise_target is not None
         self._adaptive_kwargs: dict[str, Any] = {
@@ -151,14 +164,14 @@ class RMMCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model before the optimizer is made and before anything wraps it."""
-        self._convert(kwargs["model"])
+        self._convert(kwargs["model"], args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Convert the model if `model_init` made a new one, and get ready to measure."""
         model = kwargs["model"]
-        self._convert(model)
+        self._convert(model, args)
         self._stop_measuring()
         self.saved_bytes = self.exact_bytes = self.promised_bytes = None
         is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1
@@ -269,10 +282,20 @@ class RMMCallback(TrainerCallback):
             states = _callback_states(state)[_STATE_KEY] = _MadeWhenSaved()
             states.make = self._state
 
-    def _convert(self, model: nn.Module) -> None:
+    def _convert(self, model: nn.Module, args: TrainingArguments) -> None:
         if self._converted is not None and self._converted() is model:
             return
-        convert_linears(model, **self._convert_kwargs)
+        if self._sample is None:
+            convert_linears(model, **self._convert_kwargs)
+        else:
+            # which the trainer does when training begins
+            if args.gradient_checkpointing and isinstance(model, PreTrainedModel):
+                model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            device = next(model.parameters()).device
+            sample = tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, self._sample)
+            lowered = torch.bfloat16 if args.bf16 else torch.float16
+            with torch.autocast(device.type, dtype=lowered, enabled=args.bf16 or args.fp16):
+                convert_linears(model, **self._convert_kwargs, sample=sample)
         self._converted = weakref.ref(model)
 
     def _stop_measuring(self) -> None:

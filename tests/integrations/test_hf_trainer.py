@@ -343,3 +343,29 @@ def test_ratio_and_config_together_are_refused():
 def test_a_bad_ratio_is_refused_before_there_is_a_trainer():
     with pytest.raises(ValueError, match="ratio=1.5"):
         RMMCallback(ratio=1.5)
+
+
+def collated():
+    return transformers.default_data_collator(make_data(8))
+
+
+def left_exact(model):
+    return {name.rpartition("layer.")[2] for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_sample_leaves_exact_what_frees_nothing(tmp_path, bf16):
+    trainer = make_trainer(tmp_path, RMMCallback(config=RMMConfig(ratio=0.25), sample=collated()), bf16=bf16)
+    exact = {f"{layer}.attention.output.dense" for layer in range(2)}
+    assert exact < left_exact(trainer.model)
+    assert converted(trainer.model) == LAYERS - 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.train()
+    assert trainer.state.log_history[1]["rmm/saved_mib"] < trainer.state.log_history[1]["rmm/exact_mib"]
+
+
+def test_a_sample_runs_with_the_trainer_s_checkpoints(tmp_path):
+    sample = transformers.BatchEncoding(collated())
+    with pytest.raises(ValueError, match="frees nothing of any .* checkpointed: keeps nothing"):
+        make_trainer(tmp_path, RMMCallback(ratio=0.25, sample=sample), gradient_checkpointing=True)
