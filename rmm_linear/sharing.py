@@ -5,19 +5,24 @@ exact model above a ratio of 1/3. So layers that are given the same tensor in on
 S. The estimate of each weight gradient is what it would be alone; only the errors of the members are correlated.
 
 Who shares is found out while the model runs, and not by names: layers share if they are called with the same tensor
-object, unchanged since (its version counter tells), are configured alike and compute in one dtype. A group takes new
-members only between the first member's forward and the first backward of any: as long as its sketch is kept by a graph,
-and nothing has been learnt with its S. After that, for a layer that comes back to the tensor, and for layers with one
-weight (whose errors would add up), a new group begins, with a new S.
+object, unchanged since (its version counter tells), or with copies of it in another dtype, as PEFT makes one for each
+adapter; if they are configured alike; and if they compute in one dtype. A group takes new members only between the
+first member's forward and the first backward of any: as long as its sketch is kept by a graph, and nothing has been
+learnt with its S. After that, for a layer that comes back to the tensor, and for layers with one weight (whose errors
+would add up), a new group begins, with a new S.
+
+A copy is known by the graph: by the edge that it was made along. So there are none where the tensor has no gradient.
 
 What a version counter does not see, a change through `x.data` or through memory that numpy shares, in between two
-layers of one forward pass, is not seen here either: the later layer's gradient is that of the earlier values.
+layers of one forward pass, is not seen here either, and of copies no change of x under `torch.no_grad`: the later
+layer's gradient is that of the earlier values.
 
 Under torch.compile none of this runs. There the compiler merges what is equal: one draw of a seed for a tensor that
 several layers of one graph read, and one sketch (see `rmm_linear.ops.draw_seed`), for layers with one weight as well.
 Layers of different graphs keep their own.
 
-Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly. Every layer draws a seed,
+Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly, and lives as long as a
+graph that was made with it. Every layer draws a seed,
 and leaves it where it shares: the random generator is in the same state whoever shares, in both passes of a checkpoint
 as well.
 """
@@ -25,10 +30,14 @@ as well.
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
+
+# The operation of `x.to(dtype)`.
+_COPY = "ToCopyBackward0"
 
 
 class SharedSketch:
@@ -42,6 +51,8 @@ class SharedSketch:
         self.seed: Tensor | None = None
         # tensors of the kept rows, and of the sketch
         self._parts: tuple[tuple[TensorWeakRef, ...], ...] | None = None
+        # what finds this group for another copy of the input, as long as the group lives
+        self.source: object = None
 
     @property
     def is_over(self) -> bool:
@@ -93,14 +104,60 @@ class SharedSketch:
 
 
 class _Input:
-    """A tensor that layers were called with, and the groups of its readers, by how they are configured."""
+    """What layers were called with, and the groups of its readers, by how they are configured."""
 
-    def __init__(self, x: Tensor, forget: Callable[[weakref.ref[Tensor]], object]) -> None:
-        self.reference = weakref.ref(x, forget)
-        self.version = x._version
+    def __init__(self) -> None:
         # by the dtype that they compute in, whatever their configurations: the layers of this forward pass
         self.readers: dict[torch.dtype, tuple[weakref.ref[nn.Module], weakref.WeakSet[nn.Module]]] = {}
-        self.groups: dict[Hashable, tuple[SharedSketch, weakref.WeakSet[nn.Module]]] = {}
+        self.groups: dict[Hashable, tuple[weakref.ref[SharedSketch], weakref.WeakSet[nn.Module]]] = {}
+
+    def group_of(self, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch:
+        """Find the group of a layer that is called with this input, or begin one."""
+        if dtype not in self.readers or layer in self.readers[dtype][1]:
+            self.readers[dtype] = weakref.ref(layer), weakref.WeakSet()
+        self.readers[dtype][1].add(layer)
+        reference, members = self.groups.get((key, dtype), (None, None))
+        shared = None if reference is None else reference()
+        if (
+            shared is None
+            or members is None
+            or shared.is_over
+            or layer in members
+            or any(getattr(member, "weight", None) is layer.weight for member in members)
+        ):
+            shared, members = SharedSketch(), weakref.WeakSet()
+            # others whose sketch is gone are of no use to anybody
+            self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
+            self.groups[key, dtype] = weakref.ref(shared), members
+        members.add(layer)
+        return shared
+
+
+def _is_of_use(group: SharedSketch | None) -> bool:
+    return group is not None and group.seed is not None and not group.is_over
+
+
+class _Tensor(_Input):
+    """A tensor."""
+
+    def __init__(self, x: Tensor, forget: Callable[[weakref.ref[Tensor]], object]) -> None:
+        super().__init__()
+        self.reference = weakref.ref(x, forget)
+        self.version = x._version
+
+    def is_still(self, x: Tensor) -> bool:
+        """Tell whether it is this tensor, unchanged."""
+        return self.reference() is x and self.version == x._version
+
+
+class _Source(_Input):
+    """What a tensor was copied from into another dtype: the place in the graph that the copy's gradient goes to."""
+
+    def __init__(self, node: object, version: int | None) -> None:
+        super().__init__()
+        # as long as it is held, it is one object, with an identity; the groups' graphs hold it anyway
+        self.node = node
+        self.version = version
 
 
 class InputGroups:
@@ -108,10 +165,12 @@ class InputGroups:
 
     def __init__(self) -> None:
         # by id: a tensor's own comparison is element by element
-        self._inputs: dict[int, _Input] = {}
+        self._inputs: dict[int, _Tensor] = {}
+        # by the node's id, its output, and the copies' dtype and device; alive as long as one of its groups is
+        self._sources: weakref.WeakValueDictionary[Hashable, _Source] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
-        return len(self._inputs)
+        return len(self._inputs) + len(self._sources)
 
     def find(self, x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
         """Return the group of a layer that is called with a tensor.
@@ -128,36 +187,12 @@ class InputGroups:
         """
         if x.is_inference():
             return None
-        known = self._inputs.get(id(x))
-        if known is None or known.reference() is not x or known.version != x._version:
-            inputs, place = self._inputs, id(x)
-
-            def forget(reference: weakref.ref[Tensor]) -> None:
-                # unless another tensor lies there by now
-                if place in inputs and inputs[place].reference is reference:
-                    del inputs[place]
-
-            known = self._inputs[place] = _Input(x, forget)
-        if dtype not in known.readers or layer in known.readers[dtype][1]:
-            known.readers[dtype] = weakref.ref(layer), weakref.WeakSet()
-        known.readers[dtype][1].add(layer)
-        shared, members = known.groups.get((key, dtype), (None, None))
-        if (
-            shared is None
-            or members is None
-            or shared.is_over
-            or layer in members
-            or any(getattr(member, "weight", None) is layer.weight for member in members)
-        ):
-            shared, members = SharedSketch(), weakref.WeakSet()
-            # others whose sketch is gone are of no use to anybody
-            known.groups = {
-                other: group
-                for other, group in known.groups.items()
-                if group[0].seed is not None and not group[0].is_over
-            }
-            known.groups[key, dtype] = shared, members
-        members.add(layer)
+        known = self._known(x)
+        if known is None:
+            known = self._begin(x)
+        shared = known.group_of(layer, key, dtype)
+        if isinstance(known, _Source):
+            shared.source = known
         return shared
 
     def first_reader(self, x: Tensor, dtype: torch.dtype) -> nn.Module | None:
@@ -170,10 +205,53 @@ class InputGroups:
         Returns:
             The layer, or None where none is known.
         """
+        known = None if x.is_inference() else self._known(x)
+        return None if known is None or dtype not in known.readers else known.readers[dtype][0]()
+
+    def _known(self, x: Tensor) -> _Input | None:
+        edge = _copied_along(x)
+        if edge is not None:
+            node, version, *rest = edge
+            source = self._sources.get((id(node), *rest))
+            return source if source is not None and source.version == version else None
         known = self._inputs.get(id(x))
-        if known is None or dtype not in known.readers or known.reference() is not x or known.version != x._version:
-            return None
-        return known.readers[dtype][0]()
+        return known if known is not None and known.is_still(x) else None
+
+    def _begin(self, x: Tensor) -> _Input:
+        edge = _copied_along(x)
+        if edge is not None:
+            node, version, *rest = edge
+            source = self._sources[(id(node), *rest)] = _Source(node, version)
+            return source
+        inputs, place = self._inputs, id(x)
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            # unless another tensor lies there by now
+            if place in inputs and inputs[place].reference is reference:
+                del inputs[place]
+
+        known = inputs[place] = _Tensor(x, forget)
+        return known
+
+
+def _copied_along(x: Tensor) -> tuple[Any, ...] | None:
+    """Find what a tensor is a copy of in another dtype.
+
+    Args:
+        x: Any tensor.
+
+    Returns:
+        The node of the graph, its version, its output, and the copy's dtype and device; None for a tensor that is no
+        such copy, or was changed since.
+    """
+    if x._version or x.grad_fn is None or x.grad_fn.name() != _COPY:
+        return None
+    node, output = x.grad_fn.next_functions[0]
+    if node is None:
+        return None
+    # of a leaf: optimizers change it between two forward passes
+    leaf = getattr(node, "variable", None)
+    return node, None if leaf is None else leaf._version, output, x.dtype, x.device
 
 
 class _Current(threading.local):

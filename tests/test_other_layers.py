@@ -161,6 +161,21 @@ class TestAdapters:
         assert len(gradients) == 10
         assert all(gradient.isfinite().all() for gradient in gradients)
 
+    def test_siblings_in_float32_on_a_model_in_bfloat16_share_as_well(self, peft) -> None:
+        model = self.adapted(peft).to(torch.bfloat16)
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.data = weight.data.float()
+        ids = torch.randint(0, 60, (8, 32))
+        report = profile(model, input_ids=ids)
+        calls = [call for call in report.linears if "lora_A" in call.layer]
+        # the embedding is frozen: nothing tells that what the first layer's q, k and v are given are copies
+        assert len({call.group for call in calls}) == 4 + 2
+        convert_linears(model, config=CONFIG, target_modules=["lora_A"])
+        with SavedTensors(model) as kept:
+            model(input_ids=ids)
+        assert kept.bytes == report.predict(CONFIG, layers={call.layer for call in calls})
+
     def test_adapters_on_conv1d(self, peft) -> None:
         transformers = pytest.importorskip("transformers")
         config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=60, n_positions=64)
