@@ -1,0 +1,1 @@
+"""Compare what Transformers keep for their backward pass: exact, checkpointed, and with sketched linear layers."""

@@ -1,0 +1,142 @@
+"""The models that are compared, and what each is called with: published shapes, random weights and inputs.
+
+The bytes kept for a backward pass depend on shapes, dtypes and the model's code, and on no value.
+
+torch's fused attention for CPUs has no dropout, and falls back to an unfused one that keeps the scores, which no GPU
+would: models that can do without have none in their attention here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.glue.errors import HarnessError
+from rmm_linear.integrations.hf_models import build_model, random_batch
+
+MODELS = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its batches.
+
+    Attributes:
+        name: What the results call it.
+        config: Name of its configuration in `models/`.
+        batches: Sequences, or images, of each batch that is measured; tables and figure show the first one's.
+        length: Tokens of a sequence; of an image, its patches and the class token.
+        dtype: Of the parameters.
+        attention: Its `attn_implementation`.
+        changes: Values of the configuration that are others than the published ones.
+        lora: Whether the model is frozen, with LoRA adapters (PEFT's defaults) beside all linear layers but the head.
+    """
+
+    name: str
+    config: str
+    batches: tuple[int, ...]
+    length: int
+    dtype: torch.dtype = torch.float32
+    attention: str = "sdpa"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    lora: bool = False
+
+    def build(self, *, device: str = "cpu", layers: int | None = None, **changes: Any) -> nn.Module:
+        """Make the model, in training mode and with the dropout of its configuration.
+
+        Args:
+            device: Where it is to be.
+            layers: Layers of its stacks; all by default.
+            **changes: Values of the configuration that are to be others.
+
+        Returns:
+            The model.
+
+        Raises:
+            HarnessError: If it needs PEFT, which is not installed.
+        """
+        model = build_model(
+            str(MODELS / f"{self.config}.json"),
+            device=device,
+            dtype=self.dtype,
+            layers=layers,
+            attn_implementation=self.attention,
+            **{**self.changes, **changes},
+        )
+        return _with_lora(model).train() if self.lora else model
+
+    def batch(self, model: nn.Module, size: int, *, device: str = "cpu") -> dict[str, Tensor]:
+        """Make a random batch with labels.
+
+        Args:
+            model: The model.
+            size: Sequences, or images.
+            device: Where the tensors are to be.
+
+        Returns:
+            What to call the model with.
+        """
+        batch = random_batch(self._unwrapped(model), batch=size, length=self.length, device=device)
+        return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in batch.items()}
+
+    def dropout(self, model: nn.Module) -> tuple[float, float]:
+        """Tell how much is dropped in training mode, by the model's configuration.
+
+        Args:
+            model: The model.
+
+        Returns:
+            The largest probability of dropping an activation, and that of attention scores.
+        """
+        values: dict[str, Any] = self._unwrapped(model).config.to_dict()  # type: ignore[union-attr, operator]
+        found = {name: float(value) for name, value in values.items() if "drop" in name and isinstance(value, float)}
+        hidden = [value for name, value in found.items() if "att" not in name]
+        scores = [value for name, value in found.items() if "att" in name]
+        # T5 has one for all
+        return max(hidden, default=0.0), max(scores or hidden, default=0.0)
+
+    def _unwrapped(self, model: nn.Module) -> nn.Module:
+        return model.get_base_model() if self.lora else model  # type: ignore[operator]
+
+
+WORKLOADS = (
+    Workload("roberta-base", "roberta-base", (8, 4), 128, changes={"attention_probs_dropout_prob": 0.0}),
+    Workload("roberta-base-eager", "roberta-base", (8,), 128, attention="eager"),
+    Workload("gpt2", "gpt2", (2,), 512, changes={"attn_pdrop": 0.0}),
+    Workload("vit-b-16", "vit-b-16", (8,), 197),
+    Workload("t5-small", "t5-small", (8,), 128),
+    Workload("llama-1b", "llama-1b", (1,), 512, dtype=torch.bfloat16),
+    Workload("llama-1b-lora", "llama-1b", (1,), 512, dtype=torch.bfloat16, lora=True),
+)
+
+
+def workloads(names: Sequence[str] | None = None) -> tuple[Workload, ...]:
+    """Return workloads by name.
+
+    Args:
+        names: Which; all by default.
+
+    Returns:
+        The workloads, in the order of the tables.
+
+    Raises:
+        HarnessError: If there is no such workload.
+    """
+    known = [workload.name for workload in WORKLOADS]
+    for name in names or ():
+        if name not in known:
+            raise HarnessError(f"there is no model {name!r}; choose among {', '.join(known)}")
+    return tuple(workload for workload in WORKLOADS if names is None or workload.name in names)
+
+
+def _with_lora(model: nn.Module) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise HarnessError("models with LoRA need PEFT: pip install peft, or leave them out with --models") from error
+    return get_peft_model(model, LoraConfig(target_modules="all-linear"))
