@@ -118,9 +118,19 @@ def run(options: argparse.Namespace) -> str:
     notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes}"]
     if options.meta:
         notes.append("shapes alone, on no device: attention is not fused there, and its scores count")
+    elif _is_unfused(report):
+        notes.append(
+            "attention is not fused here, and its scores count (torch's fused kernel for CPUs takes no dropout and no"
+            " bias that needs a gradient; a GPU's keeps less)"
+        )
     others = {(pattern(name), reason) for name, reason in summary(model, file=io.StringIO()).others.items()}
     notes += [f"never sketched: {name}: {reason}" for name, reason in sorted(others)]
     return "\n\n".join(["\n".join(notes), str(report), table(columns)])
+
+
+def _is_unfused(report: MemoryReport) -> bool:
+    """Tell whether torch's scaled_dot_product_attention fell back on single operations: its softmax has its own name."""
+    return any(keeper.op == "safe_softmax" for storage in report.storages for keeper in storage.keepers)
 
 
 def compare(

@@ -165,3 +165,11 @@ def test_a_model_that_takes_something_else_is_named():
     with pytest.raises(ValueError, match="takes 'input_values'; only models of tokens and of images"):
         hf_models.random_batch(model, batch=2, length=64)
     assert torch.is_grad_enabled()
+
+
+def test_attention_that_is_not_fused_here_is_named(folder, capsys):
+    # GPT-2's attention has dropout, the RoBERTa's has none
+    assert "attention is not fused here" in run(capsys, str(folder / "gpt2"), "--batch", "2", "--seq", "32")
+    for arguments in (["roberta"], ["gpt2", "--attention", "eager"]):
+        found = run(capsys, str(folder / arguments[0]), *arguments[1:], "--batch", "2", "--seq", "32")
+        assert "not fused" not in found
