@@ -209,6 +209,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise HarnessError("--device cuda: torch finds no GPU here; leave --device out")
     output = options.output or RESULTS
+    RESULTS.mkdir(exist_ok=True)
     if not output.is_dir():
         raise HarnessError(f"--output {output} is no folder; make it first")
 

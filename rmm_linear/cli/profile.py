@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def _is_unfused(report: MemoryReport) -> bool:
-    """Tell whether torch's scaled_dot_product_attention fell back on single operations: its softmax has its own name."""
+    """Tell whether the fused attention fell back on single operations: its softmax has its own name."""
     return any(keeper.op == "safe_softmax" for storage in report.storages for keeper in storage.keepers)
 
 
