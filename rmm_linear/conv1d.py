@@ -53,8 +53,9 @@ def _make() -> type[SketchedLayer]:
 
             Raises:
                 ValueError: If the input does not fit the weight, in training mode.
+                TracingError: If the model is traced or exported, in training mode.
             """
-            if not self.training or not isinstance(x, Tensor):
+            if not self.training:
                 return super().forward(x)
             # Conv1D multiplies rows that lie one after another; F.linear would take another path for others
             return self._sketched(x.contiguous(), self.weight.t())

@@ -13,5 +13,13 @@ class DoubleBackwardError(RMMError, RuntimeError):
     """
 
 
+class TracingError(RMMError, RuntimeError):
+    """Raised when a sketched layer in training mode is exported or traced into a graph.
+
+    Such a graph holds the forward pass alone: what is trained from it would be an exact layer, without a word. Use eval
+    mode, or `revert_linears`; `torch.compile` captures the backward pass as well, and is fine.
+    """
+
+
 class PaddingGradientError(RMMError, RuntimeError):
     """A row that was left out as padding carries a gradient: the weight gradient would miss its part."""

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from rmm_linear import ops
 from rmm_linear.config import RMMConfig
-from rmm_linear.errors import DoubleBackwardError
+from rmm_linear.errors import DoubleBackwardError, TracingError
 from rmm_linear.padding import RowsCheck, ValidRows, needed_check
 from rmm_linear.rows import Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
@@ -101,6 +101,7 @@ def linear(
         PaddingGradientError: In the backward pass, if the valid rows are to be checked (see `rmm_linear.padding`) and
             another row carries a gradient.
         DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
+        TracingError: Under `torch.export` and `torch.jit.trace`, whose graphs have no backward pass.
     """
     _check(x, weight, bias, config, valid_rows)
     if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
@@ -111,6 +112,8 @@ def linear(
     rows = x.numel() // max(1, x.shape[-1])
     if not config.sketches(rows):
         return F.linear(x, weight, bias)
+    if torch.is_grad_enabled():
+        _refuse_tracing()
     # Under no_grad as well: see the docstring.
     seed = _seed_tensor(seed, x, config, valid_rows)
     if shared is not None:
@@ -191,6 +194,15 @@ def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig, valid_
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"seed={seed!r} is not a 64-bit int; pass one, a 0-d int64 tensor, or None to draw one")
     return torch.tensor(seed, dtype=torch.int64, device=x.device)
+
+
+def _refuse_tracing() -> None:
+    is_traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if is_traced or torch.compiler.is_exporting():
+        raise TracingError(
+            "a sketched linear layer in training mode cannot be exported or traced: the graph would hold an exact"
+            " layer. Use model.eval(), or revert_linears(model)"
+        )
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig, valid_rows: ValidRows | None) -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.errors import TracingError
 from rmm_linear.functional import compute_dtype, linear
 from rmm_linear.padding import RowsCheck, current_valid_rows
 from rmm_linear.sharing import shared_sketch
@@ -34,7 +35,19 @@ class SketchedLayer(nn.Module):
 
         Returns:
             Shape (..., out).
+
+        Raises:
+            ValueError: If the input does not fit the weight.
+            TracingError: If the model is traced or exported.
         """
+        if isinstance(input, torch.fx.Proxy):
+            raise TracingError(
+                "torch.fx would trace a sketched linear layer in training mode into an exact one. Use model.eval(),"
+                " revert_linears(model), or a Tracer whose is_leaf_module is true for sketched layers"
+            )
+        if not isinstance(input, Tensor):
+            # which says what it thinks of it
+            return F.linear(input, weight, self.bias)
         config = self.rmm_config
         rows = current_valid_rows(input) if config.skip_padding else None
         if torch.compiler.is_compiling():
@@ -127,8 +140,9 @@ class RMMLinear(SketchedLayer, nn.Linear):
 
         Raises:
             ValueError: If the input does not fit the weight, in training mode.
+            TracingError: If the model is traced or exported, in training mode.
         """
-        if not self.training or not isinstance(input, Tensor):
+        if not self.training:
             return F.linear(input, self.weight, self.bias)
         return self._sketched(input, self.weight)
 

@@ -446,14 +446,14 @@ def test_a_model_is_converted_after_it_was_wrapped_for_data_parallel_training(pr
     assert model.module.layers[0].dense.weight.grad.abs().sum() > 0
 
 
-def test_a_tensor_parallel_layer_is_skipped_with_its_reason(process_group):
+def test_tensor_parallel_layers_and_those_beside_them_are_refused_with_their_reasons(process_group):
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     parallelize_module(model, process_group, {"1": ColwiseParallel()})
-    with pytest.warns(UserWarning, match="1: .*tensor parallel"):
+    with pytest.raises(ValueError, match="0: other layers of the model are .*; 1: its weight is .*tensor parallel"):
         convert_linears(model)
-    assert converted(model) == ["0"]
+    assert converted(model) == []
 
 
 # what must not change

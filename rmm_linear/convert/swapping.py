@@ -14,6 +14,10 @@ from rmm_linear.linear import SketchedLayer
 # Attribute of a layer that `convert_linears(sample=...)` has left exact: why.
 LEFT_EXACT = "_rmm_left_exact"
 _TENSOR_PARALLEL = "its weight is distributed over devices (tensor parallel)"
+_BESIDE_TENSOR_PARALLEL = (
+    "other layers of the model are distributed over devices (tensor parallel): ranks that hold the same weight would"
+    " give it different gradients"
+)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,13 +47,18 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
         return wrong_class(module)
     weight = module._parameters.get("weight")
     if not isinstance(weight, Tensor):
-        return "its weight is not a parameter but computed by a hook (weight_norm, spectral_norm, pruning)"
+        return (
+            "its weight is not a parameter but computed by a hook (weight_norm, spectral_norm, pruning), or a part of"
+            " FSDP's flat parameter (use_orig_params=False; convert before wrapping)"
+        )
     if _has_foreign_forward(module):
         return "its forward is replaced on the instance (accelerate's hooks do that), so that a class's is never called"
     if weight.dtype not in _DTYPES:
         return f"its weight has dtype {weight.dtype}"
     if _is_tensor_parallel(module, model):
         return _TENSOR_PARALLEL
+    if model is not None and _has_tensor_parallel_layers(model):
+        return _BESIDE_TENSOR_PARALLEL
     return None
 
 
@@ -81,6 +90,20 @@ def _is_tensor_parallel(module: nn.Module, model: nn.Module | None) -> bool:
         for outer in (model if model is not None else module).modules()
     )
     return not gathers or sum(not placement.is_replicate() for placement in placements) > 1
+
+
+def _has_tensor_parallel_layers(model: nn.Module) -> bool:
+    """Tell whether any parameter stays distributed while the model runs: its ranks are not data-parallel ones then."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    outer = [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    gathered = {id(parameter) for module in outer for parameter in module.parameters()}
+    for parameter in model.parameters():
+        sharded = sum(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+        if sharded > (id(parameter) in gathered):
+            return True
+    return False
 
 
 # (FSDP2's class, base, new base) -> the same class with the new base

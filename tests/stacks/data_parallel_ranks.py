@@ -1,0 +1,279 @@
+"""What two ranks do, and what one process does to replay them: the same micro-batches, from the same random states.
+
+All ranks are seeded alike. A replay takes the part of each rank in turn, with that rank's number and random state, and
+takes the mean: what the ranks compute together must be equal to it.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny_models import CONFIG, Batch, batch_of, llama, roberta
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from rmm_linear import convert_linears, ops
+from rmm_linear.convert import why_not
+
+RANKS, STEPS, MICRO_STEPS = 2, 2, 2
+LEARNING_RATE = 0.1
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass
+class Run:
+    """What came out: of each step the loss and the gradients, and the seeds of each micro-step, layer by layer."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    seeds: list[list[int]] = field(default_factory=list)
+    weights: Gradients = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One way to train on two ranks."""
+
+    make: Callable[[], nn.Module]
+    wrap: Callable[[nn.Module], nn.Module]
+    # around all micro-steps but the last
+    unsynchronised: Callable[[nn.Module], AbstractContextManager[object]]
+    converted_first: bool = True
+    checkpointed: bool = False
+    compiled: bool = False
+    # what a replay computes in
+    dtype: torch.dtype = torch.float32
+    steps: int = STEPS
+    micro_steps: int = MICRO_STEPS
+
+
+def batch_for(stack: Stack, rank: int, step: int, micro_step: int) -> Batch:
+    return batch_of(stack.make, number=(step * stack.micro_steps + micro_step) * RANKS + rank)
+
+
+@contextmanager
+def collected_seeds(seeds: list[int]) -> Iterator[None]:
+    """Collect the seeds that the layers' graphs hold."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.int64 and tensor.dim() == 0:
+            seeds.append(int(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def accumulate(stack: Stack, model: nn.Module, rank: int, step: int, run: Run) -> float:
+    """All micro-steps of one step of one rank."""
+    total = 0.0
+    for micro_step in range(stack.micro_steps):
+        is_last = micro_step == stack.micro_steps - 1
+        seeds: list[int] = []
+        with nullcontext() if is_last else stack.unsynchronised(model):
+            # a checkpoint, or a compiler, must not meet hooks that it did not expect
+            watched = not stack.checkpointed and not stack.compiled
+            with collected_seeds(seeds) if watched else nullcontext():
+                loss = model(**batch_for(stack, rank, step, micro_step)).loss
+            (loss / stack.micro_steps).backward()
+        run.seeds.append(seeds)
+        total += float(loss.detach())
+    return total / stack.micro_steps
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def plain_name(name: str) -> str:
+    for part in ("_orig_mod.", "module."):
+        name = name.removeprefix(part)
+    return name
+
+
+def make_model(stack: Stack) -> nn.Module:
+    model = stack.make()
+    if stack.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def run_on_rank(stack: Stack, rank: int) -> Run:
+    run, model = Run(), make_model(stack)
+    if stack.converted_first:
+        convert_linears(model, config=CONFIG)
+    wrapped = stack.wrap(model)
+    if not stack.converted_first:
+        convert_linears(wrapped, config=CONFIG)
+    called = torch.compile(wrapped, backend="aot_eager") if stack.compiled else wrapped
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
+    torch.manual_seed(0)
+    for step in range(stack.steps):
+        optimizer.zero_grad()
+        run.losses.append(accumulate(stack, called, rank, step, run))
+        run.gradients.append(
+            {plain_name(name): whole(p.grad) for name, p in wrapped.named_parameters() if p.grad is not None}
+        )
+        optimizer.step()
+    run.weights = {plain_name(name): whole(p) for name, p in wrapped.named_parameters()}
+    return run
+
+
+def replayed(stack: Stack) -> list[Run]:
+    """What one process computes for each rank; the gradients of each are the mean of all."""
+    runs, model = [Run() for _ in range(RANKS)], make_model(stack).to(stack.dtype)
+    convert_linears(model, config=CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    torch.manual_seed(0)
+    states = [torch.get_rng_state()] * RANKS
+    own_rank, plain = ops.data_parallel_rank, replace(stack, unsynchronised=lambda model: nullcontext())
+    for step in range(stack.steps):
+        found = []
+        for rank, run in enumerate(runs):
+            torch.set_rng_state(states[rank])
+            ops.data_parallel_rank = lambda rank=rank: rank
+            try:
+                model.zero_grad()
+                run.losses.append(accumulate(plain, model, rank, step, run))
+            finally:
+                ops.data_parallel_rank = own_rank
+            states[rank] = torch.get_rng_state()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        mean = {name: sum(grads[name].float() for grads in found) / RANKS for name in found[0]}
+        for run in runs:
+            run.gradients.append(mean)
+        for name, parameter in model.named_parameters():
+            parameter.grad = mean[name].to(stack.dtype) if name in mean else None
+        optimizer.step()
+    for run in runs:
+        run.weights = {name: whole(p) for name, p in model.named_parameters()}
+    return runs
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[object]:
+    return model.no_sync()
+
+
+def _blocks(model: nn.Module) -> nn.ModuleList:
+    return model.model.layers if hasattr(model, "model") else model.roberta.encoder.layer
+
+
+def _fsdp(model: nn.Module, **options: object) -> nn.Module:
+    for block in _blocks(model):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def _fsdp_in_bfloat16(model: nn.Module) -> nn.Module:
+    return _fsdp(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+@contextmanager
+def _no_reduction(model: nn.Module) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+STACKS = {
+    "ddp": Stack(llama, _ddp, _no_sync),
+    "ddp, converted after wrapping": Stack(llama, _ddp, _no_sync, converted_first=False),
+    "ddp, checkpointed": Stack(llama, _ddp, _no_sync, checkpointed=True),
+    "ddp, roberta": Stack(roberta, _ddp, _no_sync),
+    "fsdp2": Stack(llama, _fsdp, _no_reduction),
+    "fsdp2, converted after wrapping": Stack(llama, _fsdp, _no_reduction, converted_first=False),
+    "fsdp2, checkpointed": Stack(llama, _fsdp, _no_reduction, checkpointed=True),
+    "fsdp2, bfloat16": Stack(
+        roberta, _fsdp_in_bfloat16, _no_reduction, dtype=torch.bfloat16, steps=1, micro_steps=1
+    ),
+}  # fmt: skip
+# the order in which a compiled graph draws is its own: no replay has the same seeds
+COMPILED = {
+    "ddp, compiled": Stack(llama, _ddp, _no_sync, compiled=True),
+    "fsdp2, compiled": Stack(llama, _fsdp, _no_reduction, compiled=True),
+}
+
+
+class Three(nn.Module):
+    """One layer on all ranks alike before two that are distributed over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.replicated, self.first, self.second = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.replicated(x)))
+
+
+def tensor_parallel(rank: int) -> dict[str, object]:
+    """A model of which some layers are distributed over the ranks, and the others replicated."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
+    model = parallelize_module(Three(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    x = torch.randn(160, 16, generator=torch.Generator().manual_seed(0))
+    found: dict[str, object] = {name: why_not(layer, model) for name, layer in model.named_children()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            convert_linears(model, config=CONFIG)
+        except ValueError as error:
+            found["error"] = str(error)
+    torch.manual_seed(0)
+    model(x).square().sum().backward()
+    found["gradient"] = model.replicated.weight.grad.clone()
+    converted = parallelize_module(
+        convert_linears(Three(), config=CONFIG), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
+    try:
+        converted(x)
+    except NotImplementedError as error:
+        found["converted before"] = str(error)
+    return found
+
+
+def flattened(rank: int) -> dict[str, object]:
+    """FSDP of old, which makes one flat parameter of all."""
+    found: dict[str, object] = {}
+    model = FullyShardedDataParallel(Three(), use_orig_params=False, device_id=torch.device("cpu"))
+    try:
+        convert_linears(model, config=CONFIG)
+    except ValueError as error:
+        found["converted after"] = str(error)
+    model = FullyShardedDataParallel(
+        convert_linears(Three(), config=CONFIG), use_orig_params=False, device_id=torch.device("cpu")
+    )
+    x, gradients = torch.randn(160, 16, generator=torch.Generator().manual_seed(rank)), []
+    for seed in (0, 0, 1):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        model(x).square().sum().backward()
+        gradients.append(next(model.parameters()).grad.clone())
+    found["gradients"] = gradients
+    return found
+
+
+def work(rank: int, folder: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    every = {**STACKS, **COMPILED}
+    found: dict[str, object] = {name: run_on_rank(every[name], rank) for name in names}
+    if names == list(STACKS):
+        found["tensor parallel"], found["flattened"] = tensor_parallel(rank), flattened(rank)
+    torch.save(found, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def launched(folder: Path, names: list[str]) -> list[dict[str, object]]:
+    """Run stacks on two processes; what each of them found."""
+    torch.multiprocessing.spawn(work, (str(folder), names), nprocs=RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]

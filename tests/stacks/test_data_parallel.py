@@ -1,0 +1,112 @@
+"""DDP and FSDP2 on two processes, converted before and after wrapping; and what FSDP of old and tensor parallel do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+if not torch.distributed.is_available():
+    pytest.skip("torch.distributed is not available", allow_module_level=True)
+
+from data_parallel_ranks import COMPILED, RANKS, STACKS, Run, Stack, batch_for, launched, replayed
+from tiny_models import CONFIG, llama, relative_error, sketched_weights
+
+from rmm_linear import convert_linears
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
+WATCHED = [name for name, stack in STACKS.items() if not stack.checkpointed]
+# one for query, key and value, one for gate and up, and one each for the other two, in two blocks
+GROUPS = 8
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each process found: all stacks in one launch."""
+    return launched(tmp_path_factory.mktemp("ranks"), list(STACKS))
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_gradients_are_those_of_one_process_with_the_same_seeds(ranks, name):
+    for rank, want in enumerate(replayed(STACKS[name])):
+        got: Run = ranks[rank][name]
+        assert got.losses == want.losses
+        for step, gradients in enumerate(want.gradients):
+            assert got.gradients[step].keys() == gradients.keys()
+            for parameter, gradient in gradients.items():
+                assert torch.equal(got.gradients[step][parameter], gradient), (step, parameter)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_all_ranks_hold_the_same_weights(ranks, name):
+    first, second = (ranks[rank][name].weights for rank in range(RANKS))
+    assert all(torch.equal(value, second[parameter]) for parameter, value in first.items())
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_every_rank_group_step_and_micro_step_has_an_s_of_its_own(ranks, name):
+    """Although all ranks are seeded alike."""
+    stack = STACKS[name]
+    drawn = [set(seeds) for rank in range(RANKS) for seeds in ranks[rank][name].seeds]
+    assert len(drawn) == RANKS * stack.steps * stack.micro_steps
+    assert [len(seeds) for seeds in drawn] == [GROUPS] * len(drawn)
+    assert len(set.union(*drawn)) == GROUPS * len(drawn)
+
+
+def exact_gradients(stack: Stack) -> dict[str, torch.Tensor]:
+    """Of the first step, in one process, the mean over the ranks."""
+    model, total = stack.make(), {}
+    for rank in range(RANKS):
+        model.zero_grad()
+        for micro_step in range(stack.micro_steps):
+            (model(**batch_for(stack, rank, 0, micro_step)).loss / stack.micro_steps).backward()
+        for name, parameter in model.named_parameters():
+            total[name] = total.get(name, 0) + parameter.grad / RANKS
+    return total
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_the_gradients_are_estimates_and_the_others_exact(ranks, name):
+    names = sketched_weights(convert_linears(llama(), config=CONFIG))
+    exact = exact_gradients(STACKS[name])
+    for parameter, gradient in ranks[0][name].gradients[0].items():
+        if parameter in names:
+            assert 0.05 < relative_error(gradient, exact[parameter]) < 6, parameter
+        else:
+            assert torch.equal(gradient, exact[parameter]), parameter
+
+
+def test_layers_beside_tensor_parallel_ones_are_left_exact(ranks):
+    """Ranks that hold one weight, and do not average its gradients, would drift apart."""
+    found = [rank["tensor parallel"] for rank in ranks]
+    assert "its weight is distributed over devices" in found[0]["first"]
+    assert "other layers of the model are distributed over devices (tensor parallel)" in found[0]["replicated"]
+    assert "tensor parallel" in found[0]["error"]
+    assert torch.equal(found[0]["gradient"], found[1]["gradient"])
+
+
+def test_what_is_distributed_after_its_conversion_raises(ranks):
+    assert "rmm_linear.draw_seed" in ranks[0]["tensor parallel"]["converted before"]
+
+
+def test_a_flat_parameter_is_refused_by_name_after_wrapping_and_sketched_before(ranks):
+    for rank in ranks:
+        assert "FSDP's flat parameter" in rank["flattened"]["converted after"]
+        first, again, other = rank["flattened"]["gradients"]
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
+@pytest.mark.slow
+def test_compiled_ranks_agree_on_estimates(tmp_path: Path):
+    found = launched(tmp_path, list(COMPILED))
+    names = sketched_weights(convert_linears(llama(), config=CONFIG))
+    for name, stack in COMPILED.items():
+        first, second = (rank[name] for rank in found)
+        assert all(torch.equal(value, second.weights[parameter]) for parameter, value in first.weights.items())
+        exact = exact_gradients(stack)
+        for parameter, gradient in first.gradients[0].items():
+            if parameter in names:
+                assert 0.05 < relative_error(gradient, exact[parameter]) < 6, parameter
+            else:
+                torch.testing.assert_close(gradient, exact[parameter], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,206 @@
+"""What cannot be sketched raises, or is left exact and named: never a layer that is exact without a word."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.nn.utils import parametrizations, weight_norm
+
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
+from rmm_linear.errors import DoubleBackwardError, TracingError
+
+CONFIG = RMMConfig(ratio=0.25, min_rows=1)
+
+
+def network(convert: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    return convert_linears(model, config=CONFIG, target_modules=".*") if convert else model
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(160, 16)
+
+
+def loss_of(model: nn.Module, x: Tensor):
+    return lambda parameters: functional_call(model, parameters, (x,)).square().sum()
+
+
+def notes(model: nn.Module) -> dict[str, str]:
+    return {row.name: row.note for row in summary(model, file=io.StringIO()).rows}
+
+
+def test_double_backward_raises(x):
+    model = network()
+    gradients = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="no second derivative"):
+        sum(gradient.square().sum() for gradient in gradients).backward()
+    parameters = dict(model.named_parameters())
+    with pytest.raises(DoubleBackwardError, match="no second derivative"):
+        grad(lambda p: sum(g.square().sum() for g in grad(loss_of(model, x))(p).values()))(parameters)
+
+
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_vmap_raises(x, randomness):
+    model = network()
+    with pytest.raises(RuntimeError, match="vmap over _SketchedLinear"):
+        vmap(model, randomness=randomness)(x.view(4, 40, 16))
+    parameters = dict(model.named_parameters())
+    per_sample = vmap(
+        lambda p, x: grad(loss_of(model, x))(p), in_dims=(None, 0), randomness=randomness
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="vmap over _SketchedLinear"):
+        per_sample(parameters, x.view(4, 40, 16))
+
+
+@pytest.mark.parametrize("transform", [jacrev, hessian])
+def test_transforms_that_map_over_gradients_raise(x, transform):
+    model = network()
+    with pytest.raises(RuntimeError, match="does not have vmap support"):
+        transform(loss_of(model, x) if transform is hessian else lambda p: functional_call(model, p, (x,)).sum(0))(
+            dict(model.named_parameters())
+        )
+
+
+def test_forward_mode_raises_for_inputs(x):
+    with pytest.raises(NotImplementedError, match="jvp"):
+        jvp(network(), (x,), (x,))
+
+
+def test_forward_mode_is_exact_for_parameters(x):
+    """There the weights want no gradient by themselves, and the layer is an nn.Linear."""
+    found = []
+    for convert in (False, True):
+        model = network(convert)
+        parameters = dict(model.named_parameters())
+        found.append(jvp(loss_of(model, x), (parameters,), (parameters,))[1])
+    assert torch.equal(*found)
+
+
+def test_func_grad_is_the_same_estimate(x):
+    model = network()
+    torch.manual_seed(1)
+    found = grad(loss_of(model, x))(dict(model.named_parameters()))
+    torch.manual_seed(1)
+    model(x).square().sum().backward()
+    assert all(torch.equal(found[name], parameter.grad) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated.*")
+def test_tracing_in_training_mode_raises_and_in_eval_mode_is_exact(x):
+    model = network()
+    with pytest.raises(TracingError, match="model.eval()"):
+        torch.jit.trace(model, (x,))
+    with pytest.raises(TracingError, match="is_leaf_module"):
+        torch.fx.symbolic_trace(model)
+    # in eval mode as well: it compiles what no mode runs
+    with pytest.raises((OSError, torch.jit.frontend.FrontendError)):
+        torch.jit.script(model)
+    model.eval()
+    want = network(convert=False)(x)
+    assert torch.equal(torch.jit.trace(model, (x,))(x), want)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_in_training_mode_raises_and_in_eval_mode_is_exact(x, strict):
+    model = network()
+    with pytest.raises(Exception, match="cannot be exported or traced|Observed exception"):
+        torch.export.export(model, (x,), strict=strict)
+    exported = torch.export.export(model.eval(), (x,), strict=strict)
+    assert not any("rmm_linear" in str(node.target) for node in exported.graph.nodes)
+    assert torch.equal(exported.module()(x), network(convert=False)(x))
+
+
+def test_a_leaf_module_is_traced_as_itself(x):
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, RMMLinear) or super().is_leaf_module(module, name)
+
+    model = network()
+    graph = Tracer().trace(model)
+    traced = torch.fx.GraphModule(model, graph)
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        traced(x).square().sum().backward()
+        gradients.append(model[0].weight.grad.clone())
+    assert not torch.equal(*gradients)
+
+
+class Quantized(nn.Linear):
+    """As bitsandbytes, torchao and GPTQ derive theirs."""
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: parametrizations.weight_norm(layer), "its weight is parametrized"),
+        (lambda layer: parametrizations.spectral_norm(layer), "its weight is parametrized"),
+        (lambda layer: weight_norm(layer), "computed by a hook"),
+        (lambda layer: Quantized(16, 16), "Quantized, not nn.Linear"),
+        (lambda layer: layer.to(torch.complex64), "dtype torch.complex64"),
+    ],
+    ids=["parametrized", "spectral_norm", "old weight_norm", "quantized", "complex"],
+)
+def test_what_is_left_exact_is_named_in_the_warning_and_in_the_summary(change, reason):
+    model = network(convert=False)
+    model[0] = change(model[0])
+    with pytest.warns(UserWarning, match=f"left exact: 0: .*{reason}"):
+        convert_linears(model, config=CONFIG, target_modules=".*")
+    assert f"exact: {'its' if 'its' in reason else ''}" in notes(model)["0"]
+    assert reason in notes(model)["0"]
+    assert isinstance(model[2], RMMLinear)
+
+
+def test_a_parametrization_after_the_conversion_is_sketched(x):
+    """The weight that is computed gets an estimate, and hands it on to what it is computed from."""
+    model = network()
+    parametrizations.weight_norm(model[0])
+    found = []
+    for seed in (0, 0, 1):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        model(x).square().sum().backward()
+        found.append(model[0].parametrizations.weight.original1.grad.clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_a_partitioned_weight_is_used_where_it_is_gathered_and_refused_where_it_is_not(x):
+    """As DeepSpeed's ZeRO-3 does it: the parameter is empty outside of its layer's forward and backward."""
+    reference, model = network(), network(convert=False)
+    weight = model[0].weight
+    full = weight.detach().clone()
+
+    def gather(*_):
+        weight.data = full
+
+    def partition(*_):
+        weight.data = torch.empty(0)
+
+    partition()
+    model[0].register_forward_pre_hook(gather)
+    model[0].register_forward_hook(partition)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        convert_linears(model, config=CONFIG, target_modules=".*")
+    x.requires_grad_()
+    found = []
+    for each in (reference, model):
+        x.grad = None
+        torch.manual_seed(0)
+        output = each(x)
+        gather()
+        output.square().sum().backward()
+        found.append((output.detach(), x.grad.clone(), each[0].weight.grad.clone()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    bare = network()
+    bare[0].weight.data = torch.empty(0)
+    with pytest.raises(ValueError, match=r"weight has shape \(0,\)"):
+        bare(x)
