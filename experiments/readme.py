@@ -23,11 +23,13 @@ from experiments.glue.variance import (
     read_records,
 )
 from experiments.glue.variance_report import best_of, describe
+from experiments.memory.report import FILE, read_rows, summary_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MINILM = ROOT / "experiments/glue/results/minilm"
 VARIANCE = ROOT / "experiments/glue/results/variance"
+MEMORY = ROOT / "experiments/memory/results" / FILE
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
 
 
@@ -109,7 +111,23 @@ def variance_table() -> str:
     return head + "\n\n" + "\n".join(lines)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"layer": layer_tables, "minilm": minilm_table, "variance": variance_table}
+def memory_table() -> str:
+    """Return what each method keeps of seven models' bytes.
+
+    Returns:
+        Markdown.
+    """
+    rows = read_rows(MEMORY)
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
+    return f"Counted on a CPU, commit {commits}:\n\n{summary_table(rows)}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "memory": memory_table,
+    "layer": layer_tables,
+    "minilm": minilm_table,
+    "variance": variance_table,
+}
 
 
 def filled(text: str) -> str:
