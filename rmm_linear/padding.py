@@ -55,6 +55,8 @@ _OTHER_SEQUENCES = (
     "pixel_values", "image", "images", "inputs", "input_features", "input_values",
 )  # fmt: skip
 _DEBUG_SWITCH = "RMM_LINEAR_CHECK_PADDING"
+# Calls of layers without any announcement after which a warning comes: more than run before a model's first mask.
+_SILENT_CALLS = 500
 _MASK_DIMENSIONS = 2
 
 
@@ -260,11 +262,38 @@ def current_valid_rows(x: Tensor) -> ValidRows | None:
     Returns:
         The valid rows, or None where nothing is known: all rows are kept then.
     """
-    if not _announced.scopes:
-        return None
     if not torch.compiler.is_compiling() and _in_checkpoint():
         return None
+    if not _announced.scopes:
+        if not torch.compiler.is_compiling():
+            _nobody_spoke()
+        return None
     return _announced.scopes[-1].rows_of(x)
+
+
+class _Silence:
+    """How often layers have asked for valid rows where nobody spoke of any, before anybody did."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.is_over = False
+
+
+_silence = _Silence()
+
+
+def _nobody_spoke() -> None:
+    """Warn once if no mask ever comes: some libraries call a model's forward itself, which runs no hooks."""
+    _silence.calls += not _silence.is_over
+    if _silence.calls == _SILENT_CALLS and not _silence.is_over:
+        _silence.is_over = True
+        warnings.warn(
+            f"layers with skip_padding=True have run {_SILENT_CALLS} times, and no attention_mask was announced around"
+            " any of them: all rows are kept. Announce it yourself, with rmm_linear.valid_rows(mask), if something"
+            " calls model.forward(...) instead of model(...)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 class valid_rows:  # noqa: N801 - a context manager, used as a function
@@ -308,6 +337,8 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
         scope = _Scope(self._make())
         self._entered.append(scope)
         _announced.scopes.append(scope)
+        if not torch.compiler.is_compiling():
+            _silence.is_over = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -391,6 +422,8 @@ class MaskHook:
         scope = _Scope(rows, memory=memory, of_memory=self._rows(module, of_memory), owner=module)
         scope.outer = _announced.scopes[-1] if _announced.scopes else None
         _announced.scopes.append(scope)
+        if not torch.compiler.is_compiling():
+            _silence.is_over = True
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Take it back; a forward hook that is always called.

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -722,3 +723,24 @@ class TestValidRows:
         with pytest.raises(KeyError):
             fail()
         assert current_valid_rows(torch.zeros(40, 6, 1)) is None
+
+
+def test_a_model_whose_forward_is_called_past_its_hooks_is_named_once(monkeypatch):
+    monkeypatch.setattr(padding, "_silence", padding._Silence())
+    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.5, min_rows=1, skip_padding=True))
+    x, mask = torch.randn(2, 8, 8), torch.ones(2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(padding._SILENT_CALLS - 1):
+            layer(x)
+    with pytest.warns(UserWarning, match="have run 500 times, and no attention_mask was announced"):
+        layer(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x)
+        # one announcement is enough: other layers may have no padding at all
+        monkeypatch.setattr(padding, "_silence", padding._Silence())
+        with valid_rows(mask):
+            layer(x)
+        for _ in range(padding._SILENT_CALLS + 1):
+            layer(x)

@@ -446,43 +446,44 @@ def _op_lines(report: MemoryReport) -> list[str]:
 
 
 def _layer_lines(report: MemoryReport) -> list[str]:
-    """Linear layers, those alike in one line: layers of a stack, and members of a sharing group."""
-    half = RMMConfig(ratio=0.5, min_rows=1)
+    """Linear layers, those alike in one line: layers of a stack, members of a group, and those that keep no input."""
+    half = RMMConfig(ratio=0.5)
     found: dict[tuple[str, ...], list[int]] = {}
-    seen: set[tuple[str, ...]] = set()
-    for call in report.linears:
-        sharers = report.sharers(call) or (call.layer,)
-        # a line a group: the first of its members stands for all
-        if call.layer != sharers[0] and sharers in seen:
-            continue
-        seen.add(sharers)
-        if call.status == KEPT:
-            others = report.others(call)
+    for calls in _units(report):
+        kept = [call for call in calls if call.status == KEPT]
+        if kept:
+            others = list(dict.fromkeys(op for call in kept for op in report.others(call)))
             why = f"also kept by {', '.join(others)}" if others else "kept for the weight gradient alone"
         else:
-            why = _STATUS_WORDS[call.status]
-        names = _merged([pattern(name) for name in sharers])
-        place = call.storage
-        size = report.storages[place].bytes if place is not None and call.status == KEPT else 0
-        freed = 0
-        if size:
-            groups = {
-                each.group: each.saved_bytes(half)
-                for each in report.linears
-                if each.storage == place and each.status == KEPT and each.is_sketched_by(half)
-            }
-            sketches = sum(groups.values())
-            freed = (size if place is not None and report._is_own(place) else 0) - sketches
-        sums = found.setdefault((names, str(call.rows), why), [0, 0, 0])
-        sums[0] += 1
+            why = _STATUS_WORDS[calls[0].status]
+        places = {call.storage for call in kept if call.storage is not None}
+        size = sum(report.storages[place].bytes for place in places)
+        sketches = {call.group: call.saved_bytes(half) for call in kept if call.is_sketched_by(half)}
+        freed = sum(report.storages[place].bytes for place in places if report._is_own(place)) if sketches else 0
+        names = _merged([pattern(call.layer) for call in calls])
+        sums = found.setdefault((names, str(calls[0].rows), why), [0, 0, 0])
+        sums[0] += 1 if kept else len(calls)
         sums[1] += size
-        sums[2] += freed
+        sums[2] += freed - sum(sketches.values())
     rows = [("linear layers", "rows", "times", "input MiB", "freed at ratio 0.5", "")]
     for (names, count, why), (times, size, freed) in list(found.items())[: 2 * _PRINTED]:
         rows.append((names, count, str(times), f"{size / _MIB:.2f}", f"{freed / _MIB:.2f}", why))
     if len(found) > 2 * _PRINTED:
         rows.append((f"{len(found) - 2 * _PRINTED} more", "", "", "", "", ""))
     return _aligned(rows)
+
+
+def _units(report: MemoryReport) -> list[list[LinearCall]]:
+    """Calls that keep one input, or copies of one, together; and all that keep none for one reason, by their rows."""
+    units: dict[object, list[LinearCall]] = {}
+    of_storage: dict[int, object] = {}
+    for call in report.linears:
+        key: object = (call.status, call.rows)
+        if call.status == KEPT and call.storage is not None:
+            # that of another group which keeps the very storage, or the group's own
+            key = of_storage.setdefault(call.storage, call.group)
+        units.setdefault(key, []).append(call)
+    return list(units.values())
 
 
 _STATUS_WORDS = {
@@ -500,10 +501,13 @@ def _merged(names: list[str]) -> str:
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]
-    heads = {name.rpartition(".")[0] for name in names}
-    if len(heads) == 1 and (head := heads.pop()):
-        return f"{head}.{{{', '.join(name.rpartition('.')[2] for name in names)}}}"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    columns = list(zip(*(name.split(".") for name in names), strict=False))
+    differ = [place for place, column in enumerate(columns) if len(set(column)) > 1]
+    if len({name.count(".") for name in names}) == 1 and len(differ) == 1 and len(columns) > 1:
+        segments = [column[0] for column in columns]
+        segments[differ[0]] = f"{{{', '.join(columns[differ[0]])}}}"
+        return ".".join(segments)
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
