@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.config import RMMConfig
+from rmm_linear.linear import SketchedLayer, checked_config
 
+_MATRIX = 2
 _HOME = "transformers.pytorch_utils"
 
 
@@ -42,6 +44,20 @@ def _make() -> type[SketchedLayer]:
         weight: nn.Parameter
         bias: nn.Parameter
 
+        def __init__(self, nf: int, nx: int, *, config: RMMConfig | None = None) -> None:
+            """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model.
+
+            Args:
+                nf: Output features.
+                nx: Input features.
+                config: How to sketch; `RMMConfig()` by default.
+
+            Raises:
+                ValueError: If `config` is not an RMMConfig.
+            """
+            super().__init__(nf, nx)
+            self.rmm_config = checked_config(config)
+
         def forward(self, x: Tensor) -> Tensor:
             """Apply the layer.
 
@@ -57,8 +73,9 @@ def _make() -> type[SketchedLayer]:
             """
             if not self.training:
                 return super().forward(x)
-            # Conv1D multiplies rows that lie one after another; F.linear would take another path for others
-            return self._sketched(x.contiguous(), self.weight.t())
+            # Conv1D flattens to a matrix; F.linear would take another path for tensors that it can't flatten
+            rows = x if not isinstance(x, Tensor) or x.dim() == _MATRIX else x.contiguous()
+            return self._sketched(x, self.weight.t(), rows)
 
         def __repr__(self) -> str:
             return f"RMMConv1D(nf={self.nf}, nx={self.nx}, {self._describe_config()})"

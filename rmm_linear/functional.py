@@ -114,8 +114,10 @@ def linear(
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         _refuse_tracing()
+    # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
+    source = _sketched_rows(x, valid_rows) if torch.compiler.is_compiling() else None
     # Under no_grad as well: see the docstring.
-    seed = _seed_tensor(seed, x, config, valid_rows)
+    seed = _seed_tensor(seed, x.detach() if source is None else source, config)
     if shared is not None:
         seed = shared.seed_or(seed)
     if not torch.is_grad_enabled():
@@ -128,7 +130,7 @@ def linear(
     if not config.sketches(rows if index is None else index.shape[0], layout.kept):
         return F.linear(x, weight, bias)
     x = x.to(compute_dtype(x))
-    beside, sketch = _made(x.detach(), seed, config, layout, index, valid_rows, shared)
+    beside, sketch = _made(_sketched_rows(x, None) if source is None else source, seed, config, layout, index, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     return _SketchedLinear.apply(
         x, weight, bias, config, layout, index, check, shared, len(beside), seed, *beside, *sketch
@@ -136,18 +138,17 @@ def linear(
 
 
 def _made(
-    x: Tensor,
+    rows: Tensor,
     seed: Tensor,
     config: RMMConfig,
     layout: Layout,
     index: Tensor | None,
-    valid_rows: ValidRows | None,
     shared: SharedSketch | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What is kept of x: its kept rows, and the sketch of the others. Copies of rows end with this function."""
     made = None if shared is None else shared.tensors(seed)
     if made is None:
-        kept, rest = split(_sketched_rows(x, valid_rows), layout, index)
+        kept, rest = split(rows, layout, index)
         beside = config.kept_rows.compress(kept, seed) if layout.kept else ()
         made = beside, config.sketch_object.compress(rest, seed).tensors
         if shared is not None:
@@ -156,8 +157,9 @@ def _made(
 
 
 def _sketched_rows(x: Tensor, valid_rows: ValidRows | None) -> Tensor:
-    """The rows of x; a compiler, which can't leave any out, has zeros in place of those that are not valid."""
-    if valid_rows is not None and torch.compiler.is_compiling():
+    """The rows of x as the product reads them, with zeros in place of those that are not valid."""
+    x = x.to(compute_dtype(x)).detach()
+    if valid_rows is not None:
         x = valid_rows.keep_only_valid(x)
     return x.reshape(-1, x.shape[-1])
 
@@ -177,13 +179,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig, valid_rows: ValidRows | None) -> Tensor:
+def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig) -> Tensor:
     if seed is None:
-        if not torch.compiler.is_compiling():
-            return ops.draw_seed(x.detach())
-        # of the very tensor that the sketch is made of: see draw_seed
-        source = _sketched_rows(x.to(compute_dtype(x)).detach(), valid_rows)
-        return ops.draw_seed(source, alone=not config.share_sketch)
+        return ops.draw_seed(x, alone=not config.share_sketch)
     if isinstance(seed, Tensor):
         if seed.dim() != 0 or seed.dtype != torch.int64 or seed.device != x.device:
             raise ValueError(

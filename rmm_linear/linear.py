@@ -26,12 +26,13 @@ class SketchedLayer(nn.Module):
     bias: Tensor | None
     _rows_check: RowsCheck | None = None
 
-    def _sketched(self, input: Tensor, weight: Tensor) -> Tensor:
+    def _sketched(self, input: Tensor, weight: Tensor, rows: Tensor | None = None) -> Tensor:
         """Apply the layer in training mode, as it is configured.
 
         Args:
             input: Shape (..., in).
             weight: Shape (out, in): the layer's, or a view of it.
+            rows: The input as it is to be multiplied; as it is if None.
 
         Returns:
             Shape (..., out).
@@ -49,24 +50,25 @@ class SketchedLayer(nn.Module):
             # which says what it thinks of it
             return F.linear(input, weight, self.bias)
         config = self.rmm_config
-        rows = current_valid_rows(input) if config.skip_padding else None
+        x = input if rows is None else rows
+        valid = current_valid_rows(input) if config.skip_padding else None
         if torch.compiler.is_compiling():
-            return linear(input, weight, self.bias, config=config, valid_rows=rows)
+            return linear(x, weight, self.bias, config=config, valid_rows=valid)
         # not in __init__, which a converted layer has not gone through
-        if rows is not None and self._rows_check is None:
+        if valid is not None and self._rows_check is None:
             self._rows_check = RowsCheck()
         shared = None
         if config.share_sketch:
             # weakly: a group lives as long as its input
-            key = config, None if rows is None else weakref.ref(rows)
+            key = config, None if valid is None else weakref.ref(valid)
             shared = shared_sketch(input, self, key, compute_dtype(input))
         return linear(
-            input,
+            x,
             weight,
             self.bias,
             config=config,
-            valid_rows=rows,
-            rows_check=self._rows_check if rows is not None else None,
+            valid_rows=valid,
+            rows_check=self._rows_check if valid is not None else None,
             shared=shared,
         )
 
@@ -124,10 +126,8 @@ class RMMLinear(SketchedLayer, nn.Linear):
         Raises:
             ValueError: If `config` is not an RMMConfig.
         """
-        if config is not None and not isinstance(config, RMMConfig):
-            raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.rmm_config = config if config is not None else RMMConfig()
+        self.rmm_config = checked_config(config)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer.
@@ -153,3 +153,20 @@ class RMMLinear(SketchedLayer, nn.Linear):
             The shape and the configuration.
         """
         return f"{super().extra_repr()}, {self._describe_config()}"
+
+
+def checked_config(config: RMMConfig | None) -> RMMConfig:
+    """Return the configuration of a layer that is made with one.
+
+    Args:
+        config: The configuration, or None.
+
+    Returns:
+        The same, or the default one.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if config is not None and not isinstance(config, RMMConfig):
+        raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
+    return config if config is not None else RMMConfig()

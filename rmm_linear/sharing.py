@@ -5,17 +5,17 @@ exact model above a ratio of 1/3. So layers that are given the same tensor in on
 S. The estimate of each weight gradient is what it would be alone; only the errors of the members are correlated.
 
 Who shares is found out while the model runs, and not by names: layers share if they are called with the same tensor
-object, unchanged since (its version counter tells), or with copies of it in another dtype, as PEFT makes one for each
-adapter; if they are configured alike; and if they compute in one dtype. A group takes new members only between the
-first member's forward and the first backward of any: as long as its sketch is kept by a graph, and nothing has been
-learnt with its S. After that, for a layer that comes back to the tensor, and for layers with one weight (whose errors
-would add up), a new group begins, with a new S.
+object, unchanged since (its version counter tells), are configured alike and compute in one dtype. A group takes new
+members only between the first member's forward and the first backward of any: as long as its sketch is kept by a graph,
+and nothing has been learnt with its S. After that, for a layer that comes back to the tensor, and for layers with one
+weight (whose errors would add up), a new group begins, with a new S.
 
-A copy is known by the graph: by the edge that it was made along. So there are none where the tensor has no gradient.
+PEFT casts an input for each adapter anew, if the model has another dtype. Such copies count as the tensor that they
+were made of: `adapters.py` tells which tensor an adapted layer is given, and the graph whether the adapter's input is a
+copy of it. (So where that tensor has no gradient, each adapter keeps its own sketch.)
 
 What a version counter does not see, a change through `x.data` or through memory that numpy shares, in between two
-layers of one forward pass, is not seen here either, and of copies no change of x under `torch.no_grad`: the later
-layer's gradient is that of the earlier values.
+layers of one forward pass, is not seen here either: the later layer's gradient is that of the earlier values.
 
 Under torch.compile none of this runs. There the compiler merges what is equal: one draw of a seed for a tensor that
 several layers of one graph read, and one sketch (see `rmm_linear.ops.draw_seed`), for layers with one weight as well.
@@ -30,7 +30,6 @@ as well.
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +50,6 @@ class SharedSketch:
         self.seed: Tensor | None = None
         # tensors of the kept rows, and of the sketch
         self._parts: tuple[tuple[TensorWeakRef, ...], ...] | None = None
-        # what finds this group for another copy of the input, as long as the group lives
-        self.source: object = None
 
     @property
     def is_over(self) -> bool:
@@ -104,19 +101,25 @@ class SharedSketch:
 
 
 class _Input:
-    """What layers were called with, and the groups of its readers, by how they are configured."""
+    """A tensor that layers were called with, and the groups of its readers, by how they are configured."""
 
-    def __init__(self) -> None:
+    def __init__(self, x: Tensor, forget: Callable[[weakref.ref[Tensor]], object]) -> None:
+        self.reference = weakref.ref(x, forget)
+        self.version = x._version
         # by the dtype that they compute in, whatever their configurations: the layers of this forward pass
         self.readers: dict[torch.dtype, tuple[weakref.ref[nn.Module], weakref.WeakSet[nn.Module]]] = {}
         self.groups: dict[Hashable, tuple[weakref.ref[SharedSketch], weakref.WeakSet[nn.Module]]] = {}
+
+    def is_still(self, x: Tensor) -> bool:
+        """Tell whether it is this tensor, unchanged."""
+        return self.reference() is x and self.version == x._version
 
     def group_of(self, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch:
         """Find the group of a layer that is called with this input, or begin one."""
         if dtype not in self.readers or layer in self.readers[dtype][1]:
             self.readers[dtype] = weakref.ref(layer), weakref.WeakSet()
         self.readers[dtype][1].add(layer)
-        reference, members = self.groups.get((key, dtype), (None, None))
+        reference, members = self.groups.get(key, (None, None))
         shared = None if reference is None else reference()
         if (
             shared is None
@@ -128,36 +131,13 @@ class _Input:
             shared, members = SharedSketch(), weakref.WeakSet()
             # others whose sketch is gone are of no use to anybody
             self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
-            self.groups[key, dtype] = weakref.ref(shared), members
+            self.groups[key] = weakref.ref(shared), members
         members.add(layer)
         return shared
 
 
 def _is_of_use(group: SharedSketch | None) -> bool:
-    return group is not None and group.seed is not None and not group.is_over
-
-
-class _Tensor(_Input):
-    """A tensor."""
-
-    def __init__(self, x: Tensor, forget: Callable[[weakref.ref[Tensor]], object]) -> None:
-        super().__init__()
-        self.reference = weakref.ref(x, forget)
-        self.version = x._version
-
-    def is_still(self, x: Tensor) -> bool:
-        """Tell whether it is this tensor, unchanged."""
-        return self.reference() is x and self.version == x._version
-
-
-class _Source(_Input):
-    """What a tensor was copied from into another dtype: the place in the graph that the copy's gradient goes to."""
-
-    def __init__(self, node: object, version: int | None) -> None:
-        super().__init__()
-        # as long as it is held, it is one object, with an identity; the groups' graphs hold it anyway
-        self.node = node
-        self.version = version
+    return group is not None and not group.is_over
 
 
 class InputGroups:
@@ -165,12 +145,32 @@ class InputGroups:
 
     def __init__(self) -> None:
         # by id: a tensor's own comparison is element by element
-        self._inputs: dict[int, _Tensor] = {}
-        # by the node's id, its output, and the copies' dtype and device; alive as long as one of its groups is
-        self._sources: weakref.WeakValueDictionary[Hashable, _Source] = weakref.WeakValueDictionary()
+        self._inputs: dict[int, _Input] = {}
+        # what the adapted layers that are running were given, the innermost last, and its version
+        self._given: list[tuple[Tensor, int]] = []
 
     def __len__(self) -> int:
-        return len(self._inputs) + len(self._sources)
+        return len(self._inputs)
+
+    def enter(self, x: object) -> None:
+        """Take note that a module runs whose layers may be called with copies of its input.
+
+        Args:
+            x: Its input.
+        """
+        if isinstance(x, Tensor) and not x.is_inference():
+            self._given.append((x, x._version))
+
+    def leave(self, x: object) -> None:
+        """Forget what `enter` took note of.
+
+        Args:
+            x: The same input.
+        """
+        for place in reversed(range(len(self._given))):
+            if self._given[place][0] is x:
+                del self._given[place:]
+                return
 
     def find(self, x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
         """Return the group of a layer that is called with a tensor.
@@ -187,13 +187,18 @@ class InputGroups:
         """
         if x.is_inference():
             return None
-        known = self._known(x)
-        if known is None:
-            known = self._begin(x)
-        shared = known.group_of(layer, key, dtype)
-        if isinstance(known, _Source):
-            shared.source = known
-        return shared
+        source = self._source_of(x)
+        known = self._inputs.get(id(source))
+        if known is None or not known.is_still(source):
+            inputs, place = self._inputs, id(source)
+
+            def forget(reference: weakref.ref[Tensor]) -> None:
+                # unless another tensor lies there by now
+                if place in inputs and inputs[place].reference is reference:
+                    del inputs[place]
+
+            known = inputs[place] = _Input(source, forget)
+        return known.group_of(layer, (key, dtype, x.dtype, x.device), dtype)
 
     def first_reader(self, x: Tensor, dtype: torch.dtype) -> nn.Module | None:
         """Return the first layer of those that were called with a tensor in this forward pass.
@@ -205,53 +210,31 @@ class InputGroups:
         Returns:
             The layer, or None where none is known.
         """
-        known = None if x.is_inference() else self._known(x)
-        return None if known is None or dtype not in known.readers else known.readers[dtype][0]()
+        if x.is_inference():
+            return None
+        source = self._source_of(x)
+        known = self._inputs.get(id(source))
+        return known.readers[dtype][0]() if known and known.is_still(source) and dtype in known.readers else None
 
-    def _known(self, x: Tensor) -> _Input | None:
-        edge = _copied_along(x)
-        if edge is not None:
-            node, version, *rest = edge
-            source = self._sources.get((id(node), *rest))
-            return source if source is not None and source.version == version else None
-        known = self._inputs.get(id(x))
-        return known if known is not None and known.is_still(x) else None
+    def _source_of(self, x: Tensor) -> Tensor:
+        """Find what a tensor is a copy of in another dtype: the copy's gradient goes to where its source's does.
 
-    def _begin(self, x: Tensor) -> _Input:
-        edge = _copied_along(x)
-        if edge is not None:
-            node, version, *rest = edge
-            source = self._sources[(id(node), *rest)] = _Source(node, version)
-            return source
-        inputs, place = self._inputs, id(x)
+        Args:
+            x: Any tensor.
 
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            # unless another tensor lies there by now
-            if place in inputs and inputs[place].reference is reference:
-                del inputs[place]
-
-        known = inputs[place] = _Tensor(x, forget)
-        return known
-
-
-def _copied_along(x: Tensor) -> tuple[Any, ...] | None:
-    """Find what a tensor is a copy of in another dtype.
-
-    Args:
-        x: Any tensor.
-
-    Returns:
-        The node of the graph, its version, its output, and the copy's dtype and device; None for a tensor that is no
-        such copy, or was changed since.
-    """
-    if x._version or x.grad_fn is None or x.grad_fn.name() != _COPY:
-        return None
-    node, output = x.grad_fn.next_functions[0]
-    if node is None:
-        return None
-    # of a leaf: optimizers change it between two forward passes
-    leaf = getattr(node, "variable", None)
-    return node, None if leaf is None else leaf._version, output, x.dtype, x.device
+        Returns:
+            The source, if it is known and unchanged since; the tensor itself if not.
+        """
+        if not self._given or x._version or x.grad_fn is None or x.grad_fn.name() != _COPY:
+            return x
+        node, output = x.grad_fn.next_functions[0]
+        for given, version in reversed(self._given):
+            if given._version == version and node is not None:
+                made = given.grad_fn
+                is_source = getattr(node, "variable", None) is given if made is None else made is node
+                if is_source and given.output_nr == output:
+                    return given
+        return x
 
 
 class _Current(threading.local):
@@ -290,3 +273,12 @@ def first_reader(x: Tensor, dtype: torch.dtype) -> nn.Module | None:
         The layer, or None.
     """
     return _current.groups.first_reader(x, dtype)
+
+
+def current_groups() -> InputGroups:
+    """Return this thread's groups.
+
+    Returns:
+        The groups.
+    """
+    return _current.groups

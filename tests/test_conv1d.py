@@ -26,13 +26,15 @@ LAYOUTS = {
     "3d": ((6, 23, 40), lambda base: base),
     "1d": ((40,), lambda base: base),
     "sliced features": ((6, 23, 80), lambda base: base[..., ::2]),
+    "half of the features": ((6, 23, 80), lambda base: base.chunk(2, -1)[1]),
     "column-major": ((40, 138), lambda base: base.t()),
+    "column-major and tall": ((32, 1024), lambda base: base.t()[:, :]),
 }
 
 
-def pair(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32) -> tuple[Conv1D, nn.Module]:
+def pair(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32, width: int = 40) -> tuple[Conv1D, nn.Module]:
     """An exact layer and a sketched copy of it."""
-    exact = Conv1D(24, 40).to(dtype)
+    exact = Conv1D(24, width).to(dtype)
     nn.init.normal_(exact.bias)
     return exact, convert_linears(copy.deepcopy(exact), config=config)
 
@@ -50,32 +52,56 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_output_grad_input_and_grad_bias_are_bit_equal(dtype: torch.dtype, layout: str) -> None:
     shape, view = LAYOUTS[layout]
     base = torch.randn(shape).to(dtype)
+    width = view(base).shape[-1]
     g = torch.randn(*view(base).shape[:-1], 24).to(dtype)
     results = []
-    for layer in pair(dtype=dtype):
+    for layer in pair(dtype=dtype, width=width):
         leaf = base.clone().requires_grad_()
-        # Conv1D itself takes no inputs that can't be viewed as rows
-        x = view(leaf).contiguous()
-        output = layer(x)
+        output = layer(view(leaf))
         output.backward(g)
         results.append((output.detach(), leaf.grad, layer.bias.grad, layer.weight.grad))
     for exact, sketched in zip(*(result[:3] for result in results), strict=True):
         assert torch.equal(exact, sketched)
-    assert results[1][3].shape == (40, 24)
+    assert results[1][3].shape == (width, 24)
     # a single row is kept as it is
     assert torch.equal(results[0][3], results[1][3]) == (layout == "1d")
 
 
-@pytest.mark.parametrize("layout", ["sliced features", "column-major"])
-def test_inputs_with_other_strides_are_taken(layout: str) -> None:
-    shape, view = LAYOUTS[layout]
+def test_an_input_that_is_no_view_of_rows_is_taken() -> None:
     exact, sketched = pair()
-    x = view(torch.randn(shape))
+    x = torch.randn(23, 6, 40).transpose(0, 1)
     assert torch.equal(sketched(x), exact(x.contiguous()))
+
+
+def test_siblings_share_whatever_the_strides() -> None:
+    class Siblings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Conv1D(24, 40), Conv1D(24, 40)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) + self.two(x)
+
+    model, wide = Siblings().train(), torch.randn(6, 23, 80)
+    for x in (wide[..., :40], wide[..., ::2], torch.randn(40, 138).t()):
+        report = profile(model, x)
+        convert_linears(model, config=CONFIG)
+        with SavedTensors(model) as kept:
+            model(x)
+        assert kept.bytes == report.predict(CONFIG) == CONFIG.saved_bytes(138, 40, torch.float32)
+        revert_linears(model)
+
+
+def test_it_is_made_with_a_configuration() -> None:
+    layer = RMMConv1D(24, 40, config=CONFIG)
+    assert layer(torch.randn(6, 23, 40)).shape == (6, 23, 24)
+    assert RMMConv1D(24, 40).rmm_config == RMMConfig()
+    with pytest.raises(ValueError, match="config is a float; pass an RMMConfig"):
+        RMMConv1D(24, 40, config=0.5)
 
 
 def test_eval_mode_is_conv1d() -> None:

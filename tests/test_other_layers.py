@@ -87,9 +87,9 @@ def test_a_class_that_inherits_from_linear_is_left_and_named() -> None:
 
 def test_experts_are_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), TinyExperts())
-    reason = "TinyExperts holds the weights of 4 experts as parameters of three dimensions, not as nn.Linear"
+    reason = "TinyExperts holds down_proj of 4 experts as parameters of 3 dimensions, not as nn.Linear"
     assert others(model)["1"].startswith(reason)
-    with pytest.warns(UserWarning, match=f"left exact: 1: {reason}"):
+    with pytest.warns(UserWarning, match=rf"left exact: \*: {reason}"):
         convert_linears(model, config=CONFIG)
     assert f"exact: *: {reason}" in str(summary(model, file=io.StringIO()))
 
@@ -111,9 +111,44 @@ def test_the_experts_of_transformers_are_named(kind: str) -> None:
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
     found = others(model)
-    assert list(found) == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
-    assert "weights of 4 experts" in found["model.layers.0.mlp.experts"]
+    parts = ("gate", "experts")
+    assert set(found) == {f"model.layers.{layer}.mlp.{part}" for layer in range(2) for part in parts}
+    assert "gate_up_proj and down_proj of 4 experts" in found["model.layers.0.mlp.experts"]
+    assert "Router, not nn.Linear" in found["model.layers.0.mlp.gate"]
     assert "model.layers.*.mlp.experts (2 of them): " in str(summary(model, file=io.StringIO()))
+    with pytest.warns(UserWarning, match="left exact: ") as warned:
+        convert_linears(model, config=CONFIG)
+    # a line a kind, not one a layer
+    assert all(str(warned[0].message).count(f"model.layers.*.mlp.{part}: ") == 1 for part in parts)
+
+
+def test_attentions_with_parameters_of_three_dimensions_are_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    found = others(transformers.XLNetModel(config))
+    assert list(found) == ["layer.0.rel_attn"]
+    assert "holds q and k and v and o and r and seg_embed as parameters of 3 dimensions" in found["layer.0.rel_attn"]
+
+
+@pytest.mark.parametrize("kind", ["roberta", "gpt2", "llama", "t5", "vit", "clip", "wav2vec2", "mamba", "deberta-v2"])
+def test_usual_models_have_none(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    own = {
+        "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+        "t5": {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 32},
+        "clip": {"text_config": sizes, "vision_config": sizes},
+        "wav2vec2": {
+            **sizes,
+            "conv_dim": (8,),
+            "conv_kernel": (3,),
+            "conv_stride": (2,),
+            "num_conv_pos_embedding_groups": 2,
+        },
+        "mamba": {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+    }
+    config = transformers.AutoConfig.for_model(kind, **own.get(kind, sizes))
+    assert others(transformers.AutoModel.from_config(config)) == {}
 
 
 class TestAdapters:
@@ -195,3 +230,26 @@ class TestAdapters:
         name = "base_model.model.model.layers.0.self_attn.q_proj"
         assert rows[f"{name}.base_layer"].note == "frozen weight: keeps no input"
         assert rows[f"{name}.lora_A.default"].note == "exact: not targeted, or excluded"
+
+    def test_converting_frozen_layers_alone_is_named(self, peft) -> None:
+        model = peft.get_peft_model(self.llama(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+        with pytest.warns(UserWarning, match=r"none of the 14 layers that are sketched now has a trainable weight"):
+            convert_linears(model, config=CONFIG)
+
+
+def test_a_sample_that_does_not_fit_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    for sample in ("text", {"wrong": torch.zeros(4, 8)}, torch.zeros(4, 9), iter([1])):
+        with pytest.raises(ValueError, match=f"can't be run on sample, a {type(sample).__name__} "):
+            convert_linears(model, config=CONFIG, sample=sample)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_subclass_of_conv1d_is_named_as_one() -> None:
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+
+    class Packed(Conv1D):
+        pass
+
+    with pytest.warns(UserWarning, match=r"1: its class is .*Packed, not Conv1D"):
+        convert_linears(nn.Sequential(nn.Linear(8, 8), Packed(8, 8)), config=CONFIG)

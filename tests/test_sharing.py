@@ -12,7 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear import RMMConfig, RMMLinear, convert_linears, valid_rows
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, revert_linears, valid_rows
+from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.memory import SavedTensors, measure_kept_bytes, profile
 from rmm_linear.sharing import InputGroups, _current
 from rmm_linear.sketches.contract import assert_unbiased
@@ -542,14 +543,33 @@ def test_adaptive_ratios_keep_a_group_together():
         assert ratios.allocation.saved_bytes == measure_kept_bytes(model, x) <= ratios.budget_bytes
 
 
+class Adapted(nn.Module):
+    """As in PEFT: an adapter in float32 on a layer in bfloat16, which casts the input for itself."""
+
+    def __init__(self, config: RMMConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": RMMLinear(WIDTH, WIDTH, config=config, dtype=dtype)})
+
+    def cast(self, x):
+        return x.to(self.lora_A["default"].weight.dtype)
+
+    def forward(self, x):
+        return self.lora_A["default"](self.cast(x)).double()
+
+
 class Adapters(nn.Module):
-    """As in PEFT: adapters in float32 on a model in bfloat16; each casts the input for itself."""
+    kind = Adapted
 
     def __init__(self, config: RMMConfig = CONFIG, dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dtypes = dtypes
-        self.layers = nn.ModuleList(RMMLinear(WIDTH, WIDTH, config=config, dtype=dtype) for dtype in dtypes)
+        self.adapted = nn.ModuleList(self.kind(config, dtype) for dtype in dtypes)
+        watch_adapted_layers(self)
+
+    @property
+    def layers(self):
+        return [each.lora_A["default"] for each in self.adapted]
 
     def between(self, x):
         return x
@@ -557,8 +577,8 @@ class Adapters(nn.Module):
     def forward(self, x):
         x = torch.sin(x)
         outputs = []
-        for layer, dtype in zip(self.layers, self.dtypes, strict=True):
-            outputs.append(layer(x.to(dtype)).double())
+        for adapted in self.adapted:
+            outputs.append(adapted(x))
             x = self.between(x)
         return sum(outputs)
 
@@ -586,34 +606,53 @@ def test_copies_in_two_dtypes_do_not():
     assert sketches(model, lowered()) == one() + one(dtype=torch.float64)
 
 
-def test_copies_of_a_tensor_that_changed_do_not():
+CHANGES = {
+    "in place": lambda x: x.mul_(-1.0),
+    "no_grad": lambda x: no_grad_mul(x, -1.0),
+    "through an alias": lambda x: x.detach().mul_(-1.0) is None or x,
+    "in part": lambda x: no_grad_mul(x[:7], 0.0) is None or x,
+}
+
+
+def no_grad_mul(x, factor):
+    with torch.no_grad():
+        return x.mul_(factor)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_copies_of_a_tensor_that_changed_do_not(change):
     class Changing(Adapters):
         def between(self, x):
-            return x.mul_(-1.0)
-
-    class Same(Adapters):
-        def between(self, x):
-            return x
+            return CHANGES[change](x)
 
     x = lowered()
-    assert sketches(Same(), x) == one()
     # the product with a number keeps nothing; the sine's output may be changed
     assert sketches(Changing(), x) == 3 * one()
 
 
 def test_a_copy_that_was_changed_is_none():
-    class Shifted(Adapters):
-        def forward(self, x):
-            x = torch.sin(x)
-            return sum(layer(x.to(torch.float32).add_(number)) for number, layer in enumerate(self.layers))
+    class Shifted(Adapted):
+        def cast(self, x):
+            return super().cast(x).add_(1)
 
-    assert sketches(Shifted(), lowered()) == 3 * one()
+    class Masked(Adapted):
+        def cast(self, x):
+            x = super().cast(x)
+            x.detach()[3:].zero_()
+            return x
+
+    for changed in (Shifted, Masked):
+
+        class Changed(Adapters):
+            kind = changed
+
+        assert sketches(Changed(), lowered()) == 3 * one()
 
 
 def test_copies_of_a_leaf_that_an_optimizer_changed_do_not():
     class OfLeaf(Adapters):
         def forward(self, x):
-            return sum(layer(x.to(torch.float32)) for layer in self.layers)
+            return sum(adapted(x) for adapted in self.adapted)
 
     model, x = OfLeaf(), lowered()
     seeds = []
@@ -626,6 +665,19 @@ def test_copies_of_a_leaf_that_an_optimizer_changed_do_not():
     second = model(x)
     assert len(set(seeds)) == 2
     del first, second
+
+
+def test_hooks_on_adapted_layers_come_and_go():
+    model = Adapters()
+    copies = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert sketches(copies, lowered()) == one()
+    with pytest.raises(ValueError, match="input features"):
+        model(torch.randn(3, 5))
+    assert not _current.groups._given
+    convert_linears(model, ratio=0.5)
+    assert [len(each._forward_pre_hooks) for each in model.adapted] == [1, 1, 1]
+    revert_linears(model)
+    assert [len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.adapted] == [0, 0, 0]
 
 
 def _seed_of(output):
@@ -657,7 +709,6 @@ def test_groups_of_copies_keep_no_graph_alive():
                 lambda tensor: tensor,
             ):
                 y = model(torch.exp(x))
-            assert len(_current.groups) == before + 1
             ends(y)
             del y
             assert len(_current.groups) == before

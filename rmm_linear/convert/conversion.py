@@ -9,15 +9,16 @@ linear layer is left as it is, with a reason (see `summary`).
 import warnings
 from collections.abc import Callable, Collection, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
+from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert.matching import LinearLayer, Matcher, check_overrides, linear_layers
 from rmm_linear.convert.others import other_modules
 from rmm_linear.convert.swapping import LEFT_EXACT, to_exact, to_sketched, why_not
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory import profile
-from rmm_linear.names import listed
+from rmm_linear.names import listed, pattern
 from rmm_linear.padding import TIME_FIRST, install_hooks, remove_hooks
 
 ALL_LINEAR = "all-linear"
@@ -108,7 +109,9 @@ def convert_linears(
     plan: list[tuple[LinearLayer, RMMConfig | None]] = []
     skipped: list[str] = []
     # frozen ones keep no input: there is nothing to miss
-    unusual = [f"{other.layer.name}: {other.reason}" for other in others if other.trains and is_meant(other.layer)]
+    unusual = dict.fromkeys(
+        f"{pattern(other.layer.name)}: {other.reason}" for other in others if other.trains and is_meant(other.layer)
+    )
     everything = [*found, *(other.layer for other in others)]
     unused_rules = [repr(rule.pattern) for rule in rules if not any(rule.matches(layer) for layer in matched)]
     unused_exclusions = [str(part) for part in excluded.parts() if not any(map(part.matches, everything))]
@@ -140,6 +143,7 @@ def convert_linears(
         else:
             to_sketched(layer.module)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
+    watch_adapted_layers(model)
     if not _announce_padding(model):
         warnings.warn(
             "skip_padding=True, but no part of the model takes an attention_mask that is known to speak of all of its"
@@ -155,7 +159,17 @@ def convert_linears(
             stacklevel=2,
         )
     if skipped or unusual:
-        warnings.warn("left exact: " + listed(skipped + unusual), UserWarning, stacklevel=2)
+        warnings.warn("left exact: " + listed([*skipped, *unusual]), UserWarning, stacklevel=2)
+    chosen = [layer.module for layer, wanted in plan if isinstance(layer.module, SketchedLayer)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if chosen and trained and not any(_trains(module) for module in chosen):
+        warnings.warn(
+            f"none of the {len(chosen)} layers that are sketched now has a trainable weight: they keep nothing, and"
+            " there is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were"
+            " added",
+            UserWarning,
+            stacklevel=2,
+        )
     if unused_exclusions:
         message = f"exclude_modules that match no linear layer: {listed(unused_exclusions)}"
         warnings.warn(message, UserWarning, stacklevel=2)
@@ -183,12 +197,23 @@ def _useless(model: nn.Module, plan: list[tuple[LinearLayer, RMMConfig | None]],
             report = profile(model, *sample)
         else:
             report = profile(model, sample)
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(
+            f"the {type(model).__name__} can't be run on sample, a {type(sample).__name__} ({reason}); pass a batch as"
+            " the model is called with: a mapping of arguments, a tuple of them, or the only one"
+        ) from error
     finally:
         for module, training in modes:
             module.training = training
         for layer, config in before:
             layer.rmm_config = config
     return report.frees_nothing(configs)
+
+
+def _trains(layer: nn.Module) -> bool:
+    weight = getattr(layer, "weight", None)
+    return isinstance(weight, Tensor) and weight.requires_grad
 
 
 def _is_time_first(model: nn.Module) -> bool:
@@ -219,6 +244,7 @@ def revert_linears(model: nn.Module) -> nn.Module:
         to_exact(module)
         vars(module).pop(LEFT_EXACT, None)
     remove_hooks(model)
+    watch_adapted_layers(model)
     return model
 
 

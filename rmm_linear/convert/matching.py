@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from rmm_linear.adapters import adapters_of, is_adapted
 from rmm_linear.config import RMMConfig
 from rmm_linear.layer_classes import is_linear_layer
 from rmm_linear.names import strip_wrappers
@@ -121,14 +122,7 @@ def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_
         if is_wanted(module):
             names.setdefault(module, []).append(name)
     heads = {inner for head in _output_heads(model) for inner in head.modules()}
-    adapters = {
-        inner
-        for module in model.modules()
-        if isinstance(getattr(module, "base_layer", None), nn.Module)
-        for child in module.children()
-        if isinstance(child, nn.ModuleDict)
-        for inner in child.values()
-    }
+    adapters = {adapter for module in model.modules() if is_adapted(module) for adapter in adapters_of(module)}
     for module, raw in names.items():
         stripped = [strip_wrappers(name) for name in raw]
         aliases = stripped + raw

@@ -3,12 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from rmm_linear.convert.matching import LinearLayer, linear_layers
 from rmm_linear.convert.swapping import wrong_class
 from rmm_linear.layer_classes import is_linear_layer
+
+_MATRIX, _DEEP = 2, 3
+# modules with such weights that are no linear layers
+_KNOWN = (nn.Embedding, nn.EmbeddingBag, _ConvNd)
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,9 @@ def other_modules(model: nn.Module) -> Iterator[OtherModule]:
     """Find the modules that a user might expect to be converted, and that can't be.
 
     They are: linear layers of other classes (quantized ones, and fused ones of other libraries), by their
-    `in_features` and `out_features`, and mixtures of experts whose weights are parameters of three dimensions. (Layers
-    whose class inherits from `nn.Linear` are linear layers, of which `why_not` says what there is to say.)
+    `in_features` and `out_features`; routers and the like, by a matrix that is called `weight`; and modules that
+    multiply by parameters of three dimensions, as mixtures of experts and some attentions do. (Layers whose class
+    inherits from `nn.Linear` are linear layers, of which `why_not` says what there is to say.)
 
     Args:
         model: Any module.
@@ -46,28 +51,20 @@ def other_modules(model: nn.Module) -> Iterator[OtherModule]:
 
 
 def _reason(module: nn.Module) -> str | None:
-    if is_linear_layer(module):
+    if is_linear_layer(module) or isinstance(module, _KNOWN) or type(module).__module__.startswith("torch.nn"):
         return None
+    own = dict(module.named_parameters(recurse=False))
     is_sized = all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
     # wrappers have neither
-    holds_weight = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    holds_weight = bool(own) or any(True for _ in module.buffers(recurse=False))
     if is_sized and holds_weight and not any(is_linear_layer(inner) for inner in module.modules()):
         return wrong_class(module)
-    experts = _experts(module)
-    if experts:
+    deep = [name for name, weight in own.items() if weight.dim() >= _DEEP and min(weight.shape) > 1]
+    if deep:
+        experts = f" of {own[deep[0]].shape[0]} experts" if "expert" in type(module).__name__.lower() else ""
         return (
-            f"{type(module).__name__} holds the weights of {experts[0].shape[0]} experts as parameters of three"
-            " dimensions, not as nn.Linear; the tokens that reach each expert are kept as they are"
+            f"{type(module).__name__} holds {' and '.join(deep)}{experts} as parameters of {own[deep[0]].dim()}"
+            " dimensions, not as nn.Linear; what they are multiplied with is kept as it is"
         )
-    return None
-
-
-def _experts(module: nn.Module) -> list[Tensor]:
-    """The weights of a mixture of experts: (experts, in, out) or (experts, out, in)."""
-    if type(module).__module__.startswith("torch.nn") or "expert" not in type(module).__name__.lower():
-        return []
-    return [
-        parameter
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() == 3 and parameter.dtype != torch.bool and min(parameter.shape) > 1
-    ]
+    weight = own.get("weight")
+    return wrong_class(module) if weight is not None and weight.dim() == _MATRIX and min(weight.shape) > 1 else None

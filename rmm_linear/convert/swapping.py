@@ -182,4 +182,6 @@ def wrong_class(module: nn.Module) -> str:
         The reason.
     """
     kind = type(module)
-    return f"its class is {kind.__module__}.{kind.__qualname__}, not nn.Linear"
+    wanted = next((each for each in convertible_classes() if isinstance(module, each)), nn.Linear)
+    name = "nn.Linear" if wanted is nn.Linear else wanted.__name__
+    return f"its class is {kind.__module__}.{kind.__qualname__}, not {name}"

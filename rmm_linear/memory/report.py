@@ -490,7 +490,7 @@ _STATUS_WORDS = {
     SKETCHED: "sketched",
     FROZEN: "its weight is frozen: keeps nothing",
     CHECKPOINTED: "checkpointed: keeps nothing",
-    NO_GRADIENT: "no gradient is wanted: keeps nothing",
+    NO_GRADIENT: "no gradient is wanted, or a reentrant checkpoint runs it again: keeps nothing",
     EVALUATING: "in eval mode, where it stays exact",
     PARAMETER: "its input is a parameter, which lives anyway",
 }

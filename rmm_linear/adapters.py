@@ -1,0 +1,89 @@
+"""Adapted layers of PEFT: a base layer, and adapters that are called with its input, or with a copy in another dtype.
+
+Hooks on them tell `sharing.py` which tensor they are given, so that the copies of one tensor are known as such.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rmm_linear.linear import SketchedLayer
+from rmm_linear.sharing import current_groups
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Tell whether a module is a layer with adapters.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if it has a base layer, as PEFT's layers do.
+    """
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def adapters_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the adapters of an adapted layer.
+
+    Args:
+        module: The layer.
+
+    Yields:
+        What its dictionaries of modules hold, one adapter a name.
+    """
+    for child in module.children():
+        if isinstance(child, nn.ModuleDict):
+            yield from child.values()
+
+
+def adapted_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Return what an adapted layer is called with.
+
+    Args:
+        args: Arguments of its forward.
+        kwargs: Arguments by name.
+
+    Returns:
+        The input, or None.
+    """
+    return args[0] if args else kwargs.get("x")
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        current_groups().enter(adapted_input(args, kwargs))
+
+
+def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    if not torch.compiler.is_compiling():
+        current_groups().leave(adapted_input(args, kwargs))
+
+
+def watch_adapted_layers(model: nn.Module) -> None:
+    """Put hooks on the adapted layers whose adapters are sketched, and take them off others.
+
+    Args:
+        model: Any module.
+    """
+    for module in model.modules():
+        is_wanted = is_adapted(module) and any(isinstance(adapter, SketchedLayer) for adapter in adapters_of(module))
+        is_watched = _enter in module._forward_pre_hooks.values()
+        if is_wanted and not is_watched:
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+        elif is_watched and not is_wanted:
+            _take_off(module)
+
+
+def _take_off(module: nn.Module) -> None:
+    tables: list[tuple[Any, ...]] = [
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    ]
+    for hooks, *flags in tables:
+        for key in [key for key, hook in hooks.items() if hook in (_enter, _leave)]:
+            for table in (hooks, *flags):
+                table.pop(key, None)
