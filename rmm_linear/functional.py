@@ -130,7 +130,7 @@ def linear(
     if not config.sketches(rows if index is None else index.shape[0], layout.kept):
         return F.linear(x, weight, bias)
     x = x.to(compute_dtype(x))
-    beside, sketch = _made(_sketched_rows(x, None) if source is None else source, seed, config, layout, index, shared)
+    beside, sketch = _made(x, source, seed, config, layout, index, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     return _SketchedLinear.apply(
         x, weight, bias, config, layout, index, check, shared, len(beside), seed, *beside, *sketch
@@ -138,17 +138,21 @@ def linear(
 
 
 def _made(
-    rows: Tensor,
+    x: Tensor,
+    rows: Tensor | None,
     seed: Tensor,
     config: RMMConfig,
     layout: Layout,
     index: Tensor | None,
     shared: SharedSketch | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What is kept of x: its kept rows, and the sketch of the others. Copies of rows end with this function."""
+    """What is kept of x, or of what a compiler has made its rows: some rows, and the sketch of the others.
+
+    Copies of rows end with this function.
+    """
     made = None if shared is None else shared.tensors(seed)
     if made is None:
-        kept, rest = split(rows, layout, index)
+        kept, rest = split(_sketched_rows(x, None) if rows is None else rows, layout, index)
         beside = config.kept_rows.compress(kept, seed) if layout.kept else ()
         made = beside, config.sketch_object.compress(rest, seed).tensors
         if shared is not None:
