@@ -146,10 +146,7 @@ def _made(
     index: Tensor | None,
     shared: SharedSketch | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What is kept of x, or of what a compiler has made its rows: some rows, and the sketch of the others.
-
-    Copies of rows end with this function.
-    """
+    """What is kept of x, or of the rows that a compiler has: some, and the sketch of others. Copies end with this."""
     made = None if shared is None else shared.tensors(seed)
     if made is None:
         kept, rest = split(_sketched_rows(x, None) if rows is None else rows, layout, index)
