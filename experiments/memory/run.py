@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,12 @@ def _attention(workload: Workload, report: MemoryReport) -> str:
     return "sdpa, fused" if any("scaled_dot_product" in op for op in report.by_op()) else "sdpa, unfused"
 
 
+# as it is when a run begins: results that it writes are no change of the code
+_commit = cache(provenance.commit)
+
+
 def _origin(device: str, *, lora: bool) -> dict[str, Any]:
-    commit, hardware = provenance.commit(), provenance.hardware(torch.device(device))
+    commit, hardware = _commit(), provenance.hardware(torch.device(device))
     processor = f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
     return {
         "rmm_linear": rmm_linear.__version__,

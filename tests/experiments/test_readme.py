@@ -81,7 +81,7 @@ def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_missing_block_is_named() -> None:
-    with pytest.raises(ValueError, match="no block 'layer'"):
+    with pytest.raises(ValueError, match="no block 'memory'"):
         readme.filled("no markers")
 
 
