@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import ConversionSummary, convert_linears, revert_linears, summary
 from rmm_linear.errors import DoubleBackwardError, PaddingGradientError, RMMError, TracingError
-from rmm_linear.linear import RMMLinear
+from rmm_linear.linear import RMMLinear, SketchedLayer
 from rmm_linear.padding import valid_rows
 from rmm_linear.sketches import Sketch, available_sketches
 
@@ -28,6 +28,7 @@ __all__ = [
     "RMMError",
     "RMMLinear",
     "Sketch",
+    "SketchedLayer",
     "TracingError",
     "available_sketches",
     "convert_linears",

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rmm_linear import RMMConfig, RMMLinear, convert_linears
+from rmm_linear import RMMConfig, SketchedLayer, convert_linears
 from rmm_linear.variance import gradient_noise, paper_quantities
 from rmm_linear.variance.probe import LayerProbe
 
@@ -67,7 +67,7 @@ def over_training(
     convert_linears(subject.model, config=RMMConfig(ratio=1.0, skip_padding=True))
     records: list[dict[str, Any]] = []
 
-    def measure(name: str, layer: RMMLinear, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+    def measure(name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         # poolers and heads, which see a row a sequence
         if x.dim() > 2:
             records.append({"task": task, "step": subject.step, "layer": name, **_noise(x, g, index), **origin})

@@ -44,7 +44,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from rmm_linear import RMMCallback, RMMLinear, convert_linears, revert_linears
+from rmm_linear import RMMCallback, SketchedLayer, convert_linears, revert_linears
 from rmm_linear.memory import SavedTensors
 
 from . import provenance
@@ -381,7 +381,7 @@ class PreparedRun:
         if settings.allocate:
             # the ratios of most of the training, and of its end
             kept_bytes = self._kept_bytes()
-            layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, RMMLinear)}
+            layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, SketchedLayer)}
             allocated = {"ratios": {name: layer.rmm_config.ratio for name, layer in layers.items()}}
         return {
             **allocated,

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear import RMMConfig, RMMLinear, Sketch, available_sketches, convert_linears, revert_linears
+from rmm_linear import RMMConfig, Sketch, SketchedLayer, available_sketches, convert_linears, revert_linears
 from rmm_linear.sketches import Centered, LowBit
 from rmm_linear.variance import measure_sketch_variance
 
@@ -404,7 +404,7 @@ def _stay_off_the_network(model: str, data: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _converted_layers(model: nn.Module) -> dict[str, RMMLinear]:
+def _converted_layers(model: nn.Module) -> dict[str, SketchedLayer]:
     """The layers that `convert_linears` would sketch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -412,7 +412,7 @@ def _converted_layers(model: nn.Module) -> dict[str, RMMLinear]:
             convert_linears(model)
         except ValueError as error:
             raise HarnessError(f"the model can't have sketched layers ({error}); pass another --model") from error
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, RMMLinear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
     revert_linears(model)
     return layers
 
