@@ -1,4 +1,7 @@
-"""A training script as a user of accelerate writes it; `python accelerated_training.py FOLDER` runs it on two ranks."""
+"""A training script as a user of accelerate writes it; `python accelerated_training.py FOLDER` runs it on two ranks.
+
+`accelerate launch --cpu accelerated_training.py FOLDER --launched` runs it on one: that is what it starts on a CPU.
+"""
 
 import sys
 from pathlib import Path
@@ -42,5 +45,8 @@ def train(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    # accelerate's own launcher of processes on a CPU: `accelerate launch --cpu` starts one
-    debug_launcher(train, args=(sys.argv[1],), num_processes=2)
+    if "--launched" in sys.argv:
+        train(sys.argv[1])
+    else:
+        # accelerate's own launcher of several processes on a CPU
+        debug_launcher(train, args=(sys.argv[1],), num_processes=2)

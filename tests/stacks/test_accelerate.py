@@ -18,13 +18,22 @@ SCRIPT = Path(__file__).with_name("accelerated_training.py")
 ROOT = SCRIPT.parents[2]
 
 
-def test_two_launched_ranks_learn_and_hold_the_same_weights(tmp_path):
+def run(*command: str) -> None:
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_accelerate_launch_trains_a_converted_model(tmp_path):
+    run("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(SCRIPT), str(tmp_path), "--launched")
+    found = torch.load(tmp_path / "0.pt", weights_only=False)
+    assert (found["ranks"], found["sketched"]) == (1, 14)
+    assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5])
+
+
+def test_two_launched_ranks_learn_and_hold_the_same_weights(tmp_path):
+    run(str(SCRIPT), str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     assert (first["ranks"], first["kind"], first["sketched"]) == (2, "DistributedDataParallel", 14)
     for found in (first, second):
