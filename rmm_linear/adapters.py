@@ -3,12 +3,14 @@
 Hooks on them tell `sharing.py` which tensor they are given, so that the copies of one tensor are known as such.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from rmm_linear.hooks import take_off_hooks
+from rmm_linear.layer_classes import layer_input
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.sharing import current_groups
 
@@ -39,27 +41,14 @@ def adapters_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from child.values()
 
 
-def adapted_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Return what an adapted layer is called with.
-
-    Args:
-        args: Arguments of its forward.
-        kwargs: Arguments by name.
-
-    Returns:
-        The input, or None.
-    """
-    return args[0] if args else kwargs.get("x")
-
-
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        current_groups().enter(adapted_input(args, kwargs))
+        current_groups().enter(layer_input(args, kwargs))
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
     if not torch.compiler.is_compiling():
-        current_groups().leave(adapted_input(args, kwargs))
+        current_groups().leave(layer_input(args, kwargs))
 
 
 def watch_adapted_layers(model: nn.Module) -> None:
@@ -75,15 +64,4 @@ def watch_adapted_layers(model: nn.Module) -> None:
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
         elif is_watched and not is_wanted:
-            _take_off(module)
-
-
-def _take_off(module: nn.Module) -> None:
-    tables: list[tuple[Any, ...]] = [
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-    ]
-    for hooks, *flags in tables:
-        for key in [key for key, hook in hooks.items() if hook in (_enter, _leave)]:
-            for table in (hooks, *flags):
-                table.pop(key, None)
+            take_off_hooks(module, (_enter, _leave).__contains__)

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.errors import PaddingGradientError
+from rmm_linear.hooks import take_off_hooks
 from rmm_linear.rows import kept_first
 
 _MASK_ARGUMENT = "attention_mask"
@@ -496,9 +497,7 @@ def install_hooks(model: nn.Module) -> int:
     # of a part of the model that was converted on its own, say
     _remove_hooks(module for module in model.modules() if module not in modules)
     for module in modules:
-        if not any(
-            isinstance(getattr(hook, "__self__", None), MaskHook) for hook in module._forward_pre_hooks.values()
-        ):
+        if not any(map(_is_mask_hook, module._forward_pre_hooks.values())):
             hook = MaskHook(module)
             module.register_forward_pre_hook(hook.before, with_kwargs=True)
             module.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
@@ -516,14 +515,11 @@ def remove_hooks(model: nn.Module) -> None:
 
 def _remove_hooks(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        tables: list[tuple[Any, ...]] = [
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-        ]
-        for hooks, *flags in tables:
-            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), MaskHook)]:
-                for table in (hooks, *flags):
-                    table.pop(key, None)
+        take_off_hooks(module, _is_mask_hook)
+
+
+def _is_mask_hook(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), MaskHook)
 
 
 def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:

@@ -25,10 +25,11 @@ ALLOWED = {
     "rows": {"errors"},
     "sharing": set(),
     "names": set(),
-    "padding": {"rows", "errors"},
+    "padding": {"hooks", "rows", "errors"},
     "functional": {"sketches", "config", "rows", "sharing", "padding", "ops", "errors"},
     "linear": {"functional", "config", "sharing", "padding", "sketches", "errors"},
-    "adapters": {"linear", "sharing"},
+    "hooks": set(),
+    "adapters": {"hooks", "layer_classes", "linear", "sharing"},
     "conv1d": {"linear", "config"},
     "layer_classes": {"conv1d", "linear"},
     "memory": {

@@ -17,7 +17,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from rmm_linear.adapters import adapted_input, is_adapted
+from rmm_linear.adapters import is_adapted
 from rmm_linear.functional import compute_dtype
 from rmm_linear.layer_classes import features, is_linear_layer, layer_input
 from rmm_linear.linear import SketchedLayer
@@ -161,7 +161,7 @@ class _Recorder(SavedTensors):
         call = None
         name = self._names[module]
         if is_adapted(module):
-            self._groups.enter(adapted_input(args, kwargs))
+            self._groups.enter(layer_input(args, kwargs))
         if is_linear_layer(module):
             x = layer_input(args, kwargs)
             if isinstance(x, Tensor):
@@ -185,7 +185,7 @@ class _Recorder(SavedTensors):
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self._note_peak()
         if is_adapted(module):
-            self._groups.leave(adapted_input(args, kwargs))
+            self._groups.leave(layer_input(args, kwargs))
         if self._running and self._running[-1][1] is module:
             _, _, call = self._running.pop()
             if call is not None and isinstance(output, Tensor):
