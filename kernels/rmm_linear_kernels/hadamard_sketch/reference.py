@@ -5,11 +5,22 @@ alike, so that contiguous blocks would have more variance). In block k
 
     S_k^T = H[columns] diag(signs_k) / sqrt(p)
 
-with independent fair signs for all rows, and p rows of a Hadamard matrix H of order b, drawn uniformly without
-replacement and shared by all blocks. Given the columns, E over the signs of S_k S_k^T is already I, so that sharing
-them costs no variance. A block of m real rows uses the smallest order b >= m that has a known construction here
-(every multiple of 4 up to 64 but 52, see `hadamard_order`), and the first m columns of H: the missing rows act as
-zeros, and the less padding, the less variance.
+with independent fair signs for all rows, and p rows of a Hadamard matrix H of order b, drawn without replacement and
+shared by all blocks. Given the columns, E over the signs of S_k S_k^T is already I, so that sharing them costs no
+variance. A block of m real rows uses the smallest order b >= m that has a known construction here (every multiple of 4
+up to 64 but 52, see `hadamard_order`), and the first m columns of H: the missing rows act as zeros, and the less
+padding, the less variance.
+
+How the columns are drawn. The variance asks for one thing: each pair of columns must be drawn with the same
+probability. Where b = 2^k, c_i = a u_i does that, with one random a other than 0, distinct fixed u_i, and the product
+of the field GF(2^k): c_i + c_j = a (u_i + u_j) is uniform over all numbers but 0, and the products of two rows of
+Sylvester's matrix depend on that sum alone. One random word and a few shifts make them, where a uniform subset takes b
+words and a sort. u_i = i (i + 1) / 2 modulo b, a permutation, lies in no subgroup: the subset is as evenly spread as a
+uniform one, where u_i = i would be a subspace at p = b / 2 and pair each row with a single other one. For the other
+orders, which belong to a few hundred rows at most, the columns are a uniform subset.
+
+Row j of block k has bit k * S + j of the stream of signs, S being m rounded up to a multiple of 64: the signs of a
+block are whole words of one counter.
 """
 
 import torch
@@ -17,11 +28,20 @@ from torch import Tensor
 
 from ..philox.reference import signs_and_keys, smallest_keys
 
+# Signs of a block begin at a multiple of this.
+SIGN_ALIGNMENT = 64
+# Irreducible polynomials over GF(2), the bits of x^k + ... + 1 at position k: the fields' products are modulo these.
+POLYNOMIALS = (
+    *(0b11, 0b11, 0b111, 0b1011, 0b10011, 0b100101, 0b1000011, 0b10000011, 0x11B, 0x211, 0x409, 0x805, 0x1053),
+    *(0x201B, 0x4443, 0x8003, 0x1100B, 0x20009, 0x40081, 0x80027, 0x100009, 0x200005, 0x400003),
+)
+
 # Transient elements when a half-precision input is widened slab by slab.
 _SLAB_ELEMENTS = 1 << 20
 # Prime q with q % 4 == 3 gives order q + 1 (Paley I); prime q with q % 4 == 1 gives order 2 (q + 1) (Paley II).
 _PALEY_1 = {12: 11, 20: 19, 44: 43, 60: 59}
 _PALEY_2 = {28: 13, 36: 17}
+_PALEY = _PALEY_1 | _PALEY_2
 
 
 def hadamard_order(rows: int) -> int:
@@ -41,9 +61,22 @@ def hadamard_order(rows: int) -> int:
     return 56 if order == 52 else order
 
 
+def paley_prime(order: int) -> int:
+    """Return the prime of Paley's matrix in the construction of an order.
+
+    Args:
+        order: A value of `hadamard_order`.
+
+    Returns:
+        The prime q; 0 for a power of 2, which is Sylvester's matrix alone.
+    """
+    base = next((order >> k for k in range(order.bit_length()) if order >> k in _PALEY), 1)
+    return _PALEY.get(base, 0)
+
+
 def _paley(order: int, device: torch.device) -> Tensor:
     """Paley's Hadamard matrix, computed on the device: a copy from the host would make a CUDA stream wait."""
-    prime = _PALEY_1.get(order) or _PALEY_2[order]
+    prime = _PALEY[order]
     number = torch.arange(prime, device=device)
     # The quadratic character: 0, and 1 for squares modulo the prime, -1 for the others.
     character = torch.full((prime,), -1, device=device)
@@ -77,7 +110,8 @@ def hadamard_entries(columns: Tensor, *, order: int, width: int, dtype: torch.dt
     Returns:
         Entries +1 and -1, shape (..., kept, width).
     """
-    base = next((order >> k for k in range(order.bit_length()) if order >> k in (*_PALEY_1, *_PALEY_2)), 1)
+    prime = paley_prime(order)
+    base = 1 if prime == 0 else prime + 1 if prime % 4 == 3 else 2 * (prime + 1)
     place = torch.arange(width, device=columns.device)
     shared = (columns // base).unsqueeze(-1) & (place // base)
     for shift in (32, 16, 8, 4, 2, 1):
@@ -102,15 +136,64 @@ def hadamard_matrix(order: int, *, dtype: torch.dtype, device: torch.device) -> 
     return hadamard_entries(torch.arange(order, device=device), order=order, width=order, dtype=dtype)
 
 
+def sign_stride(block_rows: int) -> int:
+    """Return how many bits of the stream of signs belong to a block.
+
+    Args:
+        block_rows: Rows of a block.
+
+    Returns:
+        `block_rows`, rounded up to a multiple of 64.
+    """
+    return -(-block_rows // SIGN_ALIGNMENT) * SIGN_ALIGNMENT
+
+
+def columns_of_words(words: Tensor, *, order: int, kept: int) -> Tensor:
+    """Return the rows of H that random words choose; see the module's docstring.
+
+    Args:
+        words: Words in [0, 2**32), shape (..., `choice_words(order)`), int64.
+        order: A value of `hadamard_order`.
+        kept: How many are kept.
+
+    Returns:
+        Distinct row numbers, shape (..., kept), int64.
+    """
+    if order & (order - 1):
+        return smallest_keys(words, kept)
+    degree = order.bit_length() - 1
+    factor = 1 + ((words * (order - 1)) >> 32)  # (..., 1)
+    place = torch.arange(kept, device=words.device)
+    power = (place * (place + 1) // 2) % order
+    product = torch.zeros_like(factor * power)
+    for bit in range(degree):
+        product ^= power * ((factor >> bit) & 1)
+        power = power << 1
+        power = power ^ ((power >> degree) * POLYNOMIALS[degree])
+    return product
+
+
+def choice_words(order: int) -> int:
+    """Return how many random words choose the rows of H.
+
+    Args:
+        order: A value of `hadamard_order`.
+
+    Returns:
+        1 for a power of 2, otherwise one for each row.
+    """
+    return order if order & (order - 1) else 1
+
+
 def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:
     """H[columns] diag(signs) for every block, unscaled; zero where a block has no row. (..., blocks, kept, m)."""
     block_rows = -(-rows // blocks)
-    order = hadamard_order(block_rows)
-    signs, keys = signs_and_keys(seed, rows, order, dtype=dtype)  # (..., rows), (..., order)
-    columns = smallest_keys(keys, kept)  # (..., kept)
-    # Row j * blocks + k is row j of block k; the rows missing from the last stride get the sign 0.
-    signs = torch.nn.functional.pad(signs, (0, block_rows * blocks - rows))
-    signs = signs.unflatten(-1, (block_rows, blocks)).transpose(-1, -2)  # (..., blocks, m)
+    order, stride = hadamard_order(block_rows), sign_stride(block_rows)
+    signs, words = signs_and_keys(seed, blocks * stride, choice_words(order), dtype=dtype)
+    columns = columns_of_words(words, order=order, kept=kept)  # (..., kept)
+    signs = signs.unflatten(-1, (blocks, stride))[..., :block_rows]  # (..., blocks, m)
+    # Row j * blocks + k is row j of block k; the last stride may not reach all blocks.
+    signs[..., rows - (block_rows - 1) * blocks :, -1] = 0
     matrix = hadamard_entries(columns, order=order, width=block_rows, dtype=dtype)  # (..., kept, m)
     return matrix.unsqueeze(-3) * signs.unsqueeze(-2)
 
@@ -156,6 +239,32 @@ def hadamard_sketch(
             part.addcmul_(ones[slab], mean.to(compute), value=-1)
         parts.append(part.to(dtype))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
+
+
+def hadamard_sketch_and_sums(
+    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sketch, the column sum of x and sqrt(kept) * S^T 1.
+
+    Args:
+        x: Input, shape (rows, features), any float dtype.
+        seed: 0-d int64.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations of the sketch.
+        dtype: Dtype of the sketch; sums are formed in float32, or float64 for a float64 `x`.
+
+    Returns:
+        Sketch (blocks * kept, features); column sum (features,); sqrt(kept) * S^T 1, small integers, shape
+        (blocks * kept,); the two in the dtype of the sums.
+    """
+    rows = x.shape[0]
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    sketch = hadamard_sketch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+    ones = x.new_zeros(blocks * kept, dtype=compute)
+    if rows:
+        ones = _mixing(seed, rows, blocks, kept, compute).sum(-1).flatten()
+    return sketch, x.sum(0, dtype=compute), ones
 
 
 def hadamard_dense(seeds: Tensor, *, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:

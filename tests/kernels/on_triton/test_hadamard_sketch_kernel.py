@@ -1,0 +1,146 @@
+"""The Hadamard sketch's kernel against its plain-torch twin."""
+
+import pytest
+import torch
+
+from rmm_linear.sketches import Hadamard
+from rmm_linear_kernels.hadamard_sketch import kernel, reference
+
+# every construction of the matrix, blocks of unequal length, one row, and blocks of more than 64 rows
+GEOMETRIES = [
+    *((rows, 0.9) for rows in (1, 2, 3, 5, 12, 17, 20, 27, 36, 40, 44, 48, 56, 60, 64)),
+    *((rows, 0.3) for rows in (65, 97, 113, 128, 130, 517)),
+    *((rows, 0.02) for rows in (70, 128, 300)),
+    (1100, 0.004),
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def operands(rows, features, dtype, device, spread=1.0):
+    """An input inside a frame of NaN, so that reading beyond its edge shows, and a mean."""
+    frame = torch.full((rows + 2, features + 3), torch.nan, dtype=dtype, device=device)
+    x = frame[1:-1, 2:-1]
+    x.copy_(torch.randn(rows, features) * spread)
+    return x, torch.randn(features, device=device) * spread
+
+
+def assert_as_good_as_the_twin(found, twin, truth):
+    """Error against float64 at most twice the twin's, next to the size of the result."""
+    error = (found.double() - truth).abs().max()
+    # Triton's interpreter cuts bfloat16 off instead of rounding it, which by itself is twice the error
+    factor = 3 if found.dtype == torch.bfloat16 and found.device.type == "cpu" else 2
+    allowed = factor * (twin.double() - truth).abs().max() + 1e-5 * max(1.0, float(truth.abs().max()))
+    assert error <= allowed, (error, allowed)
+
+
+@pytest.mark.parametrize(("rows", "ratio"), GEOMETRIES)
+def test_sketch_is_the_twin_s(rows, ratio, device, nan_poison):
+    blocks, kept = Hadamard(ratio).geometry(rows)
+    x, mean = operands(rows, 37, torch.float32, device)
+    seed = torch.tensor(11, device=device)
+    for centre in (None, mean):
+        found = kernel.hadamard_sketch(x, seed, centre, blocks=blocks, kept=kept, scale=0.3, dtype=torch.float32)
+        twin, truth = (
+            reference.hadamard_sketch(y, seed, centre, blocks=blocks, kept=kept, scale=0.3, dtype=y.dtype)
+            for y in (x, x.double())
+        )
+        assert_as_good_as_the_twin(found, twin, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out", DTYPES, ids=str)
+def test_dtypes(dtype, out, device, nan_poison):
+    blocks, kept = Hadamard(0.3).geometry(131)
+    x, mean = operands(131, 130, dtype, device)
+    seed = torch.tensor(-5, device=device)
+    found = kernel.hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=0.25, dtype=out)
+    twin = reference.hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=0.25, dtype=out)
+    truth = reference.hadamard_sketch(
+        x.double(), seed, mean.double(), blocks=blocks, kept=kept, scale=0.25, dtype=torch.float64
+    )
+    assert found.dtype == out
+    assert_as_good_as_the_twin(found, twin, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "ratio"), [(1, 0.9), (45, 0.5), (300, 0.3), (300, 0.02)])
+def test_sums_come_with_the_sketch(rows, ratio, dtype, device, nan_poison):
+    blocks, kept = Hadamard(ratio).geometry(rows)
+    x, _ = operands(rows, 129, dtype, device)
+    seed = torch.tensor(3, device=device)
+    arguments = {"blocks": blocks, "kept": kept, "scale": 0.25}
+    sketch, sums, ones = kernel.hadamard_sketch_and_sums(x, seed, **arguments, dtype=dtype)
+    alone = kernel.hadamard_sketch(x, seed, None, **arguments, dtype=dtype)
+    truth = reference.hadamard_sketch_and_sums(x.double(), seed, **arguments, dtype=torch.float64)
+    twin = reference.hadamard_sketch_and_sums(x, seed, **arguments, dtype=dtype)
+    assert torch.equal(sketch, alone)
+    assert_as_good_as_the_twin(sums, twin[1], truth[1])
+    # whole numbers
+    assert torch.equal(ones.double(), truth[2])
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every other column", "expanded rows", "expanded columns"])
+def test_any_strides(layout, device, nan_poison):
+    x = {
+        "transposed": torch.randn(41, 131, device=device).t(),
+        "every other column": torch.randn(131, 82, device=device)[:, ::2],
+        "expanded rows": torch.randn(1, 41, device=device).expand(131, 41),
+        "expanded columns": torch.randn(131, 1, device=device).expand(131, 41),
+    }[layout]
+    blocks, kept = Hadamard(0.3).geometry(131)
+    seed = torch.tensor(3, device=device)
+    arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
+    found = kernel.hadamard_sketch(x, seed, None, **arguments)
+    assert torch.equal(found, kernel.hadamard_sketch(x.contiguous(), seed, None, **arguments))
+    torch.testing.assert_close(found, reference.hadamard_sketch(x, seed, None, **arguments), rtol=1e-5, atol=1e-4)
+
+
+def test_programs_of_several_tiles(device, nan_poison, monkeypatch):
+    monkeypatch.setattr(kernel, "_PROGRAMS", 4)
+    blocks, kept = Hadamard(0.5).geometry(130)
+    for features in (64 * 4, 64 * 7 + 5):
+        x, mean = operands(130, features, torch.float32, device)
+        seed = torch.tensor(3, device=device)
+        arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
+        found = kernel.hadamard_sketch(x, seed, mean, **arguments)
+        torch.testing.assert_close(found, reference.hadamard_sketch(x, seed, mean, **arguments), rtol=1e-5, atol=1e-4)
+        sums = kernel.hadamard_sketch_and_sums(x, seed, **arguments)[1]
+        torch.testing.assert_close(sums, x.sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_signs_and_columns_are_the_twin_s_bit_for_bit(device):
+    """A sketch of the identity is S itself."""
+    for seed in (0, -1, 1 << 40, -(1 << 63)):
+        for rows, ratio in ((64, 0.5), (150, 0.2), (40, 0.5), (300, 0.02)):
+            blocks, kept = Hadamard(ratio).geometry(rows)
+            arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
+            identity, key = torch.eye(rows, device=device), torch.tensor(seed, device=device)
+            found = kernel.hadamard_sketch(identity, key, None, **arguments)
+            assert torch.equal(found, reference.hadamard_sketch(identity, key, None, **arguments))
+
+
+def test_values_of_every_size(device):
+    """Float32 is cut into three parts: none of its bits is lost, for small and for large values."""
+    blocks, kept = Hadamard(0.5).geometry(64)
+    seed = torch.tensor(3, device=device)
+    arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
+    for spread in (1e-30, 1.0, 1e30):
+        x, _ = operands(64, 16, torch.float32, device, spread)
+        found = kernel.hadamard_sketch(x, seed, None, **arguments)
+        twin = reference.hadamard_sketch(x, seed, None, **arguments)
+        torch.testing.assert_close(found / spread, twin / spread, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_comes_of_nothing(device):
+    seed = torch.tensor(3, device=device)
+    for rows, features in ((0, 5), (70, 0)):
+        blocks, kept = Hadamard(0.5).geometry(rows)
+        arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
+        x = torch.empty(rows, features, device=device)
+        assert kernel.hadamard_sketch(x, seed, None, **arguments).shape == (blocks * kept, features)
+        sketch, sums, ones = kernel.hadamard_sketch_and_sums(x, seed, **arguments)
+        assert (sketch.shape, sums.tolist(), ones.shape) == (
+            (blocks * kept, features),
+            [0.0] * features,
+            (blocks * kept,),
+        )
