@@ -27,7 +27,7 @@ What happens where:
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
     sketches/         compress(x, seed) and backward(g, saved): the only verbs that are used here
-    ops.py            the opaque operators beneath the sketches
+    ops/              the opaque operators beneath the sketches
 """
 
 from typing import Any
@@ -301,7 +301,7 @@ class _SketchedLinear(torch.autograd.Function):
             saved = SavedSketch(seed, tuple(tensors[ctx.beside :]))
             if index is None and not ctx.layout.kept:
                 grad_weight, grad_bias = ctx.config.sketch_object.backward(
-                    rows_of_g, saved, need_weight=need_weight, need_bias=need_bias
+                    rows_of_g, saved, need_weight=need_weight, need_bias=need_bias, dtype=ctx.weight_dtype
                 )
             else:
                 # over all rows, in nn.Linear's order

@@ -35,6 +35,22 @@ class SavedSketch(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+class GradientPass(NamedTuple):
+    """What one reading of g gives, for a product with the stored sketch.
+
+    Attributes:
+        sketched: S^T g over the storage scale (see `rmm_linear.ops`), shape (rank, out).
+        column_sum: Sum of g over its rows, shape (out,), float32 (float64 for float64).
+        ones: S^T 1 over the storage scale and the number of rows, shape (rank,), dtype of `column_sum`.
+        scale: Factor that `sketched` lacks.
+    """
+
+    sketched: Tensor
+    column_sum: Tensor
+    ones: Tensor
+    scale: float
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sketches sum: float64 for float64, else float32.
 
@@ -123,19 +139,39 @@ class Sketch(ABC):
             Shape (rank, out), float32 (float64 for float64).
         """
 
-    def stored_input(self, saved: SavedSketch) -> Tensor:
+    def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the sketch of x out of what is stored.
 
         Args:
             saved: What `compress` returned.
+            dtype: Dtype in which it will be multiplied, for storages that have to be converted anyway; None for
+                float32.
 
         Returns:
             Shape (rank, in), any float dtype.
         """
         return saved.tensors[0]
 
+    def one_pass(self, g: Tensor, saved: SavedSketch) -> GradientPass | None:
+        """Sketch g and sum it over its rows in one reading of it, where that is faster than two.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+
+        Returns:
+            None where `sketch_gradient` and a sum are as good: always, unless a subclass says otherwise.
+        """
+        return None
+
     def backward(
-        self, g: Tensor, saved: SavedSketch, *, need_weight: bool = True, need_bias: bool = True
+        self,
+        g: Tensor,
+        saved: SavedSketch,
+        *,
+        need_weight: bool = True,
+        need_bias: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Estimate g^T x, and sum g over its rows: the backward pass.
 
@@ -144,15 +180,25 @@ class Sketch(ABC):
             saved: What `compress` returned.
             need_weight: Whether the weight gradient is wanted.
             need_bias: Whether the bias gradient is wanted.
+            dtype: Dtype of the estimate; float32 (float64 for float64) if None. Sums are formed in float32 anyway.
 
         Returns:
-            The estimate of g^T x, shape (out, in), float32 (float64 for float64); and the exact column sum of g,
-            shape (out,), in g's dtype; None where not wanted.
+            The estimate of g^T x, shape (out, in); and the exact column sum of g, shape (out,), in g's dtype; None
+            where not wanted.
         """
-        grad_weight = None
-        if need_weight:
-            grad_weight = ops.sketched_grad_weight(self.sketch_gradient(g, saved), self.stored_input(saved))
-        return grad_weight, g.sum(0) if need_bias else None
+        if not need_weight:
+            return None, g.sum(0) if need_bias else None
+        dtype = dtype or accumulate_dtype(g.dtype)
+        read = self.one_pass(g, saved)
+        if read is not None:
+            sketched, scale = read.sketched, read.scale
+        else:
+            sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g)
+        stored = self.stored_input(saved, dtype=sketched.dtype)
+        grad_weight = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype)
+        if not need_bias:
+            return grad_weight, None
+        return grad_weight, g.sum(0) if read is None else read.column_sum.to(g.dtype)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes that a forward pass keeps, all-in: the sketch, the seed, and whatever goes with them.

@@ -5,6 +5,11 @@
 The first term is exact and nearly free, since the column sum of g is the bias gradient. The rows of x - 1 mu^T add up
 to zero, so that g may be centred as well with nothing stored. Unbiased, and the energy of both means is gone from the
 variance: the closed form is the inner sketch's on the centred pair.
+
+Where g is read once, its mean is not known before it is sketched, and need not be: with X the sketch of x - 1 mu^T,
+S^T (g - 1 nu^T) = S^T g - (S^T 1) nu^T changes the product by a matrix of rank one, and n nu is the column sum of g:
+
+    grad_weight = (S^T g)^T X + (column sum of g) (mu - X^T (S^T 1) / n)^T
 """
 
 from collections.abc import Hashable
@@ -99,19 +104,26 @@ class Centered(Sketch):
         """
         return self.inner.sketch_gradient(g, SavedSketch(saved.seed, saved.tensors[:-1]), mean=mean)
 
-    def stored_input(self, saved: SavedSketch) -> Tensor:
+    def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the inner sketch's; see `Sketch.stored_input`.
 
         Args:
             saved: What `compress` returned.
+            dtype: Dtype in which it will be multiplied.
 
         Returns:
             Shape (rank, in).
         """
-        return self.inner.stored_input(SavedSketch(saved.seed, saved.tensors[:-1]))
+        return self.inner.stored_input(SavedSketch(saved.seed, saved.tensors[:-1]), dtype=dtype)
 
     def backward(
-        self, g: Tensor, saved: SavedSketch, *, need_weight: bool = True, need_bias: bool = True
+        self,
+        g: Tensor,
+        saved: SavedSketch,
+        *,
+        need_weight: bool = True,
+        need_bias: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Estimate g^T x, the mean's part exactly; see `Sketch.backward`.
 
@@ -120,11 +132,20 @@ class Centered(Sketch):
             saved: What `compress` returned.
             need_weight: Whether the weight gradient is wanted.
             need_bias: Whether the bias gradient is wanted.
+            dtype: Dtype of the estimate; float32 (float64 for float64) if None.
 
         Returns:
             The estimate (out, in) and the column sum of g (out,), None where not wanted.
         """
         compute = accumulate_dtype(g.dtype)
+        dtype = dtype or compute
+        read = self.inner.one_pass(g, SavedSketch(saved.seed, saved.tensors[:-1])) if need_weight else None
+        if read is not None:
+            stored, mean = self.stored_input(saved, dtype=read.sketched.dtype), saved.tensors[-1]
+            estimate = ops.sketched_grad_weight(
+                read.sketched, stored, read.column_sum, mean, ones=read.ones, scale=read.scale, dtype=dtype
+            )
+            return estimate, read.column_sum.to(g.dtype) if need_bias else None
         # The bias gradient is summed as nn.Linear sums it; a half-precision sum is too coarse for the mean's part.
         column_sum = g.sum(0) if need_bias or g.dtype == compute else None
         grad_weight = None
@@ -132,7 +153,9 @@ class Centered(Sketch):
             total = column_sum if g.dtype == compute else g.sum(0, dtype=compute)
             assert total is not None
             sketched = self.sketch_gradient(g, saved, mean=total / torch.sym_max(1, g.shape[0]))
-            grad_weight = ops.sketched_grad_weight(sketched, self.stored_input(saved), total, saved.tensors[-1])
+            sketched, scale = ops.as_operand(sketched, g)
+            stored, mean = self.stored_input(saved, dtype=sketched.dtype), saved.tensors[-1]
+            grad_weight = ops.sketched_grad_weight(sketched, stored, total, mean, scale=scale, dtype=dtype)
         return grad_weight, column_sum if need_bias else None
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import ops
-from rmm_linear.sketches.base import ObliviousSketch, register
+from rmm_linear.sketches.base import GradientPass, ObliviousSketch, SavedSketch, register
 from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, product, product_dtype
 
 _BLOCK = 64
@@ -116,6 +116,23 @@ class Hadamard(ObliviousSketch):
         """
         blocks, kept = self.geometry(y.shape[0])
         return ops.hadamard_sketch(y, seed, mean, blocks=blocks, kept=kept, gradient=gradient)
+
+    def one_pass(self, g: Tensor, saved: SavedSketch) -> GradientPass | None:
+        """Read g once on a GPU; see `Sketch.one_pass`.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+
+        Returns:
+            None on a CPU, where the sum is formed as nn.Linear forms it.
+        """
+        if not ops.is_for_kernels(g):
+            return None
+        blocks, kept = self.geometry(g.shape[0])
+        half = ops.wants_half(g)
+        sketched, column_sum, ones = ops.hadamard_gradient(g, saved.seed, blocks=blocks, kept=kept, half=half)
+        return GradientPass(sketched, column_sum, ones, ops.product_scale(sketched.dtype))
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it.

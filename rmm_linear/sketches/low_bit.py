@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import ops
-from rmm_linear.sketches.base import SEED_BYTES, SavedSketch, Sketch, accumulate_dtype
+from rmm_linear.sketches.base import SEED_BYTES, GradientPass, SavedSketch, Sketch, accumulate_dtype
 from rmm_linear.sketches.centered import Centered
 from rmm_linear.sketches.closed_forms import row_squares
 
@@ -98,17 +98,19 @@ class LowBit(Sketch):
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest))
 
-    def stored_input(self, saved: SavedSketch) -> Tensor:
+    def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values that the codes stand for; see `Sketch.stored_input`.
 
         Args:
             saved: What `compress` returned.
+            dtype: Half precision, or float32 for anything else.
 
         Returns:
-            Shape (rank, in), float32.
+            Shape (rank, in), in `dtype` or in float32.
         """
         codes, steps, offsets = saved.tensors[:_PARTS]
-        return ops.dequantize(codes, steps, offsets, saved.seed, kind=self.storage, group=self.group)
+        wanted = dtype if dtype in (torch.bfloat16, torch.float16) else None
+        return ops.dequantize(codes, steps, offsets, saved.seed, kind=self.storage, group=self.group, dtype=wanted)
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`.
@@ -130,6 +132,24 @@ class LowBit(Sketch):
         # Where the inner sketch looks for its values there are codes now; it needs what comes after them.
         inner = SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:]))
         return self.inner.sketch_gradient(g, inner, mean=mean)
+
+    def one_pass(self, g: Tensor, saved: SavedSketch) -> GradientPass | None:
+        """Read g as the inner sketch does; without one, g is its own sketch. See `Sketch.one_pass`.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+
+        Returns:
+            None on a CPU, and for inner sketches that have no such pass.
+        """
+        if self.inner is not None:
+            return self.inner.one_pass(g, SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:])))
+        if not ops.is_for_kernels(g):
+            return None
+        sums, rows = accumulate_dtype(g.dtype), g.shape[0]
+        ones = g.new_ones(rows, dtype=sums) / torch.sym_max(1, rows)
+        return GradientPass(ops.product_operand(g), g.sum(0, dtype=sums), ones, 1.0)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes of codes, steps, offsets, seed, and what else the inner sketch stores.

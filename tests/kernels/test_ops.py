@@ -11,6 +11,7 @@ NAMES = (
     "dequantize",
     "draw_seed",
     "gather_rows",
+    "hadamard_gradient",
     "hadamard_sketch",
     "importance_rows",
     "quantize",
@@ -37,6 +38,8 @@ def calls(rows, dtype):
                 yield "uniform_row_sketch", (x, seed, centre, rank, flag, gradient)
             for kind in ("dct", "dft"):
                 yield "trigonometric_sketch", (x, seed, centre, rank, kind, gradient)
+    for half in (False, True):
+        yield "hadamard_gradient", (x, seed, blocks, kept, half)
     index = torch.arange(rank, dtype=torch.int32)
     scales = torch.rand(rank).to(accumulate)
     for centre in (None, mean):
@@ -49,10 +52,15 @@ def calls(rows, dtype):
     for kind in ("int8", "int4", "int3", "int2", "fp8"):
         for centre in (None, mean):
             yield "quantize", (x, seed, centre, kind, 32)
-        yield "dequantize", (*torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32), seed, kind, 32)
+        codes = torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32)
+        for result in (None, torch.bfloat16):
+            yield "dequantize", (*codes, seed, kind, 32, result)
     sketched_g = torch.randn(rank, 5).to(accumulate)
-    yield "sketched_grad_weight", (sketched_g, x[:rank], None, None)
-    yield "sketched_grad_weight", (sketched_g, x[:rank], torch.randn(5).to(accumulate), mean)
+    column_sum, ones = torch.randn(5).to(accumulate), torch.randn(rank).to(accumulate)
+    for factor, result in ((sketched_g, None), (sketched_g.to(dtype), torch.float32)):
+        yield "sketched_grad_weight", (factor, x[:rank], None, None, None, 1.0, result)
+        yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, None, 64.0, result)
+        yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, ones, 1.0, result)
 
 
 def run(name, arguments):
@@ -129,11 +137,15 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
         elif name == "gather_rows":
             assert results[0].dtype == (dtype if arguments[3] is None else accumulate)
         elif name == "sketched_grad_weight":
-            assert results[0].dtype == accumulate
+            assert results[0].dtype == (arguments[-1] or accumulate)
+        elif name == "hadamard_gradient":
+            is_half = arguments[-1] and dtype in (torch.bfloat16, torch.float16)
+            assert results[0].dtype == (dtype if is_half else accumulate)
+            assert [result.dtype for result in results[1:]] == [accumulate, accumulate]
         elif name == "quantize":
             assert [result.dtype for result in results] == [torch.uint8, torch.bfloat16, torch.bfloat16]
         elif name == "dequantize":
-            assert results[0].dtype == torch.float32
+            assert results[0].dtype == (arguments[-1] or torch.float32)
         else:
             assert results[0].dtype == (accumulate if arguments[-1] else dtype), name
         storages = {tensor.untyped_storage().data_ptr() for tensor in arguments if isinstance(tensor, torch.Tensor)}
@@ -179,7 +191,7 @@ def test_ranks_seeded_alike_draw_different_seeds(monkeypatch):
     x = torch.randn(3)
     drawn = []
     for rank in (0, 1, 2, 63):
-        monkeypatch.setattr(ops, "data_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("rmm_linear.ops.seeds.data_parallel_rank", lambda rank=rank: rank)
         torch.manual_seed(5)
         drawn.append(tuple(int(ops.draw_seed(x)) for _ in range(3)))
     assert len({seed for seeds in drawn for seed in seeds}) == 12

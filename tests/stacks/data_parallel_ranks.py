@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rmm_linear import convert_linears, ops
+from rmm_linear import convert_linears
 from rmm_linear.convert import why_not
+from rmm_linear.ops import seeds
 
 RANKS, STEPS, MICRO_STEPS = 2, 2, 2
 LEARNING_RATE = 0.1
@@ -132,17 +133,17 @@ def replayed(stack: Stack) -> list[Run]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     torch.manual_seed(0)
     states = [torch.get_rng_state()] * RANKS
-    own_rank, plain = ops.data_parallel_rank, replace(stack, unsynchronised=lambda model: nullcontext())
+    own_rank, plain = seeds.data_parallel_rank, replace(stack, unsynchronised=lambda model: nullcontext())
     for step in range(stack.steps):
         found = []
         for rank, run in enumerate(runs):
             torch.set_rng_state(states[rank])
-            ops.data_parallel_rank = lambda rank=rank: rank
+            seeds.data_parallel_rank = lambda rank=rank: rank
             try:
                 model.zero_grad()
                 run.losses.append(accumulate(plain, model, rank, step, run))
             finally:
-                ops.data_parallel_rank = own_rank
+                seeds.data_parallel_rank = own_rank
             states[rank] = torch.get_rng_state()
             found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         mean = {name: sum(grads[name].float() for grads in found) / RANKS for name in found[0]}

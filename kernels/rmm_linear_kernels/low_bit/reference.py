@@ -205,7 +205,15 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
 
 
 def dequantize(
-    codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, *, kind: str, group: int, features: int
+    codes: Tensor,
+    steps: Tensor,
+    offsets: Tensor,
+    seed: Tensor,
+    *,
+    kind: str,
+    group: int,
+    features: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return what the codes stand for.
 
@@ -217,9 +225,10 @@ def dequantize(
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows that share a step.
         features: Columns of y.
+        dtype: Dtype of the result; the arithmetic is that of float32.
 
     Returns:
-        Shape (..., rows, features), float32.
+        Shape (..., rows, features).
     """
     rows = codes.shape[-2]
     values = torch.empty((*codes.shape[:-1], features), dtype=torch.float32, device=codes.device)
@@ -236,7 +245,7 @@ def dequantize(
             part = part.sub_(_uniform(of_rows[..., start:end, :], of_columns, torch.float32).sub_(0.5))
             part = part.unflatten(-2, (-1, size)).mul_(step).add_(offsets[..., numbers, :].float().unsqueeze(-2) / 2)
         values[..., start:end, :] = part.flatten(-3, -2)
-    return values.mul_(2)
+    return values.mul_(2).to(dtype)
 
 
 def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) -> Tensor:

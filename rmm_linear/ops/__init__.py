@@ -1,0 +1,83 @@
+"""The seam between the library and its kernels: opaque torch operators, and nothing else imports the kernels.
+
+Each op is defined with `torch.library` so that torch.compile, CUDA graphs and selective checkpointing see one node
+with a known output shape. Sizes that follow from the number of rows are SymInt: a compiled model does not recompile
+for every sequence length. All ops run with autocast off: a caller inside an autocast region (a backward pass run
+within one, say) must not have its float32 sums lowered. `rmm_linear.ops.dispatch` chooses between a Triton kernel and
+its plain-torch twin when an op runs.
+
+The stored sketch of x is S^T x times c = sqrt(rank / rows), in x's dtype: its entries then have the size of x's own,
+where S^T x itself would overflow float16. The sketch of g is S^T g / c, in float32 (float64 for float64), where there
+is room; on a GPU, where the product of the two has to run on the tensor cores, in g's own dtype, and over 64 of it in
+float16. The product is the same. The flag `gradient` of the sketching ops tells which of the two is wanted, and not a
+factor: a factor that depends on the number of rows would make a compiled model recompile for each.
+"""
+
+import rmm_linear.ops.flops  # noqa: F401  registers its formulas
+from rmm_linear.ops.dispatch import (
+    KernelStatus,
+    chosen,
+    is_for_kernels,
+    kernel_status,
+    product_scale,
+    use_kernels,
+    wants_half,
+)
+from rmm_linear.ops.grad_weight import as_operand, product_operand, sketched_grad_weight
+from rmm_linear.ops.projections import hadamard_gradient, hadamard_sketch, random_projection, trigonometric_sketch
+from rmm_linear.ops.rows import gather_rows, importance_rows, uniform_row_sketch
+from rmm_linear.ops.seeds import data_parallel_rank, draw_seed
+from rmm_linear.ops.storage import dequantize, quantize
+from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamard_order
+from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
+from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance
+from rmm_linear_kernels.random_projection.reference import projection_slab
+from rmm_linear_kernels.row_gather.reference import integer_weights as row_weights
+from rmm_linear_kernels.row_gather.reference import (
+    row_norms,
+    sample_rows,
+    sample_rows_winner_take_all,
+    uniform_rows,
+    winners,
+)
+from rmm_linear_kernels.trigonometric_sketch.reference import trigonometric_dense
+
+# The functions of the references (S itself, and the sampling weights) are for closed forms and tests: no layer calls
+# them.
+__all__ = [
+    "SCALE_DTYPE",
+    "STORAGE_BITS",
+    "KernelStatus",
+    "as_operand",
+    "chosen",
+    "data_parallel_rank",
+    "dequantize",
+    "draw_seed",
+    "gather_rows",
+    "hadamard_dense",
+    "hadamard_gradient",
+    "hadamard_order",
+    "hadamard_sketch",
+    "importance_rows",
+    "is_for_kernels",
+    "kernel_status",
+    "packed_width",
+    "product_operand",
+    "product_scale",
+    "projection_slab",
+    "quantize",
+    "random_projection",
+    "rounding_variance",
+    "row_norms",
+    "row_weights",
+    "sample_rows",
+    "sample_rows_winner_take_all",
+    "sketched_grad_weight",
+    "trigonometric_dense",
+    "trigonometric_sketch",
+    "uniform_row_sketch",
+    "uniform_rows",
+    "use_kernels",
+    "wants_half",
+    "winners",
+]

@@ -1,0 +1,269 @@
+"""Which implementation an operator runs: a Triton kernel, or its twin in plain torch.
+
+"auto" takes the kernels on a GPU that they were made for, and the twins everywhere else. Where a kernel cannot be
+compiled or started, one warning says so, and its twin computes the same from then on. `use_kernels`, or the environment
+variable RMM_LINEAR_KERNELS, force either.
+"""
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ENVIRONMENT = "RMM_LINEAR_KERNELS"
+CHOICES = ("auto", "triton", "torch")
+# Kernel -> the folder of `rmm_linear_kernels` whose kernel.py has it.
+KERNELS = {
+    "hadamard_sketch": "hadamard_sketch",
+    "hadamard_sketch_and_sums": "hadamard_sketch",
+    "random_projection": "random_projection",
+    "gather_rows": "row_gather",
+    "row_norms": "row_gather",
+    "quantize": "low_bit",
+    "dequantize": "low_bit",
+    "sketched_grad_weight": "sketched_grad_weight",
+    "sketched_grad_weight_low_bit": "sketched_grad_weight",
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_HALVES = (torch.bfloat16, torch.float16)
+# Triton's interpreter runs the kernels on CPU tensors, for tests.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# bfloat16 on the tensor cores
+_LEAST_CAPABILITY = (8, 0)
+# A float16 sketch of g is held over this: a block's sum of 64 elements could overflow where the elements do not.
+_FLOAT16_HEADROOM = 64.0
+
+
+class _State:
+    """What was asked for, and what was found out while running."""
+
+    def __init__(self, choice: str) -> None:
+        self.choice = choice
+        # kernel -> why its twin runs instead
+        self.broken: dict[str, str] = {}
+        self.warned: set[str] = set()
+
+
+def _checked(choice: str, source: str) -> str:
+    if choice not in CHOICES:
+        raise ValueError(f"{source}={choice!r} is none of {', '.join(CHOICES)}")
+    return choice
+
+
+_state = _State(_checked(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT))
+
+
+class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_enabled is
+    """Choose between the Triton kernels and plain torch, from now on or within a `with` block, in all threads.
+
+    Example:
+        >>> import rmm_linear
+        >>> with rmm_linear.use_kernels("torch"):
+        ...     pass  # forward and backward passes in here run without Triton
+
+    Args:
+        choice: "auto" for kernels where they run, "torch" for plain torch everywhere, "triton" for kernels or an error.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+
+    def __init__(self, choice: str) -> None:
+        self._before = _state.choice
+        _state.choice = _checked(choice, "choice")
+
+    def __enter__(self) -> None:
+        """Nothing is left to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Go back to what was chosen before."""
+        _state.choice = self._before
+
+
+def product_dtype(g: Tensor, half: bool) -> torch.dtype:
+    """Return the dtype of a sketch of g that goes into the product with the sketch of x.
+
+    Args:
+        g: The gradient.
+        half: Whether half precision stays what it is.
+
+    Returns:
+        float64 for float64; otherwise float32, or the gradient's half precision if wanted.
+    """
+    if half and g.dtype in _HALVES:
+        return g.dtype
+    return torch.float64 if g.dtype == torch.float64 else torch.float32
+
+
+def product_scale(dtype: torch.dtype) -> float:
+    """Return the factor that a sketch of g in this dtype lacks.
+
+    Args:
+        dtype: A value of `product_dtype`.
+
+    Returns:
+        A power of 2: 64 for float16, whose range could not hold the sketch, and 1 for all others.
+    """
+    return _FLOAT16_HEADROOM if dtype == torch.float16 else 1.0
+
+
+def is_for_kernels(g: Tensor) -> bool:
+    """Tell whether a backward pass takes the ways that are made for GPUs. Simple enough to be traced by a compiler.
+
+    Args:
+        g: The gradient.
+
+    Returns:
+        True on a GPU, also where a twin will run; and where Triton's interpreter is at work.
+    """
+    return g.is_cuda or (_INTERPRETED and _state.choice == "triton")
+
+
+def wants_half(g: Tensor) -> bool:
+    """Tell whether the weight gradient is formed by a half-precision product: on a GPU, for half-precision gradients.
+
+    Args:
+        g: The gradient.
+
+    Returns:
+        Always false on a CPU, where float32 products are as fast.
+    """
+    return g.dtype in _HALVES and is_for_kernels(g)
+
+
+def implementation(name: str, x: Tensor, twin: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what an operator runs: a kernel, guarded by its twin, or the twin.
+
+    Args:
+        name: A key of `KERNELS`.
+        x: The operator's first argument.
+        twin: The same in plain torch.
+
+    Returns:
+        A function with the twin's signature.
+
+    Raises:
+        ValueError: If Triton is forced, and cannot run.
+    """
+    reason = _reason_against(name, x)
+    if reason is None:
+        return _guarded(name, x, twin)
+    if _state.choice == "triton" and x.dtype in _DTYPES:
+        raise ValueError(
+            f"the Triton kernel of {name} is asked for and cannot run: {reason}; use_kernels('auto') takes plain torch"
+        )
+    if x.is_cuda and _state.choice == "auto" and x.dtype in _DTYPES:
+        _warn(reason)
+    return twin
+
+
+def _reason_against(name: str, x: Tensor) -> str | None:
+    if _state.choice == "torch":
+        return "plain torch is asked for"
+    if x.dtype not in _DTYPES:
+        return f"there is no kernel for {x.dtype}"
+    if name in _state.broken:
+        return _state.broken[name]
+    if x.is_cuda:
+        return unusable(x.device.index or 0)
+    if _INTERPRETED and _state.choice == "triton" and x.device.type == "cpu":
+        return None
+    return f"the tensors are on {x.device.type}, and the kernels are for GPUs"
+
+
+@lru_cache
+def unusable(device: int) -> str | None:
+    """Return why no Triton kernel can run on a GPU.
+
+    Args:
+        device: Its number.
+
+    Returns:
+        A reason for people, None if there is none.
+    """
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a broken installation may raise anything
+        return f"triton cannot be imported ({error}); pip install 'rmm-linear[kernels]'"
+    if torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"
+    return None
+
+
+def _guarded(name: str, x: Tensor, twin: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(twin)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            kernel = getattr(importlib.import_module(f"rmm_linear_kernels.{KERNELS[name]}.kernel"), name)
+            if x.is_cuda and x.device.index != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    return kernel(*args, **kwargs)
+            return kernel(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
+            if _state.choice == "triton":
+                raise
+            # what has broken the GPU itself breaks the twin as well, and is raised from there
+            _state.broken[name] = f"the Triton kernel of {name} failed ({type(error).__name__}: {error})"
+            _warn(_state.broken[name])
+            return twin(*args, **kwargs)
+
+    return run
+
+
+def _warn(reason: str) -> None:
+    if reason not in _state.warned:
+        _state.warned.add(reason)
+        warnings.warn(
+            f"rmm_linear runs in plain torch, right but slower: {reason}. `rmm-linear doctor` tells more;"
+            f" {ENVIRONMENT}=torch silences this",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+class KernelStatus(NamedTuple):
+    """What one kernel does on a device.
+
+    Attributes:
+        name: The kernel.
+        reason: Why its twin runs instead; None if the kernel runs.
+    """
+
+    name: str
+    reason: str | None
+
+
+def kernel_status(device: torch.device) -> list[KernelStatus]:
+    """Return which kernels run on a device, as far as is known before they have run.
+
+    Args:
+        device: The device.
+
+    Returns:
+        One status for each kernel.
+    """
+    x = torch.empty(0, dtype=torch.bfloat16, device=device)
+    return [KernelStatus(name, _reason_against(name, x)) for name in KERNELS]
+
+
+def chosen() -> str:
+    """Return what `use_kernels` or the environment chose.
+
+    Returns:
+        "auto", "triton" or "torch".
+    """
+    return _state.choice

@@ -1,0 +1,34 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: two a multiply-add."""
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+# the operators have to exist
+from rmm_linear.ops import grad_weight, projections  # noqa: F401
+
+_OPS = torch.ops.rmm_linear
+_Shape = tuple[int, ...]
+
+
+@register_flop_formula(_OPS.hadamard_sketch)
+def _hadamard_sketch(
+    x: _Shape, seed: _Shape, mean: _Shape | None, blocks: int, kept: int, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * x[0] * kept * x[1]
+
+
+@register_flop_formula(_OPS.hadamard_gradient)
+def _hadamard_gradient(g: _Shape, seed: _Shape, blocks: int, kept: int, *args: Any, **kwargs: Any) -> int:
+    return 2 * g[0] * kept * g[1]
+
+
+@register_flop_formula([_OPS.random_projection, _OPS.trigonometric_sketch])
+def _dense_sketch(x: _Shape, seed: _Shape, mean: _Shape | None, rank: int, *args: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * rank * x[1]
+
+
+@register_flop_formula(_OPS.sketched_grad_weight)
+def _sketched_grad_weight(sketched_g: _Shape, sketched_x: _Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * sketched_g[0] * sketched_g[1] * sketched_x[1]

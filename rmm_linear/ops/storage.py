@@ -1,0 +1,84 @@
+"""Low-bit storage: values to codes and back."""
+
+import torch
+from torch import Tensor
+
+from rmm_linear.ops.dispatch import implementation
+from rmm_linear.ops.registration import define
+from rmm_linear_kernels.low_bit import reference as _low_bit
+
+
+@define("quantize(Tensor y, Tensor seed, Tensor? mean, str kind, int group) -> (Tensor, Tensor, Tensor)")
+def _quantize(y: Tensor, seed: Tensor, mean: Tensor | None, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    return implementation("quantize", y, _low_bit.quantize)(y, seed, mean, kind=kind, group=group)
+
+
+@torch.library.register_fake("rmm_linear::quantize")
+def _(y: Tensor, seed: Tensor, mean: Tensor | None, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows, features = y.shape
+    codes = y.new_empty((rows, _low_bit.packed_width(features, kind)), dtype=torch.uint8)
+    steps = y.new_empty(((rows + group - 1) // group, features), dtype=_low_bit.SCALE_DTYPE)
+    return codes, steps, steps.new_empty(0) if kind == _low_bit.FP8 else torch.empty_like(steps)
+
+
+def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Round y - 1 mean^T to 8, 4, 3 or 2 bits an element, at random and without bias.
+
+    Args:
+        y: Shape (rows, features), any float dtype.
+        seed: 0-d int64.
+        mean: Shape (features,), or None.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows of a column that share a step and an offset.
+
+    Returns:
+        Codes (rows, ceil(features * bits / 8)), uint8; steps (groups, features) in bfloat16; offsets like the steps,
+        (0,) for fp8.
+    """
+    return torch.ops.rmm_linear.quantize.default(y, seed, mean, kind, group)
+
+
+@define(
+    "dequantize(Tensor codes, Tensor steps, Tensor offsets, Tensor seed, str kind, int group, ScalarType? dtype)"
+    " -> Tensor"
+)
+def _dequantize(
+    codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, kind: str, group: int, dtype: torch.dtype | None
+) -> Tensor:
+    read = implementation("dequantize", codes, _low_bit.dequantize)
+    wanted = dtype or torch.float32
+    return read(codes, steps, offsets, seed, kind=kind, group=group, features=steps.shape[-1], dtype=wanted)
+
+
+@torch.library.register_fake("rmm_linear::dequantize")
+def _(
+    codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, kind: str, group: int, dtype: torch.dtype | None
+) -> Tensor:
+    return steps.new_empty((codes.shape[0], steps.shape[1]), dtype=dtype or torch.float32)
+
+
+def dequantize(
+    codes: Tensor,
+    steps: Tensor,
+    offsets: Tensor,
+    seed: Tensor,
+    *,
+    kind: str,
+    group: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what `quantize`'s codes stand for.
+
+    Args:
+        codes: As `quantize` returns them.
+        steps: As `quantize` returns them.
+        offsets: As `quantize` returns them.
+        seed: 0-d int64, the seed that `quantize` had.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows that share a step.
+        dtype: Dtype of the result, float32 if None.
+
+    Returns:
+        Shape (rows, features).
+    """
+    return torch.ops.rmm_linear.dequantize.default(codes, steps, offsets, seed, kind, group, dtype)

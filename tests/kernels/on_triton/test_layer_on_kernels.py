@@ -1,0 +1,110 @@
+"""A whole layer on Triton kernels: what a GPU runs, without one."""
+
+import pytest
+import torch
+from torch import nn
+
+import rmm_linear
+from rmm_linear import RMMConfig
+from rmm_linear.functional import linear
+from rmm_linear.sketches import LowBit
+from rmm_linear.sketches.base import accumulate_dtype
+
+ROWS, FEATURES, OUTPUTS = 150, 24, 20
+CONFIGS = [
+    *(RMMConfig(ratio=0.4, sketch=sketch, center=center) for sketch in ("hadamard", "crs") for center in (False, True)),
+    *(RMMConfig(ratio=0.4, sketch=sketch) for sketch in ("gaussian", "rademacher", "rows_with_replacement", "dct")),
+    *(RMMConfig(ratio=ratio, storage=storage) for storage in ("int8", "int3", "fp8") for ratio in (0.4, 1.0)),
+    RMMConfig(ratio=0.4, keep_tokens=(0, -1)),
+    RMMConfig(ratio=0.4, storage="int4", keep_tokens=(0, -1)),
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def gradients(config, dtype, device, *, kernels, bias=True, seed=7):
+    torch.manual_seed(0)
+    x = (torch.randn(3, ROWS // 3, FEATURES) + torch.randn(FEATURES)).to(device, dtype).requires_grad_()
+    weight = torch.randn(OUTPUTS, FEATURES).to(device, dtype).requires_grad_()
+    offset = torch.randn(OUTPUTS).to(device, dtype).requires_grad_() if bias else None
+    g = (torch.randn(3, ROWS // 3, OUTPUTS) + torch.randn(OUTPUTS)).to(device, dtype)
+    with rmm_linear.use_kernels(kernels):
+        output = linear(x, weight, offset, config=config.replace(min_rows=1), seed=seed)
+        wanted = [leaf for leaf in (x, weight, offset) if leaf is not None]
+        return output, *torch.autograd.grad(output, wanted, g)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_those_of_plain_torch(config, dtype, device):
+    """The same S: they differ by the rounding of the kernels alone, also where g is read once for all."""
+    found = gradients(config, dtype, device, kernels="triton")
+    expected = gradients(config, dtype, device, kernels="torch")
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    if config.storage is not None and config.ratio < 1 and dtype != torch.float32:
+        # a value on the edge between two codes falls to either side
+        tolerance = {"int8": 0.02, "int4": 0.2, "int3": 0.3, "fp8": 0.05}[config.storage]
+    else:
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02 if dtype == torch.bfloat16 else 0.003
+    for one, other in zip(found[2:], expected[2:], strict=True):
+        assert one.dtype == other.dtype == dtype
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < tolerance, error
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
+def test_bias_gradient_comes_out_of_the_one_reading(config, bias, device, monkeypatch):
+    """No sum over all rows of g besides the kernel's own."""
+    summed = []
+    original = torch.Tensor.sum
+
+    def noted(tensor, *args, **kwargs):
+        if tensor.shape == (ROWS, OUTPUTS):
+            summed.append(tensor)
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "sum", noted)
+    found = gradients(config, torch.float32, device, kernels="triton", bias=bias)
+    assert summed == []
+    monkeypatch.undo()
+    if bias:
+        torch.testing.assert_close(found[3], gradients(config, torch.float32, device, kernels="torch")[3])
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("storage", [None, "int8"])
+@pytest.mark.montecarlo
+def test_weight_gradient_is_unbiased(center, storage, device):
+    """A bias of 1 % of the gradient would be at 6 standard errors: false-alarm rate 6e-7 a case, fixed seeds."""
+    config = RMMConfig(ratio=0.5, center=center, storage=storage, min_rows=1)
+    sketch = config.sketch_object
+    torch.manual_seed(0)
+    # x and g correlated, so that there is a gradient to be biased
+    x = torch.randn(96, 8, device=device) + torch.randn(8, device=device)
+    g = (x @ torch.randn(8, 4, device=device) + torch.randn(96, 4, device=device)).to(accumulate_dtype(x.dtype))
+    exact = (g.t() @ x).double()
+    draws = 250
+    projections = torch.empty(draws, dtype=torch.float64)
+    with rmm_linear.use_kernels("triton"):
+        for draw in range(draws):
+            saved = sketch.compress(x, torch.tensor(draw * 7919 + 1, device=device))
+            estimate, column_sum = sketch.backward(g, saved)
+            projections[draw] = (estimate.double() * exact).sum() / exact.square().sum()
+    torch.testing.assert_close(column_sum, g.sum(0))
+    standard_error = projections.std() / draws**0.5
+    assert standard_error < 0.01 / 6
+    assert abs(projections.mean() - 1) < 5 * standard_error
+    assert isinstance(getattr(sketch, "inner", None), LowBit) == (storage is not None and center)
+
+
+def test_forward_and_backward_of_a_module(device):
+    layer = rmm_linear.RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.3, min_rows=1)).to(device)
+    exact = nn.Linear(FEATURES, OUTPUTS).to(device)
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(ROWS, FEATURES, device=device)
+    with rmm_linear.use_kernels("triton"):
+        layer(x).square().mean().backward()
+    exact(x).square().mean().backward()
+    torch.testing.assert_close(layer.bias.grad, exact.bias.grad)
+    assert torch.nn.functional.cosine_similarity(layer.weight.grad.flatten(), exact.weight.grad.flatten(), 0) > 0.5
