@@ -1,0 +1,150 @@
+"""Compile what ships for every GPU, and keep a table of registers, spills, shared memory and instructions.
+
+    python kernels/benchmarks/resources.py            compile, print, and write results/resources.csv
+    python kernels/benchmarks/resources.py --check    compile, and fail where the committed table was better
+
+No GPU is needed. A build fails at once if it spills, if it lacks the matrix instructions it is meant to have, or if it
+cannot be launched. Beyond that it is compared with the committed table, if that was made by the same version of triton.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import triton
+from measuring import RESULTS, check_results_folder, read_csv, write_csv
+
+from rmm_linear_kernels.ahead_of_time import (
+    TARGETS,
+    Resources,
+    all_builds,
+    compiling,
+    problems,
+    regressions,
+    unlisted_kernels,
+)
+
+TABLE = RESULTS / "resources.csv"
+
+
+def read_table(path: Path) -> dict[tuple[str, str], Resources]:
+    """Read a table of resources.
+
+    Args:
+        path: The file.
+
+    Returns:
+        (build, target) -> its line; nothing if there is no file.
+    """
+    if not path.exists():
+        return {}
+    kinds = {field.name: field.type for field in dataclasses.fields(Resources)}
+    lines = [
+        Resources(**{name: int(text) if kinds[name] in (int, "int") else text for name, text in row.items()})
+        for row in read_csv(path)
+    ]
+    return {(line.name, line.target): line for line in lines}
+
+
+def compare(found: Iterable[Resources], table: Mapping[tuple[str, str], Resources]) -> list[str]:
+    """Say what is worse than in a table, or not in it.
+
+    Args:
+        found: What was compiled.
+        table: What `read_table` returned.
+
+    Returns:
+        One sentence a difference; nothing about a line of another version of triton.
+    """
+    said = []
+    for line in found:
+        former = table.get((line.name, line.target))
+        if former is None:
+            said.append(f"{line.name} for {line.target}: not in the table; write it anew")
+        elif former.triton == line.triton:
+            said += regressions(line, former)
+    return said
+
+
+def formatted(lines: Sequence[Resources]) -> str:
+    """Return a table for people.
+
+    Args:
+        lines: What was compiled.
+
+    Returns:
+        One line each, under a heading.
+    """
+    width = max([len(line.name) for line in lines], default=0) + 2
+    heads = ("target", "registers", "spilled", "stack", "shared", "warps", "resident", "matrix", "wide/loads", "local")
+    text = [f"{'build':{width}}" + "".join(f"{head:>11}" for head in heads)]
+    for line in lines:
+        cells = (
+            line.target,
+            line.registers,
+            line.spill_stores,
+            line.stack,
+            line.shared,
+            line.warps,
+            line.resident_warps,
+            line.matrix_instructions,
+            f"{line.wide_loads}/{line.global_loads}",
+            line.local_stores,
+        )
+        text.append(f"{line.name:{width}}" + "".join(f"{cell:>11}" for cell in cells))
+    return "\n".join(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile everything; write the table, or compare with it.
+
+    Args:
+        arguments: Command line, `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status: 1 where something is wrong.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the table was better")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only builds with this in their names; not written")
+    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--results", type=Path, default=TABLE.parent, help="folder of resources.csv")
+    options = parser.parse_args(arguments)
+    if options.processes < 1:
+        parser.error(f"--processes {options.processes}: at least one is needed")
+    if not options.check:
+        check_results_folder(parser, options.results)
+    path = options.results / TABLE.name
+    builds = {build.name: build for build in all_builds() if options.only in build.name}
+    if options.only and not builds:
+        parser.error(f"--only {options.only}: no build has that in its name")
+    lines, wrong = [], [f"{kernel}: in no build" for kernel in unlisted_kernels()]
+    with compiling(builds.values(), list(TARGETS), processes=options.processes) as futures:
+        for (name, target), future in futures.items():
+            try:
+                lines.append(future.result())
+            except Exception as error:
+                wrong.append(f"{name} for {target}: does not compile: {error}")
+            else:
+                wrong += problems(builds[name], lines[-1])
+    print(formatted(lines))
+    if options.check:
+        table = {key: line for key, line in read_table(path).items() if options.only in key[0]}
+        wrong += compare(lines, table)
+        stale = sorted(table.keys() - futures.keys())
+        wrong += [f"{name} for {target}: in the table, but ships no more; write it anew" for name, target in stale]
+        if any(line.triton != triton.__version__ for line in table.values()):
+            print(f"{path} is of another version of triton than {triton.__version__}: its figures are not compared")
+    elif lines and not options.only and len(lines) == len(futures):
+        write_csv(path, [dataclasses.asdict(line) for line in lines])
+        print(f"written to {path}")
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
