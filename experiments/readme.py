@@ -40,7 +40,7 @@ def layer_tables() -> str:
         Markdown.
     """
     parts = []
-    for path in sorted(BENCHMARKS.glob("layer-*.csv")):
+    for path in sorted(BENCHMARKS.rglob("layer-*.csv")):
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         ratios = sorted({float(row["ratio"]) for row in rows}, reverse=True)
@@ -48,6 +48,7 @@ def layer_tables() -> str:
         for row in rows:
             shape = f"{row['rows']} x {row['in_features']} -> {row['out_features']}"
             sketch = row["sketch"] + (", centered" if row["center"] == "True" else "")
+            sketch += f", {row['storage']}" if row.get("storage") else ""
             spread = f"{float(row['time_ratio_q20']):.2f}-{float(row['time_ratio_q80']):.2f}"
             cells.setdefault((shape, sketch), {})[float(row["ratio"])] = f"{float(row['time_ratio']):.2f} ({spread})"
         first = rows[0]

@@ -6,37 +6,74 @@ Every repetition times nn.Linear and then every variant once, so that a change o
 meets all of them; the ratio is taken within the repetition, and its median and 20/80 quantiles are reported. Inputs
 rotate through several tensors, so that no variant finds its input in a cache. Kept bytes are counted on the layer's
 saved tensors and compared with what `RMMConfig.saved_bytes` says.
+
+On CUDA the times are the device's own: the host is given a head start, as it has it in training. Peak transient memory
+is what a step allocates beyond what it returns (output and gradients). The launches themselves, which that head start
+hides, are timed on an input so small that little else is left: eager, under torch.compile, and as a CUDA graph.
 """
 
 import argparse
-import csv
 import itertools
 import os
-import platform
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from measuring import (
+    RESULTS,
+    check_results_folder,
+    commit_name,
+    device_of,
+    hardware_name,
+    milliseconds,
+    quantiles,
+    slug,
+    write_csv,
+)
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, RMMLinear, __version__, available_sketches
 from rmm_linear.memory import measure_kept_bytes
 
-SHAPES = ((4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (8192, 384, 1536))
 RATIOS = (0.5, 0.25, 0.1)
-# The default without centering, the default, and the paper's.
-VARIANTS = (("hadamard", False), ("hadamard", True), ("gaussian", False))
+# On a processor: small enough for one of a few cores.
+SHAPES = ((4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (8192, 384, 1536))
+# The default without centering, the default, and the paper's; and the storage.
+VARIANTS = (("hadamard", False, None), ("hadamard", True, None), ("gaussian", False, None))
+# On a GPU: shape -> the time over nn.Linear's that is aimed at, by ratio.
+GOALS = {
+    (8192, 768, 3072): {0.5: 0.97, 0.25: 0.90, 0.1: 0.85},
+    (16384, 1024, 4096): {0.5: 0.97, 0.25: 0.90, 0.1: 0.85},
+    (8192, 4096, 14336): {0.5: 0.90, 0.25: 0.82, 0.1: 0.77},
+}
+GPU_VARIANTS = tuple(("hadamard", center, storage) for storage in (None, "int8") for center in (False, True))
+LAUNCH_SHAPE = (128, 64, 64)
+LAUNCH_MODES = ("eager", "compiled", "graph")
 _ROTATING = 3
+_LAUNCHED_STEPS = 20
+
+
+def limit(ratio: float) -> float:
+    """Return the time over nn.Linear's of a layer whose sketches cost nothing: one of three equal matmuls shrinks.
+
+    Args:
+        ratio: Rows kept over rows.
+
+    Returns:
+        1 - (1 - ratio) / 3.
+    """
+    return 1 - (1 - ratio) / 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the results file; times in milliseconds, ratios to nn.Linear within a repetition."""
+    """One line of the results file; times in milliseconds, ratios to nn.Linear within a repetition.
+
+    `goal` is empty where none is set; the transient bytes are, on a processor.
+    """
 
     hardware: str
     threads: int
@@ -46,78 +83,87 @@ class Row:
     out_features: int
     sketch: str
     center: bool
+    storage: str
     ratio: float
     time_ratio: float
     time_ratio_q20: float
     time_ratio_q80: float
+    goal: float | str
+    limit: float
     linear_ms: float
     sketched_ms: float
     kept_bytes: int
     said_bytes: int
     input_bytes: int
+    linear_transient_bytes: int | str
+    transient_bytes: int | str
     repeats: int
+    kernels: str
     torch: str
     rmm_linear: str
     commit: str
 
 
-def hardware_name(device: torch.device) -> str:
-    """Return the GPU's name, or the processor's with its number of cores.
+@dataclass(frozen=True)
+class LaunchRow:
+    """Time of a step that has next to nothing to compute; microseconds of the wall, ratios within a repetition."""
 
-    Args:
-        device: Where the benchmark runs.
+    hardware: str
+    dtype: str
+    rows: int
+    in_features: int
+    out_features: int
+    sketch: str
+    center: bool
+    ratio: float
+    mode: str
+    time_ratio: float | str
+    time_ratio_q20: float | str
+    time_ratio_q80: float | str
+    linear_us: float | str
+    sketched_us: float | str
+    error: str
+    kernels: str
+    torch: str
+    rmm_linear: str
+    commit: str
 
-    Returns:
-        A name for people, the same for every run on one machine.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = models[0] if models else name
-    return f"{name}, {os.cpu_count()} cores"
 
-
-def commit_name() -> str:
-    """Return the working tree's commit, with a + when it holds uncommitted changes.
-
-    Returns:
-        A short hash, or "unknown" outside a repository.
-    """
-    here = Path(__file__).parent
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changes = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + ("+" if changes else "")
+def _forget_gradients(layer: nn.Module, x: Tensor) -> None:
+    x.grad = None
+    layer.zero_grad(set_to_none=True)
 
 
 def _step(layer: nn.Module, x: Tensor, g: Tensor) -> float:
     """Milliseconds of one forward and backward pass."""
-    x.grad = None
-    layer.zero_grad(set_to_none=True)
-    if x.is_cuda:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        layer(x).backward(g)
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
-    began = time.perf_counter()
-    layer(x).backward(g)
-    return (time.perf_counter() - began) * 1e3
+    _forget_gradients(layer, x)
+    return milliseconds(lambda: layer(x).backward(g), x.device)
+
+
+def _transient_bytes(layer: nn.Module, x: Tensor, g: Tensor) -> int | str:
+    """What a step allocates at its peak beyond what it leaves: the output and the gradients."""
+    if not x.is_cuda:
+        return ""
+    _forget_gradients(layer, x)
+    torch.cuda.synchronize(x.device)
+    before = torch.cuda.memory_allocated(x.device)
+    torch.cuda.reset_peak_memory_stats(x.device)
+    output = layer(x)
+    output.backward(g)
+    torch.cuda.synchronize(x.device)
+    left = torch.cuda.memory_allocated(x.device) - before
+    return torch.cuda.max_memory_allocated(x.device) - before - left
+
+
+def _inputs(shape: tuple[int, int, int], count: int, device: torch.device, dtype: torch.dtype):
+    rows, features, out = shape
+    return [
+        (
+            torch.randn(rows, features, device=device, dtype=dtype, requires_grad=True),
+            torch.randn(rows, out, device=device, dtype=dtype),
+        )
+        for _ in range(count)
+    ]
 
 
 def benchmark(
@@ -143,13 +189,7 @@ def benchmark(
     rows, features, out = shape
     exact = nn.Linear(features, out, device=device, dtype=dtype)
     layers = [RMMLinear(features, out, device=device, dtype=dtype, config=config) for config in variants]
-    inputs = [
-        (
-            torch.randn(rows, features, device=device, dtype=dtype, requires_grad=True),
-            torch.randn(rows, out, device=device, dtype=dtype),
-        )
-        for _ in range(_ROTATING)
-    ]
+    inputs = _inputs(shape, _ROTATING, device, dtype)
     rotating = itertools.cycle(inputs)
     times: list[list[float]] = []
     for repeat in range(repeats + 3):
@@ -157,12 +197,13 @@ def benchmark(
         if repeat >= 3:
             times.append(measured)
     table = torch.tensor(times, dtype=torch.float64)
-    quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    linear_transient = _transient_bytes(exact, *inputs[0])
     for index, (config, layer) in enumerate(zip(variants, layers, strict=True), start=1):
-        low, middle, high = (table[:, index] / table[:, 0]).quantile(quantiles).tolist()
+        low, middle, high = quantiles(table[:, index] / table[:, 0])
         x = inputs[0][0]
         # x itself is excluded: an exact layer would keep it, and here it lives as an input anyway.
         kept = measure_kept_bytes(layer, x, exclude=[layer, x])
+        has_goal = config.sketch == "hadamard" and config.storage is None
         yield Row(
             hardware=hardware_name(device),
             threads=torch.get_num_threads(),
@@ -172,80 +213,202 @@ def benchmark(
             out_features=out,
             sketch=config.sketch,
             center=config.center,
+            storage=config.storage or "",
             ratio=config.ratio,
             time_ratio=round(middle, 4),
             time_ratio_q20=round(low, 4),
             time_ratio_q80=round(high, 4),
+            goal=GOALS.get(shape, {}).get(config.ratio, "") if has_goal and device.type == "cuda" else "",
+            limit=round(limit(config.ratio), 4),
             linear_ms=round(float(table[:, 0].median()), 3),
             sketched_ms=round(float(table[:, index].median()), 3),
             kept_bytes=kept,
             said_bytes=config.saved_bytes(rows, features, dtype),
             input_bytes=x.numel() * x.element_size(),
+            linear_transient_bytes=linear_transient,
+            transient_bytes=_transient_bytes(layer, *inputs[0]),
             repeats=repeats,
+            kernels=_kernels_asked_for(),
             torch=torch.__version__,
             rmm_linear=__version__,
             commit=commit_name(),
         )
 
 
+def _kernels_asked_for() -> str:
+    return os.environ.get("RMM_LINEAR_KERNELS", "auto")
+
+
+def _launching(mode: str, layer: nn.Module, x: Tensor, g: Tensor) -> Callable[[], object]:
+    """One step as the mode runs it, warmed up."""
+    run = torch.compile(layer) if mode == "compiled" else layer
+
+    def step() -> None:
+        _forget_gradients(layer, x)
+        run(x).backward(g)
+
+    if mode != "graph":
+        for _ in range(3):
+            step()
+        return step
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    _forget_gradients(layer, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x).backward(g)
+    return graph.replay
+
+
+def _microseconds(step: Callable[[], object], device: torch.device) -> float:
+    """Wall time of one of several steps that follow each other."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(_LAUNCHED_STEPS):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / _LAUNCHED_STEPS * 1e6
+
+
+def launches(
+    modes: list[str], configs: list[RMMConfig], *, device: torch.device, dtype: torch.dtype, repeats: int
+) -> Iterator[LaunchRow]:
+    """Time steps on an input so small that launches are most of it.
+
+    Args:
+        modes: Some of `LAUNCH_MODES`.
+        configs: Configurations of the sketched layers.
+        device: Where to run.
+        dtype: Dtype of parameters and inputs.
+        repeats: Timed repetitions.
+
+    Yields:
+        One row a mode and configuration; with the error in it where a mode does not work here.
+    """
+    rows, features, out = LAUNCH_SHAPE
+    for mode in modes:
+        for config in configs:
+            exact = nn.Linear(features, out, device=device, dtype=dtype)
+            layer = RMMLinear(features, out, device=device, dtype=dtype, config=config)
+            (x, g), error = _inputs(LAUNCH_SHAPE, 1, device, dtype)[0], ""
+            values: list[float | str] = [""] * 5
+            try:
+                steps = [_launching(mode, module, x, g) for module in (exact, layer)]
+                table = torch.tensor(
+                    [[_microseconds(step, device) for step in steps] for _ in range(repeats)], dtype=torch.float64
+                )
+            except Exception as failure:
+                # Named and gone past: one mode that does not work must not cost the others' figures.
+                error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            else:
+                low, middle, high = quantiles(table[:, 1] / table[:, 0])
+                values = [round(number, 4) for number in (middle, low, high)]
+                values += [round(float(table[:, column].median()), 1) for column in (0, 1)]
+            yield LaunchRow(
+                hardware_name(device),
+                str(dtype).removeprefix("torch."),
+                rows,
+                features,
+                out,
+                config.sketch,
+                config.center,
+                config.ratio,
+                mode,
+                *values,
+                error=error,
+                kernels=_kernels_asked_for(),
+                torch=torch.__version__,
+                rmm_linear=__version__,
+                commit=commit_name(),
+            )
+
+
+def _print_row(row: Row) -> None:
+    name = row.sketch + (" + center" if row.center else "") + (f", {row.storage}" if row.storage else "")
+    spread = f"{row.time_ratio:.3f} ({row.time_ratio_q20:.3f}/{row.time_ratio_q80:.3f})"
+    size = f"{row.rows} x {row.in_features} -> {row.out_features}"
+    transient = "" if row.transient_bytes == "" else f"{row.transient_bytes / 2**20:.1f} MiB"
+    print(
+        f"{size:24}{name:26}{row.ratio:>6g}{spread:>28}{row.goal:>7}{row.limit:>7.3f}"
+        f"{row.kept_bytes / row.input_bytes:>14.3f}{transient:>12}",
+        flush=True,
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark and write one CSV file.
+    """Run the benchmark and write one CSV file, or two.
 
     Args:
         arguments: Command line, `sys.argv[1:]` by default.
 
     Returns:
-        The exit status.
+        The exit status: 1 where a way to launch did not work.
     """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16 on CUDA and float32 elsewhere by default"
+    )
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--all-sketches", action="store_true", help="every registered sketch, not just the usual three")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--all-sketches", action="store_true", help="every registered sketch, not just the usual ones")
+    parser.add_argument(
+        "--launches",
+        metavar="MODES",
+        help=f"ways to launch a tiny step that are timed: some of {','.join(LAUNCH_MODES)}; all on CUDA by default",
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats}: at least one repetition is needed")
-    try:
-        device = torch.device(options.device)
-    except RuntimeError:
-        parser.error(f"--device {options.device}: no such device; use cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this machine has no CUDA device; use --device cpu")
-    try:
-        options.results.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=options.results, suffix=".csv.part")
-        os.close(handle)
-        os.unlink(partial)
-    except OSError as error:
-        parser.error(f"--results {options.results}: {error.strerror}; name a folder that can be written to")
-    pairs = [(sketch, False) for sketch in available_sketches()] if options.all_sketches else list(VARIANTS)
+    device = device_of(parser, options.device)
+    on_gpu = device.type == "cuda"
+    dtype_name = options.dtype or ("bfloat16" if on_gpu else "float32")
+    dtype = getattr(torch, dtype_name)
+    modes = [mode for mode in (options.launches or (",".join(LAUNCH_MODES) if on_gpu else "")).split(",") if mode]
+    if not set(modes) <= set(LAUNCH_MODES) or ("graph" in modes and not on_gpu):
+        parser.error(f"--launches {options.launches}: some of {', '.join(LAUNCH_MODES)}; graph on CUDA alone")
+    check_results_folder(parser, options.results)
+    triples = list(GPU_VARIANTS if on_gpu else VARIANTS)
+    if options.all_sketches:
+        triples = [(sketch, False, None) for sketch in available_sketches()]
     variants = [
-        RMMConfig(ratio=ratio, sketch=sketch, center=center, min_rows=1) for sketch, center in pairs for ratio in RATIOS
+        RMMConfig(ratio=ratio, sketch=sketch, center=center, storage=storage, min_rows=1)
+        for sketch, center, storage in triples
+        for ratio in RATIOS
     ]
     torch.manual_seed(0)
     found: list[Row] = []
-    print(f"{hardware_name(device)}, {torch.get_num_threads()} threads, {options.dtype}, torch {torch.__version__}")
-    print(f"{'rows x in -> out':24}{'sketch':26}{'ratio':>6}{'time / nn.Linear (20/80)':>28}{'kept / input':>14}")
-    for shape in SHAPES:
-        for row in benchmark(
-            shape, variants, device=device, dtype=getattr(torch, options.dtype), repeats=options.repeats
-        ):
+    hardware = hardware_name(device)
+    print(f"{hardware}, {torch.get_num_threads()} threads, {dtype_name}, torch {torch.__version__}")
+    print(
+        f"{'rows x in -> out':24}{'sketch':26}{'ratio':>6}{'time / nn.Linear (20/80)':>28}{'goal':>7}{'limit':>7}"
+        f"{'kept / input':>14}{'transient':>12}"
+    )
+    for shape in GOALS if on_gpu else SHAPES:
+        for row in benchmark(shape, variants, device=device, dtype=dtype, repeats=options.repeats):
             found.append(row)
-            name = row.sketch + (" + center" if row.center else "")
-            spread = f"{row.time_ratio:.3f} ({row.time_ratio_q20:.3f}/{row.time_ratio_q80:.3f})"
-            size = f"{row.rows} x {row.in_features} -> {row.out_features}"
-            print(f"{size:24}{name:26}{row.ratio:>6g}{spread:>28}{row.kept_bytes / row.input_bytes:>14.3f}", flush=True)
-    slug = "".join(c if c.isalnum() else "-" for c in found[0].hardware.lower()).strip("-")
-    path = options.results / f"layer-{slug}-{options.dtype}.csv"
-    # Whole or not at all: an interrupted run leaves the former file.
-    with open(partial, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(found[0])))
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in found)
-    os.replace(partial, path)
+            _print_row(row)
+    path = options.results / f"layer-{slug(hardware)}-{dtype_name}.csv"
+    write_csv(path, [asdict(row) for row in found])
     print(f"written to {path}")
-    return 0
+    if not modes:
+        return 0
+    configs = [RMMConfig(ratio=0.25, center=center, min_rows=1) for center in (False, True)]
+    launched = list(launches(modes, configs, device=device, dtype=dtype, repeats=options.repeats))
+    print(f"{'a step of ' + ' x '.join(map(str, LAUNCH_SHAPE)):24}{'mode':10}{'nn.Linear us':>14}{'sketched us':>14}")
+    for line in launched:
+        name = line.sketch + (" + center" if line.center else "")
+        print(f"{name:24}{line.mode:10}{line.linear_us:>14}{line.sketched_us:>14}  {line.error}")
+    path = options.results / f"launches-{slug(hardware)}-{dtype_name}.csv"
+    write_csv(path, [asdict(line) for line in launched])
+    print(f"written to {path}")
+    return 1 if any(line.error for line in launched) else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 _HEAD_START = 2_000_000
 
 
+@cache
 def hardware_name(device: torch.device) -> str:
     """Return the GPU's name, or the processor's with its number of cores.
 
@@ -38,6 +40,7 @@ def hardware_name(device: torch.device) -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
+@cache
 def commit_name() -> str:
     """Return the working tree's commit, with a + when it holds uncommitted changes.
 

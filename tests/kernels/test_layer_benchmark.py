@@ -1,8 +1,6 @@
 """The benchmark's table: right columns, ratios within a repetition, kept bytes as promised, bad options named."""
 
 import csv
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,15 +8,10 @@ import torch
 
 from rmm_linear import RMMConfig
 
-SCRIPT = Path(__file__).parents[2] / "kernels/benchmarks/layer.py"
-
 
 @pytest.fixture
-def layer(monkeypatch: pytest.MonkeyPatch):
-    spec = importlib.util.spec_from_file_location("layer_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "layer_benchmark", module)
-    spec.loader.exec_module(module)
+def layer(benchmark_script, monkeypatch: pytest.MonkeyPatch):
+    module = benchmark_script("layer")
     monkeypatch.setattr(module, "SHAPES", ((256, 16, 24),))
     return module
 
@@ -38,6 +31,9 @@ def test_the_file_holds_a_row_a_variant_with_its_origin(layer, tmp_path: Path, c
         assert float(row["time_ratio_q20"]) <= float(row["time_ratio"]) <= float(row["time_ratio_q80"])
         assert row["hardware"]
         assert row["commit"]
+        assert float(row["limit"]) == round(1 - (1 - config.ratio) / 3, 4)
+        # Goals are a GPU's, and so is the allocator that is asked for its peak.
+        assert row["goal"] == row["transient_bytes"] == ""
     assert str(path) in capsys.readouterr().out
 
 
@@ -47,10 +43,71 @@ def test_all_sketches_can_be_timed(layer, tmp_path: Path) -> None:
         assert {row["sketch"] for row in csv.DictReader(file)} == set(layer.available_sketches())
 
 
+def test_launches_of_a_tiny_step_have_a_file_of_their_own(layer, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(layer, "RATIOS", (0.5,))
+    command = ["--device", "cpu", "--repeats", "1", "--results", str(tmp_path), "--launches", "eager"]
+    assert layer.main(command) == 0
+    (path,) = tmp_path.glob("launches-*-float32.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["mode"], row["center"], row["error"]) for row in rows] == [
+        ("eager", "False", ""),
+        ("eager", "True", ""),
+    ]
+    assert all(float(row["sketched_us"]) > 0 and float(row["linear_us"]) > 0 for row in rows)
+    # A way that does not work here is named in the file and in the exit status, and the others are timed.
+    real = layer._launching
+
+    def broken(mode, *arguments):
+        if mode == "compiled":
+            raise RuntimeError("no compiler\nanywhere")
+        return real(mode, *arguments)
+
+    monkeypatch.setattr(layer, "_launching", broken)
+    assert layer.main([*command[:-1], "compiled,eager"]) == 1
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["error"] for row in rows] == ["RuntimeError: no compiler"] * 2 + [""] * 2
+    assert [row["sketched_us"] == "" for row in rows] == [True, True, False, False]
+    assert "no compiler" in capsys.readouterr().out
+
+
+def test_the_goals_are_above_what_free_sketches_would_reach(layer) -> None:
+    assert len(layer.GOALS) == 3
+    for goals in layer.GOALS.values():
+        assert tuple(goals) == layer.RATIOS
+        assert all(layer.limit(ratio) < goal < 1 for ratio, goal in goals.items())
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_file_has_goals_and_transient_bytes(layer, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(layer, "GOALS", {(1024, 64, 128): {0.5: 0.9}})
+    monkeypatch.setattr(layer, "RATIOS", (0.5,))
+    command = ["--device", "cuda", "--repeats", "2", "--results", str(tmp_path), "--launches", "eager,graph"]
+    assert layer.main(command) == 0
+    with next(tmp_path.glob("layer-*-bfloat16.csv")).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(layer.GPU_VARIANTS)
+    for row in rows:
+        assert row["goal"] == ("" if row["storage"] else "0.9")
+        assert int(row["linear_transient_bytes"]) >= 0
+        # At least the kept sketch is there for a while.
+        assert int(row["kept_bytes"]) <= int(row["transient_bytes"])
+
+
 @pytest.mark.parametrize(
-    "options", [["--repeats", "0"], ["--dtype", "int8"], ["--device", "foo"], ["--results", "/dev/null/x"]], ids=str
+    "options",
+    [
+        ["--repeats", "0"],
+        ["--dtype", "int8"],
+        ["--device", "foo"],
+        ["--results", "/dev/null/x"],
+        ["--launches", "eager,fast"],
+        ["--launches", "graph"],
+    ],
+    ids=str,
 )
 def test_bad_options_are_named(layer, options: list[str], capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        layer.main(options)
+        layer.main(["--device", "cpu", *options])
     assert options[0] in capsys.readouterr().err
