@@ -33,6 +33,7 @@ from measuring import (
     slug,
     write_csv,
 )
+from roofline import GOALS, limit
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, RMMLinear, __version__, available_sketches
@@ -43,29 +44,11 @@ RATIOS = (0.5, 0.25, 0.1)
 SHAPES = ((4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (8192, 384, 1536))
 # The default without centering, the default, and the paper's; and the storage.
 VARIANTS = (("hadamard", False, None), ("hadamard", True, None), ("gaussian", False, None))
-# On a GPU: shape -> the time over nn.Linear's that is aimed at, by ratio.
-GOALS = {
-    (8192, 768, 3072): {0.5: 0.97, 0.25: 0.90, 0.1: 0.85},
-    (16384, 1024, 4096): {0.5: 0.97, 0.25: 0.90, 0.1: 0.85},
-    (8192, 4096, 14336): {0.5: 0.90, 0.25: 0.82, 0.1: 0.77},
-}
 GPU_VARIANTS = tuple(("hadamard", center, storage) for storage in (None, "int8") for center in (False, True))
 LAUNCH_SHAPE = (128, 64, 64)
 LAUNCH_MODES = ("eager", "compiled", "graph")
 _ROTATING = 3
 _LAUNCHED_STEPS = 20
-
-
-def limit(ratio: float) -> float:
-    """Return the time over nn.Linear's of a layer whose sketches cost nothing: one of three equal matmuls shrinks.
-
-    Args:
-        ratio: Rows kept over rows.
-
-    Returns:
-        1 - (1 - ratio) / 3.
-    """
-    return 1 - (1 - ratio) / 3
 
 
 @dataclass(frozen=True)

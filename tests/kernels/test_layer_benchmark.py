@@ -72,13 +72,6 @@ def test_launches_of_a_tiny_step_have_a_file_of_their_own(layer, tmp_path: Path,
     assert "no compiler" in capsys.readouterr().out
 
 
-def test_the_goals_are_above_what_free_sketches_would_reach(layer) -> None:
-    assert len(layer.GOALS) == 3
-    for goals in layer.GOALS.values():
-        assert tuple(goals) == layer.RATIOS
-        assert all(layer.limit(ratio) < goal < 1 for ratio, goal in goals.items())
-
-
 @pytest.mark.gpu
 def test_a_gpu_s_file_has_goals_and_transient_bytes(layer, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(layer, "GOALS", {(1024, 64, 128): {0.5: 0.9}})

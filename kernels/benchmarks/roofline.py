@@ -1,0 +1,452 @@
+"""What each kernel has to move and to multiply, and how long that takes at best: predictions for a GPU to refute.
+
+    python kernels/benchmarks/roofline.py             fill the tables between the markers of kernels/README.md
+    python kernels/benchmarks/roofline.py --check     write nothing; fail if a table is not what this file makes
+
+A kernel takes the longer one of two times: its bytes at the rate of a device copy, its multiplications and additions at
+the rate of a good matrix product. Launches, and what a cache saves, are left out. `each_kernel.py` measures against the
+same formulas.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from measuring import write_text
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCK_ROWS = 64
+# shape (rows, in, out) -> the time over nn.Linear's that is aimed at, by ratio
+GOALS = {
+    (8192, 768, 3072): {0.5: 0.97, 0.25: 0.90, 0.1: 0.85},
+    (16384, 1024, 4096): {0.5: 0.97, 0.25: 0.90, 0.1: 0.85},
+    (8192, 4096, 14336): {0.5: 0.90, 0.25: 0.82, 0.1: 0.77},
+}
+# Bytes of a number in half precision, of float32, and of a seed.
+_HALF, _WIDE, _SEED = 2, 4, 8
+# Bits of the codes that share a step and an offset, of two bytes each, in low-bit storage: `LowBit`'s.
+GROUP_BITS = 1024
+# Share of the data sheet's rates that a large copy and a large matrix product reach.
+COPY_SHARE, PRODUCT_SHARE = 0.9, 0.75
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its data sheet.
+
+    Attributes:
+        name: For people.
+        bandwidth: Bytes a second of its memory.
+        multiplication: Additions and multiplications a second of matrices in bfloat16, dense.
+    """
+
+    name: str
+    bandwidth: float
+    multiplication: float
+
+
+GPUS = (Gpu("A100", 2.0e12, 312e12), Gpu("H100", 3.35e12, 989e12), Gpu("H200", 4.8e12, 989e12))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call has to do, if everything is read once and written once.
+
+    Attributes:
+        moved_bytes: Bytes read and bytes written.
+        flops: Multiplications and additions, two for each multiply-add.
+    """
+
+    moved_bytes: int
+    flops: int
+
+    def copy_seconds(self, gpu: Gpu) -> float:
+        """Return how long a copy takes that moves as many bytes.
+
+        Args:
+            gpu: Where.
+
+        Returns:
+            Seconds.
+        """
+        return self.moved_bytes / (COPY_SHARE * gpu.bandwidth)
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Return the predicted time.
+
+        Args:
+            gpu: Where.
+
+        Returns:
+            Seconds: for the bytes or for the products, whichever is longer.
+        """
+        return max(self.copy_seconds(gpu), self.flops / (PRODUCT_SHARE * gpu.multiplication))
+
+
+def rank_of(rows: int, ratio: float) -> int:
+    """Return the rows that the Hadamard sketch keeps of whole blocks.
+
+    Args:
+        rows: A multiple of 64.
+        ratio: At least 1/32.
+
+    Returns:
+        floor(64 ratio) of every 64.
+    """
+    return rows // BLOCK_ROWS * int(BLOCK_ROWS * ratio)
+
+
+def product(rows: int, inner: int, columns: int) -> Cost:
+    """Return the cost of a matrix product in half precision, (rows, inner) times (inner, columns).
+
+    Args:
+        rows: Rows of the result.
+        inner: Length of the sums.
+        columns: Columns of the result.
+
+    Returns:
+        The cost.
+    """
+    return Cost(_HALF * (rows * inner + inner * columns + rows * columns), 2 * rows * inner * columns)
+
+
+def column_sum(rows: int, features: int) -> Cost:
+    """Return the cost of the sum of all rows.
+
+    Args:
+        rows: Rows read.
+        features: Their length.
+
+    Returns:
+        The cost.
+    """
+    return Cost(_HALF * rows * features + _WIDE * features, rows * features)
+
+
+def hadamard_sketch(rows: int, features: int, rank: int, *, with_sum: bool = False, with_mean: bool = False) -> Cost:
+    """Return the cost of the strided-block Hadamard sketch.
+
+    Args:
+        rows: Rows read.
+        features: Their length.
+        rank: Rows written.
+        with_sum: Also write the sum of every block's rows, in float32, as for a bias gradient.
+        with_mean: Also read a mean.
+
+    Returns:
+        The cost.
+    """
+    sums = _WIDE * (rows // BLOCK_ROWS) * features if with_sum else 0
+    mean = _WIDE * features if with_mean else 0
+    return Cost(_HALF * (rows + rank) * features + _SEED + sums + mean, 2 * BLOCK_ROWS * rank * features)
+
+
+def random_projection(rows: int, features: int, rank: int) -> Cost:
+    """Return the cost of a dense random projection that is made in registers.
+
+    Args:
+        rows: Rows read.
+        features: Their length.
+        rank: Rows written.
+
+    Returns:
+        The cost, without that of the random bits.
+    """
+    return Cost(_HALF * (rows + rank) * features + _SEED, 2 * rows * rank * features)
+
+
+def gather_rows(features: int, rank: int) -> Cost:
+    """Return the cost of copying chosen rows.
+
+    Args:
+        features: Length of a row.
+        rank: Rows read and written.
+
+    Returns:
+        The cost.
+    """
+    return Cost(2 * _HALF * rank * features + 4 * rank, rank * features)
+
+
+def row_norms(rows: int, features: int) -> Cost:
+    """Return the cost of the norms of all rows.
+
+    Args:
+        rows: Rows read.
+        features: Their length.
+
+    Returns:
+        The cost; norms are written in float64.
+    """
+    return Cost(_HALF * rows * features + 8 * rows, 2 * rows * features)
+
+
+def _codes(rows: int, features: int, bits: int) -> int:
+    return rows * (-(-features * bits // 8)) + 2 * _HALF * -(-rows * bits // GROUP_BITS) * features
+
+
+def quantize(rows: int, features: int, bits: int) -> Cost:
+    """Return the cost of rounding to a few bits.
+
+    Args:
+        rows: Rows read.
+        features: Their length.
+        bits: Bits of a code.
+
+    Returns:
+        The cost.
+    """
+    return Cost(_HALF * rows * features + _codes(rows, features, bits) + _SEED, 8 * rows * features)
+
+
+def dequantize(rows: int, features: int, bits: int) -> Cost:
+    """Return the cost of reading codes and writing what they stand for in float32.
+
+    Args:
+        rows: Rows written.
+        features: Their length.
+        bits: Bits of a code.
+
+    Returns:
+        The cost.
+    """
+    return Cost(_codes(rows, features, bits) + _SEED + _WIDE * rows * features, 4 * rows * features)
+
+
+def sketched_grad_weight(
+    rank: int, features: int, out: int, *, with_mean: bool = False, bits: int | None = None
+) -> Cost:
+    """Return the cost of (S^T g)^T (S^T x) in half precision, written in the dtype of the weight.
+
+    Args:
+        rank: Rows of both sketches.
+        features: Columns of the one.
+        out: Columns of the other.
+        with_mean: Also add the outer product of a column sum and a mean.
+        bits: Read S^T x as codes of so many bits, or as it is for None.
+
+    Returns:
+        The cost.
+    """
+    cost = product(out, rank, features)
+    outer = Cost(_WIDE * (features + out), 2 * features * out) if with_mean else Cost(0, 0)
+    read = 0 if bits is None else _codes(rank, features, bits) + _SEED - _HALF * rank * features
+    return Cost(cost.moved_bytes + outer.moved_bytes + read, cost.flops + outer.flops)
+
+
+def linear_seconds(gpu: Gpu, rows: int, features: int, out: int) -> float:
+    """Return the predicted time of nn.Linear, forward and backward: three products and the sum of g.
+
+    Args:
+        gpu: Where.
+        rows: Rows of x.
+        features: Its columns.
+        out: Columns of the output.
+
+    Returns:
+        Seconds.
+    """
+    parts = (
+        product(rows, features, out),
+        product(rows, out, features),
+        product(out, rows, features),
+        column_sum(rows, out),
+    )
+    return sum(part.seconds(gpu) for part in parts)
+
+
+def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float, *, center: bool) -> float:
+    """Return the predicted time of the sketched layer, forward and backward.
+
+    Two products as before; a sketch of x, and before it the sum of x for the mean where the layer centres; one pass
+    over g for its sketch and the sums of its blocks, and these sums' sum; the smaller product.
+
+    Args:
+        gpu: Where.
+        rows: Rows of x, a multiple of 64.
+        features: Its columns.
+        out: Columns of the output.
+        ratio: Rows kept over rows.
+        center: Whether the mean of x is kept.
+
+    Returns:
+        Seconds.
+    """
+    rank, blocks = rank_of(rows, ratio), rows // BLOCK_ROWS
+    parts = [
+        product(rows, features, out),
+        product(rows, out, features),
+        hadamard_sketch(rows, features, rank, with_mean=center),
+        hadamard_sketch(rows, out, rank, with_sum=True),
+        Cost(_WIDE * (blocks + 1) * out, blocks * out),
+        sketched_grad_weight(rank, features, out, with_mean=center),
+    ]
+    if center:
+        parts.append(column_sum(rows, features))
+    return sum(part.seconds(gpu) for part in parts)
+
+
+def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple[str, Cost]]:
+    """Return the cost of each kernel on one layer's tensors.
+
+    Args:
+        rows: Rows of x, a multiple of 64.
+        features: Its columns.
+        out: Columns of g.
+        ratio: Rows kept over rows.
+
+    Returns:
+        (what, cost) pairs.
+    """
+    rank = rank_of(rows, ratio)
+    return [
+        ("hadamard_sketch of x", hadamard_sketch(rows, features, rank)),
+        ("hadamard_sketch of g, with sums", hadamard_sketch(rows, out, rank, with_sum=True)),
+        ("random_projection of x", random_projection(rows, features, rank)),
+        ("row_gather, gather_rows", gather_rows(features, rank)),
+        ("row_gather, row_norms", row_norms(rows, features)),
+        ("low_bit, quantize to int8", quantize(rank, features, 8)),
+        ("low_bit, quantize to int4", quantize(rank, features, 4)),
+        ("low_bit, dequantize int8", dequantize(rank, features, 8)),
+        ("sketched_grad_weight", sketched_grad_weight(rank, features, out)),
+        ("sketched_grad_weight from int8", sketched_grad_weight(rank, features, out, bits=8)),
+    ]
+
+
+_FORMULAS = (
+    ("hadamard_sketch of x", "2 in (rows + rank)", "128 rank in"),
+    ("hadamard_sketch of g, with sums", "2 out (rows + rank) + 4 out rows / 64", "128 rank out"),
+    ("random_projection of x", "2 in (rows + rank)", "2 rows rank in"),
+    ("row_gather, gather_rows", "4 rank in + 4 rank", "rank in"),
+    ("row_gather, row_norms", "2 rows in + 8 rows", "2 rows in"),
+    ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
+    ("low_bit, dequantize b bits", "rank in b (1/8 + 1/256) + 4 rank in", "4 rank in"),
+    ("sketched_grad_weight", "2 (rank out + rank in + out in)", "2 rank in out"),
+    ("sketched_grad_weight from b bits", "2 (rank out + out in) + rank in b (1/8 + 1/256)", "2 rank in out"),
+    ("nn.Linear, each of 3 products", "2 (rows in + rows out + in out)", "2 rows in out"),
+    ("nn.Linear, sum of g", "2 rows out + 4 out", "rows out"),
+)
+
+
+def _table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    heads = list(heads)
+    text = [heads, ["---"] * len(heads), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in text)
+
+
+def _size(shape: tuple[int, int, int]) -> str:
+    rows, features, out = shape
+    return f"{rows} x {features} -> {out}"
+
+
+def formula_table() -> str:
+    """Return the formulas.
+
+    Returns:
+        Markdown.
+    """
+    return _table(("kernel", "bytes moved", "FLOPs"), _FORMULAS)
+
+
+def kernel_table(ratio: float = 0.25) -> str:
+    """Return the predicted time of each kernel.
+
+    Args:
+        ratio: Rows kept over rows.
+
+    Returns:
+        Markdown.
+    """
+    lines = []
+    for shape in GOALS:
+        for name, cost in kernel_costs(*shape, ratio):
+            cells = []
+            for gpu in GPUS:
+                over = cost.seconds(gpu) / cost.copy_seconds(gpu)
+                cells.append(f"{1e6 * cost.seconds(gpu):.1f} ({over:.2f})")
+            lines.append((_size(shape), name, f"{cost.moved_bytes / 1e6:.1f}", f"{cost.flops / 1e9:.2f}", *cells))
+    return _table(("shape", f"kernel, ratio {ratio:g}", "MB", "GFLOP", *(gpu.name for gpu in GPUS)), lines)
+
+
+def layer_table() -> str:
+    """Return the predicted time of a converted layer over nn.Linear's.
+
+    Returns:
+        Markdown.
+    """
+    lines = []
+    for shape, goals in GOALS.items():
+        for ratio, goal in goals.items():
+            cells = []
+            for gpu in GPUS:
+                exact = linear_seconds(gpu, *shape)
+                times = [sketched_seconds(gpu, *shape, ratio, center=center) / exact for center in (False, True)]
+                cells.append(" / ".join(f"{time:.3f}" for time in times))
+            lines.append((_size(shape), f"{ratio:g}", f"{limit(ratio):.3f}", *cells, f"{goal:.2f}"))
+    heads = ("shape", "ratio", "limit", *(f"{gpu.name}, plain / centred" for gpu in GPUS), "goal")
+    return _table(heads, lines)
+
+
+def limit(ratio: float) -> float:
+    """Return the time over nn.Linear's of a layer whose sketches cost nothing: one of three equal products shrinks.
+
+    Args:
+        ratio: Rows kept over rows.
+
+    Returns:
+        1 - (1 - ratio) / 3.
+    """
+    return 1 - (1 - ratio) / 3
+
+
+BLOCKS = {"formulas": formula_table, "kernel times": kernel_table, "layer times": layer_table}
+
+
+def filled(text: str) -> str:
+    """Return a text with its tables made anew.
+
+    Args:
+        text: Holds `<!-- begin: NAME -->` and `<!-- end: NAME -->`, each on a line of its own, for every table.
+
+    Returns:
+        The text, with what stood between them replaced.
+
+    Raises:
+        ValueError: If the markers of a table are missing.
+    """
+    for name, make in BLOCKS.items():
+        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"no block {name!r}: put <!-- begin: {name} --> and <!-- end: {name} --> on lines once")
+        table = make()
+        text = pattern.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Fill the tables, or check them.
+
+    Args:
+        arguments: Command line, `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status: 1 where a check finds a difference.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is not what it should be")
+    options = parser.parse_args(arguments)
+    text = README.read_text(encoding="utf-8")
+    new = filled(text)
+    if options.check and new != text:
+        print(f"{README}: the tables are not what {Path(__file__).name} makes; run it", file=sys.stderr)
+        return 1
+    if not options.check:
+        write_text(README, new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

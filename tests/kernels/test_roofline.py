@@ -1,0 +1,69 @@
+"""The predictions of kernels/README.md are what the formulas give, and the formulas are what tensors weigh."""
+
+import pytest
+import torch
+
+from rmm_linear import RMMConfig
+from rmm_linear_kernels.hadamard_sketch import reference as hadamard
+from rmm_linear_kernels.low_bit import reference as low_bit
+
+
+@pytest.fixture
+def roofline(benchmark_script):
+    return benchmark_script("roofline")
+
+
+def test_the_readme_s_tables_are_those_of_the_script(roofline, tmp_path, monkeypatch) -> None:
+    assert roofline.main(["--check"]) == 0
+    text = roofline.README.read_text()
+    changed = tmp_path / "README.md"
+    changed.write_text(text.replace("| 0.833 |", "| 0.834 |", 1))
+    monkeypatch.setattr(roofline, "README", changed)
+    assert roofline.main(["--check"]) == 1
+    assert roofline.main([]) == 0
+    assert changed.read_text() == text
+    changed.write_text(text.replace("<!-- begin: layer times -->", ""))
+    with pytest.raises(ValueError, match="layer times"):
+        roofline.main(["--check"])
+
+
+def test_bytes_are_those_of_the_tensors(roofline) -> None:
+    rows, features, out, ratio = 256, 48, 80, 0.25
+    rank = roofline.rank_of(rows, ratio)
+    assert rank == RMMConfig(ratio=ratio).sketch_object.rank(rows)
+    seed = torch.tensor(1)
+    x = torch.randn(rows, features).bfloat16()
+    y = hadamard.hadamard_sketch(x, seed, None, blocks=4, kept=rank // 4, scale=0.1, dtype=x.dtype)
+    assert roofline.hadamard_sketch(rows, features, rank).moved_bytes == x.nbytes + y.nbytes + seed.nbytes
+    for kind, bits in low_bit.BITS.items():
+        if kind == low_bit.FP8:
+            continue
+        group = RMMConfig(storage=kind, center=False).sketch_object.group
+        assert group == roofline.GROUP_BITS // bits
+        stored = low_bit.quantize(y, seed, None, kind=kind, group=group)
+        weight = sum(part.nbytes for part in stored) + seed.nbytes
+        assert roofline.quantize(rank, features, bits).moved_bytes == y.nbytes + weight
+        value = low_bit.dequantize(*stored, seed, kind=kind, group=group, features=features)
+        assert roofline.dequantize(rank, features, bits).moved_bytes == weight + value.nbytes
+        g = torch.zeros(rank, out).bfloat16()
+        grad = torch.zeros(out, features).bfloat16()
+        moved = roofline.sketched_grad_weight(rank, features, out, bits=bits).moved_bytes
+        assert moved == weight + g.nbytes + grad.nbytes
+    assert roofline.sketched_grad_weight(rank, features, out).flops == 2 * rank * features * out
+
+
+def test_a_prediction_obeys_both_roofs(roofline) -> None:
+    gpu = roofline.Gpu("made up", bandwidth=1e9, multiplication=1e12)
+    assert roofline.Cost(9 * 10**8, 1).seconds(gpu) == pytest.approx(1.0)
+    assert roofline.Cost(1, 75 * 10**10).seconds(gpu) == pytest.approx(1.0)
+    for shape in roofline.GOALS:
+        for gpu in roofline.GPUS:
+            exact = roofline.linear_seconds(gpu, *shape)
+            plain, centred = (roofline.sketched_seconds(gpu, *shape, 0.25, center=center) for center in (False, True))
+            assert roofline.limit(0.25) * exact < plain < centred < exact
+
+
+def test_the_goals_are_above_what_free_sketches_would_reach(roofline) -> None:
+    for goals in roofline.GOALS.values():
+        assert tuple(goals) == (0.5, 0.25, 0.1)
+        assert all(roofline.limit(ratio) < goal < 1 for ratio, goal in goals.items())
