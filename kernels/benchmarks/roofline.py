@@ -87,16 +87,17 @@ class Cost:
 
 
 def rank_of(rows: int, ratio: float) -> int:
-    """Return the rows that the Hadamard sketch keeps of whole blocks.
+    """Return the rows that the Hadamard sketch keeps.
 
     Args:
-        rows: A multiple of 64.
+        rows: Rows of x.
         ratio: At least 1/32.
 
     Returns:
-        floor(64 ratio) of every 64.
+        The same number of every block, rounded down.
     """
-    return rows // BLOCK_ROWS * int(BLOCK_ROWS * ratio)
+    blocks = -(-rows // BLOCK_ROWS)
+    return blocks * max(1, int(ratio * rows / blocks))
 
 
 def product(rows: int, inner: int, columns: int) -> Cost:
@@ -139,7 +140,7 @@ def hadamard_sketch(rows: int, features: int, rank: int, *, with_sum: bool = Fal
     Returns:
         The cost.
     """
-    sums = _WIDE * (rows // BLOCK_ROWS) * features if with_sum else 0
+    sums = _WIDE * -(-rows // BLOCK_ROWS) * features if with_sum else 0
     mean = _WIDE * features if with_mean else 0
     return Cost(_HALF * (rows + rank) * features + _SEED + sums + mean, 2 * BLOCK_ROWS * rank * features)
 
@@ -266,7 +267,7 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
 
     Args:
         gpu: Where.
-        rows: Rows of x, a multiple of 64.
+        rows: Rows of x.
         features: Its columns.
         out: Columns of the output.
         ratio: Rows kept over rows.
@@ -275,7 +276,7 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
     Returns:
         Seconds.
     """
-    rank, blocks = rank_of(rows, ratio), rows // BLOCK_ROWS
+    rank, blocks = rank_of(rows, ratio), -(-rows // BLOCK_ROWS)
     parts = [
         product(rows, features, out),
         product(rows, out, features),
@@ -293,7 +294,7 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
     """Return the cost of each kernel on one layer's tensors.
 
     Args:
-        rows: Rows of x, a multiple of 64.
+        rows: Rows of x.
         features: Its columns.
         out: Columns of g.
         ratio: Rows kept over rows.

@@ -30,7 +30,9 @@ def test_the_readme_s_tables_are_those_of_the_script(roofline, tmp_path, monkeyp
 def test_bytes_are_those_of_the_tensors(roofline) -> None:
     rows, features, out, ratio = 256, 48, 80, 0.25
     rank = roofline.rank_of(rows, ratio)
-    assert rank == RMMConfig(ratio=ratio).sketch_object.rank(rows)
+    for some_rows, some_ratio in ((rows, ratio), (203, 0.3), (8192, 0.1), (65, 0.5)):
+        expected = RMMConfig(ratio=some_ratio, center=False).sketch_object.rank(some_rows)
+        assert roofline.rank_of(some_rows, some_ratio) == expected
     seed = torch.tensor(1)
     x = torch.randn(rows, features).bfloat16()
     y = hadamard.hadamard_sketch(x, seed, None, blocks=4, kept=rank // 4, scale=0.1, dtype=x.dtype)

@@ -1,0 +1,559 @@
+"""Time each Triton kernel against its plain-torch twin, a copy of as many bytes, and cuBLAS; and measure its error.
+
+    python kernels/benchmarks/each_kernel.py [--only hadamard] [--repeats 20] [--results DIR]
+
+Every repetition times a device copy, the twin, the kernel and, for products, torch.mm, one after the other, on inputs
+that take turns and are larger together than the device's cache. Times are medians with 20/80 quantiles. The copy moves
+as many bytes as the kernel has to (`roofline.py`): a kernel that is bound by memory is as good as it can be at a time
+over the copy's of 1. Errors are root mean squares against a float64 computation, relative to its result; a kernel fails
+if its error is more than twice its twin's, and 1e-5 above that.
+
+On a processor (`--device cpu`) there is nothing but the twins to time; tiny shapes show that the script works.
+"""
+
+import argparse
+import importlib
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import roofline
+import torch
+from measuring import (
+    RESULTS,
+    check_results_folder,
+    commit_name,
+    device_of,
+    hardware_name,
+    milliseconds,
+    quantiles,
+    rotating_count,
+    slug,
+    write_csv,
+)
+from torch import Tensor
+
+from rmm_linear_kernels.low_bit.reference import BITS, dequantize, quantize
+
+TINY_SHAPES = ((256, 48, 80),)
+RATIOS = (0.5, 0.25, 0.1)
+KINDS = ("int8", "int4")
+# A twin may take a hundred times as long as its kernel, and its median need not be as sharp.
+_TWIN_REPEATS = 5
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one op.
+
+    Attributes:
+        op: Folder of the op.
+        function: Name of the twin and of its kernel's launcher.
+        name: What is computed, for people.
+        rows: Rows of x.
+        features: Columns of what is read.
+        out: Columns of g, for a product.
+        cost: What it has to do.
+        make: Makes a new set of arguments, by name; a function is given those that it has.
+        rival: The same with the vendor's library, of the same arguments.
+        twin: Computes the same where there is no twin of that name.
+        value: What of a result is compared, of the result and the arguments; the result itself by default.
+    """
+
+    op: str
+    function: str
+    name: str
+    rows: int
+    features: int
+    out: int
+    cost: roofline.Cost
+    make: Callable[[], Arguments]
+    rival: Callable[[Arguments], Tensor] | None = None
+    twin: Callable[[Arguments], Tensor] | None = None
+    value: Callable[[Any, Arguments], Tensor] = field(default=lambda result, arguments: result)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results file; empty where there is nothing to tell."""
+
+    hardware: str
+    dtype: str
+    op: str
+    name: str
+    rows: int
+    features: int
+    out: int
+    moved_bytes: int
+    flops: int
+    copy_us: float | str = ""
+    copy_gb_per_s: float | str = ""
+    twin_us: float | str = ""
+    kernel_us: float | str = ""
+    kernel_us_q20: float | str = ""
+    kernel_us_q80: float | str = ""
+    rival_us: float | str = ""
+    kernel_over_copy: float | str = ""
+    kernel_over_rival: float | str = ""
+    kernel_gb_per_s: float | str = ""
+    kernel_tflop_per_s: float | str = ""
+    rival_tflop_per_s: float | str = ""
+    twin_error: float | str = ""
+    kernel_error: float | str = ""
+    note: str = ""
+    failed: bool = False
+    repeats: int = 0
+    torch: str = torch.__version__
+    triton: str = ""
+    commit: str = ""
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with those of the arguments that it has.
+
+    Args:
+        function: A twin or a launcher.
+        arguments: More than it may want.
+
+    Returns:
+        Its result.
+    """
+    names = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in names})
+
+
+def implementation(op: str, function: str, module: str) -> Callable[..., Any] | None:
+    """Return a function of an op, if there is one.
+
+    Args:
+        op: Folder of the op.
+        function: Its name.
+        module: "reference" or "kernel".
+
+    Returns:
+        The function; None where there is no such file or no such function in it.
+
+    Raises:
+        ModuleNotFoundError: If the file is there, and something else that it imports is not.
+    """
+    path = f"rmm_linear_kernels.{op}.{module}"
+    try:
+        found = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name in (path, "triton"):
+            return None
+        raise
+    return getattr(found, function, None)
+
+
+def launcher_of(case: Case, device: torch.device) -> Callable[..., Any] | None:
+    """Return what launches the kernel of a case.
+
+    Args:
+        case: The case.
+        device: Where.
+
+    Returns:
+        The launcher; None where there is none, and on a processor.
+    """
+    return implementation(case.op, case.function, "kernel") if device.type == "cuda" else None
+
+
+def cases(shapes: tuple[tuple[int, int, int], ...], *, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Make every case.
+
+    Args:
+        shapes: (rows, in, out) of layers.
+        device: Where tensors are made.
+        dtype: Dtype of x and g.
+
+    Yields:
+        The cases of one shape after those of another.
+    """
+    seed = torch.tensor(7, device=device)
+
+    def normal(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, device=device, dtype=dtype)
+
+    for shape in shapes:
+        yield from _sketch_cases(shape, normal, seed, dtype)
+        yield from _row_cases(shape, normal, seed, dtype)
+        yield from _low_bit_cases(shape, normal, seed)
+        yield from _product_cases(shape, normal, seed, dtype)
+
+
+def _sketch_cases(
+    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor, dtype: torch.dtype
+) -> Iterator[Case]:
+    rows, features, out = shape
+    blocks = -(-rows // roofline.BLOCK_ROWS)
+
+    def hadamard(columns: int, rank: int, *, centred: bool = False) -> Arguments:
+        x = normal(rows, columns)
+        kept = rank // blocks
+        mean = x.float().mean(0) if centred else None
+        return {
+            "x": x, "seed": seed, "mean": mean, "blocks": blocks, "kept": kept, "scale": kept**-0.5, "dtype": dtype,
+        }  # fmt: skip
+
+    for ratio, centred in ((0.5, False), (0.25, False), (0.25, True), (0.1, False)):
+        rank = roofline.rank_of(rows, ratio)
+        name = f"hadamard_sketch of x, ratio {ratio:g}" + (", centred" if centred else "")
+        cost = roofline.hadamard_sketch(rows, features, rank, with_mean=centred)
+        make = lambda rank=rank, centred=centred: hadamard(features, rank, centred=centred)  # noqa: E731
+        yield Case("hadamard_sketch", "hadamard_sketch", name, rows, features, 0, cost, make)
+    for ratio in RATIOS:
+        rank = roofline.rank_of(rows, ratio)
+        name = f"hadamard_sketch of g, ratio {ratio:g}"
+        cost = roofline.hadamard_sketch(rows, out, rank)
+        make = lambda rank=rank: hadamard(out, rank)  # noqa: E731
+        yield Case("hadamard_sketch", "hadamard_sketch", name, rows, out, 0, cost, make)
+    for gaussian, ratio in itertools.product((True, False), (0.25, 0.1)):
+        rank = int(ratio * rows)
+
+        def projection(rank: int = rank, gaussian: bool = gaussian) -> Arguments:
+            return {
+                "x": normal(rows, features), "seed": seed, "mean": None, "rank": rank, "gaussian": gaussian,
+                "scale": rank**-0.5, "dtype": dtype, "dense": normal(rank, rows),
+            }  # fmt: skip
+
+        yield Case(
+            "random_projection",
+            "random_projection",
+            f"random_projection of x, {'normals' if gaussian else 'signs'}, ratio {ratio:g}",
+            rows,
+            features,
+            0,
+            roofline.random_projection(rows, features, rank),
+            projection,
+            rival=lambda arguments: torch.mm(arguments["dense"], arguments["x"]),
+        )
+
+
+def _row_cases(
+    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor, dtype: torch.dtype
+) -> Iterator[Case]:
+    rows, features, _ = shape
+    for ratio in RATIOS:
+        rank = int(ratio * rows)
+
+        def gathered(rank: int = rank) -> Arguments:
+            index = torch.randint(rows, (rank,), device=seed.device, dtype=torch.int32)
+            x = normal(rows, features)
+            return {"x": x, "index": index, "mean": None, "scales": None, "scale": 0.5, "dtype": dtype}
+
+        cost = roofline.gather_rows(features, rank)
+        yield Case("row_gather", "gather_rows", f"gather_rows, ratio {ratio:g}", rows, features, 0, cost, gathered)
+    yield Case(
+        "row_gather",
+        "row_norms",
+        "row_norms",
+        rows,
+        features,
+        0,
+        roofline.row_norms(rows, features),
+        lambda: {"x": normal(rows, features), "mean": None},
+    )
+
+
+def _stored(y: Tensor, seed: Tensor, kind: str) -> Arguments:
+    group = roofline.GROUP_BITS // BITS[kind]
+    codes, steps, offsets = quantize(y, seed, None, kind=kind, group=group)
+    return {
+        "codes": codes, "steps": steps, "offsets": offsets, "seed": seed, "kind": kind, "group": group,
+        "features": y.shape[1],
+    }  # fmt: skip
+
+
+def _low_bit_cases(shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor) -> Iterator[Case]:
+    rows, features, _ = shape
+    rank = roofline.rank_of(rows, 0.25)
+    for kind in KINDS:
+        group = roofline.GROUP_BITS // BITS[kind]
+
+        def rounded(kind: str = kind, group: int = group) -> Arguments:
+            return {"y": normal(rank, features), "seed": seed, "mean": None, "kind": kind, "group": group}
+
+        def read_back(result: tuple[Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
+            return dequantize(
+                *result, seed, kind=arguments["kind"], group=arguments["group"], features=arguments["y"].shape[1]
+            )
+
+        cost = roofline.quantize(rank, features, BITS[kind])
+        name = f"quantize to {kind}, {rank} rows"
+        yield Case("low_bit", "quantize", name, rows, features, 0, cost, rounded, value=read_back)
+        cost = roofline.dequantize(rank, features, BITS[kind])
+        make = lambda kind=kind: _stored(normal(rank, features), seed, kind)  # noqa: E731
+        yield Case("low_bit", "dequantize", f"dequantize {kind}, {rank} rows", rows, features, 0, cost, make)
+
+
+def _product_cases(
+    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor, dtype: torch.dtype
+) -> Iterator[Case]:
+    rows, features, out = shape
+    for ratio, centred in (*((ratio, False) for ratio in RATIOS), (0.25, True)):
+        rank = roofline.rank_of(rows, ratio)
+
+        def sketches(rank: int = rank, centred: bool = centred) -> Arguments:
+            return {
+                "sketched_g": normal(rank, out),
+                "sketched_x": normal(rank, features),
+                "column_sum": normal(1, out)[0].float() if centred else None,
+                "mean": normal(1, features)[0].float() if centred else None,
+                "scale": 1.0,
+                "dtype": dtype,
+            }
+
+        yield Case(
+            "sketched_grad_weight",
+            "sketched_grad_weight",
+            f"sketched_grad_weight, ratio {ratio:g}" + (", centred" if centred else ""),
+            rows,
+            features,
+            out,
+            roofline.sketched_grad_weight(rank, features, out, with_mean=centred),
+            sketches,
+            rival=lambda arguments: torch.mm(arguments["sketched_g"].t(), arguments["sketched_x"]),
+        )
+    rank = roofline.rank_of(rows, 0.25)
+    for kind in KINDS:
+
+        def low_bit_sketches(kind: str = kind) -> Arguments:
+            stored = _stored(normal(rank, features), seed, kind)
+            more = {"sketched_g": normal(rank, out), "column_sum": None, "mean": None, "scale": 1.0, "dtype": dtype}
+            return stored | more
+
+        def unpacked_product(arguments: Arguments) -> Tensor:
+            """What it competes with: the fastest way to the numbers in memory, then cuBLAS."""
+            unpack = implementation("low_bit", "dequantize", "kernel") if seed.is_cuda else None
+            read = call(unpack or dequantize, arguments).to(arguments["sketched_g"].dtype)
+            return torch.mm(arguments["sketched_g"].t(), read)
+
+        def twin_product(arguments: Arguments) -> Tensor:
+            read = call(dequantize, {name: value for name, value in arguments.items() if name != "dtype"})
+            return torch.mm(arguments["sketched_g"].t(), read.to(arguments["sketched_g"].dtype))
+
+        yield Case(
+            "sketched_grad_weight",
+            "sketched_grad_weight_low_bit",
+            f"sketched_grad_weight from {kind}, ratio 0.25",
+            rows,
+            features,
+            out,
+            roofline.sketched_grad_weight(rank, features, out, bits=BITS[kind]),
+            low_bit_sketches,
+            rival=unpacked_product,
+            twin=twin_product,
+        )
+
+
+def _exact(arguments: Arguments) -> Arguments:
+    """The arguments as a float64 computation wants them; steps and offsets stay what they are."""
+    wide = {
+        name: value.double()
+        if isinstance(value, Tensor) and value.is_floating_point() and name not in ("steps", "offsets")
+        else value
+        for name, value in arguments.items()
+    }
+    return wide | ({"dtype": torch.float64} if "dtype" in wide else {})
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    """Root mean square of the difference, relative to that of the exact result."""
+    size = torch.linalg.vector_norm(exact.double())
+    return float(torch.linalg.vector_norm(value.double() - exact.double()) / size.clamp(min=1e-300))
+
+
+def _measured_errors(
+    case: Case, twin: Callable[[Arguments], Any], kernel: Callable[[Arguments], Any] | None
+) -> tuple[float, float | None]:
+    arguments = case.make()
+    exact = case.value(twin(_exact(arguments)), arguments)
+    if case.op == "low_bit" and case.function == "quantize":
+        # Rounding is the op: what was rounded is the truth.
+        exact = arguments["y"].double()
+    twin_error = _error(case.value(twin(arguments), arguments), exact)
+    return twin_error, None if kernel is None else _error(case.value(kernel(arguments), arguments), exact)
+
+
+def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: int) -> Row:
+    """Time one case and measure its error.
+
+    Args:
+        case: What to call.
+        device: Where.
+        dtype: Dtype of x and g.
+        repeats: Timed repetitions, after two that are not.
+
+    Returns:
+        Its line.
+    """
+    reference = implementation(case.op, case.function, "reference")
+    twin = case.twin or (lambda arguments: call(reference, arguments))
+    launcher = launcher_of(case, device)
+    kernel = None if launcher is None else (lambda arguments: call(launcher, arguments))
+    note = "" if kernel is not None else ("no kernel" if device.type == "cuda" else "kernels need a GPU")
+    errors = _measured_errors(case, twin, kernel)
+    count = rotating_count(case.cost.moved_bytes, device)
+    inputs = itertools.cycle([case.make() for _ in range(count)])
+    # Half of the bytes of a copy are read, half are written.
+    half = max(1, case.cost.moved_bytes // 2)
+    buffers = itertools.cycle(
+        [torch.empty(2, half, dtype=torch.uint8, device=device).zero_().unbind(0) for _ in range(count)]
+    )
+
+    def copy(_: Arguments) -> None:
+        source, target = next(buffers)
+        target.copy_(source)
+
+    calls = {"copy": copy, "twin": twin, "kernel": kernel, "rival": case.rival}
+    present = {name: function for name, function in calls.items() if function is not None}
+    times: dict[str, list[float]] = {name: [] for name in present}
+    for repeat in range(repeats + 2):
+        for name, function in present.items():
+            if name == "twin" and repeat >= _TWIN_REPEATS + 2:
+                continue
+            arguments = next(inputs)
+            elapsed = milliseconds(lambda function=function, arguments=arguments: function(arguments), device)
+            if repeat >= 2:
+                times[name].append(elapsed * 1e3)
+    middle = {name: quantiles(torch.tensor(measured)) for name, measured in times.items()}
+    return _row(case, middle, errors, note, device=device, dtype=dtype, repeats=repeats)
+
+
+def _row(
+    case: Case,
+    middle: Mapping[str, tuple[float, float, float]],
+    errors: tuple[float, float | None],
+    note: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+) -> Row:
+    copy, twin = middle["copy"][1], middle["twin"][1]
+    figures: dict[str, Any] = {
+        "copy_us": copy,
+        "copy_gb_per_s": case.cost.moved_bytes / copy / 1e3,
+        "twin_us": twin,
+        "twin_error": errors[0],
+    }
+    is_wrong = False
+    if "rival" in middle:
+        rival = middle["rival"][1]
+        figures |= {"rival_us": rival, "rival_tflop_per_s": case.cost.flops / rival / 1e6}
+    if "kernel" in middle:
+        low, kernel, high = middle["kernel"]
+        figures |= {
+            "kernel_us": kernel,
+            "kernel_us_q20": low,
+            "kernel_us_q80": high,
+            "kernel_over_copy": kernel / copy,
+            "kernel_gb_per_s": case.cost.moved_bytes / kernel / 1e3,
+            "kernel_tflop_per_s": case.cost.flops / kernel / 1e6,
+            "kernel_error": errors[1],
+        }
+        if "rival" in middle:
+            figures["kernel_over_rival"] = kernel / middle["rival"][1]
+        is_wrong = not (errors[1] is not None and errors[1] <= 2 * errors[0] + 1e-5)
+    if is_wrong:
+        note = f"error {errors[1]:.3g}, the twin's {errors[0]:.3g}"
+    return _empty_row(
+        case,
+        device=device,
+        dtype=dtype,
+        note=note,
+        failed=is_wrong,
+        repeats=repeats,
+        **{name: _shortened(value) for name, value in figures.items()},
+    )
+
+
+def _shortened(value: float) -> float:
+    return float(f"{value:.4g}") if math.isfinite(value) else value
+
+
+def _empty_row(case: Case, *, device: torch.device, dtype: torch.dtype, **figures: Any) -> Row:
+    return Row(
+        hardware=hardware_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        op=case.op,
+        name=case.name,
+        rows=case.rows,
+        features=case.features,
+        out=case.out,
+        moved_bytes=case.cost.moved_bytes,
+        flops=case.cost.flops,
+        triton=_triton_version(),
+        commit=commit_name(),
+        **figures,
+    )
+
+
+def _triton_version() -> str:
+    try:
+        return importlib.import_module("triton").__version__
+    except ModuleNotFoundError:
+        return "none"
+
+
+def _printed(row: Row) -> str:
+    size = f"{row.rows} x {row.features}" + (f" -> {row.out}" if row.out else "")
+    errors = f"{row.kernel_error} / {row.twin_error}"
+    cells = (row.copy_us, row.twin_us, row.kernel_us, row.rival_us, row.kernel_over_copy, row.kernel_over_rival)
+    return f"{row.name:46}{size:22}" + "".join(f"{cell:>11}" for cell in cells) + f"{errors:>24}  {row.note}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every case and write one CSV file.
+
+    Args:
+        arguments: Command line, `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status: 1 where a kernel failed or is less exact than it may be.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for tiny shapes and the twins alone")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their names")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: at least one repetition is needed")
+    device, dtype = device_of(parser, options.device), getattr(torch, options.dtype)
+    check_results_folder(parser, options.results)
+    torch.manual_seed(0)
+    shapes = tuple(roofline.GOALS) if device.type == "cuda" else TINY_SHAPES
+    chosen = [case for case in cases(shapes, device=device, dtype=dtype) if options.only in case.name]
+    if not chosen:
+        parser.error(f"--only {options.only}: no case has that in its name")
+    hardware = hardware_name(device)
+    print(f"{hardware}, {options.dtype}, torch {torch.__version__}, triton {_triton_version()}, commit {commit_name()}")
+    heads = ("copy us", "twin us", "kernel us", "cuBLAS us", "over copy", "/ cuBLAS")
+    print(f"{'':68}" + "".join(f"{head:>11}" for head in heads) + f"{'error, kernel / twin':>24}")
+    found = []
+    for case in chosen:
+        try:
+            row = measure(case, device=device, dtype=dtype, repeats=options.repeats)
+        except Exception as error:
+            # The others' figures are worth having all the same.
+            note = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            row = _empty_row(case, device=device, dtype=dtype, note=note, failed=True)
+        found.append(row)
+        print(_printed(row), flush=True)
+    path = options.results / f"kernels-{slug(hardware)}-{options.dtype}.csv"
+    write_csv(path, [asdict(row) for row in found])
+    print(f"written to {path}")
+    return 1 if any(row.failed for row in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
