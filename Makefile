@@ -1,6 +1,7 @@
 # Every target sets up what it needs: a virtual environment in .venv with the pinned versions of constraints.txt.
 #   make PYTHON=/path/to/python test       another interpreter (>= 3.10); `make clean` first if .venv exists already
 #   make PIP_FLAGS="--find-links DIR" test  more options for pip; its PIP_* environment variables count as well
+#   make PY=python3 gpu                    an interpreter that has all that is needed: nothing is set up or downloaded
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,9 +11,17 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 GLUE_FLAGS ?=
 BENCH_FLAGS ?=
-PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+GPU_FLAGS ?=
+PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: help venv glue test check lint bench readme clean
+# With an interpreter given, the sources are found by their path and there is nothing to set up.
+READY := $(STAMP)
+ifneq ($(PY),$(VENV)/bin/python)
+READY :=
+export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+
+.PHONY: help venv glue test check lint bench gpu resources readme clean
 
 help:
 	@echo "make glue   fine-tune a small Transformer with sketched and exact layers on the demo task; table and figure"
@@ -20,6 +29,8 @@ help:
 	@echo "make check  lint, types and the whole test suite, slow tests included"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the layer against nn.Linear"
+	@echo "make gpu    what only a GPU can say, within 8 minutes: tests, sanitizer, kernels, layer, memory"
+	@echo "make resources  registers, spills and instructions of the kernels for four GPUs, without one"
 	@echo "make readme fill the tables of README.md from the committed results"
 	@echo "make clean  remove the virtual environment and the caches"
 
@@ -33,25 +44,31 @@ $(STAMP): pyproject.toml constraints.txt .ci/make-venv
 	$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $@
 
-glue: $(STAMP)
+glue: $(READY)
 	$(PY) -m experiments.glue.run --config demo --grid --report $(GLUE_FLAGS)
 
-test: $(STAMP)
+test: $(READY)
 	$(PY) -m pytest $(PYTEST_FLAGS)
 
 # -m "" lifts the default selection, which leaves the slow tests out
 check: lint
 	$(PY) -m pytest -m "" $(PYTEST_FLAGS)
 
-lint: $(STAMP)
+lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(STAMP)
+bench: $(READY)
 	$(PY) kernels/benchmarks/layer.py $(BENCH_FLAGS)
 
-readme: $(STAMP)
+gpu: $(READY)
+	$(PY) kernels/benchmarks/gpu.py $(GPU_FLAGS)
+
+resources: $(READY)
+	$(PY) kernels/benchmarks/resources.py
+
+readme: $(READY)
 	$(PY) -m experiments.readme
 
 clean:

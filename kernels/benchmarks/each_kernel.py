@@ -24,18 +24,8 @@ from typing import Any
 
 import roofline
 import torch
-from measuring import (
-    RESULTS,
-    check_results_folder,
-    commit_name,
-    device_of,
-    hardware_name,
-    milliseconds,
-    quantiles,
-    rotating_count,
-    slug,
-    write_csv,
-)
+from measuring import device_of, hardware_name, milliseconds, quantiles, rotating_count
+from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
 from torch import Tensor
 
 from rmm_linear_kernels.low_bit.reference import BITS, dequantize, quantize
@@ -215,7 +205,7 @@ def _sketch_cases(
         make = lambda rank=rank: hadamard(out, rank)  # noqa: E731
         yield Case("hadamard_sketch", "hadamard_sketch", name, rows, out, 0, cost, make)
     for gaussian, ratio in itertools.product((True, False), (0.25, 0.1)):
-        rank = int(ratio * rows)
+        rank = max(1, int(ratio * rows))
 
         def projection(rank: int = rank, gaussian: bool = gaussian) -> Arguments:
             return {
@@ -241,7 +231,7 @@ def _row_cases(
 ) -> Iterator[Case]:
     rows, features, _ = shape
     for ratio in RATIOS:
-        rank = int(ratio * rows)
+        rank = max(1, int(ratio * rows))
 
         def gathered(rank: int = rank) -> Arguments:
             index = torch.randint(rows, (rank,), device=seed.device, dtype=torch.int32)
@@ -370,16 +360,31 @@ def _error(value: Tensor, exact: Tensor) -> float:
     return float(torch.linalg.vector_norm(value.double() - exact.double()) / size.clamp(min=1e-300))
 
 
-def _measured_errors(
-    case: Case, twin: Callable[[Arguments], Any], kernel: Callable[[Arguments], Any] | None
-) -> tuple[float, float | None]:
-    arguments = case.make()
-    exact = case.value(twin(_exact(arguments)), arguments)
-    if case.op == "low_bit" and case.function == "quantize":
+def _twin_of(case: Case) -> Callable[[Arguments], Any]:
+    reference = implementation(case.op, case.function, "reference")
+    return case.twin or (lambda arguments: call(reference, arguments))
+
+
+def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:
+    """Return how far the twin and the kernel are from a float64 computation.
+
+    Args:
+        case: What to call.
+        device: Where.
+
+    Returns:
+        Relative root mean squares; None for a kernel that is not there.
+    """
+    arguments, twin, launcher = case.make(), _twin_of(case), launcher_of(case, device)
+    if case.function == "quantize":
         # Rounding is the op: what was rounded is the truth.
         exact = arguments["y"].double()
+    else:
+        exact = case.value(twin(_exact(arguments)), arguments)
     twin_error = _error(case.value(twin(arguments), arguments), exact)
-    return twin_error, None if kernel is None else _error(case.value(kernel(arguments), arguments), exact)
+    if launcher is None:
+        return twin_error, None
+    return twin_error, _error(case.value(call(launcher, arguments), arguments), exact)
 
 
 def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: int) -> Row:
@@ -394,12 +399,10 @@ def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: in
     Returns:
         Its line.
     """
-    reference = implementation(case.op, case.function, "reference")
-    twin = case.twin or (lambda arguments: call(reference, arguments))
-    launcher = launcher_of(case, device)
+    twin, launcher = _twin_of(case), launcher_of(case, device)
     kernel = None if launcher is None else (lambda arguments: call(launcher, arguments))
     note = "" if kernel is not None else ("no kernel" if device.type == "cuda" else "kernels need a GPU")
-    errors = _measured_errors(case, twin, kernel)
+    errors = measured_errors(case, device)
     count = rotating_count(case.cost.moved_bytes, device)
     inputs = itertools.cycle([case.make() for _ in range(count)])
     # Half of the bytes of a copy are read, half are written.

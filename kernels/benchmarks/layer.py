@@ -22,17 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from measuring import (
-    RESULTS,
-    check_results_folder,
-    commit_name,
-    device_of,
-    hardware_name,
-    milliseconds,
-    quantiles,
-    slug,
-    write_csv,
-)
+from measuring import device_of, hardware_name, milliseconds, quantiles
+from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
 from roofline import GOALS, limit
 from torch import Tensor, nn
 

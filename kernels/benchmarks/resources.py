@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import triton
-from measuring import RESULTS, check_results_folder, read_csv, write_csv
+from result_files import RESULTS, check_results_folder, read_csv, write_csv
 
 from rmm_linear_kernels.ahead_of_time import (
     TARGETS,

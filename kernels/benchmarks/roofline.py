@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import write_text
+from result_files import write_text
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCK_ROWS = 64

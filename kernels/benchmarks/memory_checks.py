@@ -1,0 +1,58 @@
+"""Launch every kernel once on tiny and ragged shapes, for compute-sanitizer to look over its shoulder.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python kernels/benchmarks/memory_checks.py
+
+Without that variable, memcheck would see torch's large allocations and nothing of the tensors within them. The results
+are compared with the twins' as well: a kernel that does nothing has no bad access.
+"""
+
+import argparse
+import sys
+
+import torch
+from each_kernel import cases as cases_of
+from each_kernel import launcher_of, measured_errors
+
+# Whole blocks, and sizes that no tile divides.
+SHAPES = ((128, 64, 64), (203, 37, 53), (1, 5, 3))
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Launch every kernel.
+
+    Args:
+        arguments: Command line, `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status: 1 where a kernel raised or is wrong, 2 without a GPU.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    device = torch.device(parser.parse_args(arguments).device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        print("memory_checks.py: kernels need a GPU, and there is none", file=sys.stderr)
+        return 2
+    launched, wrong = 0, 0
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for case in cases_of(SHAPES, device=device, dtype=dtype):
+            if launcher_of(case, device) is None:
+                continue
+            launched += 1
+            try:
+                twin, kernel = measured_errors(case, device)
+                torch.cuda.synchronize(device)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+            else:
+                said = "" if kernel <= 2 * twin + 1e-5 else f"error {kernel:.3g}, the twin's {twin:.3g}"
+            if said:
+                wrong += 1
+                print(f"{case.name}, {case.rows} x {case.features}, {dtype}: {said}", flush=True)
+    print(f"{launched} launches, {wrong} wrong")
+    return 1 if wrong or not launched else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

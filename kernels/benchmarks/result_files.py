@@ -1,0 +1,106 @@
+"""The files that the benchmarks write: where they go, which commit they are of, and each whole or not at all."""
+
+import argparse
+import csv
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@cache
+def commit_name() -> str:
+    """Return the working tree's commit, with a + when it holds uncommitted changes.
+
+    Returns:
+        A short hash, or "unknown" outside a repository.
+    """
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if changes else "")
+
+
+def slug(name: str) -> str:
+    """Return a name as a part of a file's name.
+
+    Args:
+        name: Such as `hardware_name` returns.
+
+    Returns:
+        Lower case, with a dash for each character that is no letter and no digit.
+    """
+    return "".join(character if character.isalnum() else "-" for character in name.lower()).strip("-")
+
+
+def check_results_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Make the folder of a `--results` option, or end the program: better now than after the measurement.
+
+    Args:
+        parser: Whose option it is.
+        folder: Where files will be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, probe = tempfile.mkstemp(dir=folder, suffix=".part")
+        os.close(handle)
+        os.unlink(probe)
+    except OSError as error:
+        parser.error(f"--results {folder}: {error.strerror}; name a folder that can be written to")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: an interrupted run leaves the former one.
+
+    Args:
+        path: The file.
+        text: What it will hold.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    partial.write_text(text, encoding="utf-8", newline="")
+    os.replace(partial, path)
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a table whole or not at all.
+
+    Args:
+        path: The file.
+        rows: Lines with the same columns, at least one.
+    """
+    rows = list(rows)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Read a table that `write_csv` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its lines.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

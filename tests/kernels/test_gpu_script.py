@@ -1,0 +1,205 @@
+"""`make gpu` keeps to its budget, ends what hangs, goes on after a failure, and tells by its exit status."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu(benchmark_script):
+    return benchmark_script("gpu")
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def probed(**changes) -> str:
+    found = {"python": "3", "torch": "2", "cuda": "13", "gpu": "NVIDIA Made-Up", "triton": "3", "pytest": True}
+    return f"print('''{json.dumps(found | changes)}''')"
+
+
+@pytest.fixture
+def run(gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Run stages as if there were a GPU; returns the exit status and the summary."""
+
+    def main(stages, *options: str):
+        monkeypatch.setattr(gpu, "_PROBE", probed())
+        monkeypatch.setattr(gpu, "stages", lambda results, **found: stages)
+        status = gpu.main(["--results", str(tmp_path), *options])
+        return status, json.loads((tmp_path / "nvidia-made-up" / "summary.json").read_text())
+
+    return main
+
+
+def test_every_stage_runs_whatever_became_of_the_others(gpu, run, tmp_path) -> None:
+    stages = [
+        gpu.Stage("good", python("print('all is well')"), 20),
+        gpu.Stage("bad", python("print('one'); print('two'); raise SystemExit(3)"), 20, shown=1),
+        gpu.Stage("absent", [str(tmp_path / "no such program")], 20),
+        gpu.Stage("left out", python("print('no')"), 20, skip="it is not installed"),
+        gpu.Stage("last", python("import os; print(os.environ['MARK'])"), 20, environment={"MARK": "seen"}),
+    ]
+    status, summary = run(stages)
+    assert status == 1
+    assert [(stage["name"], stage["status"], stage["tail"]) for stage in summary["stages"]] == [
+        ("good", "passed", "all is well"),
+        ("bad", "failed", "two"),
+        ("absent", "failed", ""),
+        ("left out", "skipped", ""),
+        ("last", "passed", "seen"),
+    ]
+    assert summary["stages"][1]["why"] == "exit status 3"
+    assert summary["gpu"] == "NVIDIA Made-Up"
+    assert summary["commit"]
+    folder = tmp_path / "nvidia-made-up"
+    text = (folder / "summary.txt").read_text()
+    assert "left out      skipped" in text
+    assert "it is not installed" in text
+    assert "===== last\nseen" in text
+    assert "one\ntwo" in (folder / "log.txt").read_text()
+
+
+def test_no_failure_is_a_status_of_zero(gpu, run) -> None:
+    status, summary = run([gpu.Stage("good", python(""), 20), gpu.Stage("left out", [], 20, skip="no tool")])
+    assert status == 0
+    assert [stage["status"] for stage in summary["stages"]] == ["passed", "skipped"]
+
+
+def test_a_stage_that_hangs_is_ended_with_all_that_it_started(gpu, run, tmp_path) -> None:
+    number = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time; print('begun', flush=True);"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        f"open({str(number)!r}, 'w').write(str(child.pid)); time.sleep(60)"
+    )
+    began = time.monotonic()
+    status, summary = run([gpu.Stage("hangs", python(code), 2), gpu.Stage("next", python("print('here')"), 20)])
+    assert time.monotonic() - began < 30
+    assert status == 1
+    hanging, following = summary["stages"]
+    assert (hanging["status"], hanging["tail"], hanging["why"]) == ("timed out", "begun", "after 2 s")
+    assert following["status"] == "passed"
+    child = int(number.read_text())
+    for _ in range(100):
+        # A killed orphan may stay for a moment, or as a zombie that nobody has asked about.
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the child runs on")
+
+
+def test_the_whole_keeps_to_its_budget_and_unused_time_is_passed_on(gpu, run) -> None:
+    wait = "import time; time.sleep({})"
+    stages = [
+        gpu.Stage("quick", python("print('done')"), 3),
+        # longer than its own budget, within what the first one left
+        gpu.Stage("slow", python(wait.format(1.5)), 1),
+        gpu.Stage("endless", python(wait.format(60)), 100),
+        gpu.Stage("late", python("print('never')"), 100),
+    ]
+    began = time.monotonic()
+    status, summary = run(stages, "--budget", "5")
+    assert time.monotonic() - began < 5 + 10
+    assert status == 1
+    assert [stage["status"] for stage in summary["stages"]] == ["passed", "passed", "timed out", "skipped"]
+    assert summary["stages"][-1]["why"] == "no time was left"
+
+
+def test_some_stages_can_be_chosen(gpu, run, capsys) -> None:
+    stages = [gpu.Stage(name, python("pass"), 20) for name in ("first", "second", "third")]
+    status, summary = run(stages, "--only", "third", "first")
+    assert status == 0
+    assert [stage["name"] for stage in summary["stages"]] == ["first", "third"]
+    with pytest.raises(SystemExit, match="2"):
+        run(stages, "--only", "fourth")
+    assert "the stages are first, second, third" in capsys.readouterr().err
+
+
+def test_the_interpreter_s_mode_and_the_path_do_not_reach_the_stages(gpu, run, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    code = "import os, rmm_linear, rmm_linear_kernels; print(os.environ.get('TRITON_INTERPRET'))"
+    status, summary = run([gpu.Stage("stage", python(code), 60)])
+    assert status == 0
+    assert summary["stages"][0]["tail"] == "None"
+
+
+def test_what_is_not_installed_is_skipped_with_a_word(gpu, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "sanitizer", lambda: None)
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, has_pytest=False, has_triton=True)}
+    assert "pytest is not installed" in found["kernel tests"].skip
+    assert "pytest is not installed" in found["gpu tests"].skip
+    assert "compute-sanitizer" in found["memcheck"].skip
+    assert not found["layer"].skip
+    monkeypatch.setattr(gpu, "sanitizer", lambda: "/opt/compute-sanitizer")
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, has_pytest=True, has_triton=False)}
+    assert all("triton" in found[name].skip for name in ("kernel tests", "kernels", "memcheck", "racecheck"))
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, has_pytest=True, has_triton=True)}
+    assert not any(stage.skip for stage in found.values())
+    assert found["memcheck"].command[0] == "/opt/compute-sanitizer"
+    assert found["memcheck"].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def test_the_stages_budgets_are_the_whole_s_and_their_files_exist(gpu, tmp_path) -> None:
+    stages = gpu.stages(tmp_path, has_pytest=True, has_triton=True)
+    assert sum(stage.seconds for stage in stages) <= gpu.BUDGET_SECONDS == 8 * 60
+    named = [Path(part) for stage in stages for part in stage.command if str(part).endswith(".py")]
+    assert len(named) == 5
+    assert all(path.exists() for path in named)
+
+
+@pytest.mark.parametrize("name", ["each_kernel", "layer", "peak_memory"])
+def test_the_stages_options_are_those_of_the_scripts(gpu, benchmark_script, name, tmp_path, monkeypatch) -> None:
+    """Without a GPU each script must get as far as saying that there is none."""
+    script = benchmark_script(name)
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
+    stages = gpu.stages(tmp_path, has_pytest=True, has_triton=True)
+    (options,) = [stage.command[2:] for stage in stages if str(stage.command[1]).endswith(f"{name}.py")]
+    errors = []
+    monkeypatch.setattr(script.argparse.ArgumentParser, "error", lambda self, message: errors.append(message) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        script.main(options)
+    assert "no CUDA device" in errors[0]
+
+
+def test_a_machine_without_a_gpu_is_told_in_one_line(gpu, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(gpu, "_PROBE", probed(gpu=""))
+    assert gpu.main(["--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "gpu.py: no CUDA device that torch 2 can use; nothing was run\n"
+    monkeypatch.setattr(gpu, "_PROBE", "import no_such_package")
+    assert gpu.main(["--results", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no_such_package" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def commands_of(*arguments: str) -> str:
+    """What make would run; without the variables of a make that runs this test."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PY"))}
+    command = ["make", "-n", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_gpu_takes_a_given_interpreter_and_sets_nothing_up() -> None:
+    assert commands_of("gpu", "PY=some/python").split() == ["some/python", "kernels/benchmarks/gpu.py"]
+    assert commands_of("gpu").split()[-2:] == [".venv/bin/python", "kernels/benchmarks/gpu.py"]
+
+
+@pytest.mark.parametrize("options", [["--budget", "0"], ["--budget", "soon"]], ids=str)
+def test_bad_options_are_named(gpu, options, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(options)
+    assert options[0] in capsys.readouterr().err
