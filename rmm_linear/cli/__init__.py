@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rmm_linear.cli import profile
+from rmm_linear.cli import doctor, profile
 
-_COMMANDS = {"profile": profile}
+_COMMANDS = {"profile": profile, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,9 @@ factor: a factor that depends on the number of rows would make a compiled model 
 """
 
 import rmm_linear.ops.flops  # noqa: F401  registers its formulas
+from rmm_linear.ops.checks import KernelCheck, check_kernels
 from rmm_linear.ops.dispatch import (
+    ENVIRONMENT,
     KernelStatus,
     chosen,
     is_for_kernels,
@@ -45,10 +47,13 @@ from rmm_linear_kernels.trigonometric_sketch.reference import trigonometric_dens
 # The functions of the references (S itself, and the sampling weights) are for closed forms and tests: no layer calls
 # them.
 __all__ = [
+    "ENVIRONMENT",
     "SCALE_DTYPE",
     "STORAGE_BITS",
+    "KernelCheck",
     "KernelStatus",
     "as_operand",
+    "check_kernels",
     "chosen",
     "data_parallel_rank",
     "dequantize",

@@ -324,9 +324,7 @@ def _dequantize_kernel(
     half_offset = tl.zeros_like(half_step)
     if not IS_FP8:
         half_offset = _widened(tl.load(OFFSETS + scales, is_column, other=0)) / 2
-    value = dequantized(
-        codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8
-    )
+    value = dequantized(codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8)
     to = OUT + row.to(tl.int64)[:, None] * features + column[None, :]
     tl.store(to, value.to(OUT.dtype.element_ty), is_row[:, None] & is_column[None, :])
 
@@ -456,7 +454,13 @@ def _quantize_build(name: str, kind: str, group: int, dtype: torch.dtype, has_me
     warps = tile.pop("num_warps")
     types = {"Y": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
     sizes = ("rows", "features", "width", "y_row")
-    constants: dict[str, Any] = {"y_column": 1, "HAS_MEAN": has_mean, "IN_FLOAT64": False, **_constants(kind, group), **tile}
+    constants: dict[str, Any] = {
+        "y_column": 1,
+        "HAS_MEAN": has_mean,
+        "IN_FLOAT64": False,
+        **_constants(kind, group),
+        **tile,
+    }
     if has_mean:
         types["MEAN"] = "*fp32"
         constants["mean_stride"] = 1

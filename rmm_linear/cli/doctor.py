@@ -1,0 +1,124 @@
+"""`rmm-linear doctor`: versions, GPU, and each kernel against its twin: what will run on this machine."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import rmm_linear
+from rmm_linear.ops import ENVIRONMENT, KernelCheck, check_kernels, chosen
+
+HELP = "show what runs on this machine: Triton kernels or plain torch, whether they agree, and how fast they are"
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Largest difference from plain torch, relative to the largest value, that rounding explains: two steps of the dtype.
+_TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-4}
+_LONGEST_REASON = 200
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's options.
+
+    Args:
+        parser: Its parser.
+    """
+    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the GPU if there is one)")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of the activations")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> str:
+    """Check this machine.
+
+    Args:
+        options: The parsed options.
+
+    Returns:
+        One screen of text.
+
+    Raises:
+        ValueError: If there is no such device.
+    """
+    device = _device(options.device)
+    checks = check_kernels(device, dtype=_DTYPES[options.dtype])
+    facts = _facts(device)
+    if options.json:
+        return json.dumps({**facts, "dtype": options.dtype, "kernels": [asdict(check) for check in checks]}, indent=2)
+    return _screen(facts, options.dtype, checks)
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: no such device; use cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: the kernels are for CUDA, and plain torch is checked on cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
+        )
+    return device
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "rmm_linear": rmm_linear.__version__,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "device": str(device),
+        "kernels_chosen": chosen(),
+        ENVIRONMENT: os.environ.get(ENVIRONMENT),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda or torch.version.hip,
+        }
+    return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> str:
+    triton = facts["triton"] or "not installed"
+    versions = f"rmm_linear {facts['rmm_linear']}, torch {facts['torch']}, triton {triton}"
+    lines = [f"{versions}, Python {facts['python']}, {facts['system']}"]
+    if "gpu" in facts:
+        lines.append(
+            f"{facts['gpu']} ({facts['device']}), compute capability {facts['capability']},"
+            f" {facts['memory_bytes'] / 2**30:.0f} GiB, CUDA {facts['cuda']}"
+        )
+    else:
+        lines.append(f"device {facts['device']}: no GPU is used")
+    lines.append(f"kernels: {facts['kernels_chosen']} ({ENVIRONMENT} {facts[ENVIRONMENT] or 'is not set'})")
+    lines += ["", f"{'kernel, ' + dtype:28}{'runs':>8}{'ms':>10}{'torch ms':>10}{'difference':>12}"]
+    for check in checks:
+        time = "-" if check.milliseconds is None else f"{check.milliseconds:.3f}"
+        error = "-" if check.error is None else f"{check.error:.1e}"
+        lines.append(f"{check.name:28}{check.runs:>8}{time:>10}{check.torch_milliseconds:>10.3f}{error:>12}")
+    wrong = [check.name for check in checks if check.error is not None and check.error > _TOLERANCES[dtype]]
+    if wrong:
+        names = ", ".join(wrong)
+        lines += ["", f"WRONG: {names} differ from plain torch by more than rounding. Set {ENVIRONMENT}=torch"]
+    for reason in dict.fromkeys(check.reason for check in checks if check.reason is not None):
+        affected = [check.name for check in checks if check.reason == reason]
+        which = "all" if len(affected) == len(checks) else ", ".join(affected)
+        lines += ["", f"plain torch for {which}: {reason[:_LONGEST_REASON]}"]
+    return "\n".join(lines)

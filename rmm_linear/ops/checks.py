@@ -1,0 +1,131 @@
+"""Whether the kernels of this machine are right, and how fast: each against its plain-torch twin."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rmm_linear.ops.dispatch import KERNELS, kernel_status, use_kernels
+from rmm_linear.ops.grad_weight import sketched_grad_weight
+from rmm_linear.ops.projections import hadamard_gradient, hadamard_sketch, random_projection
+from rmm_linear.ops.rows import gather_rows, importance_rows
+from rmm_linear.ops.storage import dequantize, quantize
+
+_Call = Callable[[], tuple[Tensor, ...]]
+# rows, features, outputs: large enough for a GPU's time to be more than its launches
+_ON_GPU = (8192, 1024, 4096)
+_ON_CPU = (512, 96, 128)
+_BLOCK, _KEPT = 64, 16
+_KIND, _GROUP = "int8", 128
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """What came of one kernel.
+
+    Attributes:
+        name: The kernel.
+        runs: "triton" or "torch".
+        reason: Why its twin runs instead; None if the kernel runs.
+        error: Largest difference from the twin over the twin's largest value; None if the twin runs.
+        milliseconds: Median time of the kernel; None if the twin runs.
+        torch_milliseconds: Median time of the twin.
+    """
+
+    name: str
+    runs: str
+    reason: str | None
+    error: float | None
+    milliseconds: float | None
+    torch_milliseconds: float
+
+
+def check_kernels(device: torch.device, *, dtype: torch.dtype = torch.bfloat16, repeats: int = 20) -> list[KernelCheck]:
+    """Run each kernel beside its twin, on random numbers.
+
+    Args:
+        device: Where.
+        dtype: Dtype of the activations.
+        repeats: Timed runs of each.
+
+    Returns:
+        One check a kernel; a kernel that raises is one whose twin runs.
+    """
+    status = {found.name: found.reason for found in kernel_status(device)}
+    return [_checked(name, call, status[name], device, repeats) for name, call in _calls(device, dtype)]
+
+
+def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Call]]:
+    """An operator that runs each kernel; those without a call of their own are parts of these."""
+    rows, features, outputs = _ON_GPU if device.type == "cuda" else _ON_CPU
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    x, g, mean = normal(rows, features), normal(rows, outputs), normal(features, dtype=torch.float32)
+    seed = torch.full((), 7, dtype=torch.int64, device=device)
+    geometry = {"blocks": rows // _BLOCK, "kept": _KEPT}
+    rank = geometry["blocks"] * _KEPT
+    stored, sketched = normal(rank, features), normal(rank, outputs)
+    index = torch.arange(rank, device=device, dtype=torch.int32)
+    with use_kernels("torch"):
+        codes = quantize(stored, seed, None, kind=_KIND, group=_GROUP)
+    calls: dict[str, _Call] = {
+        "hadamard_sketch": lambda: (hadamard_sketch(x, seed, mean, **geometry, gradient=False),),
+        "hadamard_sketch_and_sums": lambda: hadamard_gradient(g, seed, **geometry, half=True),
+        "random_projection": lambda: (random_projection(x, seed, mean, rank=rank, gaussian=False, gradient=False),),
+        "gather_rows": lambda: (gather_rows(x, index, mean),),
+        # the draws themselves would differ in whole rows where a norm is rounded otherwise
+        "row_norms": lambda: (importance_rows(x, seed, mean, None, rank=rank, winner_take_all=False)[1].mean(),),
+        "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
+        "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
+        "sketched_grad_weight": lambda: (sketched_grad_weight(sketched, stored, dtype=dtype),),
+    }
+    yield from ((name, calls[name]) for name in KERNELS if name in calls)
+
+
+def _checked(name: str, call: _Call, reason: str | None, device: torch.device, repeats: int) -> KernelCheck:
+    with use_kernels("torch"):
+        expected = call()
+        torch_milliseconds = _milliseconds(call, device, repeats)
+    found = None
+    if reason is None:
+        try:
+            with use_kernels("triton"):
+                found = call()
+                milliseconds = _milliseconds(call, device, repeats)
+        except Exception as raised:  # whatever it is, it is what the user asked about
+            reason = f"{type(raised).__name__}: {raised}"
+    if reason is not None or found is None:
+        return KernelCheck(name, "torch", reason, None, None, torch_milliseconds)
+    error = max(_difference(one, other) for one, other in zip(found, expected, strict=True))
+    return KernelCheck(name, "triton", None, error, milliseconds, torch_milliseconds)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    largest = float(expected.double().abs().amax()) if expected.numel() else 0.0
+    difference = float((found.double() - expected.double()).abs().amax()) if expected.numel() else 0.0
+    # the difference of NaN and anything is no number, and no small one either
+    return math.inf if math.isnan(difference) else difference / max(largest, torch.finfo(torch.float64).tiny)
+
+
+def _milliseconds(call: _Call, device: torch.device, repeats: int) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize(device)
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+    return sorted(times)[len(times) // 2]

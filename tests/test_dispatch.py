@@ -1,0 +1,208 @@
+"""Which implementation an op runs, and what happens where a kernel cannot."""
+
+import subprocess
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import rmm_linear
+from rmm_linear import RMMConfig, RMMLinear, ops, use_kernels
+from rmm_linear.ops import dispatch
+from rmm_linear_kernels.hadamard_sketch import reference
+
+
+@pytest.fixture(autouse=True)
+def unspoilt(monkeypatch):
+    """A state of its own for each test, whatever the environment asks for."""
+    monkeypatch.setattr(dispatch, "_state", dispatch._State("auto"))
+    dispatch.unusable.cache_clear()
+    yield
+    dispatch.unusable.cache_clear()
+
+
+def sketch(x):
+    return ops.hadamard_sketch(x, torch.tensor(3), None, blocks=2, kept=10, gradient=False)
+
+
+X = torch.randn(100, 8)
+
+
+def test_plain_torch_runs_on_a_cpu_without_a_word():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for choice in ("auto", "torch"):
+            with use_kernels(choice):
+                assert torch.equal(sketch(X), reference.hadamard_sketch(
+                    X, torch.tensor(3), None, blocks=2, kept=10, scale=50**-0.5, dtype=torch.float32
+                ))  # fmt: skip
+
+
+def test_choices_nest_and_end():
+    assert ops.chosen() == "auto"
+    with use_kernels("torch"):
+        assert ops.chosen() == "torch"
+        with use_kernels("triton"):
+            assert ops.chosen() == "triton"
+        assert ops.chosen() == "torch"
+    assert ops.chosen() == "auto"
+    use_kernels("torch")
+    assert ops.chosen() == "torch"
+
+
+def test_a_wrong_choice_is_named():
+    with pytest.raises(ValueError, match="choice='cuda' is none of auto, triton, torch"):
+        use_kernels("cuda")
+    code = "import rmm_linear"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path), dispatch.ENVIRONMENT: "on"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "RMM_LINEAR_KERNELS='on' is none of auto, triton, torch" in done.stderr
+
+
+def test_triton_by_force_says_why_it_cannot():
+    layer = RMMLinear(8, 4, config=RMMConfig(min_rows=1))
+    with (
+        use_kernels("triton"),
+        pytest.raises(ValueError, match=r"cpu, and the kernels are for GPUs; use_kernels\('auto"),
+    ):
+        layer(X)
+
+
+def pretend_to_have_a_gpu(monkeypatch, kernel):
+    """CPU tensors pass for those of a GPU, and `kernel` for the module of the Hadamard kernels."""
+    monkeypatch.setattr(dispatch, "_reason_against", lambda name, x: dispatch._state.broken.get(name))
+    module = types.SimpleNamespace(hadamard_sketch=kernel, hadamard_sketch_and_sums=kernel)
+    monkeypatch.setattr(dispatch.importlib, "import_module", lambda name: module)
+
+
+def test_a_kernel_that_fails_is_replaced_with_one_warning(monkeypatch):
+    calls = []
+
+    def kernel(*args, **kwargs):
+        calls.append(1)
+        raise RuntimeError("Failed to find C compiler")
+
+    expected = sketch(X)
+    pretend_to_have_a_gpu(monkeypatch, kernel)
+    with pytest.warns(
+        RuntimeWarning, match=r"hadamard_sketch failed \(RuntimeError: Failed to find C compiler\).*doctor"
+    ):
+        assert torch.equal(sketch(X), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(sketch(X), expected)
+    assert len(calls) == 1
+    # another kernel is tried all the same
+    with pytest.warns(RuntimeWarning, match="hadamard_sketch_and_sums failed"):
+        ops.hadamard_gradient(X, torch.tensor(3), blocks=2, kept=10, half=False)
+
+
+def test_a_kernel_that_is_asked_for_and_fails_raises(monkeypatch):
+    def kernel(*args, **kwargs):
+        raise RuntimeError("Failed to find C compiler")
+
+    pretend_to_have_a_gpu(monkeypatch, kernel)
+    with use_kernels("triton"), pytest.raises(RuntimeError, match="C compiler"):
+        sketch(X)
+
+
+def test_running_out_of_memory_is_no_fault_of_the_kernel(monkeypatch):
+    def kernel(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pretend_to_have_a_gpu(monkeypatch, kernel)
+    with pytest.raises(torch.OutOfMemoryError):
+        sketch(X)
+    assert dispatch._state.broken == {}
+
+
+def test_a_kernel_is_taken_where_it_can_run(monkeypatch):
+    pretend_to_have_a_gpu(monkeypatch, lambda *args, **kwargs: torch.full((20, 8), 5.0))
+    assert torch.equal(sketch(X), torch.full((20, 8), 5.0))
+    with use_kernels("torch"):
+        monkeypatch.undo()
+        assert not torch.equal(sketch(X), torch.full((20, 8), 5.0))
+
+
+def test_old_gpus_and_missing_triton_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert dispatch.unusable(0) == "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
+    dispatch.unusable.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert dispatch.unusable(0) is None
+    dispatch.unusable.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "triton cannot be imported" in dispatch.unusable(0)
+    assert "pip install 'rmm-linear[kernels]'" in dispatch.unusable(0)
+
+
+def test_every_dtype_without_a_kernel_has_its_twin():
+    for dtype in (torch.float64, torch.float8_e4m3fn):
+        assert "there is no kernel" in dispatch._reason_against("hadamard_sketch", torch.empty(0, dtype=dtype))
+    with use_kernels("triton"):
+        assert sketch(X.double()).dtype == torch.float64
+
+
+def test_flops_are_counted():
+    rows, features, outputs, ratio = 256, 32, 48, 0.25
+    layer = RMMLinear(features, outputs, config=RMMConfig(ratio=ratio))
+    x = torch.randn(rows, features, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    kept = 16
+    assert counts["rmm_linear.hadamard_sketch"] == 2 * rows * kept * (features + outputs)
+    assert counts["rmm_linear.sketched_grad_weight"] == 2 * int(ratio * rows) * features * outputs
+    with FlopCounterMode(display=False) as exact:
+        nn.Linear(features, outputs)(x).sum().backward()
+    # output and grad_input
+    assert counts["aten.addmm"] + counts["aten.mm"] == 2 / 3 * exact.get_total_flops()
+
+
+def test_the_ways_of_a_gpu_give_the_same_gradient(monkeypatch):
+    """One reading of g, whose mean is taken off afterwards: the twin of it, in float64, is the same to rounding."""
+    torch.manual_seed(0)
+    x, g = torch.randn(150, 8).double() + 3, torch.randn(150, 5).double() - 2
+    for center in (False, True):
+        for storage, ratio in ((None, 0.4), ("int4", 0.4), ("int4", 1.0)):
+            sketched = RMMConfig(ratio=ratio, center=center, storage=storage).sketch_object
+            saved = sketched.compress(x, torch.tensor(5))
+            expected = sketched.backward(g, saved)
+            with monkeypatch.context() as patch:
+                patch.setattr(ops, "is_for_kernels", lambda g: True)
+                found = sketched.backward(g, saved)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_half_precision_products_have_room(monkeypatch):
+    """float16 gradients near the end of their range: the sketch is held over 64 of itself, and nothing overflows."""
+    monkeypatch.setattr(dispatch, "is_for_kernels", lambda g: True)
+    monkeypatch.setattr("rmm_linear.ops.is_for_kernels", lambda g: True)
+    assert dispatch.wants_half(torch.empty(0, dtype=torch.float16))
+    g = torch.full((128, 4), 60000.0, dtype=torch.float16)
+    x = torch.randn(128, 8).to(torch.float16)
+    for config in (RMMConfig(ratio=0.1, center=False), RMMConfig(ratio=0.1, center=False, sketch="gaussian")):
+        sketched = config.sketch_object
+        saved = sketched.compress(x, torch.tensor(5))
+        read = sketched.one_pass(g, saved)
+        values = ops.as_operand(sketched.sketch_gradient(g, saved), g)[0] if read is None else read.sketched
+        assert values.dtype == torch.float16
+        assert values.isfinite().all()
+        wide, _ = sketched.backward(g, saved, need_bias=False)
+        exact = sketched.sketch_gradient(g, saved).t() @ saved.tensors[0].float()
+        torch.testing.assert_close(wide, exact, rtol=1e-2, atol=1e-2 * float(exact.abs().max()))
+
+
+def test_public_name():
+    assert rmm_linear.use_kernels is dispatch.use_kernels
