@@ -30,6 +30,7 @@ What happens where:
     ops/              the opaque operators beneath the sketches
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -326,6 +327,10 @@ class _SketchedLinear(torch.autograd.Function):
             refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
             grads = [None if grad is None else next(refused) for grad in grads]
         return (*grads, *(None for _ in range(_OPTIONS)), *(None for _ in tensors))
+
+
+# torch reads the signature at every call: made once, it need not be put together each time
+_SketchedLinear.forward.__signature__ = inspect.signature(_SketchedLinear.forward)  # type: ignore[attr-defined]
 
 
 def _weight_gradient(

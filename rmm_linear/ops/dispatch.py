@@ -9,7 +9,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -139,30 +139,34 @@ def wants_half(g: Tensor) -> bool:
     return g.dtype in _HALVES and is_for_kernels(g)
 
 
-def implementation(name: str, x: Tensor, twin: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what an operator runs: a kernel, guarded by its twin, or the twin.
+def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a kernel where it can run, and its twin where it cannot or fails.
 
     Args:
         name: A key of `KERNELS`.
-        x: The operator's first argument.
         twin: The same in plain torch.
+        x: First argument of both, whose device and dtype decide.
+        *args: More arguments.
+        **kwargs: More arguments.
 
     Returns:
-        A function with the twin's signature.
+        What the kernel or its twin returns.
 
     Raises:
         ValueError: If Triton is forced, and cannot run.
     """
     reason = _reason_against(name, x)
     if reason is None:
-        return _guarded(name, x, twin)
-    if _state.choice == "triton" and x.dtype in _DTYPES:
-        raise ValueError(
-            f"the Triton kernel of {name} is asked for and cannot run: {reason}; use_kernels('auto') takes plain torch"
-        )
-    if x.is_cuda and _state.choice == "auto" and x.dtype in _DTYPES:
-        _warn(reason)
-    return twin
+        return _guarded(name, twin, x, *args, **kwargs)
+    if x.dtype in _DTYPES:
+        if _state.choice == "triton":
+            raise ValueError(
+                f"the Triton kernel of {name} is asked for and cannot run: {reason}; use_kernels('auto') takes plain"
+                " torch"
+            )
+        if x.is_cuda and _state.choice == "auto":
+            _warn(reason)
+    return twin(x, *args, **kwargs)
 
 
 def _reason_against(name: str, x: Tensor) -> str | None:
@@ -202,26 +206,28 @@ def unusable(device: int) -> str | None:
     return None
 
 
-def _guarded(name: str, x: Tensor, twin: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(twin)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            kernel = getattr(importlib.import_module(f"rmm_linear_kernels.{KERNELS[name]}.kernel"), name)
-            if x.is_cuda and x.device.index != torch.cuda.current_device():
-                with torch.cuda.device(x.device):
-                    return kernel(*args, **kwargs)
-            return kernel(*args, **kwargs)
-        except torch.OutOfMemoryError:
+def _guarded(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    try:
+        kernel = _loaded(name)
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return kernel(x, *args, **kwargs)
+        return kernel(x, *args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
+        if _state.choice == "triton":
             raise
-        except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
-            if _state.choice == "triton":
-                raise
-            # what has broken the GPU itself breaks the twin as well, and is raised from there
-            _state.broken[name] = f"the Triton kernel of {name} failed ({type(error).__name__}: {error})"
-            _warn(_state.broken[name])
-            return twin(*args, **kwargs)
+        # what has broken the GPU itself breaks the twin as well, and is raised from there
+        _state.broken[name] = f"the Triton kernel of {name} failed ({type(error).__name__}: {error})"
+        _warn(_state.broken[name])
+        return twin(x, *args, **kwargs)
 
-    return run
+
+@lru_cache
+def _loaded(name: str) -> Callable[..., Any]:
+    """The kernel's launcher: triton is imported when it first runs."""
+    return getattr(importlib.import_module(f"rmm_linear_kernels.{KERNELS[name]}.kernel"), name)
 
 
 def _warn(reason: str) -> None:
@@ -231,7 +237,7 @@ def _warn(reason: str) -> None:
             f"rmm_linear runs in plain torch, right but slower: {reason}. `rmm-linear doctor` tells more;"
             f" {ENVIRONMENT}=torch silences this",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

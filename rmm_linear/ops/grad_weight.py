@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import chosen, implementation, product_scale, wants_half
+from rmm_linear.ops.dispatch import chosen, product_scale, run, wants_half
 from rmm_linear.ops.registration import define
 from rmm_linear_kernels.sketched_grad_weight import reference as _grad_weight
 
@@ -34,12 +34,11 @@ def _sketched_grad_weight(
     scale: float,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    product = _grad_weight.sketched_grad_weight
+    operands = sketched_g, sketched_x, column_sum, _shifted(mean, sketched_x, ones)
     # cuBLAS is the faster one until a measurement says otherwise: Triton's runs where it is asked for
     if chosen() == "triton" and sketched_g.dtype in _HALVES and sketched_x.dtype == sketched_g.dtype:
-        product = implementation("sketched_grad_weight", sketched_g, product)
-    shifted = _shifted(mean, sketched_x, ones)
-    return product(sketched_g, sketched_x, column_sum, shifted, scale=scale, dtype=dtype)
+        return run("sketched_grad_weight", _grad_weight.sketched_grad_weight, *operands, scale=scale, dtype=dtype)
+    return _grad_weight.sketched_grad_weight(*operands, scale=scale, dtype=dtype)
 
 
 @torch.library.register_fake("rmm_linear::sketched_grad_weight")

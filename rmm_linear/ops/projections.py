@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import implementation, product_dtype, product_scale
+from rmm_linear.ops.dispatch import product_dtype, product_scale, run
 from rmm_linear.ops.registration import define, result_dtype
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 from rmm_linear_kernels.random_projection import reference as _projection
@@ -15,8 +15,8 @@ def _hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, 
     block_rows = max(1, x.shape[0]) / max(1, blocks)
     scale = block_rows**0.5 / kept if gradient else block_rows**-0.5
     dtype = result_dtype(x, gradient)
-    sketch = implementation("hadamard_sketch", x, _hadamard.hadamard_sketch)
-    return sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+    twin = _hadamard.hadamard_sketch
+    return run("hadamard_sketch", twin, x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch")
@@ -46,10 +46,9 @@ def _hadamard_gradient(g: Tensor, seed: Tensor, blocks: int, kept: int, half: bo
     rows = max(1, g.shape[0])
     scale = (rows / max(1, blocks)) ** 0.5 / kept
     dtype = product_dtype(g, half)
-    sketch = implementation("hadamard_sketch_and_sums", g, _hadamard.hadamard_sketch_and_sums)
-    sketched, column_sum, ones = sketch(
-        g, seed, blocks=blocks, kept=kept, scale=scale / product_scale(dtype), dtype=dtype
-    )
+    twin = _hadamard.hadamard_sketch_and_sums
+    options = {"blocks": blocks, "kept": kept, "scale": scale / product_scale(dtype), "dtype": dtype}
+    sketched, column_sum, ones = run("hadamard_sketch_and_sums", twin, g, seed, **options)
     return sketched, column_sum, ones.mul_(scale / rows)
 
 
@@ -85,8 +84,9 @@ def _random_projection(
     rows = max(1, x.shape[0])
     scale = rows**0.5 / max(1, rank) if gradient else rows**-0.5
     dtype = result_dtype(x, gradient)
-    project = implementation("random_projection", x, _projection.random_projection)
-    return project(x, seed, mean, rank=rank, gaussian=gaussian, scale=scale, dtype=dtype)
+    twin = _projection.random_projection
+    options = {"rank": rank, "gaussian": gaussian, "scale": scale, "dtype": dtype}
+    return run("random_projection", twin, x, seed, mean, **options)
 
 
 @torch.library.register_fake("rmm_linear::random_projection")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import implementation
+from rmm_linear.ops.dispatch import run
 from rmm_linear.ops.registration import define, result_dtype
 from rmm_linear_kernels.row_gather import reference as _rows
 
@@ -16,8 +16,7 @@ def _uniform_row_sketch(
 ) -> Tensor:
     index = _rows.uniform_rows(seed, rows=x.shape[0], rank=rank, replacement=replacement)
     scale = x.shape[0] / max(1, rank) if gradient else 1.0
-    gather = implementation("gather_rows", x, _rows.gather_rows)
-    return gather(x, index, mean, None, scale=scale, dtype=result_dtype(x, gradient))
+    return run("gather_rows", _rows.gather_rows, x, index, mean, None, scale=scale, dtype=result_dtype(x, gradient))
 
 
 @torch.library.register_fake("rmm_linear::uniform_row_sketch")
@@ -51,7 +50,7 @@ def uniform_row_sketch(
 def _importance_rows(
     x: Tensor, seed: Tensor, mean: Tensor | None, grad_norms: Tensor | None, rank: int, winner_take_all: bool
 ) -> tuple[Tensor, Tensor]:
-    norms = implementation("row_norms", x, _rows.row_norms)(x, mean)
+    norms = run("row_norms", _rows.row_norms, x, mean)
     if grad_norms is not None:
         norms = norms * grad_norms.to(norms.dtype)
     sample = _rows.sample_rows_winner_take_all if winner_take_all else _rows.sample_rows
@@ -93,8 +92,9 @@ def importance_rows(
 
 @define("gather_rows(Tensor x, Tensor index, Tensor? mean, Tensor? scales) -> Tensor")
 def _gather_rows(x: Tensor, index: Tensor, mean: Tensor | None, scales: Tensor | None) -> Tensor:
-    gather = implementation("gather_rows", x, _rows.gather_rows)
-    return gather(x, index, mean, scales, scale=1.0, dtype=result_dtype(x, scales is not None))
+    return run(
+        "gather_rows", _rows.gather_rows, x, index, mean, scales, scale=1.0, dtype=result_dtype(x, scales is not None)
+    )
 
 
 @torch.library.register_fake("rmm_linear::gather_rows")

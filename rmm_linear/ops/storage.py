@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import implementation
+from rmm_linear.ops.dispatch import run
 from rmm_linear.ops.registration import define
 from rmm_linear_kernels.low_bit import reference as _low_bit
 
 
 @define("quantize(Tensor y, Tensor seed, Tensor? mean, str kind, int group) -> (Tensor, Tensor, Tensor)")
 def _quantize(y: Tensor, seed: Tensor, mean: Tensor | None, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    return implementation("quantize", y, _low_bit.quantize)(y, seed, mean, kind=kind, group=group)
+    return run("quantize", _low_bit.quantize, y, seed, mean, kind=kind, group=group)
 
 
 @torch.library.register_fake("rmm_linear::quantize")
@@ -45,9 +45,19 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
 def _dequantize(
     codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, kind: str, group: int, dtype: torch.dtype | None
 ) -> Tensor:
-    read = implementation("dequantize", codes, _low_bit.dequantize)
     wanted = dtype or torch.float32
-    return read(codes, steps, offsets, seed, kind=kind, group=group, features=steps.shape[-1], dtype=wanted)
+    return run(
+        "dequantize",
+        _low_bit.dequantize,
+        codes,
+        steps,
+        offsets,
+        seed,
+        kind=kind,
+        group=group,
+        features=steps.shape[-1],
+        dtype=wanted,
+    )
 
 
 @torch.library.register_fake("rmm_linear::dequantize")

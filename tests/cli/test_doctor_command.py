@@ -1,0 +1,84 @@
+"""`rmm-linear doctor`: one screen that says what runs."""
+
+import json
+
+import pytest
+import torch
+
+from rmm_linear.cli import main
+from rmm_linear.ops import checks, dispatch
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(checks, "_ON_CPU", (128, 16, 16))
+    monkeypatch.setattr(dispatch, "_state", dispatch._State("auto"))
+
+
+def doctor(capsys, *arguments):
+    assert main(["doctor", "--device", "cpu", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_cpu_runs_plain_torch_and_says_so(capsys):
+    text = doctor(capsys)
+    lines = text.splitlines()
+    assert torch.__version__ in lines[0]
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 120
+    for name in dispatch.KERNELS:
+        if name != "sketched_grad_weight_low_bit":
+            assert sum(line.startswith(f"{name} ") and " torch " in line for line in lines) == 1
+    assert lines[-1] == "plain torch for all: the tensors are on cpu, and the kernels are for GPUs"
+
+
+def test_json(capsys):
+    found = json.loads(doctor(capsys, "--json", "--dtype", "float32"))
+    assert found["kernels_chosen"] == "auto"
+    assert {check["runs"] for check in found["kernels"]} == {"torch"}
+    assert all(check["torch_milliseconds"] > 0 for check in found["kernels"])
+
+
+def test_a_wrong_kernel_and_a_broken_one_are_named(capsys, monkeypatch):
+    def kernels(name):
+        if name == "quantize":
+            raise RuntimeError("PassManager::run failed")
+        twin = getattr(checks, name, None)
+
+        def wrong(x, *args, **kwargs):
+            from rmm_linear_kernels.hadamard_sketch import reference
+
+            return 1.5 * reference.hadamard_sketch(x, *args, **kwargs)
+
+        return wrong if name == "hadamard_sketch" else twin
+
+    monkeypatch.setattr(dispatch, "_loaded", kernels)
+    only = {"hadamard_sketch", "quantize"}
+    monkeypatch.setattr(dispatch, "_reason_against", lambda name, x: None if name in only else "no kernel here")
+    text = doctor(capsys)
+    assert "WRONG: hadamard_sketch differ from plain torch by more than rounding. Set RMM_LINEAR_KERNELS=torch" in text
+    assert "plain torch for quantize: RuntimeError: PassManager::run failed" in text
+    line = next(line for line in text.splitlines() if line.startswith("hadamard_sketch "))
+    assert line.split()[1] == "triton"
+    assert abs(float(line.split()[-1]) - 0.5) < 0.02
+
+
+def test_nothing_is_left_behind(capsys):
+    doctor(capsys)
+    assert dispatch.chosen() == "auto"
+    assert dispatch._state.broken == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "no such device; use cpu, cuda"),
+        ("meta", "plain torch is checked on cpu or cuda"),
+        ("cuda:99", "CUDA dev"),
+    ],
+)
+def test_mistakes_are_one_line(device, message, capsys):
+    assert main(["doctor", "--device", device]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
