@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
+from rmm_linear import ops
 from rmm_linear.cli import main
 from rmm_linear.ops import checks, dispatch
+from rmm_linear_kernels.hadamard_sketch import reference
 
 
 @pytest.fixture(autouse=True)
@@ -40,21 +42,19 @@ def test_json(capsys):
 
 
 def test_a_wrong_kernel_and_a_broken_one_are_named(capsys, monkeypatch):
-    def kernels(name):
-        if name == "quantize":
-            raise RuntimeError("PassManager::run failed")
-        twin = getattr(checks, name, None)
+    def wrong(x, *args, **kwargs):
+        return 1.5 * reference.hadamard_sketch(x, *args, **kwargs)
 
-        def wrong(x, *args, **kwargs):
-            from rmm_linear_kernels.hadamard_sketch import reference
+    def broken(*args, **kwargs):
+        raise RuntimeError("PassManager::run failed")
 
-            return 1.5 * reference.hadamard_sketch(x, *args, **kwargs)
-
-        return wrong if name == "hadamard_sketch" else twin
-
-    monkeypatch.setattr(dispatch, "_loaded", kernels)
-    only = {"hadamard_sketch", "quantize"}
-    monkeypatch.setattr(dispatch, "_reason_against", lambda name, x: None if name in only else "no kernel here")
+    kernels = {"hadamard_sketch": wrong, "quantize": broken}
+    monkeypatch.setattr(dispatch, "_loaded", kernels.get)
+    monkeypatch.setattr(
+        dispatch,
+        "_reason_against",
+        lambda name, x: None if name in kernels and ops.chosen() != "torch" else "no kernel",
+    )
     text = doctor(capsys)
     assert "WRONG: hadamard_sketch differ from plain torch by more than rounding. Set RMM_LINEAR_KERNELS=torch" in text
     assert "plain torch for quantize: RuntimeError: PassManager::run failed" in text
