@@ -1,11 +1,11 @@
 """Strided-block Hadamard sketch, the default: as cheap as one skinny matmul, and orthogonal.
 
 In each block of b rows, S_k^T = H[columns] diag(signs) / sqrt(p): random signs, and p rows of a Hadamard matrix of
-order b, uniformly without replacement. It costs rows * p * in multiply-adds in place of a dense sketch's
+order b, each pair of rows equally likely. It costs rows * p * in multiply-adds in place of a dense sketch's
 rows * rank * in, and since H is orthogonal its variance vanishes with p -> b, where a dense Gaussian's stays.
 
 Variance. For i != j of one block, the entry of S S^T is s_i s_j / p times a sum of p of the b values H_ci H_cj = +-1,
-which add up to 0; a sample without replacement of these has the mean square p (b - p) / (b - 1). Its diagonal is 1 in
+which add up to 0; a sample of these in which each pair is equally likely has the mean square p (b - p) / (b - 1). Its diagonal is 1 in
 every draw, and the signs make different pairs uncorrelated, blocks included. Hence
 
     (b - p) / (p (b - 1)) * sum over blocks of (P_k Q_k + C_k - 2 s_k)
