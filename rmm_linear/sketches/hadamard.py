@@ -5,8 +5,8 @@ order b, each pair of rows equally likely. It costs rows * p * in multiply-adds 
 rows * rank * in, and since H is orthogonal its variance vanishes with p -> b, where a dense Gaussian's stays.
 
 Variance. For i != j of one block, the entry of S S^T is s_i s_j / p times a sum of p of the b values H_ci H_cj = +-1,
-which add up to 0; a sample of these in which each pair is equally likely has the mean square p (b - p) / (b - 1). Its diagonal is 1 in
-every draw, and the signs make different pairs uncorrelated, blocks included. Hence
+which add up to 0; a sample of these in which each pair is equally likely has the mean square p (b - p) / (b - 1). Its
+diagonal is 1 in every draw, and the signs make different pairs uncorrelated, blocks included. Hence
 
     (b - p) / (p (b - 1)) * sum over blocks of (P_k Q_k + C_k - 2 s_k)
 """

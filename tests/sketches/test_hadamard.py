@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from rmm_linear.sketches import Hadamard
-from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamard_entries, hadamard_order
+from rmm_linear_kernels.hadamard_sketch.reference import (
+    POLYNOMIALS,
+    columns_of_words,
+    hadamard_dense,
+    hadamard_entries,
+    hadamard_order,
+)
 
 ORDERS = sorted({hadamard_order(rows) for rows in range(1, 65)} | {128, 256, 512})
 
@@ -91,6 +97,64 @@ def test_columns_are_shared_by_blocks_and_signs_are_not():
     assert torch.equal(signs, signs[:, :1].expand_as(signs))
     assert 10 < (signs[:, 0] < 0).sum() < 54
     torch.testing.assert_close(first.abs(), torch.full_like(first, kept**-0.5))
+
+
+def multiplied(first, second, polynomial):
+    """The product of two polynomials over GF(2), modulo a third; each is the bits of a number."""
+    product = 0
+    for place in range(second.bit_length()):
+        product ^= (first << place) * (second >> place & 1)
+    while product.bit_length() >= polynomial.bit_length():
+        product ^= polynomial << (product.bit_length() - polynomial.bit_length())
+    return product
+
+
+def power(base, exponent, polynomial):
+    result = 1
+    for bit in bin(exponent)[2:]:
+        result = multiplied(result, result, polynomial)
+        result = multiplied(result, base, polynomial) if bit == "1" else result
+    return result
+
+
+def test_the_fields_are_fields():
+    """x^(2^k) = x modulo the polynomial, and for no divisor d of k is x^(2^d) - x no unit: irreducible (Rabin 1980)."""
+    for degree, polynomial in enumerate(POLYNOMIALS):
+        if degree < 2:
+            continue
+        assert polynomial.bit_length() == degree + 1
+        assert power(2, 1 << degree, polynomial) == 2, degree
+        for prime in (2, 3, 5, 7, 11, 13, 17, 19):
+            if degree % prime == 0:
+                first, second = polynomial, power(2, 1 << degree // prime, polynomial) ^ 2
+                while second:
+                    length = second.bit_length()
+                    while first.bit_length() >= length:
+                        first ^= second << (first.bit_length() - length)
+                    first, second = second, first
+                assert first == 1, degree
+    # ratios have denominators of at most a million, so that no block is longer than 2**21
+    assert len(POLYNOMIALS) > 21
+
+
+@pytest.mark.parametrize("order", [2, 4, 8, 32, 64, 128, 256])
+def test_each_pair_of_columns_is_equally_likely(order):
+    """Over all factors a, one word each: the differences of any two columns are all numbers but 0, once each."""
+    # the first word that makes the factor a: (word * (order - 1)) >> 32 = a - 1
+    words = torch.tensor([-(-((factor - 1) << 32) // (order - 1)) for factor in range(1, order)]).unsqueeze(1)
+    columns = columns_of_words(words, order=order, kept=order)
+    everything = torch.arange(order)
+    assert torch.equal(columns.sort(-1).values, everything.expand(order - 1, order))
+    difference = columns.unsqueeze(2) ^ columns.unsqueeze(1)  # (factors, order, order)
+    off_diagonal = difference[:, ~torch.eye(order, dtype=torch.bool)]
+    assert torch.equal(off_diagonal.sort(0).values, everything[1:].unsqueeze(1).expand_as(off_diagonal))
+
+
+def test_no_half_of_the_columns_is_a_subgroup():
+    """Where they are one, each row is paired with a single other one: right on average, and all of it in few pairs."""
+    for order in (8, 16, 32, 64, 128):
+        columns = set(columns_of_words(torch.tensor([[5]]), order=order, kept=order // 2)[0].tolist())
+        assert any(one ^ other not in columns for one in columns for other in columns)
 
 
 @pytest.mark.slow
