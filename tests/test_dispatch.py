@@ -204,3 +204,41 @@ def test_half_precision_products_have_room(monkeypatch):
 
 def test_public_name():
     assert rmm_linear.use_kernels is dispatch.use_kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "config",
+    [
+        RMMConfig(ratio=0.4),
+        RMMConfig(ratio=0.4, center=False, sketch="crs"),
+        RMMConfig(ratio=0.4, storage="int4", keep_tokens=(0,)),
+        RMMConfig(ratio=1.0, storage="int8"),
+    ],
+    ids=str,
+)
+def test_the_ways_of_a_gpu_compile_to_one_graph(config, dtype, monkeypatch):
+    """Traced on a CPU, with the twins in the place of the kernels: the same gradients, in half precision as well."""
+    for place in ("rmm_linear.ops.is_for_kernels", "rmm_linear.ops.dispatch.is_for_kernels"):
+        monkeypatch.setattr(place, lambda g: True)
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 70, 16).to(dtype), torch.randn(2, 70, 8).to(dtype)
+    weight = torch.randn(8, 16).to(dtype).requires_grad_()
+    bias = torch.randn(8).to(dtype).requires_grad_()
+
+    def gradients(function):
+        output = function(x, weight, bias, config=config.replace(min_rows=1), seed=5)
+        return torch.autograd.grad(output, (weight, bias), g)
+
+    eager = gradients(rmm_linear.functional.linear)
+    torch._dynamo.reset()
+    compiled = gradients(torch.compile(rmm_linear.functional.linear, backend="aot_eager", fullgraph=True))
+    assert [gradient.dtype for gradient in eager] == [dtype, dtype]
+    for one, other in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(one, other)
+    # the product of two rounded sketches is that of plain torch, up to their rounding
+    monkeypatch.undo()
+    wide = gradients(rmm_linear.functional.linear)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01 if dtype == torch.bfloat16 else 0.002
+    for one, other in zip(eager, wide, strict=True):
+        assert (one.double() - other.double()).norm() < tolerance * other.double().norm()
