@@ -22,8 +22,6 @@ PROJECTION_STREAM = 2
 ROUNDING_STREAM = 3
 
 _MASK32 = 0xFFFFFFFF
-# Counters that normals are made of at a time.
-_PIECE = 1 << 13
 _ROUNDS = 10
 # Multipliers and key increments in the order (lane c0, lane c2) and (k0, k1).
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -129,39 +127,23 @@ def random_signs(
     return _signs(words, count, dtype)
 
 
-def random_normals(seed: Tensor, count: int, *, stream: int = PROJECTION_STREAM, first_counter: int = 0) -> Tensor:
-    """Return independent standard normals by Box-Muller, as `tl.randn4x` forms them (equal up to rounding).
+def randn4x(seed: Tensor, offset: Tensor) -> Tensor:
+    """Return four independent standard normals of each counter by Box-Muller, as `tl.randn4x` does (up to rounding).
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
-        count: Number of normals a seed.
-        stream: Which stream to read.
-        first_counter: Counter to start at; the first normal returned is normal `4 * first_counter` of the stream.
+        offset: Counters, shape (count,), int64, as in `randint4x`.
 
     Returns:
-        Normals, shape (..., count), float32.
+        Normals, shape (4, ..., count), float32.
     """
-    counters = math.ceil(count / 4)
-    # Piece by piece: the integer arithmetic of one large piece would not fit a processor's cache.
-    pieces = [
-        _normals(
-            random_words(seed, 4 * min(_PIECE, counters - start), stream=stream, first_counter=first_counter + start)
-        )
-        for start in range(0, counters, _PIECE)
-    ]
-    if not pieces:
-        return torch.empty((*seed.shape, 0), device=seed.device)
-    return torch.cat(pieces, -1)[..., :count]
-
-
-def _normals(words: Tensor) -> Tensor:
+    words = randint4x(seed, offset)
     # Triton folds the sign bit: u = (w < 2**31 ? w : ~w) * 2**-31, slightly less than 1 at most.
-    folded = torch.where(words >= 1 << 31, words ^ _MASK32, words)
-    uniform = folded.to(torch.float32) * 4.6566127342e-10
-    first, second = uniform.unflatten(-1, (-1, 2)).unbind(-1)
-    radius = torch.sqrt(-2.0 * torch.log(first.clamp(min=1e-7)))
-    angle = 6.283185307179586 * second
-    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), -1).flatten(-2)
+    words = torch.where(words >= 1 << 31, words.bitwise_xor(_MASK32), words)
+    uniform = words.to(torch.float32).mul_(4.6566127342e-10)
+    radius = uniform[::2].clamp_(min=1e-7).log_().mul_(-2.0).sqrt_()
+    angle = uniform[1::2].mul_(6.283185307179586)
+    return torch.stack((angle.cos(), angle.sin()), 1).mul_(radius.unsqueeze(1)).flatten(0, 1)
 
 
 def choose_without_replacement(seed: Tensor, population: int, chosen: int) -> Tensor:

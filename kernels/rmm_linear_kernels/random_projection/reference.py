@@ -1,16 +1,48 @@
 """Dense random projections in plain torch: S with independent Gaussian or +-1 entries, never held as a whole.
 
-Element (row, column) of S is draw row * rank + column of the projection stream, so that any slab of rows can be
-generated on its own.
+A counter of the projection stream serves neighbouring rows of one column, so that whoever makes a tile of S computes
+few counters, and may begin at any row that is a multiple of theirs:
+
+    signs     element (row, column) = bit row % 32 of word row % 128 // 32 of counter row // 128 * rank + column
+    normals   element (row, column) = normal row % 4 of counter row // 4 * rank + column
 """
+
+import math
 
 import torch
 from torch import Tensor
 
-from ..philox.reference import PROJECTION_STREAM, random_normals, random_signs
+from ..philox.reference import PROJECTION_STREAM, randint4x, randn4x
 
+# Rows of a column that one counter serves.
+SIGN_ROWS = 128
+NORMAL_ROWS = 4
+# Counters of a stream: its number takes the counter's other 32 bits.
+_MAX_COUNTERS = 1 << 32
 # Elements of S generated at a time.
 _SLAB_ELEMENTS = 1 << 20
+# Counters that normals are made of at a time: the integers of one large piece would not fit a processor's cache.
+_PIECE = 1 << 13
+
+
+def check_size(*, rows: int, rank: int, gaussian: bool) -> None:
+    """Refuse a projection that has more entries than its stream has random bits.
+
+    Args:
+        rows: Rows of S.
+        rank: Columns of S.
+        gaussian: Whether the entries are normals.
+
+    Raises:
+        ValueError: If S needs more than 2**32 counters.
+    """
+    per_counter = NORMAL_ROWS if gaussian else SIGN_ROWS
+    if math.ceil(rows / per_counter) * rank > _MAX_COUNTERS:
+        kind = "Gaussian" if gaussian else "+-1"
+        raise ValueError(
+            f"a {kind} projection of {rows} rows to {rank} has more than the {per_counter * _MAX_COUNTERS:.3g} entries"
+            " that its random stream serves; lower the ratio, or use the 'hadamard' sketch, which has no such bound"
+        )
 
 
 def projection_slab(
@@ -20,7 +52,7 @@ def projection_slab(
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
-        first_row: First row of the slab.
+        first_row: First row of the slab, a multiple of 4 for normals and of 128 for signs.
         rows: Rows of the slab.
         rank: Columns of S.
         gaussian: Standard normals if true, signs otherwise.
@@ -28,16 +60,40 @@ def projection_slab(
 
     Returns:
         Shape (..., rows, rank).
+
+    Raises:
+        ValueError: If S needs more than 2**32 counters.
     """
-    per_counter = 4 if gaussian else 128
-    start = first_row * rank
-    skip = start % per_counter
-    count, first_counter = skip + rows * rank, start // per_counter
-    if gaussian:
-        entries = random_normals(seed, count, first_counter=first_counter).to(dtype)
-    else:
-        entries = random_signs(seed, count, dtype=dtype, stream=PROJECTION_STREAM, first_counter=first_counter)
-    return entries[..., skip:].unflatten(-1, (rows, rank))
+    check_size(rows=first_row + rows, rank=rank, gaussian=gaussian)
+    per_counter = NORMAL_ROWS if gaussian else SIGN_ROWS
+    assert first_row % per_counter == 0
+    first, groups = first_row // per_counter * rank, math.ceil(rows / per_counter)
+    offset = torch.arange(first, first + groups * rank, device=seed.device) + (PROJECTION_STREAM << 32)
+    make = _normals if gaussian else _signs
+    slab = make(seed, offset.view(groups, rank), dtype)
+    return slab.flatten(-3, -2)[..., :rows, :]
+
+
+def _normals(seed: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """Normals of a grid of counters (groups, rank), shape (..., groups, 4, rank)."""
+    groups, rank = offset.shape
+    entries = torch.empty((*seed.shape, groups, NORMAL_ROWS, rank), dtype=dtype, device=seed.device)
+    step = max(1, _PIECE // max(1, rank))
+    for start in range(0, groups, step):
+        piece = offset[start : start + step]
+        normals = randn4x(seed, piece.flatten()).unflatten(-1, piece.shape)
+        entries[..., start : start + step, :, :] = normals.movedim(0, -2)
+    return entries
+
+
+def _signs(seed: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """Signs of a grid of counters (groups, rank), shape (..., groups, 128, rank)."""
+    words = randint4x(seed, offset.flatten()).unflatten(-1, offset.shape).movedim(0, -2)
+    # Bit b of a word goes where a float32 has its sign, the rest becomes the bits of 1.0.
+    shift = torch.arange(31, -1, -1, dtype=torch.int32, device=seed.device).unsqueeze(1)
+    bits = words.to(torch.int32).unsqueeze(-2) << shift
+    signs = bits.bitwise_and_(-(1 << 31)).bitwise_or_(0x3F800000).view(torch.float32)
+    return signs.flatten(-3, -2).to(dtype)
 
 
 def random_projection(
@@ -56,12 +112,17 @@ def random_projection(
 
     Returns:
         Shape (rank, features).
+
+    Raises:
+        ValueError: If S needs more than 2**32 counters.
     """
     rows, features = x.shape
+    check_size(rows=rows, rank=rank, gaussian=gaussian)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.new_zeros((rank, features), dtype=compute)
     ones = x.new_zeros((rank,), dtype=compute)
-    step = max(1, _SLAB_ELEMENTS // max(rank, features, 1))
+    # A multiple of the rows that a counter serves, of either kind.
+    step = max(1, _SLAB_ELEMENTS // (max(rank, features, 1) * SIGN_ROWS)) * SIGN_ROWS
     for first in range(0, rows, step):
         slab = projection_slab(
             seed, first_row=first, rows=min(step, rows - first), rank=rank, gaussian=gaussian, dtype=compute
