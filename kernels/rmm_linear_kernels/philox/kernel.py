@@ -41,3 +41,50 @@ def sign_bit(seed, index, STREAM: tl.constexpr):
 def random_half(seed, index, STREAM: tl.constexpr):
     """16-bit number `index` of a stream, uint32 (`reference.random_halves`)."""
     return (random_word(seed, index >> 1, STREAM) >> ((index & 1) * 16).to(tl.uint32)) & 0xFFFF
+
+
+@triton.jit
+def normals_of_counter(seed, counter, STREAM: tl.constexpr):
+    """Four standard normals of each counter of a stream, float32 (`reference.randn4x`, up to rounding)."""
+    first, second, third, fourth = words_of_counter(seed, counter, STREAM)
+    cosine, sine = _box_muller(first, second)
+    other_cosine, other_sine = _box_muller(third, fourth)
+    return cosine, sine, other_cosine, other_sine
+
+
+@triton.jit
+def _folded(word):
+    """Less than 2**31: the word, or its complement where the highest bit is set, as `tl.rand` has it."""
+    return word ^ (0 - (word >> 31))
+
+
+@triton.jit
+def _box_muller(first, second):
+    """Two normals of two words."""
+    uniform = _folded(first).to(tl.int32, bitcast=True).to(tl.float32) * 4.6566127342e-10
+    radius = tl.sqrt(-2.0 * tl.log(tl.maximum(uniform, 1e-7)))
+    # The angle is a whole number of turns / 2**31, so that its quadrant costs nothing and no error. tl.cos and tl.sin
+    # would reduce any float32 instead: more than twice the instructions, and local memory.
+    turns = _folded(second)
+    quadrant = (turns + (1 << 28)) >> 29
+    rest = (turns - (quadrant << 29)).to(tl.int32, bitcast=True)
+    angle = rest.to(tl.float32) * 2.9258361598967726e-09
+    square = angle * angle
+    # Least largest error in [-pi / 4, pi / 4]: below 2e-8.
+    sine = angle + angle * square * (
+        -0.166666641831398 + square * (0.008332747966051102 + square * -0.00019587883434724063)
+    )
+    cosine = 1.0 + square * (
+        -0.5 + square * (0.0416666641831398 + square * (-0.001388830249197781 + square * 2.4547915018047206e-05))
+    )
+    is_odd = (quadrant & 1) == 1
+    return (
+        radius * _negated(tl.where(is_odd, sine, cosine), (quadrant + 1) & 2),
+        radius * _negated(tl.where(is_odd, cosine, sine), quadrant & 2),
+    )
+
+
+@triton.jit
+def _negated(number, two):
+    """-number where `two` is 2, the number itself where it is 0."""
+    return (number.to(tl.uint32, bitcast=True) ^ (two << 30)).to(tl.float32, bitcast=True)

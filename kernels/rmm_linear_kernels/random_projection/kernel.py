@@ -1,0 +1,286 @@
+"""Dense random projections on a GPU: S is made in registers, a tile at a time, and multiplied on the tensor cores.
+
+A program makes the tile of S that its columns of S and its next rows of x meet in, and forgets it after the product:
+each entry is made once for every BLOCK_FEATURES features. Signs are exact in every dtype. A normal that is to multiply
+half-precision rows is the sum of two halves, which together hold 16 to 18 of its bits: S then is the same for x and
+for g, for every dtype and for the CPU, where a normal rounded to bfloat16 would differ by 2**-9. The two halves stand
+beside each other in one tile, whose matching rows of x are read twice: one product instead of two that follow each
+other, which on Blackwell GPUs would move the sums to and fro.
+"""
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..builds import TYPE_NAMES, Build
+from ..philox.kernel import PROJECTION_STREAM, normals_of_counter, words_of_counter
+from . import reference
+
+# x of the next step is on its way while this step's tile of S is made.
+_STAGES = 2
+# Programs that fill a large GPU, and the rows below which a program is not worth its start.
+_PROGRAMS = 128
+_LEAST_ROWS = 512
+# Rows that all BLOCK_ROWS divide.
+_STEP = 64
+# Arguments that follow from the number of rows: a kernel compiled for one number serves all.
+_ANY_ROWS = ("rows", "rank", "steps")
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def _count_ones(word):
+    """The number of ones of each 32-bit number, as int32."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _sum_of_signs(word, present):
+    """Sum of the signs that the first `present` bits of each word stand for."""
+    present = tl.minimum(tl.maximum(present, 0), 32)
+    # 64 bits: a shift by 32 is none in 32
+    is_row = ((tl.full((), 1, tl.uint64) << present.to(tl.uint64)) - 1).to(tl.uint32)
+    return present - 2 * _count_ones(word & is_row)
+
+
+@triton.jit
+def _sign_words(seed, first, column, rank):
+    """Bits of the signs of 64 rows of each column, two words; the rows are those around `first`, aligned to 64."""
+    counter = (first // 128).to(tl.uint32) * rank.to(tl.uint32) + column.to(tl.uint32)
+    one, two, three, four = words_of_counter(seed, counter, PROJECTION_STREAM)
+    is_second_half = (first & 64) != 0
+    return tl.where(is_second_half, three, one), tl.where(is_second_half, four, two)
+
+
+@triton.jit
+def _signs(low, high, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Signs of BLOCK_ROWS = 32 or 64 rows out of one or two words a column, float32 (BLOCK_RANK, BLOCK_ROWS)."""
+    if BLOCK_ROWS == 64:
+        word = tl.join(low, high)
+    else:
+        word = low
+    # Joined halves stay in the thread that computed the column's counter. Bit b comes to where a float has its sign.
+    word = tl.join(word << 16, word)
+    word = tl.join(word << 8, word)
+    word = tl.join(word << 4, word)
+    word = tl.join(word << 2, word)
+    word = tl.join(word << 1, word)
+    signs = (word & 0x80000000) | 0x3F800000
+    return signs.reshape(BLOCK_RANK, BLOCK_ROWS).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=[*_ANY_ROWS, "scale"])
+def _random_projection_kernel(
+    X,
+    SEED,
+    MEAN,
+    OUT,
+    rows,
+    rank,
+    features,
+    row_stride,
+    column_stride,
+    mean_stride,
+    scale,
+    steps,
+    GAUSSIAN: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    split = tl.program_id(2)
+    is_feature = feature < features
+    seed = tl.load(SEED)
+    # int64: row * stride passes 2**31 in large batches
+    x_columns = X + feature[None, :].to(tl.int64) * column_stride
+    # Rows of x that a tile of S meets: in turn, or each of them twice.
+    if IN_HALVES:
+        place = tl.arange(0, 2 * BLOCK_ROWS) // 2
+    else:
+        place = tl.arange(0, BLOCK_ROWS)
+    sums = tl.zeros((BLOCK_RANK, BLOCK_FEATURES), tl.float32)
+    ones = tl.zeros((BLOCK_RANK, BLOCK_ROWS // 4), tl.float32)
+    # only a loop over `range` is pipelined; the interpreter wants a Python number in it
+    for step in range(steps if STEPS is None else STEPS):
+        first = (split * steps + step) * BLOCK_ROWS
+        row = first + place
+        x = tl.load(
+            x_columns + row[:, None].to(tl.int64) * row_stride,
+            mask=(row < rows)[:, None] & is_feature[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            # the interpreter's arithmetic is that of numpy, which has no bfloat16
+            x = x.to(tl.float32)
+        if GAUSSIAN:
+            group = first // 4 + tl.arange(0, BLOCK_ROWS // 4)
+            counter = group.to(tl.uint32)[None, :] * rank.to(tl.uint32) + column.to(tl.uint32)[:, None]
+            one, two, three, four = normals_of_counter(seed, counter, PROJECTION_STREAM)
+            if HAS_MEAN:
+                present = (rows - 4 * group)[None, :]
+                ones += tl.where(present > 0, one, 0.0) + tl.where(present > 1, two, 0.0)
+                ones += tl.where(present > 2, three, 0.0) + tl.where(present > 3, four, 0.0)
+            entries = tl.join(tl.join(one, three), tl.join(two, four)).reshape(BLOCK_RANK, BLOCK_ROWS)
+            if IN_HALVES:
+                # rounded to 8 bits, which both half types hold: a conversion there and back would cost more
+                bits = entries.to(tl.uint32, bitcast=True) + 0x8000
+                high = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+                low = entries - high
+                entries = tl.join(high.to(x.dtype), low.to(x.dtype)).reshape(BLOCK_RANK, 2 * BLOCK_ROWS)
+        else:
+            low, high = _sign_words(seed, first, column, rank)
+            if BLOCK_ROWS == 32:
+                low = tl.where((first & 32) != 0, high, low)
+            entries = _signs(low, high, BLOCK_RANK, BLOCK_ROWS)
+        sums = tl.dot(entries.to(x.dtype), x, sums, input_precision=PRECISION)
+    if HAS_MEAN:
+        mean = tl.load(MEAN + feature * mean_stride, mask=is_feature, other=0.0).to(tl.float32)
+        if GAUSSIAN:
+            total = tl.sum(ones, axis=1)
+        else:
+            # counted in a loop of its own, a counter for 64 rows: in the one above, it would need too many registers
+            count = tl.zeros((BLOCK_RANK,), tl.int32)
+            for step in range((steps if STEPS is None else STEPS) * BLOCK_ROWS // 64):
+                first = split * steps * BLOCK_ROWS + step * 64
+                low, high = _sign_words(seed, first, column, rank)
+                count += _sum_of_signs(low, rows - first) + _sum_of_signs(high, rows - first - 32)
+            total = count.to(tl.float32)
+        sums -= total[:, None] * mean[None, :]
+    first_column = tl.program_id(0) * BLOCK_RANK
+    out_tile = OUT + (split.to(tl.int64) * rank + first_column) * features
+    tl.store(
+        out_tile + (column - first_column)[:, None] * features + feature[None, :],
+        (sums * scale).to(OUT.dtype.element_ty),
+        mask=(column < rank)[:, None] & is_feature[None, :],
+    )
+
+
+def _constants(*, gaussian: bool, dtype: torch.dtype, mean: bool) -> tuple[dict[str, Any], int]:
+    """Constants of the kernel and its warps; the launcher and `builds` share them."""
+    wide = dtype == torch.float32
+    # Whatever is larger spills registers on one GPU or another, and whatever is smaller makes S more often.
+    rank, features, rows, warps = (64, 128, 32, 8) if wide else (64, 256, 16, 4) if gaussian else (128, 128, 64, 4)
+    constants = {
+        "GAUSSIAN": gaussian,
+        "HAS_MEAN": mean,
+        "IN_HALVES": gaussian and not wide,
+        "BLOCK_RANK": rank,
+        "BLOCK_FEATURES": features,
+        "BLOCK_ROWS": rows,
+        # Float32 takes three products of tf32 parts. "ieee" would not do: where one factor is not loaded from memory as
+        # float32, triton 3.7 makes a plain tf32 product of it on Blackwell GPUs. AMD's GPUs multiply float32 as it is.
+        "PRECISION": "tf32x3" if wide and torch.version.hip is None and not _INTERPRETED else "ieee",
+        "UPCAST": _INTERPRETED,
+    }
+    return constants, warps
+
+
+def _splits(rows: int, tiles: int) -> tuple[int, int]:
+    """Into how many parts to split the rows, and the rows of each, where the tiles of the result are few."""
+    splits = max(1, min(_PROGRAMS // max(1, tiles), rows // _LEAST_ROWS))
+    rows_of_split = triton.cdiv(triton.cdiv(rows, splits), _STEP) * _STEP
+    return max(1, triton.cdiv(rows, max(1, rows_of_split))), rows_of_split
+
+
+def random_projection(
+    x: Tensor, seed: Tensor, mean: Tensor | None, *, rank: int, gaussian: bool, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Return scale * R^T (x - 1 mean^T), R having independent standard normal or +-1 entries.
+
+    Args:
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        seed: 0-d int64 on x's device.
+        mean: Shape (features,), subtracted from every row, or None.
+        rank: Columns of R.
+        gaussian: Standard normals if true, signs otherwise.
+        scale: Factor; `1 / sqrt(rank)` makes it an unbiased sketch.
+        dtype: Dtype of the result; sums are formed in float32.
+
+    Returns:
+        Shape (rank, features).
+
+    Raises:
+        ValueError: If R needs more than 2**32 counters.
+    """
+    rows, features = x.shape
+    reference.check_size(rows=rows, rank=rank, gaussian=gaussian)
+    out = torch.empty((rank, features), dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    constants, warps = _constants(gaussian=gaussian, dtype=x.dtype, mean=mean is not None)
+    grid = (triton.cdiv(rank, constants["BLOCK_RANK"]), triton.cdiv(features, constants["BLOCK_FEATURES"]))
+    splits, rows_of_split = _splits(rows, grid[0] * grid[1])
+    steps = rows_of_split // constants["BLOCK_ROWS"]
+    parts = out if splits == 1 else out.new_empty((splits, rank, features), dtype=torch.float32)
+    _random_projection_kernel[(*grid, splits)](
+        x,
+        seed,
+        mean,
+        parts,
+        rows,
+        rank,
+        features,
+        x.stride(0),
+        x.stride(1),
+        mean.stride(0) if mean is not None else 1,
+        scale,
+        steps,
+        **constants,
+        STEPS=steps if _INTERPRETED else None,
+        num_warps=warps,
+        num_stages=_STAGES,
+    )
+    # one sum after the other: the same in every run, which atomic additions are not
+    return out if splits == 1 else parts.sum(0).to(dtype)
+
+
+def _build(*, gaussian: bool, x: torch.dtype, out: torch.dtype, mean: bool) -> Build:
+    constants, warps = _constants(gaussian=gaussian, dtype=x, mean=mean)
+    types = {"X": f"*{TYPE_NAMES[x]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[out]}"}
+    types |= {"MEAN": "*fp32"} if mean else {}
+    pointers = tuple(types)
+    types |= dict.fromkeys((*_ANY_ROWS, "features", "row_stride"), "i32") | {"scale": "fp32"}
+    kind = "gaussian" if gaussian else "signs"
+    centred = " centred" if mean else ""
+    absent = {} if mean else {"MEAN": None}
+    return Build(
+        name=f"random_projection {kind} {TYPE_NAMES[x]} to {TYPE_NAMES[out]}{centred}",
+        kernel=_random_projection_kernel,
+        types=types,
+        constants={**constants, **absent, "column_stride": 1, "mean_stride": 1, "STEPS": None},
+        divisible=(*pointers, "features", "row_stride"),
+        num_warps=warps,
+        num_stages=_STAGES,
+        uses_tensor_cores=True,
+    )
+
+
+def builds() -> list[Build]:
+    """Return the specialisations that training compiles.
+
+    Returns:
+        Both kinds of entries: the sketch of x in its own dtype and that of g in float32 (in which the parts of a small
+        sketch of x are written as well), with and without a mean.
+    """
+    return [
+        _build(gaussian=gaussian, x=x, out=out, mean=mean)
+        for gaussian in (False, True)
+        for x in (torch.bfloat16, torch.float16, torch.float32)
+        for out in dict.fromkeys((x, torch.float32))
+        for mean in (False, True)
+        if x == torch.bfloat16 or mean
+    ]
