@@ -1,0 +1,258 @@
+"""Row sampling on a GPU: the rows that were drawn, and the norms to draw by, in one reading each.
+
+The drawing itself is a handful of sums and sorts over the rows, which torch does without waiting for the device.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..builds import TYPE_NAMES, Build
+from . import reference
+
+# Elements of a tile, and its rows: few where a row lies in one piece, many where a column does.
+_TILE = 2048
+_ROWS_OF_A_TILE = 4
+_ROWS_OF_A_TILE_OF_COLUMNS = 32
+_WARPS = 4
+_STAGES = 1
+# Arguments that follow from the number of rows: a kernel compiled for one number serves all.
+_ANY_ROWS = ("rows",)
+
+
+@triton.jit(do_not_specialize=[*_ANY_ROWS, "scale"])
+def _gather_rows_kernel(
+    X,
+    INDEX,
+    MEAN,
+    SCALES,
+    OUT,
+    rows,
+    features,
+    row_stride,
+    column_stride,
+    index_stride,
+    mean_stride,
+    scales_stride,
+    scale,
+    HAS_MEAN: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    row = first + tl.arange(0, BLOCK_ROWS)
+    feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    is_row, is_feature = row < rows, feature < features
+    is_element = is_row[:, None] & is_feature[None, :]
+    # int64: row * stride passes 2**31 in large batches
+    drawn = tl.load(INDEX + row * index_stride, mask=is_row, other=0).to(tl.int64)
+    x = tl.load(
+        X + drawn[:, None] * row_stride + feature[None, :].to(tl.int64) * column_stride, mask=is_element, other=0.0
+    ).to(tl.float32)
+    # in the twin's order, which gives the twin's rounding
+    if HAS_MEAN:
+        x -= tl.load(MEAN + feature * mean_stride, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+    if HAS_SCALES:
+        x *= tl.load(SCALES + row * scales_stride, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    tl.store(OUT + row[:, None] * features + feature[None, :], (x * scale).to(OUT.dtype.element_ty), mask=is_element)
+
+
+@triton.jit(do_not_specialize=_ANY_ROWS)
+def _row_norms_kernel(
+    X,
+    MEAN,
+    OUT,
+    rows,
+    row_stride,
+    column_stride,
+    mean_stride,
+    FEATURES: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_row = row < rows
+    squares = tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), tl.float64)
+    for first in range(0, FEATURES, BLOCK_FEATURES):
+        feature = first + tl.arange(0, BLOCK_FEATURES)
+        is_element = is_row[:, None] & (feature < FEATURES)[None, :]
+        x = tl.load(
+            X + row[:, None] * row_stride + feature[None, :].to(tl.int64) * column_stride, mask=is_element, other=0.0
+        )
+        # float64: the squares of 1e-30 and 1e30 neither vanish nor overflow
+        wide = x.to(tl.float32).to(tl.float64)
+        if HAS_MEAN:
+            mean = tl.load(MEAN + feature * mean_stride, mask=feature < FEATURES, other=0.0)
+            # beyond the last feature both are 0
+            wide -= mean.to(tl.float32).to(tl.float64)[None, :]
+        squares += wide * wide
+    tl.store(OUT + row, tl.sqrt(tl.sum(squares, axis=1)), mask=is_row)
+
+
+def _tile(features: int, *, column_stride: int, row_stride: int) -> tuple[int, int]:
+    """Rows and features of a tile."""
+    rows = _ROWS_OF_A_TILE if column_stride <= row_stride else _ROWS_OF_A_TILE_OF_COLUMNS
+    return rows, min(_TILE // rows, max(16, triton.next_power_of_2(features)))
+
+
+def _stride(vector: Tensor | None) -> int:
+    return 1 if vector is None else vector.stride(0)
+
+
+def gather_rows(
+    x: Tensor, index: Tensor, mean: Tensor | None, scales: Tensor | None, *, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Return scale * scales_j * (x[index_j] - mean), row by row.
+
+    Args:
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        index: Row numbers, shape (rank,), any integer dtype; a number beyond the rows is not refused.
+        mean: Shape (features,), or None.
+        scales: Factor of each row, shape (rank,), or None for 1.
+        scale: Factor of all rows.
+        dtype: Dtype of the result; formed in float32.
+
+    Returns:
+        Shape (rank, features).
+    """
+    rank, features = index.shape[0], x.shape[1]
+    out = torch.empty((rank, features), dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    block_rows, block_features = _tile(features, column_stride=x.stride(1), row_stride=x.stride(0))
+    grid = (triton.cdiv(rank, block_rows), triton.cdiv(features, block_features))
+    _gather_rows_kernel[grid](
+        x,
+        index,
+        mean,
+        scales,
+        out,
+        rank,
+        features,
+        x.stride(0),
+        x.stride(1),
+        index.stride(0),
+        _stride(mean),
+        _stride(scales),
+        scale,
+        HAS_MEAN=mean is not None,
+        HAS_SCALES=scales is not None,
+        BLOCK_ROWS=block_rows,
+        BLOCK_FEATURES=block_features,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    return out
+
+
+def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
+    """Return the Euclidean norm of every row of x - 1 mean^T.
+
+    Args:
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        mean: Shape (features,), or None.
+
+    Returns:
+        Shape (rows,), float64.
+    """
+    if x.numel() == 0:
+        return reference.row_norms(x, mean)
+    rows, features = x.shape
+    out = torch.empty(rows, dtype=torch.float64, device=x.device)
+    block_rows, block_features = _tile(features, column_stride=x.stride(1), row_stride=x.stride(0))
+    _row_norms_kernel[(triton.cdiv(rows, block_rows),)](
+        x,
+        mean,
+        out,
+        rows,
+        x.stride(0),
+        x.stride(1),
+        _stride(mean),
+        FEATURES=features,
+        HAS_MEAN=mean is not None,
+        BLOCK_ROWS=block_rows,
+        BLOCK_FEATURES=block_features,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    return out
+
+
+def _gather_build(
+    x: torch.dtype, out: torch.dtype, index: torch.dtype, *, features: int, mean: bool, scales: bool
+) -> Build:
+    block_rows, block_features = _tile(features, column_stride=1, row_stride=features)
+    types = {"X": f"*{TYPE_NAMES[x]}", "INDEX": f"*{TYPE_NAMES[index]}", "OUT": f"*{TYPE_NAMES[out]}"}
+    types |= ({"MEAN": "*fp32"} if mean else {}) | ({"SCALES": "*fp32"} if scales else {})
+    pointers = tuple(types)
+    types |= dict.fromkeys((*_ANY_ROWS, "features", "row_stride"), "i32") | {"scale": "fp32"}
+    absent = {name: None for name in ("MEAN", "SCALES") if name not in types}
+    parts = f"{' centred' if mean else ''}{' scaled' if scales else ''}"
+    return Build(
+        name=f"gather_rows {TYPE_NAMES[x]} to {TYPE_NAMES[out]} by {TYPE_NAMES[index]}{parts}",
+        kernel=_gather_rows_kernel,
+        types=types,
+        constants={
+            "HAS_MEAN": mean,
+            "HAS_SCALES": scales,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_FEATURES": block_features,
+            **absent,
+            **dict.fromkeys(("column_stride", "index_stride", "mean_stride", "scales_stride"), 1),
+        },
+        divisible=(*pointers, "features", "row_stride"),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+
+
+def _norms_build(x: torch.dtype, *, features: int, mean: bool) -> Build:
+    block_rows, block_features = _tile(features, column_stride=1, row_stride=features)
+    types = {"X": f"*{TYPE_NAMES[x]}", "OUT": "*fp64"} | ({"MEAN": "*fp32"} if mean else {})
+    pointers = tuple(types)
+    types |= dict.fromkeys((*_ANY_ROWS, "row_stride"), "i32")
+    return Build(
+        name=f"row_norms {TYPE_NAMES[x]} features={features}{' centred' if mean else ''}",
+        kernel=_row_norms_kernel,
+        types=types,
+        constants={
+            "FEATURES": features,
+            "HAS_MEAN": mean,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_FEATURES": block_features,
+            **({} if mean else {"MEAN": None}),
+            **dict.fromkeys(("column_stride", "mean_stride"), 1),
+        },
+        divisible=(*pointers, "row_stride"),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+
+
+def builds() -> list[Build]:
+    """Return the specialisations that training compiles.
+
+    Returns:
+        The rows of x as they are, those of g in float32 (scaled if they were drawn by importance), each with and
+        without a mean; and the norms of x.
+    """
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for mean in (False, True):
+            if dtype != torch.bfloat16 and not mean:
+                continue
+            kinds = (
+                (dtype, torch.int32, False),
+                (torch.float32, torch.int32, True),
+                (dtype, torch.int64, False),
+                (torch.float32, torch.int64, False),
+            )
+            # x and g of uniform sampling are one kernel where x is float32
+            for out, index, scales in dict.fromkeys(kinds):
+                found.append(_gather_build(dtype, out, index, features=768, mean=mean, scales=scales))
+            found.append(_norms_build(dtype, features=768, mean=mean))
+    found.append(_norms_build(torch.bfloat16, features=14_336, mean=True))
+    return found
