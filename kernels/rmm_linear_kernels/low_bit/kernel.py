@@ -1,7 +1,7 @@
 """Low-bit storage as Triton kernels: the codes, steps and offsets of `reference.py`, bit for bit.
 
-A program of `_quantize_kernel` holds a group of rows of some columns in registers: y is read once. The dither is made in
-registers too, in both directions.
+A program of `_quantize_kernel` holds a group of rows of some columns in registers, so that y is read once. The dither
+is made in registers too, in both directions.
 """
 
 import os
@@ -16,9 +16,9 @@ from ..builds import TYPE_NAMES, Build
 from ..philox.kernel import ROUNDING_STREAM, random_half
 from .reference import _LARGEST_FP8, BITS, FP8, SCALE_DTYPE, packed_width
 
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Elements of y that the registers of a program hold; a group that is larger is read twice.
-_HELD_ELEMENTS = 1 << 14
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Rows of y that the registers of a program hold; a group of more is read twice.
+_MOST_ROWS = 512
 _LARGEST_FP8_BITS = tl.constexpr(0x7E)
 _FP8_NAN_BITS = tl.constexpr(0x7F)
 _LARGEST_FP8_VALUE = tl.constexpr(_LARGEST_FP8)
@@ -35,18 +35,28 @@ def _rounded_outwards(value, UP: tl.constexpr):
 
 
 @triton.jit
-def _widened(upper):
+def widened(upper):
     """The float32 of a bfloat16's 16 bits: the interpreter knows no bfloat16 arithmetic, and no type is needed here."""
     return (upper.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def spread(vector):
-    """The vector, made by few threads and handed to the others.
+def converted(value, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """A float32 in another type, rounded to nearest even."""
+    IS_CUT: tl.constexpr = INTERPRETED and TYPE.is_bf16()
+    if IS_CUT:
+        # by the interpreter
+        bits = value.to(tl.int32, bitcast=True)
+        near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        value = tl.where(value == value, near, value)
+    return value.to(TYPE)
 
-    A vector that belongs to the rows or the columns of a tile is otherwise computed by every thread that holds a part
-    of the row or the column, which takes longer than the tile itself. The compiler looks through anything but a gather.
-    """
+
+@triton.jit
+def spread(vector):
+    """The vector, made by few threads and handed to the others."""
+    # A vector that belongs to the rows or the columns of a tile is otherwise computed by every thread that holds a part
+    # of the row or the column, which takes longer than the tile itself. The compiler looks through all but a gather.
     return tl.gather(vector, tl.arange(0, vector.shape[0]), 0)
 
 
@@ -104,14 +114,14 @@ def fp8_value(bits):
 
 
 @triton.jit
-def dequantized(codes, half_step, half_offset, of_row, of_column, IS_FP8: tl.constexpr):
-    """What codes stand for, float32; all arguments broadcast to each other."""
-    # halves, doubled at the end: a code times a step may overflow where the value itself does not
+def half_value(codes, half_step, half_offset, of_row, of_column, IS_FP8: tl.constexpr):
+    """Half of what codes stand for, float32, out of arguments that broadcast to each other."""
+    # halves: a code times a step may overflow where the value itself does not
     if IS_FP8:
         value = fp8_value(codes) * half_step
     else:
         value = (codes.to(tl.float32) - (dither_above_64(of_row, of_column) - 64.5)) * half_step + half_offset
-    return value * 2
+    return value
 
 
 @triton.jit
@@ -123,9 +133,9 @@ def _centred(Y, y_row, y_column, mean, row, column, is_column):
 
 
 @triton.jit
-def _fused(a, b, c, IN_FLOAT64: tl.constexpr):
-    """a * b + c rounded once; the interpreter would round twice."""
-    if IN_FLOAT64:
+def _fused(a, b, c, INTERPRETED: tl.constexpr):
+    """The sum a * b + c rounded once, where the interpreter would round twice."""
+    if INTERPRETED:
         total = (a.to(tl.float64) * b + c).to(tl.float32)
     else:
         total = tl.fma(a, b, c)
@@ -136,7 +146,7 @@ def _fused(a, b, c, IN_FLOAT64: tl.constexpr):
 def _divisor(step):
     """Three numbers that `_divided` wants instead of the step: a power of two, the step times it, and one over that."""
     exponent = (step.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    factor = ((254 - tl.maximum(exponent, 1)) << 23).to(tl.float32, bitcast=True)
+    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     # 2**-127, whose exponent has no bits of its own
     factor = tl.where(exponent == 254, 5.877471754111438e-39, factor)
     # Divided by infinity, what is finite is 0, and infinity is NaN. A group without spread is its offset, 0 steps away.
@@ -147,16 +157,14 @@ def _divisor(step):
 
 
 @triton.jit
-def _divided(y, factor, divisor, inverse, IN_FLOAT64: tl.constexpr):
-    """y / step, rounded to nearest, in four instructions: what belongs to the step is computed once a group.
-
-    The step is scaled to [1, 2), so that nothing overflows, and nothing but what is far below the dither underflows. One
-    correction is enough since a step has 8 bits: the sum below is within 2**-22 ulp of the quotient before it is
-    rounded, and a quotient of 24 by 8 bits is at least 2**-9 ulp from where rounding changes.
-    """
+def _divided(y, factor, divisor, inverse, INTERPRETED: tl.constexpr):
+    """The quotient of y and the step, rounded to nearest, in four instructions: the rest is computed once a group."""
+    # The step is scaled to [1, 2), so that nothing overflows, and nothing but what is far below the dither underflows.
+    # One correction is enough since a step has 8 bits: before it is rounded, the last sum is within 2**-22 ulp of the
+    # quotient, and a quotient of 24 by 8 bits is at least 2**-9 ulp from where rounding changes.
     y = y * factor
     near = y * inverse
-    return _fused(_fused(-near, divisor, y, IN_FLOAT64), inverse, near, IN_FLOAT64)
+    return _fused(_fused(-near, divisor, y, INTERPRETED), inverse, near, INTERPRETED)
 
 
 @triton.jit
@@ -217,7 +225,7 @@ def _quantize_kernel(
     HAS_MEAN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    IN_FLOAT64: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     LEVELS: tl.constexpr = 2**BITS - 1
     blocks = tl.cdiv(features, BLOCK)
@@ -252,13 +260,13 @@ def _quantize_kernel(
         offset = tl.zeros_like(highest)
     else:
         offset_bits = _rounded_outwards(spread(tl.where(has_nan, float("nan"), tl.min(low, 0))), False)
-        offset = _widened(offset_bits)
+        offset = widened(offset_bits)
         # divided first: the difference of 3e38 and -3e38 overflows
         levels = tl.full((BLOCK,), LEVELS, tl.float32)
         step_bits = _rounded_outwards(tl.div_rn(highest, levels) - tl.div_rn(offset, levels), True)
         tl.store(OFFSETS + scales, offset_bits.to(tl.int16), is_column)
     tl.store(STEPS + scales, step_bits.to(tl.int16), is_column)
-    step = _widened(step_bits)
+    step = widened(step_bits)
     factor, divisor, inverse = _divisor(step)
     # each divided by itself: the difference may overflow
     quotient = tl.where(step == 0, 0.0, tl.div_rn(offset, step))
@@ -269,12 +277,11 @@ def _quantize_kernel(
             row = first_row + start + tl.arange(0, CHUNK)
             y = _centred(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
         of_row = random_part(seed, row)
-        value = _divided(y, factor[None, :], divisor[None, :], inverse[None, :], IN_FLOAT64)
+        value = _divided(y, factor[None, :], divisor[None, :], inverse[None, :], INTERPRETED)
         if not IS_FP8:
             value -= quotient[None, :]
         codes = _codes(value, of_row[:, None], of_column[None, :], IS_FP8, LEVELS)
-        # no bit of a column that is not there may reach a byte
-        codes = tl.where(is_column[None, :], codes, 0)
+        # A column that is not there is 0, and 0 are its codes: the bits that a row's last byte has left.
         _store_codes(codes, CODES, width, row, first_column, row <= last_row, BITS, CHUNK, BLOCK)
 
 
@@ -295,6 +302,7 @@ def _dequantize_kernel(
     IS_FP8: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     CHUNKS: tl.constexpr = (GROUP + CHUNK - 1) // CHUNK
     WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
@@ -320,23 +328,25 @@ def _dequantize_kernel(
     codes = words if BITS == 8 else unpacked(words, BITS)
 
     scales = group.to(tl.int64) * features + column
-    half_step = _widened(tl.load(STEPS + scales, is_column, other=0)) / 2
+    half_step = widened(tl.load(STEPS + scales, is_column, other=0)) / 2
     half_offset = tl.zeros_like(half_step)
     if not IS_FP8:
-        half_offset = _widened(tl.load(OFFSETS + scales, is_column, other=0)) / 2
-    value = dequantized(codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8)
+        half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) / 2
+    value = 2 * half_value(codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8)
     to = OUT + row.to(tl.int64)[:, None] * features + column[None, :]
-    tl.store(to, value.to(OUT.dtype.element_ty), is_row[:, None] & is_column[None, :])
+    tl.store(to, converted(value, OUT.dtype.element_ty, INTERPRETED), is_row[:, None] & is_column[None, :])
 
 
 def _constants(kind: str, group: int) -> dict[str, Any]:
     return {"GROUP": group, "BITS": BITS[kind], "IS_FP8": kind == FP8}
 
 
-def _quantize_tile(group: int) -> dict[str, int]:
-    """Rows and columns that a program holds, and its warps."""
-    chunk = min(triton.next_power_of_2(group), 512)
-    return {"CHUNK": chunk, "BLOCK": min(64, _HELD_ELEMENTS // chunk), "num_warps": 8 if chunk > 128 else 4}
+def _quantize_tile(kind: str, group: int) -> dict[str, int]:
+    """Rows and columns that a program holds at a time, and its warps: 64 elements a thread, 32 of fp8."""
+    chunk = min(triton.next_power_of_2(group), _MOST_ROWS)
+    block = 64 if chunk <= 128 else 32
+    elements = 32 if kind == FP8 else 64
+    return {"CHUNK": chunk, "BLOCK": block, "num_warps": max(4, chunk * block // (32 * elements))}
 
 
 def _dequantize_tile(group: int) -> dict[str, int]:
@@ -361,7 +371,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     codes = y.new_empty((rows, packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty((triton.cdiv(rows, group), features), dtype=SCALE_DTYPE)
     offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
-    tile = _quantize_tile(group)
+    tile = _quantize_tile(kind, group)
     programs = steps.shape[0] * triton.cdiv(features, tile["BLOCK"])
     if programs:
         _quantize_kernel[(programs,)](
@@ -377,7 +387,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
             *y.stride(),
             0 if mean is None else mean.stride(0),
             HAS_MEAN=mean is not None,
-            IN_FLOAT64=_IS_INTERPRETED,
+            INTERPRETED=IS_INTERPRETED,
             **_constants(kind, group),
             **tile,
         )
@@ -426,6 +436,7 @@ def dequantize(
             features,
             codes.shape[1],
             *codes.stride(),
+            INTERPRETED=IS_INTERPRETED,
             **_constants(kind, group),
             **tile,
         )
@@ -450,14 +461,14 @@ def builds() -> list[Build]:
 
 
 def _quantize_build(name: str, kind: str, group: int, dtype: torch.dtype, has_mean: bool) -> Build:
-    tile = _quantize_tile(group)
+    tile = _quantize_tile(kind, group)
     warps = tile.pop("num_warps")
     types = {"Y": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
     sizes = ("rows", "features", "width", "y_row")
     constants: dict[str, Any] = {
         "y_column": 1,
         "HAS_MEAN": has_mean,
-        "IN_FLOAT64": False,
+        "INTERPRETED": False,
         **_constants(kind, group),
         **tile,
     }
@@ -486,7 +497,7 @@ def _dequantize_build(name: str, kind: str, group: int, dtype: torch.dtype) -> B
         name,
         _dequantize_kernel,
         pointers | dict.fromkeys(sizes, "i32"),
-        {"codes_column": 1, **_constants(kind, group), **tile},
+        {"codes_column": 1, "INTERPRETED": False, **_constants(kind, group), **tile},
         (*pointers, *sizes[1:]),
         num_warps=warps,
     )

@@ -60,8 +60,7 @@ def _by_half_precision_gemm(
     """The same by one product of cuBLAS, which sums in float32, without wider copies of the sketches."""
     sketched_x = sketched_x.to(sketched_g.dtype)
     if dtype != sketched_g.dtype:
-        # torch's stubs do not know out_dtype
-        product = torch.mm(sketched_g.t(), sketched_x, out_dtype=torch.float32)  # type: ignore[call-overload]
+        product = torch.mm(sketched_g.t(), sketched_x, out_dtype=torch.float32)
         return _finished(product, column_sum, mean, scale).to(dtype)
     grad_weight = sketched_g.new_empty((sketched_g.shape[1], sketched_x.shape[1]))
     if column_sum is None or mean is None:
@@ -105,6 +104,5 @@ def sketched_grad_weight_low_bit(
     """
     # on a GPU the product would round the values anyway
     stored = sketched_g.dtype if sketched_g.dtype in _HALVES and sketched_g.is_cuda else torch.float32
-    low_bits = {"kind": kind, "group": group, "features": steps.shape[-1]}
-    values = dequantize(codes, steps, offsets, seed, **low_bits, dtype=stored)
+    values = dequantize(codes, steps, offsets, seed, kind=kind, group=group, features=steps.shape[-1], dtype=stored)
     return sketched_grad_weight(sketched_g, values, column_sum, mean, scale=scale, dtype=dtype)

@@ -1,0 +1,175 @@
+"""The weight gradient of the Triton kernels against float64, next to the plain-torch twin."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rmm_linear_kernels.low_bit import reference as low_bit
+from rmm_linear_kernels.sketched_grad_weight import kernel, reference
+
+pytestmark = pytest.mark.usefixtures("nan_poison")
+
+HALVES = (torch.bfloat16, torch.float16)
+# rank, out, in
+SHAPES = ((1, 1, 1), (65, 67, 130), (7, 200, 3), (64, 64, 64), (130, 1, 71))
+
+
+def within_nan(values: Tensor) -> Tensor:
+    """The same values in the middle of NaNs: what is read from beside them shows."""
+    rows, columns = values.shape
+    larger = torch.full((rows + 2, columns + 2), math.nan, dtype=values.dtype, device=values.device)
+    larger[1:-1, 1:-1] = values
+    return larger[1:-1, 1:-1]
+
+
+def exact(g: Tensor, x: Tensor, column_sum: Tensor | None, mean: Tensor | None, scale: float) -> Tensor:
+    product = scale * g.double().t() @ x.double()
+    return product if column_sum is None or mean is None else product + torch.outer(column_sum.double(), mean.double())
+
+
+def check(got: Tensor, twin: Tensor, truth: Tensor) -> None:
+    assert (got.shape, got.dtype, got.device) == (twin.shape, twin.dtype, twin.device)
+    bound = 2 * (twin.double() - truth).abs().max() + 1e-5 * truth.abs().max()
+    assert (got.double() - truth).abs().max() <= bound
+
+
+def sketches(rank: int, out: int, features: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return (
+        torch.randn(rank, out).to(device, dtype),
+        torch.randn(rank, features).to(device, dtype),
+        rank * torch.randn(out, device=device),
+        torch.randn(features, device=device),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_any_shape(shape, dtype, device):
+    g, x, column_sum, mean = sketches(*shape, dtype, device)
+    for result in {dtype, torch.float32}:
+        for rest in ((None, None), (column_sum, mean)):
+            how = {"scale": 4.0, "dtype": result}
+            got = kernel.sketched_grad_weight(g, x, *rest, **how)
+            check(got, reference.sketched_grad_weight(g, x, *rest, **how), exact(g, x, *rest, 4.0))
+    assert kernel.sketched_grad_weight(g, x, None, None).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_any_strides_and_nothing_from_beside_them(dtype, device):
+    g, x, column_sum, mean = sketches(70, 66, 35, dtype, device)
+    expected = kernel.sketched_grad_weight(g, x, column_sum, mean)
+    column_sum, mean = (torch.stack((part, part + math.nan), -1)[:, 0] for part in (column_sum, mean))
+    for other_g, other_x in (
+        (within_nan(g), within_nan(x)),
+        (within_nan(g.t().contiguous()).t(), within_nan(x.t().contiguous()).t()),
+        (torch.stack((g, g + math.nan), -1)[..., 0], x),
+    ):
+        assert torch.equal(kernel.sketched_grad_weight(other_g, other_x, column_sum, mean), expected)
+    one = kernel.sketched_grad_weight(g[:1].expand(70, 66), x, column_sum, mean, dtype=torch.float32)
+    truth = exact(g[:1].expand(70, 66), x, column_sum, mean, 1.0)
+    assert (one - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+@pytest.mark.parametrize("many_tiles", [1, 4, 1000])
+def test_every_tile_and_the_order_of_the_tiles(many_tiles, device, monkeypatch):
+    monkeypatch.setattr(kernel, "_MANY_TILES", many_tiles)
+    monkeypatch.setattr(kernel, "_GROUPED", 2)
+    g, x, column_sum, mean = sketches(70, 336, 272, torch.bfloat16, device)
+    got = kernel.sketched_grad_weight(g, x, column_sum, mean, dtype=torch.float32)
+    truth = exact(g, x, column_sum, mean, 1.0)
+    assert (got - truth).abs().max() <= 1e-5 * truth.abs().max()
+    codes = low_bit.quantize(x.float(), torch.tensor(1, device=device), None, kind="int4", group=32)
+    how = {"kind": "int4", "group": 32, "dtype": torch.float32}
+    got = kernel.sketched_grad_weight_low_bit(g, *codes, torch.tensor(1, device=device), column_sum, mean, **how)
+    twin = reference.sketched_grad_weight_low_bit(g, *codes, torch.tensor(1, device=device), column_sum, mean, **how)
+    assert (got - twin).abs().max() <= 4e-3 * truth.abs().max()
+
+
+def test_large_results_get_large_tiles_where_they_fit():
+    def sides(dtype: torch.dtype, size: int, shared_bytes: int) -> tuple[int, int]:
+        tile = kernel._tile_of(dtype, size, size, shared_bytes)
+        return tile["BLOCK_M"], tile["BLOCK_N"]
+
+    for dtype in HALVES:
+        assert sides(dtype, 4096, 227 << 10) == sides(dtype, 4096, 163 << 10) == (128, 256)
+        assert sides(dtype, 4096, 99 << 10) == sides(dtype, 1536, 227 << 10) == (128, 128)
+        assert sides(dtype, 768, 227 << 10) == (64, 64)
+    assert sides(torch.float32, 4096, 227 << 10) == (64, 64)
+    for group, size, height in ((128, 4096, 256), (48, 4096, 64), (128, 4095, 64), (128, 768, 64)):
+        assert kernel._low_bit_tile_of(size, size, group)["BLOCK_M"] == height
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
+def test_nothing_to_multiply(shape, device):
+    g, x, column_sum, mean = sketches(*shape, torch.bfloat16, device)
+    got = kernel.sketched_grad_weight(g, x, column_sum + 1, mean, dtype=torch.float32)
+    assert torch.equal(got, reference.sketched_grad_weight(g, x, column_sum + 1, mean, dtype=torch.float32))
+    seed, how = torch.tensor(0, device=device), {"kind": "int8", "group": 16}
+    codes = low_bit.quantize(x, seed, None, **how)
+    got = kernel.sketched_grad_weight_low_bit(g, *codes, seed, column_sum, mean, **how)
+    assert torch.equal(got, reference.sketched_grad_weight_low_bit(g, *codes, seed, column_sum, mean, **how))
+
+
+def test_a_float16_product_beyond_its_range_is_scaled_before_it_is_rounded(device):
+    g, x = torch.full((4, 3), 200.0, device=device).half(), torch.full((4, 5), 200.0, device=device).half()
+    got = kernel.sketched_grad_weight(g, x, None, None, scale=2.0**-4)
+    assert torch.equal(got, torch.full((3, 5), 10000.0, dtype=torch.float16, device=device))
+
+
+@pytest.mark.parametrize("kind", list(low_bit.BITS))
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_low_bits_are_those_that_are_dequantized_to_the_same_dtype(kind, dtype, device):
+    seed = torch.tensor(-9, device=device)
+    # a group that blocks of the product divide, one that they divide into 16 rows, one that they don't divide
+    for shape, group in (((70, 67, 71), 64), ((33, 5, 9), 48), ((70, 66, 30), 20)):
+        g, _, column_sum, mean = sketches(*shape, dtype, device)
+        x = torch.randn(shape[0], shape[2], device=device) * 2 + torch.randn(shape[2], device=device)
+        parts = low_bit.quantize(x, seed, None, kind=kind, group=group)
+        how = {"kind": kind, "group": group}
+        values = low_bit.dequantize(*parts, seed, **how, features=shape[2])
+        truth = exact(g, values, column_sum, mean, 2.0)
+        got, twin = (
+            module.sketched_grad_weight_low_bit(
+                g, *parts, seed, column_sum, mean, **how, scale=2.0, dtype=torch.float32
+            )
+            for module in (kernel, reference)
+        )
+        check(twin, twin, truth)
+        assert got.dtype == torch.float32
+        rounded = reference.sketched_grad_weight(g, values.to(dtype), column_sum, mean, scale=2.0, dtype=torch.float32)
+        if kernel.supports(kind) and group % 16 == 0:
+            assert (got - rounded).abs().max() <= 2e-6 * truth.abs().max()
+        check(got, rounded, truth)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_low_bits_of_any_strides_uncentred(kind, device):
+    seed, how = torch.tensor(3, device=device), {"kind": kind, "group": 16}
+    g, x, *_ = sketches(37, 20, 19, torch.bfloat16, device)
+    codes, steps, offsets = low_bit.quantize(x, seed, None, **how)
+    expected = kernel.sketched_grad_weight_low_bit(g, codes, steps, offsets, seed, None, None, **how)
+    assert expected.dtype == torch.bfloat16
+    larger = torch.full((39, codes.shape[1] + 2), 255, dtype=torch.uint8, device=device)
+    larger[1:-1, 1:-1] = codes
+    steps, offsets = steps.t().contiguous().t(), offsets.t().contiguous().t()
+    for other in (larger[1:-1, 1:-1], codes.t().contiguous().t()):
+        got = kernel.sketched_grad_weight_low_bit(within_nan(g), other, steps, offsets, seed, None, None, **how)
+        assert torch.equal(got, expected)
+
+
+def test_what_is_not_finite_shows_in_its_column(device):
+    seed, how = torch.tensor(3, device=device), {"kind": "int8", "group": 16}
+    g, x, *_ = sketches(20, 3, 5, torch.bfloat16, device)
+    x[17, 2] = math.nan
+    got = kernel.sketched_grad_weight_low_bit(g, *low_bit.quantize(x, seed, None, **how), seed, None, None, **how)
+    assert torch.equal(got.isfinite(), torch.tensor([True, True, False, True, True], device=device).expand(3, 5))
+
+
+def test_what_ships_has_a_name_each():
+    names = [build.name for build in kernel.builds()]
+    assert len(set(names)) == len(names)
+    for build in kernel.builds():
+        assert set(build.types) | set(build.constants) == set(build.kernel.arg_names)
+        assert set(build.divisible) <= set(build.types)

@@ -1,0 +1,70 @@
+"""The weight gradient in plain torch: dtypes, the scale of the product, and the way of a GPU."""
+
+import pytest
+import torch
+
+from rmm_linear_kernels.low_bit.reference import dequantize, quantize
+from rmm_linear_kernels.sketched_grad_weight import reference
+from rmm_linear_kernels.sketched_grad_weight.reference import sketched_grad_weight, sketched_grad_weight_low_bit
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+# float64 to half: what one rounding of the result leaves
+PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def case(dtype, device="cpu"):
+    g, x = torch.randn(40, 7).to(device, dtype), torch.randn(40, 5).to(device, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    column_sum, mean = torch.randn(7, dtype=wide, device=device), torch.randn(5, dtype=wide, device=device)
+    truth = 8 * g.double().t() @ x.double() + torch.outer(column_sum.double(), mean.double())
+    return (g, x, column_sum, mean), truth
+
+
+@pytest.mark.parametrize("result", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_is_rounded_once(dtype, result, device):
+    arguments, truth = case(dtype, device)
+    got = sketched_grad_weight(*arguments, scale=8.0, dtype=result)
+    assert got.dtype == (result or dtype)
+    coarsest = max(PRECISION[got.dtype], 1e-6 if dtype != torch.float64 else 0)
+    assert (got - truth).abs().max() <= 1.01 * coarsest * truth.abs().max()
+
+
+def test_the_scale_and_the_dtype_may_be_left_out():
+    (g, x, column_sum, mean), _ = case(torch.float32)
+    assert torch.equal(sketched_grad_weight(g, x, None, None), g.t() @ x)
+    assert torch.equal(sketched_grad_weight(g, x, column_sum, mean), (g.t() @ x).addr_(column_sum, mean))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_way_of_a_gpu_where_sketch_and_result_have_one_dtype(dtype):
+    (g, x, column_sum, mean), truth = case(dtype)
+    got = reference._by_half_precision_gemm(g, x.float(), column_sum, mean, 8.0, dtype)
+    # the mean's part is rounded before the product joins it
+    assert (got - truth).abs().max() <= 3 * PRECISION[dtype] * truth.abs().max()
+    assert got.dtype == dtype
+    got = reference._by_half_precision_gemm(g, x, None, None, 8.0, dtype)
+    assert (got - 8 * g.double().t() @ x.double()).abs().max() <= 3 * PRECISION[dtype] * truth.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("result", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_way_of_a_gpu(dtype, result):
+    arguments, truth = case(dtype, "cuda")
+    got = sketched_grad_weight(*arguments, scale=8.0, dtype=result)
+    assert got.dtype == result
+    assert (got - truth).abs().max() <= 3 * PRECISION[result] * truth.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int3", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_low_bits_are_dequantized_and_multiplied(kind, dtype):
+    (g, x, column_sum, mean), _ = case(dtype)
+    seed, how = torch.tensor(1), {"kind": kind, "group": 16}
+    parts = quantize(x, seed, None, **how)
+    values = dequantize(*parts, seed, **how, features=5)
+    got = sketched_grad_weight_low_bit(g, *parts, seed, column_sum, mean, **how, scale=2.0, dtype=torch.float32)
+    assert torch.equal(got, sketched_grad_weight(g, values, column_sum, mean, scale=2.0, dtype=torch.float32))
+    assert sketched_grad_weight_low_bit(g, *parts, seed, None, None, **how).dtype == dtype
