@@ -5,6 +5,8 @@
 
 No GPU is needed. A build fails at once if it spills, if it lacks the matrix instructions it is meant to have, or if it
 cannot be launched. Beyond that it is compared with the committed table, if that was made by the same version of triton.
+It takes about a second a build and target. Each line bears a fingerprint of what was compiled, so that a test can tell
+without compiling whether the table is that of the kernels as they are.
 """
 
 import argparse
@@ -18,14 +20,17 @@ import triton
 from result_files import RESULTS, check_results_folder, read_csv, write_csv
 
 from rmm_linear_kernels.ahead_of_time import (
+    SUPPORTED,
     TARGETS,
     Resources,
     all_builds,
     compiling,
+    fingerprint,
     problems,
     regressions,
     unlisted_kernels,
 )
+from rmm_linear_kernels.builds import Build
 
 TABLE = RESULTS / "resources.csv"
 
@@ -50,22 +55,40 @@ def read_table(path: Path) -> dict[tuple[str, str], Resources]:
 
 
 def compare(found: Iterable[Resources], table: Mapping[tuple[str, str], Resources]) -> list[str]:
-    """Say what is worse than in a table, or not in it.
+    """Say what is worse than in a table.
 
     Args:
         found: What was compiled.
         table: What `read_table` returned.
 
     Returns:
-        One sentence a difference; nothing about a line of another version of triton.
+        One sentence a loss; nothing about what is not in the table, or there of another version of triton.
     """
     said = []
     for line in found:
         former = table.get((line.name, line.target))
-        if former is None:
-            said.append(f"{line.name} for {line.target}: not in the table; write it anew")
-        elif former.triton == line.triton:
+        if former is not None and former.triton == line.triton:
             said += regressions(line, former)
+    return said
+
+
+def out_of_date(builds: Iterable[Build], table: Mapping[tuple[str, str], Resources]) -> list[str]:
+    """Say where a table is not of these builds; nothing is compiled for it.
+
+    Args:
+        builds: All that ship.
+        table: What `read_table` returned.
+
+    Returns:
+        One sentence a build and target.
+    """
+    wanted = {(build.name, target): build for build in builds for target in TARGETS}
+    said = [f"{name} for {target}: in the table, but ships no more" for name, target in sorted(table.keys() - wanted)]
+    for (name, target), build in wanted.items():
+        if (name, target) not in table:
+            said.append(f"{name} for {target}: not in the table")
+        elif table[name, target].fingerprint != fingerprint(build):
+            said.append(f"{name} for {target}: changed since the table was made")
     return said
 
 
@@ -131,16 +154,22 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 wrong += problems(builds[name], lines[-1])
     print(formatted(lines))
+    table = {key: line for key, line in read_table(path).items() if options.only in key[0]}
+    losses = compare(lines, table)
+    if any(line.triton != triton.__version__ for line in table.values()):
+        print(f"{path} is of another version of triton than {triton.__version__}: its figures are not compared")
     if options.check:
-        table = {key: line for key, line in read_table(path).items() if options.only in key[0]}
-        wrong += compare(lines, table)
-        stale = sorted(table.keys() - futures.keys())
-        wrong += [f"{name} for {target}: in the table, but ships no more; write it anew" for name, target in stale]
-        if any(line.triton != triton.__version__ for line in table.values()):
-            print(f"{path} is of another version of triton than {triton.__version__}: its figures are not compared")
-    elif lines and not options.only and len(lines) == len(futures):
-        write_csv(path, [dataclasses.asdict(line) for line in lines])
-        print(f"written to {path}")
+        wrong += losses + out_of_date(builds.values(), table)
+    else:
+        # These may have good reasons: the table that is committed with them shows them.
+        for line in losses:
+            print(f"worse than before: {line}")
+        if lines and not options.only and len(lines) == len(futures):
+            write_csv(path, [dataclasses.asdict(line) for line in lines])
+            print(f"written to {path}")
+    unfit = sum(not line.resident_warps for line in lines if line.target not in SUPPORTED)
+    if unfit:
+        print(f"{unfit} builds are too large for targets other than {', '.join(SUPPORTED)}")
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

@@ -13,9 +13,12 @@ Triton compiles for any GPU on any machine, and its wheel brings the assembler a
 Not under TRITON_INTERPRET, where `triton.jit` makes nothing that could be compiled.
 """
 
+import ast
 import contextlib
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import io
 import multiprocessing
 import pkgutil
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
@@ -73,6 +77,8 @@ TARGETS = {
     "sm_100": Target(("cuda", 100, 32), 512, 8, 64, 32, 228 * _KIB, 227 * _KIB, _KIB),
     "gfx942": Target(("hip", "gfx942", 64), 512, 8, 32, 32, 64 * _KIB, 64 * _KIB, 0),
 }
+# Tiles are sized for these. gfx942 is compiled for, so that nothing in the kernels is NVIDIA's alone.
+SUPPORTED = ("sm_80", "sm_90", "sm_100")
 # Parts of a multiprocessor with registers of their own.
 _QUARTERS = 4
 
@@ -116,6 +122,7 @@ class Resources:
         local_loads: Instructions that load from local memory.
         local_stores: Instructions that store to local memory.
         triton: The version that compiled.
+        fingerprint: Of what was compiled, see `fingerprint`.
     """
 
     name: str
@@ -134,6 +141,7 @@ class Resources:
     local_loads: int
     local_stores: int
     triton: str
+    fingerprint: str
 
 
 def all_builds() -> list[Build]:
@@ -245,7 +253,50 @@ def compile_build(build: Build, target: str) -> Resources:
         local_loads=count(_LOCAL_LOAD),
         local_stores=count(_LOCAL_STORE),
         triton=triton.__version__,
+        fingerprint=fingerprint(build),
     )
+
+
+def fingerprint(build: Build) -> str:
+    """Return what changes when the build does: compiling all of them takes minutes, and comparing this none.
+
+    Triton's own key of a function changes with the line that it begins at; this one does not.
+
+    Args:
+        build: What would be compiled.
+
+    Returns:
+        12 hexadecimal digits of the sources of the kernel and of all functions of this package that it calls, and of
+        all else that the build says.
+    """
+    types, constants = dict(sorted(build.types.items())), dict(sorted(build.constants.items()))
+    told = [types, constants, sorted(build.divisible), build.num_warps, build.num_stages]
+    sources: dict[str, str] = {}
+    for function in (build.kernel, *build.constants.values()):
+        if isinstance(function, JITFunction):
+            _told_sources(function, sources)
+    told += sorted(sources.values())
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
+
+
+def _told_sources(function: Any, found: dict[str, str]) -> dict[str, str]:
+    """Name -> source of a function and of what it calls, and the constants that these read."""
+    name = f"{function.__module__}.{function.__name__}"
+    if name in found:
+        return found
+    found[name] = function.src
+    for node in ast.walk(function.parse()):
+        value = None
+        if isinstance(node, ast.Name):
+            value = function.__globals__.get(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = function.__globals__.get(node.value.id)
+            value = getattr(owner, node.attr, None) if inspect.ismodule(owner) else None
+        if isinstance(value, JITFunction) and not value.__module__.startswith("triton."):
+            _told_sources(value, found)
+        elif isinstance(value, tl.constexpr):
+            found[f"{name}: {ast.unparse(node)}"] = f"{ast.unparse(node)} = {value.value!r}"
+    return found
 
 
 def _source(build: Build) -> ASTSource:
@@ -345,7 +396,7 @@ def problems(build: Build, found: Resources) -> list[str]:
         )
     if build.uses_tensor_cores and not found.matrix_instructions:
         said.append(f"{where}: no matrix instruction was chosen; look at the operands' types and the tile's shape")
-    if not found.resident_warps:
+    if not found.resident_warps and found.target in SUPPORTED:
         said.append(
             f"{where}: cannot be launched: {found.shared} bytes of shared memory (at most"
             f" {TARGETS[found.target].shared_of_block}), {found.registers} registers times {found.warps} warps"

@@ -1,6 +1,7 @@
 """What ships takes what it may take on every GPU; and the tool that says so catches what it must catch."""
 
 import dataclasses
+import importlib
 import importlib.util
 import os
 import sys
@@ -18,7 +19,15 @@ import triton.language as tl
 
 import rmm_linear_kernels
 from rmm_linear_kernels import ahead_of_time
-from rmm_linear_kernels.ahead_of_time import TARGETS, all_builds, compile_build, problems, regressions, resident_warps
+from rmm_linear_kernels.ahead_of_time import (
+    TARGETS,
+    all_builds,
+    compile_build,
+    fingerprint,
+    problems,
+    regressions,
+    resident_warps,
+)
 from rmm_linear_kernels.builds import Build
 
 NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
@@ -66,6 +75,34 @@ def product(*, dot, size=64):
     return Build("product", _product_kernel, types, constants, divisible=tuple(types), uses_tensor_cores=True)
 
 
+@pytest.fixture
+def resources(benchmark_script):
+    return benchmark_script("resources")
+
+
+@pytest.fixture
+def table(resources):
+    return resources.read_table(resources.TABLE)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_ships_is_in_the_committed_table_and_fits(name, resources, table):
+    lines = {key: line for key, line in table.items() if key[0] == name}
+    hint = "run `make resources`, and commit the table"
+    assert resources.out_of_date([SHIPPED[name]], lines) == [], hint
+    assert [said for line in lines.values() for said in problems(SHIPPED[name], line)] == []
+
+
+def test_every_kernel_is_in_a_build_and_the_table_holds_no_others(resources, table):
+    assert ahead_of_time.unlisted_kernels() == []
+    assert resources.out_of_date(SHIPPED.values(), table) == []
+
+
+def first_builds() -> list[str]:
+    """One build of each kernel."""
+    return list({build.kernel.__name__: build.name for build in reversed(SHIPPED.values())}.values())
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """(build, target) -> the future figures: all are begun at once, and each test waits for its own."""
@@ -73,23 +110,24 @@ def compiled():
         yield futures
 
 
-@pytest.fixture
-def resources(benchmark_script):
-    return benchmark_script("resources")
+def check(found, table, resources):
+    assert problems(SHIPPED[found.name], found) == []
+    assert resources.compare([found], table) == []
+    if table[found.name, found.target].triton == found.triton:
+        assert table[found.name, found.target] == found, "run `make resources`, and commit the table"
 
 
+@pytest.mark.parametrize("name", first_builds())
+def test_the_committed_figures_are_those_of_the_compiler(name, table, resources):
+    """A sample, since a build takes a second: the fingerprints vouch for the rest, and `make check` compiles it."""
+    check(compile_build(SHIPPED[name], "sm_90"), table, resources)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SHIPPED)
-def test_what_ships_fits_and_is_no_worse_than_the_committed_table(name, target, compiled, resources):
-    found = compiled[name, target].result()
-    assert problems(SHIPPED[name], found) == []
-    assert resources.compare([found], resources.read_table(resources.TABLE)) == []
-
-
-def test_every_kernel_is_in_a_build_and_the_table_holds_no_others(resources):
-    assert ahead_of_time.unlisted_kernels() == []
-    table = resources.read_table(resources.TABLE)
-    assert {name for name, _ in table} <= SHIPPED.keys()
+def test_all_committed_figures_are_those_of_the_compiler(name, target, compiled, table, resources):
+    check(compiled[name, target].result(), table, resources)
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -147,6 +185,7 @@ def test_too_much_shared_memory_is_caught():
     fits = compile_build(product(dot=True), "sm_90")
     too_much = dataclasses.replace(fits, shared=228 * 1024, resident_warps=0)
     assert "cannot be launched" in problems(product(dot=True), too_much)[0]
+    assert problems(product(dot=True), dataclasses.replace(too_much, target="gfx942")) == []
     assert resident_warps("sm_90", registers=32, shared=228 * 1024, warps=4) == 0
     assert resident_warps("gfx942", registers=32, shared=64 * 1024 + 1, warps=4) == 0
 
@@ -190,7 +229,55 @@ def test_what_got_worse_is_named_and_what_got_better_is_not(resources):
     # More registers that cost no occupancy are no loss, and other versions of the compiler are not compared.
     assert said(registers=former.registers + 1) == []
     assert said(spill_stores=8, triton="0.0.0") == []
-    assert "not in the table" in resources.compare([former], {})[0]
+    assert resources.compare([former], {}) == []
+
+
+def test_a_fingerprint_is_that_of_what_is_compiled(resources):
+    build = product(dot=True)
+    same = fingerprint(build)
+    assert fingerprint(dataclasses.replace(build, name="another", uses_tensor_cores=False)) == same
+    changes = [
+        {"num_warps": 8},
+        {"num_stages": 3},
+        {"divisible": ("X", "Y")},
+        {"constants": {"SIZE": 64, "DOT": False}},
+        {"types": {**build.types, "OUT": "*bf16"}},
+        {"kernel": _held_kernel},
+    ]
+    assert len({same, *(fingerprint(dataclasses.replace(build, **change)) for change in changes)}) == 1 + len(changes)
+    line = compile_build(build, "sm_90")
+    lines = {(build.name, target): dataclasses.replace(line, target=target) for target in TARGETS}
+    assert resources.out_of_date([build], lines) == []
+    changed = dataclasses.replace(build, num_warps=8)
+    assert resources.out_of_date([changed], lines) == [
+        f"product for {target}: changed since the table was made" for target in TARGETS
+    ]
+    assert resources.out_of_date([build], {}) == [f"product for {target}: not in the table" for target in TARGETS]
+    assert resources.out_of_date([], lines)[0].endswith("ships no more")
+
+
+def test_a_fingerprint_follows_the_functions_that_a_kernel_calls(tmp_path, monkeypatch):
+    """Also where they are in other modules; but not which line they are on."""
+
+    def kernel_of(folder: str, line: str, constant: int = 3, above: str = ""):
+        package = tmp_path / folder
+        package.mkdir()
+        start = f"import triton\nimport triton.language as tl\n{above}\n"
+        body = f"CONSTANT = tl.constexpr({constant})\n\n\n@triton.jit\ndef inner(x):\n    return {line}\n"
+        (package / "called.py").write_text(start + body)
+        middle = "@triton.jit\ndef middle(x):\n    return called.inner(x)\n\n\n"
+        outer = "@triton.jit\ndef outer(X):\n    tl.store(X, middle(tl.load(X)))\n"
+        (package / "calling.py").write_text(start + "import called\n\n\n" + middle + outer)
+        monkeypatch.syspath_prepend(package)
+        for name in ("called", "calling"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        build = Build("outer", importlib.import_module("calling").outer, {"X": "*fp32"}, {})
+        return fingerprint(build)
+
+    same = kernel_of("first", "x + CONSTANT")
+    assert kernel_of("second", "x + CONSTANT", above="# a line more\n") == same
+    assert kernel_of("third", "x - CONSTANT") != same
+    assert kernel_of("fourth", "x + CONSTANT", constant=4) != same
 
 
 def test_builds_and_targets_that_are_not_understood_are_named():
@@ -265,7 +352,7 @@ def test_the_table_is_written_and_then_checked(ops, resources, tmp_path: Path, c
     assert set(table) == {(name, target) for name in ("twice", "thrice") for target in ("sm_90", "gfx942")}
     assert all(line.wide_loads == line.global_loads > 0 for line in table.values())
     capsys.readouterr()
-    # The figures were better once, and a build is gone.
+    # A build is gone, another is new, and the figures were better once.
     text = path.read_text()
     path.write_text(text.replace("twice,sm_90", "gone,sm_90"))
     assert resources.main([*command, "--check"]) == 1
@@ -283,6 +370,11 @@ def test_the_table_is_written_and_then_checked(ops, resources, tmp_path: Path, c
     before = path.read_text()
     assert resources.main([*command, "--only", "thrice"]) == 0
     assert path.read_text() == before
+    # Whoever makes the table anew is told what got worse, and decides.
+    capsys.readouterr()
+    assert resources.main(command) == 0
+    assert "worse than before: twice for gfx942: no matrix instructions" in capsys.readouterr().out
+    assert path.read_text() == text
 
 
 def test_kernels_without_builds_and_names_taken_twice_are_named(ops):
