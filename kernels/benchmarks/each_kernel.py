@@ -52,7 +52,7 @@ class Case:
         cost: What it has to do.
         make: Makes a new set of arguments, by name; a function is given those that it has.
         rival: The same with the vendor's library, of the same arguments.
-        twin: Computes the same where there is no twin of that name.
+        twin: Computes the same, where the reference has no function of that name.
         value: What of a result is compared, of the result and the arguments; the result itself by default.
     """
 
@@ -65,7 +65,7 @@ class Case:
     cost: roofline.Cost
     make: Callable[[], Arguments]
     rival: Callable[[Arguments], Tensor] | None = None
-    twin: Callable[[Arguments], Tensor] | None = None
+    twin: Callable[[Arguments], Any] | None = None
     value: Callable[[Any, Arguments], Tensor] = field(default=lambda result, arguments: result)
 
 
@@ -200,10 +200,18 @@ def _sketch_cases(
         yield Case("hadamard_sketch", "hadamard_sketch", name, rows, features, 0, cost, make)
     for ratio in RATIOS:
         rank = roofline.rank_of(rows, ratio)
-        name = f"hadamard_sketch of g, ratio {ratio:g}"
-        cost = roofline.hadamard_sketch(rows, out, rank)
-        make = lambda rank=rank: hadamard(out, rank)  # noqa: E731
-        yield Case("hadamard_sketch", "hadamard_sketch", name, rows, out, 0, cost, make)
+        yield Case(
+            "hadamard_sketch",
+            "hadamard_sketch_and_sums",
+            f"hadamard_sketch of g, with sums, ratio {ratio:g}",
+            rows,
+            out,
+            0,
+            roofline.hadamard_sketch(rows, out, rank, with_sum=True),
+            lambda rank=rank: hadamard(out, rank),
+            twin=_sketch_then_sum,
+            value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0) / rows)),
+        )
     for gaussian, ratio in itertools.product((True, False), (0.25, 0.1)):
         rank = max(1, int(ratio * rows))
 
@@ -224,6 +232,15 @@ def _sketch_cases(
             projection,
             rival=lambda arguments: torch.mm(arguments["dense"], arguments["x"]),
         )
+
+
+def _sketch_then_sum(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """The same in two readings."""
+    sketch = implementation("hadamard_sketch", "hadamard_sketch", "reference")
+    assert sketch is not None
+    x = arguments["x"]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return call(sketch, arguments), x.sum(0, dtype=wide)
 
 
 def _row_cases(
@@ -362,7 +379,10 @@ def _error(value: Tensor, exact: Tensor) -> float:
 
 def _twin_of(case: Case) -> Callable[[Arguments], Any]:
     reference = implementation(case.op, case.function, "reference")
-    return case.twin or (lambda arguments: call(reference, arguments))
+    if reference is not None:
+        return lambda arguments: call(reference, arguments)
+    assert case.twin is not None, f"{case.op} has no twin {case.function}"
+    return case.twin
 
 
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:

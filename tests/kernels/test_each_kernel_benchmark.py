@@ -77,7 +77,7 @@ def test_a_kernel_is_compared_with_its_twin_a_copy_and_the_rival(each_kernel, tm
 
 def test_a_kernel_that_is_less_exact_than_it_may_be_fails(each_kernel, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(each_kernel, "launcher_of", launchers(1.02))
-    status, rows = run(each_kernel, tmp_path, "--only", "hadamard")
+    status, rows = run(each_kernel, tmp_path, "--only", "hadamard_sketch of x")
     assert status == 1
     assert all(row["failed"] == "True" and "the twin's" in row["note"] for row in rows)
     assert "error 0.02" in capsys.readouterr().out
