@@ -562,7 +562,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{hardware}, {options.dtype}, torch {torch.__version__}, triton {_triton_version()}, commit {commit_name()}")
     heads = ("copy us", "twin us", "kernel us", "cuBLAS us", "over copy", "/ cuBLAS")
     print(f"{'':68}" + "".join(f"{head:>11}" for head in heads) + f"{'error, kernel / twin':>24}")
-    found = []
+    found: list[Row] = []
+    path = options.results / f"kernels-{slug(hardware)}-{options.dtype}.csv"
     for case in chosen:
         try:
             row = measure(case, device=device, dtype=dtype, repeats=options.repeats)
@@ -572,8 +573,8 @@ def main(arguments: list[str] | None = None) -> int:
             row = _empty_row(case, device=device, dtype=dtype, note=note, failed=True)
         found.append(row)
         print(_printed(row), flush=True)
-    path = options.results / f"kernels-{slug(hardware)}-{options.dtype}.csv"
-    write_csv(path, [asdict(row) for row in found])
+        # After each: a run that is ended early has measured something.
+        write_csv(path, [asdict(row) for row in found])
     print(f"written to {path}")
     return 1 if any(row.failed for row in found) else 0
 

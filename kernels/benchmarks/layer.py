@@ -37,7 +37,8 @@ SHAPES = ((4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (8192, 384, 15
 VARIANTS = (("hadamard", False, None), ("hadamard", True, None), ("gaussian", False, None))
 GPU_VARIANTS = tuple(("hadamard", center, storage) for storage in (None, "int8") for center in (False, True))
 LAUNCH_SHAPE = (128, 64, 64)
-LAUNCH_MODES = ("eager", "compiled", "graph")
+# The one that takes longest to set up comes last.
+LAUNCH_MODES = ("eager", "graph", "compiled")
 _ROTATING = 3
 _LAUNCHED_STEPS = 20
 
@@ -129,7 +130,9 @@ def _transient_bytes(layer: nn.Module, x: Tensor, g: Tensor) -> int | str:
     return torch.cuda.max_memory_allocated(x.device) - before - left
 
 
-def _inputs(shape: tuple[int, int, int], count: int, device: torch.device, dtype: torch.dtype):
+def _inputs(
+    shape: tuple[int, int, int], count: int, device: torch.device, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
     rows, features, out = shape
     return [
         (
@@ -284,17 +287,22 @@ def launches(
                 low, middle, high = quantiles(table[:, 1] / table[:, 0])
                 values = [round(number, 4) for number in (middle, low, high)]
                 values += [round(float(table[:, column].median()), 1) for column in (0, 1)]
+            time_ratio, q20, q80, linear_us, sketched_us = values
             yield LaunchRow(
-                hardware_name(device),
-                str(dtype).removeprefix("torch."),
-                rows,
-                features,
-                out,
-                config.sketch,
-                config.center,
-                config.ratio,
-                mode,
-                *values,
+                hardware=hardware_name(device),
+                dtype=str(dtype).removeprefix("torch."),
+                rows=rows,
+                in_features=features,
+                out_features=out,
+                sketch=config.sketch,
+                center=config.center,
+                ratio=config.ratio,
+                mode=mode,
+                time_ratio=time_ratio,
+                time_ratio_q20=q20,
+                time_ratio_q80=q80,
+                linear_us=linear_us,
+                sketched_us=sketched_us,
                 error=error,
                 kernels=_kernels_asked_for(),
                 torch=torch.__version__,
@@ -307,7 +315,7 @@ def _print_row(row: Row) -> None:
     name = row.sketch + (" + center" if row.center else "") + (f", {row.storage}" if row.storage else "")
     spread = f"{row.time_ratio:.3f} ({row.time_ratio_q20:.3f}/{row.time_ratio_q80:.3f})"
     size = f"{row.rows} x {row.in_features} -> {row.out_features}"
-    transient = "" if row.transient_bytes == "" else f"{row.transient_bytes / 2**20:.1f} MiB"
+    transient = f"{row.transient_bytes / 2**20:.1f} MiB" if isinstance(row.transient_bytes, int) else ""
     print(
         f"{size:24}{name:26}{row.ratio:>6g}{spread:>28}{row.goal:>7}{row.limit:>7.3f}"
         f"{row.kept_bytes / row.input_bytes:>14.3f}{transient:>12}",
@@ -334,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--launches",
         metavar="MODES",
-        help=f"ways to launch a tiny step that are timed: some of {','.join(LAUNCH_MODES)}; all on CUDA by default",
+        help=f"ways to launch a tiny step that are timed: some of {','.join(LAUNCH_MODES)}; on CUDA all by default",
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -364,23 +372,25 @@ def main(arguments: list[str] | None = None) -> int:
         f"{'rows x in -> out':24}{'sketch':26}{'ratio':>6}{'time / nn.Linear (20/80)':>28}{'goal':>7}{'limit':>7}"
         f"{'kept / input':>14}{'transient':>12}"
     )
+    path = options.results / f"layer-{slug(hardware)}-{dtype_name}.csv"
     for shape in GOALS if on_gpu else SHAPES:
         for row in benchmark(shape, variants, device=device, dtype=dtype, repeats=options.repeats):
             found.append(row)
             _print_row(row)
-    path = options.results / f"layer-{slug(hardware)}-{dtype_name}.csv"
     write_csv(path, [asdict(row) for row in found])
     print(f"written to {path}")
     if not modes:
         return 0
     configs = [RMMConfig(ratio=0.25, center=center, min_rows=1) for center in (False, True)]
-    launched = list(launches(modes, configs, device=device, dtype=dtype, repeats=options.repeats))
     print(f"{'a step of ' + ' x '.join(map(str, LAUNCH_SHAPE)):24}{'mode':10}{'nn.Linear us':>14}{'sketched us':>14}")
-    for line in launched:
-        name = line.sketch + (" + center" if line.center else "")
-        print(f"{name:24}{line.mode:10}{line.linear_us:>14}{line.sketched_us:>14}  {line.error}")
     path = options.results / f"launches-{slug(hardware)}-{dtype_name}.csv"
-    write_csv(path, [asdict(line) for line in launched])
+    launched: list[LaunchRow] = []
+    for line in launches(modes, configs, device=device, dtype=dtype, repeats=options.repeats):
+        launched.append(line)
+        name = line.sketch + (" + center" if line.center else "")
+        print(f"{name:24}{line.mode:10}{line.linear_us:>14}{line.sketched_us:>14}  {line.error}", flush=True)
+        # After each: setting up the next may outlast the time that is given.
+        write_csv(path, [asdict(line) for line in launched])
     print(f"written to {path}")
     return 1 if any(line.error for line in launched) else 0
 

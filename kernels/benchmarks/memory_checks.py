@@ -18,22 +18,16 @@ SHAPES = ((128, 64, 64), (203, 37, 53), (1, 5, 3))
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def check(device: torch.device) -> tuple[int, list[str]]:
     """Launch every kernel.
 
     Args:
-        arguments: Command line, `sys.argv[1:]` by default.
+        device: Where.
 
     Returns:
-        The exit status: 1 where a kernel raised or is wrong, 2 without a GPU.
+        How many were launched, and a sentence for each that raised or is wrong.
     """
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cuda")
-    device = torch.device(parser.parse_args(arguments).device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        print("memory_checks.py: kernels need a GPU, and there is none", file=sys.stderr)
-        return 2
-    launched, wrong = 0, 0
+    launched, wrong = 0, []
     torch.manual_seed(0)
     for dtype in DTYPES:
         for case in cases_of(SHAPES, device=device, dtype=dtype):
@@ -42,15 +36,33 @@ def main(arguments: list[str] | None = None) -> int:
             launched += 1
             try:
                 twin, kernel = measured_errors(case, device)
-                torch.cuda.synchronize(device)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
             except Exception as error:
                 said = f"{type(error).__name__}: {error}".splitlines()[0]
             else:
+                assert kernel is not None
                 said = "" if kernel <= 2 * twin + 1e-5 else f"error {kernel:.3g}, the twin's {twin:.3g}"
             if said:
-                wrong += 1
-                print(f"{case.name}, {case.rows} x {case.features}, {dtype}: {said}", flush=True)
-    print(f"{launched} launches, {wrong} wrong")
+                wrong.append(f"{case.name}, {case.rows} x {case.features}, {dtype}: {said}")
+    return launched, wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Launch every kernel, and say what is wrong.
+
+    Args:
+        arguments: Command line, `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status: 1 where a kernel raised or is wrong or there is none, 2 without a GPU.
+    """
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("memory_checks.py: kernels need a GPU, and there is none", file=sys.stderr)
+        return 2
+    launched, wrong = check(torch.device("cuda"))
+    print(*wrong, f"{launched} launches, {len(wrong)} wrong", sep="\n")
     return 1 if wrong or not launched else 0
 
 

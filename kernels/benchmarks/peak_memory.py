@@ -96,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--{name} {getattr(options, name)}: at least one is needed")
     check_results_folder(parser, options.results)
     found: list[Row] = []
+    path = options.results / f"peak-{slug(hardware_name(device))}-bfloat16.csv"
     for config in CONFIGS:
         peak, time = _measured(config, options.layers, device, options.repeats)
         kept = ROWS * FEATURES * 2 if config is None else config.saved_bytes(ROWS, FEATURES, torch.bfloat16)
@@ -127,8 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
             f" {row.said_bytes / 2**20:8.1f} MiB, step {row.step_ms:8.3f} ms ({row.step_over_linear:.3f})",
             flush=True,
         )
-    path = options.results / f"peak-{slug(hardware_name(device))}-bfloat16.csv"
-    write_csv(path, [asdict(row) for row in found])
+        write_csv(path, [asdict(row) for row in found])
     print(f"written to {path}")
     return 0
 

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import triton
 from result_files import RESULTS, check_results_folder, read_csv, write_csv
@@ -47,10 +48,10 @@ def read_table(path: Path) -> dict[tuple[str, str], Resources]:
     if not path.exists():
         return {}
     kinds = {field.name: field.type for field in dataclasses.fields(Resources)}
-    lines = [
-        Resources(**{name: int(text) if kinds[name] in (int, "int") else text for name, text in row.items()})
-        for row in read_csv(path)
-    ]
+    lines = []
+    for row in read_csv(path):
+        cells: dict[str, Any] = {name: int(text) if kinds[name] is int else text for name, text in row.items()}
+        lines.append(Resources(**cells))
     return {(line.name, line.target): line for line in lines}
 
 

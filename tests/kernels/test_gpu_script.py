@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,6 +183,30 @@ def test_a_machine_without_a_gpu_is_told_in_one_line(gpu, monkeypatch, tmp_path,
     (line,) = capsys.readouterr().err.splitlines()
     assert "no_such_package" in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_checks_tell_wrong_kernels_and_their_absence(benchmark_script, monkeypatch, capsys) -> None:
+    checks = benchmark_script("memory_checks")
+    device = torch.device("cpu")
+    assert checks.check(device) == (0, [])
+    each_kernel = sys.modules[checks.measured_errors.__module__]
+
+    def wrong_norms(x, mean):
+        return x.norm(dim=1) * 1.1
+
+    def broken(x):
+        raise RuntimeError("no such thing")
+
+    kernels = {"row_norms": wrong_norms, "gather_rows": broken}
+    for module in (checks, each_kernel):
+        monkeypatch.setattr(module, "launcher_of", lambda case, device: kernels.get(case.function))
+    launched, said = checks.check(device)
+    assert launched == len(said) == len(checks.DTYPES) * len(checks.SHAPES) * (1 + len(each_kernel.RATIOS))
+    assert said[3].startswith("row_norms, 128 x 64, torch.bfloat16: error 0.")
+    assert said[0] == "gather_rows, ratio 0.5, 128 x 64, torch.bfloat16: RuntimeError: no such thing"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checks.main([]) == 2
+    assert "need a GPU" in capsys.readouterr().err
 
 
 def commands_of(*arguments: str) -> str:
