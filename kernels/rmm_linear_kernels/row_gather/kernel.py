@@ -11,8 +11,10 @@ from torch import Tensor
 from ..builds import TYPE_NAMES, Build
 from . import reference
 
-# Elements of a tile, and its rows: few where a row lies in one piece, many where a column does.
+# Elements of a tile, fewer where they are widened to float64.
 _TILE = 2048
+_WIDE_TILE = 1024
+# Rows of a tile: few where a row lies in one piece, many where a column does.
 _ROWS_OF_A_TILE = 4
 _ROWS_OF_A_TILE_OF_COLUMNS = 32
 _WARPS = 4
@@ -92,10 +94,10 @@ def _row_norms_kernel(
     tl.store(OUT + row, tl.sqrt(tl.sum(squares, axis=1)), mask=is_row)
 
 
-def _tile(features: int, *, column_stride: int, row_stride: int) -> tuple[int, int]:
-    """Rows and features of a tile."""
+def _tile(elements: int, features: int, *, column_stride: int, row_stride: int) -> tuple[int, int]:
+    """Rows and features of a tile of so many elements."""
     rows = _ROWS_OF_A_TILE if column_stride <= row_stride else _ROWS_OF_A_TILE_OF_COLUMNS
-    return rows, min(_TILE // rows, max(16, triton.next_power_of_2(features)))
+    return rows, min(elements // rows, max(16, triton.next_power_of_2(features)))
 
 
 def _stride(vector: Tensor | None) -> int:
@@ -122,7 +124,7 @@ def gather_rows(
     out = torch.empty((rank, features), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    block_rows, block_features = _tile(features, column_stride=x.stride(1), row_stride=x.stride(0))
+    block_rows, block_features = _tile(_TILE, features, column_stride=x.stride(1), row_stride=x.stride(0))
     grid = (triton.cdiv(rank, block_rows), triton.cdiv(features, block_features))
     _gather_rows_kernel[grid](
         x,
@@ -162,7 +164,7 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
         return reference.row_norms(x, mean)
     rows, features = x.shape
     out = torch.empty(rows, dtype=torch.float64, device=x.device)
-    block_rows, block_features = _tile(features, column_stride=x.stride(1), row_stride=x.stride(0))
+    block_rows, block_features = _tile(_WIDE_TILE, features, column_stride=x.stride(1), row_stride=x.stride(0))
     _row_norms_kernel[(triton.cdiv(rows, block_rows),)](
         x,
         mean,
@@ -184,7 +186,7 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
 def _gather_build(
     x: torch.dtype, out: torch.dtype, index: torch.dtype, *, features: int, mean: bool, scales: bool
 ) -> Build:
-    block_rows, block_features = _tile(features, column_stride=1, row_stride=features)
+    block_rows, block_features = _tile(_TILE, features, column_stride=1, row_stride=features)
     types = {"X": f"*{TYPE_NAMES[x]}", "INDEX": f"*{TYPE_NAMES[index]}", "OUT": f"*{TYPE_NAMES[out]}"}
     types |= ({"MEAN": "*fp32"} if mean else {}) | ({"SCALES": "*fp32"} if scales else {})
     pointers = tuple(types)
@@ -210,7 +212,7 @@ def _gather_build(
 
 
 def _norms_build(x: torch.dtype, *, features: int, mean: bool) -> Build:
-    block_rows, block_features = _tile(features, column_stride=1, row_stride=features)
+    block_rows, block_features = _tile(_WIDE_TILE, features, column_stride=1, row_stride=features)
     types = {"X": f"*{TYPE_NAMES[x]}", "OUT": "*fp64"} | ({"MEAN": "*fp32"} if mean else {})
     pointers = tuple(types)
     types |= dict.fromkeys((*_ANY_ROWS, "row_stride"), "i32")
