@@ -87,6 +87,9 @@ def out_of_date(builds: Iterable[Build], table: Mapping[tuple[str, str], Resourc
     said = [f"{name} for {target}: in the table, but ships no more" for name, target in sorted(table.keys() - wanted)]
     for (name, target), build in wanted.items():
         if (name, target) not in table:
+            # What is not supported need not compile.
+            if target not in SUPPORTED:
+                continue
             said.append(f"{name} for {target}: not in the table")
         elif table[name, target].fingerprint != fingerprint(build):
             said.append(f"{name} for {target}: changed since the table was made")
@@ -145,13 +148,17 @@ def main(arguments: list[str] | None = None) -> int:
     builds = {build.name: build for build in all_builds() if options.only in build.name}
     if options.only and not builds:
         parser.error(f"--only {options.only}: no build has that in its name")
-    lines, wrong = [], [f"{kernel}: in no build" for kernel in unlisted_kernels()]
+    lines: list[Resources] = []
+    wrong, notes = [f"{kernel}: in no build" for kernel in unlisted_kernels()], []
     with compiling(builds.values(), list(TARGETS), processes=options.processes) as futures:
         for (name, target), future in futures.items():
             try:
                 lines.append(future.result())
             except Exception as error:
-                wrong.append(f"{name} for {target}: does not compile: {error}")
+                # The last line tells; the others are the source.
+                said = (str(error).strip() or repr(error)).splitlines()[-1]
+                said = f"{name} for {target}: does not compile: {said}"
+                (wrong if target in SUPPORTED else notes).append(said)
             else:
                 wrong += problems(builds[name], lines[-1])
     print(formatted(lines))
@@ -165,9 +172,11 @@ def main(arguments: list[str] | None = None) -> int:
         # These may have good reasons: the table that is committed with them shows them.
         for line in losses:
             print(f"worse than before: {line}")
-        if lines and not options.only and len(lines) == len(futures):
+        if lines and not options.only and not any("does not compile" in line for line in wrong):
             write_csv(path, [dataclasses.asdict(line) for line in lines])
             print(f"written to {path}")
+    for line in notes:
+        print(f"not supported: {line}")
     unfit = sum(not line.resident_warps for line in lines if line.target not in SUPPORTED)
     if unfit:
         print(f"{unfit} builds are too large for targets other than {', '.join(SUPPORTED)}")
