@@ -112,9 +112,8 @@ def _grad_weight_kernel(
     g_step, x_step = tl.cast(g_row, tl.int64) * BLOCK_K, tl.cast(x_row, tl.int64) * BLOCK_K
     is_row, is_column = (row < out_features)[:, None], (column < in_features)[None, :]
     product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # the interpreter wants to know the number of steps
-    steps = tl.cdiv(rank, BLOCK_K) if STEPS is None else STEPS
-    for step in range(steps):
+    # the interpreter wants a Python number, and makes a tensor of whatever has a name
+    for step in range(tl.cdiv(rank, BLOCK_K) if STEPS is None else STEPS):
         is_inside = k < rank - step * BLOCK_K
         g = tl.load(g_at, is_row & is_inside[None, :], other=0)
         x = tl.load(x_at, is_inside[:, None] & is_column, other=0)
@@ -183,8 +182,7 @@ def _low_bit_grad_weight_kernel(
     seed = tl.load(SEED)
     of_column = random_part(seed, rank + column)
     product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    steps = tl.cdiv(rank, BLOCK_K) if STEPS is None else STEPS
-    for step in range(steps):
+    for step in range(tl.cdiv(rank, BLOCK_K) if STEPS is None else STEPS):
         first = step * BLOCK_K
         is_inside = k < rank - first
         g = tl.load(g_at, is_row & is_inside[None, :], other=0)
@@ -237,7 +235,7 @@ def _tile_of(dtype: torch.dtype, out_features: int, in_features: int, shared_byt
 
     tile = {"BLOCK_K": 64, "GROUPED": _GROUPED}
     if dtype == torch.float32:
-        return tile | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+        return tile | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 4, "num_stages": 3}
     if enough(128, 256) and shared_bytes >= _WIDEST_BYTES:
         return tile | {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4}
     if enough(128, 128):
@@ -245,13 +243,13 @@ def _tile_of(dtype: torch.dtype, out_features: int, in_features: int, shared_byt
     return tile | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
 
-def _low_bit_tile_of(out_features: int, in_features: int, group: int) -> dict[str, int]:
+def _low_bit_tile_of(out_features: int, in_features: int, group: int, shared_bytes: int) -> dict[str, int]:
     """Tall tiles where there are enough of them: what is unpacked serves all of their rows."""
     tile = {"GROUPED": _GROUPED, "num_stages": 3}
-    is_enough = triton.cdiv(out_features, 256) * triton.cdiv(in_features, 128) >= _MANY_TILES
+    is_enough = triton.cdiv(out_features, 256) * triton.cdiv(in_features, 64) >= _MANY_TILES
     # in rows that don't begin at a multiple of 16 bytes, an address an element would not fit the registers
-    if is_enough and out_features % 16 == in_features % 16 == group % 32 == 0:
-        return tile | {"BLOCK_M": 256, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8}
+    if is_enough and out_features % 16 == in_features % 16 == group % 64 == 0 and shared_bytes >= _WIDEST_BYTES:
+        return tile | {"BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 8}
     return tile | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": math.gcd(group, 64), "num_warps": 4}
 
 
@@ -349,7 +347,7 @@ def sketched_grad_weight_low_bit(
         )
         return sketched_grad_weight(sketched_g, values, column_sum, mean, scale=scale, dtype=dtype)
     grad_weight = sketched_g.new_empty((out_features, in_features), dtype=dtype or sketched_g.dtype)
-    tile = _low_bit_tile_of(out_features, in_features, group)
+    tile = _low_bit_tile_of(out_features, in_features, group, _shared_bytes(codes.device))
     programs = triton.cdiv(out_features, tile["BLOCK_M"]) * triton.cdiv(in_features, tile["BLOCK_N"])
     if programs:
         _low_bit_grad_weight_kernel[(programs,)](
@@ -397,7 +395,7 @@ def builds() -> list[Build]:
     for kind in _UNPACKED_KINDS:
         for dtype in (torch.bfloat16, torch.float16):
             for features in (4096, 768):
-                tile = _low_bit_tile_of(features, features, 1024 // BITS[kind])
+                tile = _low_bit_tile_of(features, features, 1024 // BITS[kind], _WIDEST_BYTES)
                 found.append(_build(dtype, dtype, tile, True, kind=kind))
     return found
 

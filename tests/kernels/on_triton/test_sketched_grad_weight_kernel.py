@@ -80,8 +80,8 @@ def test_every_tile_and_the_order_of_the_tiles(many_tiles, device, monkeypatch):
     got = kernel.sketched_grad_weight(g, x, column_sum, mean, dtype=torch.float32)
     truth = exact(g, x, column_sum, mean, 1.0)
     assert (got - truth).abs().max() <= 1e-5 * truth.abs().max()
-    codes = low_bit.quantize(x.float(), torch.tensor(1, device=device), None, kind="int4", group=32)
-    how = {"kind": "int4", "group": 32, "dtype": torch.float32}
+    codes = low_bit.quantize(x.float(), torch.tensor(1, device=device), None, kind="int4", group=64)
+    how = {"kind": "int4", "group": 64, "dtype": torch.float32}
     got = kernel.sketched_grad_weight_low_bit(g, *codes, torch.tensor(1, device=device), column_sum, mean, **how)
     twin = reference.sketched_grad_weight_low_bit(g, *codes, torch.tensor(1, device=device), column_sum, mean, **how)
     assert (got - twin).abs().max() <= 4e-3 * truth.abs().max()
@@ -98,7 +98,7 @@ def test_large_results_get_large_tiles_where_they_fit():
         assert sides(dtype, 768, 227 << 10) == (64, 64)
     assert sides(torch.float32, 4096, 227 << 10) == (64, 64)
     for group, size, height in ((128, 4096, 256), (48, 4096, 64), (128, 4095, 64), (128, 768, 64)):
-        assert kernel._low_bit_tile_of(size, size, group)["BLOCK_M"] == height
+        assert kernel._low_bit_tile_of(size, size, group, 227 << 10)["BLOCK_M"] == height
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
