@@ -1,7 +1,8 @@
 """Compile what ships for every GPU, and keep a table of registers, spills, shared memory and instructions.
 
-    python kernels/benchmarks/resources.py            compile, print, and write results/resources.csv
-    python kernels/benchmarks/resources.py --check    compile, and fail where the committed table was better
+    python kernels/benchmarks/resources.py            compile what has changed, print, and write results/resources.csv
+    python kernels/benchmarks/resources.py --all      compile everything anew
+    python kernels/benchmarks/resources.py --check    compile everything, and fail where the committed table was better
 
 No GPU is needed. A build fails at once if it spills, if it lacks the matrix instructions it is meant to have, or if it
 cannot be launched. Beyond that it is compared with the committed table, if that was made by the same version of triton.
@@ -96,6 +97,23 @@ def out_of_date(builds: Iterable[Build], table: Mapping[tuple[str, str], Resourc
     return said
 
 
+def unchanged(build: Build, table: Mapping[tuple[str, str], Resources]) -> list[Resources]:
+    """Return the lines of a build that need not be made again.
+
+    Args:
+        build: A build.
+        table: What `read_table` returned.
+
+    Returns:
+        Its lines for all targets, if they are of this build and of this version of triton; none otherwise.
+    """
+    lines = [table[build.name, target] for target in TARGETS if (build.name, target) in table]
+    is_whole = {line.target for line in lines} >= set(SUPPORTED)
+    now = fingerprint(build) if is_whole else ""
+    is_same = all(line.fingerprint == now and line.triton == triton.__version__ for line in lines)
+    return lines if is_whole and is_same else []
+
+
 def formatted(lines: Sequence[Resources]) -> str:
     """Return a table for people.
 
@@ -136,6 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the table was better")
+    parser.add_argument("--all", action="store_true", help="compile also what has not changed since the table was made")
     parser.add_argument("--only", default="", metavar="TEXT", help="only builds with this in their names; not written")
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--results", type=Path, default=TABLE.parent, help="folder of resources.csv")
@@ -148,9 +167,14 @@ def main(arguments: list[str] | None = None) -> int:
     builds = {build.name: build for build in all_builds() if options.only in build.name}
     if options.only and not builds:
         parser.error(f"--only {options.only}: no build has that in its name")
-    lines: list[Resources] = []
+    known = {} if options.check or options.all else read_table(path)
+    lines = [line for build in builds.values() for line in unchanged(build, known)]
+    fresh = {line.name for line in lines}
+    if fresh:
+        print(f"{len(fresh)} of {len(builds)} builds have not changed since the table was made")
     wrong, notes = [f"{kernel}: in no build" for kernel in unlisted_kernels()], []
-    with compiling(builds.values(), list(TARGETS), processes=options.processes) as futures:
+    changed = [build for build in builds.values() if build.name not in fresh]
+    with compiling(changed, list(TARGETS), processes=options.processes) as futures:
         for (name, target), future in futures.items():
             try:
                 lines.append(future.result())
@@ -159,8 +183,11 @@ def main(arguments: list[str] | None = None) -> int:
                 said = (str(error).strip() or repr(error)).splitlines()[-1]
                 said = f"{name} for {target}: does not compile: {said}"
                 (wrong if target in SUPPORTED else notes).append(said)
-            else:
-                wrong += problems(builds[name], lines[-1])
+    order = {name: place for place, name in enumerate(builds)}
+    targets = {name: place for place, name in enumerate(TARGETS)}
+    lines.sort(key=lambda line: (order[line.name], targets[line.target]))
+    for line in lines:
+        wrong += problems(builds[line.name], line)
     print(formatted(lines))
     table = {key: line for key, line in read_table(path).items() if options.only in key[0]}
     losses = compare(lines, table)

@@ -254,6 +254,11 @@ def test_a_fingerprint_is_that_of_what_is_compiled(resources):
     assert resources.out_of_date([changed], lines) == [
         f"product for {target}: changed since the table was made" for target in TARGETS
     ]
+    assert resources.unchanged(build, lines) == list(lines.values())
+    assert resources.unchanged(changed, lines) == []
+    assert resources.unchanged(build, {("product", "sm_90"): line}) == []
+    of_another = {key: dataclasses.replace(found, triton="3.5.0") for key, found in lines.items()}
+    assert resources.unchanged(build, of_another) == []
     assert resources.out_of_date([build], {}) == [f"product for {target}: not in the table" for target in NVIDIA]
     assert resources.out_of_date([], lines)[0].endswith("ships no more")
 
