@@ -262,8 +262,10 @@ def linear_seconds(gpu: Gpu, rows: int, features: int, out: int) -> float:
 def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float, *, center: bool) -> float:
     """Return the predicted time of the sketched layer, forward and backward.
 
-    Two products as before; a sketch of x, and before it the sum of x for the mean where the layer centres; one pass
-    over g for its sketch and the sums of its blocks, and these sums' sum; the smaller product.
+    Two products as before; a sketch of x; one pass over g for its sketch and the sums of its blocks, and these sums'
+    sum; the smaller product. Where the layer centres, also the sum of x for the mean; the stored sketch read once for
+    the means' shift; and the outer product of the column sum and the mean, written before the smaller product, which
+    cuBLAS then reads and adds to.
 
     Args:
         gpu: Where.
@@ -286,7 +288,9 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
         sketched_grad_weight(rank, features, out, with_mean=center),
     ]
     if center:
-        parts.append(column_sum(rows, features))
+        written = _HALF * out * features
+        parts += [column_sum(rows, features), Cost(_HALF * rank * features, 2 * rank * features)]
+        parts += [Cost(written, out * features), Cost(written, 0)]
     return sum(part.seconds(gpu) for part in parts)
 
 
