@@ -93,6 +93,7 @@ class HoldsTheInput(LowBitContract):
         return ((rows, 1.0) for rows in (0, 1, 2, 3, 13, 64, 67, 200, 257, 600))
 
 
+@pytest.mark.slow
 class TestInt8Hadamard(LowBitContract):
     def make(self, ratio):
         return LowBit(Hadamard(ratio=ratio), "int8", draws=self.draws)
@@ -103,6 +104,7 @@ class TestInt4Hadamard(LowBitContract):
         return LowBit(Hadamard(ratio=ratio), "int4", draws=self.draws)
 
 
+@pytest.mark.slow
 class TestInt3Hadamard(LowBitContract):
     def make(self, ratio):
         return LowBit(Hadamard(ratio=ratio), "int3", draws=self.draws)
@@ -203,6 +205,7 @@ def test_every_combination_is_unbiased(sketch: str, storage: str | None, center:
     )
 
 
+@pytest.mark.slow
 def test_crs_with_low_bits_is_unbiased():
     generator = torch.Generator().manual_seed(0)
     x, g = (torch.randn(67, 32, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -284,6 +284,7 @@ def test_noise_over_training_and_at_equal_bytes_end_in_one_report(
     assert "report: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_lever_together(tmp_path: Path, tiny_demo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocated, "RATIOS", (0.1, 0.3, 0.6, 1.0))
     monkeypatch.setattr(allocated, "STORAGES", (None, "int4", "int2"))
