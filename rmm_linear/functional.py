@@ -14,7 +14,8 @@ draw a random S (rows, rank) with E[S S^T] = I, keep S^T x (rank, in), and form
 
 This is unbiased noise, of the kind that minibatches add anyway; how much depends on the sketch (each one's file derives
 its variance) and falls with the ratio rank / rows. Everything else stays as it was: output and grad_input are bit-equal
-to `torch.nn.functional.linear`, and grad_bias, the sum of g over its rows, is exact.
+to `torch.nn.functional.linear`, and grad_bias, the sum of g over its rows, is exact (on a GPU up to the rounding of
+another order of summation: one reading of g serves it and the sketch).
 
 S is never stored. It is a pure function of a 64-bit seed, which is drawn on x's device by an op of our own and saved
 as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the compiler cannot draw it twice.
@@ -193,7 +194,8 @@ def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig) -> Ten
         return seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"seed={seed!r} is not a 64-bit int; pass one, a 0-d int64 tensor, or None to draw one")
-    return torch.tensor(seed, dtype=torch.int64, device=x.device)
+    # filled on the device: a copy from the host would make it wait
+    return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 
 def _refuse_tracing() -> None:

@@ -1,16 +1,19 @@
 """Which implementation an op runs, and what happens where a kernel cannot."""
 
+import math
 import subprocess
 import sys
+import types
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rmm_linear
-from rmm_linear import RMMConfig, RMMLinear, ops, use_kernels
+from rmm_linear import RMMConfig, RMMLinear, available_sketches, ops, use_kernels
 from rmm_linear.ops import dispatch
 from rmm_linear_kernels.hadamard_sketch import reference
 
@@ -78,7 +81,9 @@ def test_triton_by_force_says_why_it_cannot():
 
 def pretend_to_have_a_gpu(monkeypatch, kernel):
     """CPU tensors pass for those of a GPU, and `kernel` for the module of the Hadamard kernels."""
-    monkeypatch.setattr(dispatch, "_reason_against", lambda name, x: dispatch._state.broken.get(name))
+    monkeypatch.setattr(
+        dispatch, "_reason_against", lambda name, x: dispatch._state.broken.get((name, x.dtype, x.device))
+    )
     monkeypatch.setattr(dispatch, "_loaded", lambda name: kernel)
 
 
@@ -91,9 +96,8 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(monkeypatch):
 
     expected = sketch(X)
     pretend_to_have_a_gpu(monkeypatch, kernel)
-    with pytest.warns(
-        RuntimeWarning, match=r"hadamard_sketch failed \(RuntimeError: Failed to find C compiler\).*doctor"
-    ):
+    message = r"hadamard_sketch failed for torch.float32 \(RuntimeError: Failed to find C compiler\).*doctor"
+    with pytest.warns(RuntimeWarning, match=message):
         assert torch.equal(sketch(X), expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -183,23 +187,97 @@ def test_the_ways_of_a_gpu_give_the_same_gradient(monkeypatch):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_half_precision_products_have_room(monkeypatch):
-    """float16 gradients near the end of their range: the sketch is held over 64 of itself, and nothing overflows."""
-    monkeypatch.setattr(dispatch, "is_for_kernels", lambda g: True)
-    monkeypatch.setattr("rmm_linear.ops.is_for_kernels", lambda g: True)
-    assert dispatch.wants_half(torch.empty(0, dtype=torch.float16))
-    g = torch.full((128, 4), 60000.0, dtype=torch.float16)
-    x = torch.randn(128, 8).to(torch.float16)
-    for config in (RMMConfig(ratio=0.1, center=False), RMMConfig(ratio=0.1, center=False, sketch="gaussian")):
-        sketched = config.sketch_object
-        saved = sketched.compress(x, torch.tensor(5))
-        read = sketched.one_pass(g, saved)
-        values = ops.as_operand(sketched.sketch_gradient(g, saved), g)[0] if read is None else read.sketched
-        assert values.dtype == torch.float16
-        assert values.isfinite().all()
-        wide, _ = sketched.backward(g, saved, need_bias=False)
-        exact = sketched.sketch_gradient(g, saved).t() @ saved.tensors[0].float()
-        torch.testing.assert_close(wide, exact, rtol=1e-2, atol=1e-2 * float(exact.abs().max()))
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("sketch", ["hadamard", "gaussian"])
+def test_float16_keeps_both_ends_of_its_range(sketch, ratio, monkeypatch):
+    """Sketches of large gradients do not overflow, and those of small ones are not flushed to zero."""
+    for place in ("rmm_linear.ops.is_for_kernels", "rmm_linear.ops.dispatch.is_for_kernels"):
+        monkeypatch.setattr(place, lambda g: True)
+    torch.manual_seed(0)
+    sketched = RMMConfig(ratio=ratio, sketch=sketch).sketch_object
+    x = torch.randn(1024, 16).to(torch.float16)
+    plain = x.float() @ torch.randn(16, 8) / 4 + torch.randn(1024, 8)
+    # the smallest is 5 times the smallest number of float16
+    for size in (3e-7, 1e-6, 1e-3, 1e4):
+        g = (plain / plain.std() * size).clamp(-6e4, 6e4).to(torch.float16)
+        for seed in range(5):
+            saved = sketched.compress(x, torch.tensor(seed))
+            found, _ = sketched.backward(g, saved, dtype=torch.float32)
+            assert found.isfinite().all()
+            with monkeypatch.context() as patch:
+                patch.setattr("rmm_linear.ops.is_for_kernels", lambda g: False)
+                patch.setattr("rmm_linear.ops.dispatch.is_for_kernels", lambda g: False)
+                wide, _ = sketched.backward(g, saved)
+            slope = (found.double() * wide.double()).sum() / wide.double().square().sum()
+            assert abs(slope - 1) < 0.02, (size, slope)
+
+
+def test_each_float16_scale_is_a_power_of_two_around_the_sketchs_size():
+    for ratio in (1.0, 0.9, 0.5, 0.3, 0.1, 0.01):
+        scale = ops.product_scale(torch.float16, ratio)
+        assert 1 / ratio <= scale <= 2 / ratio
+        assert math.frexp(scale)[0] == 0.5
+        assert ops.product_scale(torch.bfloat16, ratio) == 1
+
+
+def test_a_callers_mistake_is_no_fault_of_the_kernel(monkeypatch):
+    def kernel(x, seed, mean, **options):
+        raise ValueError("too large")
+
+    def twin(x, seed, mean, **options):
+        raise ValueError("too large")
+
+    pretend_to_have_a_gpu(monkeypatch, kernel)
+    with pytest.raises(ValueError, match="too large"):
+        dispatch.run("random_projection", twin, X, torch.tensor(3), None)
+    assert dispatch._state.broken == {}
+
+
+def test_a_failure_in_a_capture_says_what_to_do(monkeypatch):
+    def kernel(x):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    pretend_to_have_a_gpu(monkeypatch, kernel)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    x = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="run a step before the capture"):
+        dispatch.run("hadamard_sketch", None, x)
+    assert dispatch._state.broken == {}
+
+
+def test_an_empty_variable_is_none():
+    code = "import rmm_linear; print(rmm_linear.ops.chosen())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path), dispatch.ENVIRONMENT: ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["auto"], done.stderr
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what a GPU would have to be waited for: a number read by the host."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        assert function.overloadpacket not in (torch.ops.aten.nonzero, torch.ops.aten.masked_select), function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("sketch", available_sketches())
+def test_no_number_is_read_by_the_host(sketch, center):
+    config = RMMConfig(ratio=0.3, sketch=sketch, center=center)
+    for storage, keep_tokens in ((None, ()), ("int4", (0,))):
+        changed = config.replace(storage=storage, keep_tokens=keep_tokens, min_rows=1)
+        x, weight = torch.randn(3, 50, 8), torch.randn(4, 8, requires_grad=True)
+        with NoWaiting():
+            rmm_linear.functional.linear(x, weight, config=changed, seed=5).sum().backward()
+    with pytest.raises(AssertionError), NoWaiting():
+        torch.ones(()).item()
 
 
 def test_public_name():

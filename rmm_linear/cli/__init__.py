@@ -16,7 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments; those of the process if None.
 
     Returns:
-        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
+        The exit status: 0, 1 if the command found what it looks for to be wrong, or 2 with one line on stderr if the
+        user has something to put right.
     """
     parser = argparse.ArgumentParser(
         prog="rmm-linear", description="Linear layers that keep a sketch of their input.", allow_abbrev=False
@@ -26,8 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_options(commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
     options = parser.parse_args(arguments)
     try:
-        print(_COMMANDS[options.command].run(options))
+        text, status = _COMMANDS[options.command].run(options)
+        print(text)
     except (ValueError, ImportError) as error:
         print(f"rmm-linear: error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status

@@ -31,14 +31,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> tuple[str, int]:
     """Check this machine.
 
     Args:
         options: The parsed options.
 
     Returns:
-        One screen of text.
+        One screen of text, and the exit status: 1 if a kernel fails or differs from plain torch by more than rounding.
 
     Raises:
         ValueError: If there is no such device.
@@ -46,9 +46,15 @@ def run(options: argparse.Namespace) -> str:
     device = _device(options.device)
     checks = check_kernels(device, dtype=_DTYPES[options.dtype])
     facts = _facts(device)
+    status = int(bool(_wrong(options.dtype, checks)) or any(check.failed for check in checks))
     if options.json:
-        return json.dumps({**facts, "dtype": options.dtype, "kernels": [asdict(check) for check in checks]}, indent=2)
-    return _screen(facts, options.dtype, checks)
+        found = {**facts, "dtype": options.dtype, "kernels": [asdict(check) for check in checks]}
+        return json.dumps(found, indent=2), status
+    return _screen(facts, options.dtype, checks), status
+
+
+def _wrong(dtype: str, checks: list[KernelCheck]) -> list[str]:
+    return [check.name for check in checks if check.error is not None and check.error > _TOLERANCES[dtype]]
 
 
 def _device(name: str | None) -> torch.device:
@@ -113,7 +119,7 @@ def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> str
         time = "-" if check.milliseconds is None else f"{check.milliseconds:.3f}"
         error = "-" if check.error is None else f"{check.error:.1e}"
         lines.append(f"{check.name:28}{check.runs:>8}{time:>10}{check.torch_milliseconds:>10.3f}{error:>12}")
-    wrong = [check.name for check in checks if check.error is not None and check.error > _TOLERANCES[dtype]]
+    wrong = _wrong(dtype, checks)
     if wrong:
         names = ", ".join(wrong)
         lines += ["", f"WRONG: {names} differ from plain torch by more than rounding. Set {ENVIRONMENT}=torch"]

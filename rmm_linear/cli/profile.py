@@ -57,14 +57,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> tuple[str, int]:
     """Run the command.
 
     Args:
         options: What `add_options` describes.
 
     Returns:
-        What to print.
+        What to print, and the exit status.
 
     Raises:
         ValueError: If the model or an option is not usable.
@@ -106,14 +106,13 @@ def run(options: argparse.Namespace) -> str:
             " rmm_linear.memory.profile(model, ...) with a batch of yours"
         ) from error
     if options.json:
-        return json.dumps(
-            {
-                "model": options.model,
-                "batch": {name: list(tensor.shape) for name, tensor in batch.items()},
-                "columns": [{"name": column.name, "bytes": column.bytes} for column in columns],
-                "report": report.to_dict(),
-            }
-        )
+        found = {
+            "model": options.model,
+            "batch": {name: list(tensor.shape) for name, tensor in batch.items()},
+            "columns": [{"name": column.name, "bytes": column.bytes} for column in columns],
+            "report": report.to_dict(),
+        }
+        return json.dumps(found), 0
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
     notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes}"]
     if options.meta:
@@ -125,7 +124,7 @@ def run(options: argparse.Namespace) -> str:
         )
     others = {(pattern(name), reason) for name, reason in summary(model, file=io.StringIO()).others.items()}
     notes += [f"never sketched: {name}: {reason}" for name, reason in sorted(others)]
-    return "\n\n".join(["\n".join(notes), str(report), table(columns)])
+    return "\n\n".join(["\n".join(notes), str(report), table(columns)]), 0
 
 
 def _is_unfused(report: MemoryReport) -> bool:

@@ -8,9 +8,9 @@ its plain-torch twin when an op runs.
 
 The stored sketch of x is S^T x times c = sqrt(rank / rows), in x's dtype: its entries then have the size of x's own,
 where S^T x itself would overflow float16. The sketch of g is S^T g / c, in float32 (float64 for float64), where there
-is room; on a GPU, where the product of the two has to run on the tensor cores, in g's own dtype, and over 64 of it in
-float16. The product is the same. The flag `gradient` of the sketching ops tells which of the two is wanted, and not a
-factor: a factor that depends on the number of rows would make a compiled model recompile for each.
+is room; on a GPU, where the product of the two has to run on the tensor cores, in g's own dtype, and in float16 over a
+power of two near 1 / ratio. The product is the same. The flag `gradient` of the sketching ops tells which of the two is
+wanted, and not a factor: a factor that depends on the number of rows would make a compiled model recompile for each.
 """
 
 import rmm_linear.ops.flops  # noqa: F401  registers its formulas

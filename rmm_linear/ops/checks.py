@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import KERNELS, kernel_status, use_kernels
+from rmm_linear.ops.dispatch import KERNELS, chosen, kernel_status, use_kernels
 from rmm_linear.ops.grad_weight import sketched_grad_weight
 from rmm_linear.ops.projections import hadamard_gradient, hadamard_sketch, random_projection
 from rmm_linear.ops.rows import gather_rows, importance_rows
@@ -28,8 +28,9 @@ class KernelCheck:
 
     Attributes:
         name: The kernel.
-        runs: "triton" or "torch".
+        runs: What models run here: "triton", "torch", or "cublas" for a product whose kernel has to be asked for.
         reason: Why its twin runs instead; None if the kernel runs.
+        failed: Whether the kernel should run here, and raised an error.
         error: Largest difference from the twin over the twin's largest value; None if the twin runs.
         milliseconds: Median time of the kernel; None if the twin runs.
         torch_milliseconds: Median time of the twin.
@@ -38,6 +39,7 @@ class KernelCheck:
     name: str
     runs: str
     reason: str | None
+    failed: bool
     error: float | None
     milliseconds: float | None
     torch_milliseconds: float
@@ -92,18 +94,19 @@ def _checked(name: str, call: _Call, reason: str | None, device: torch.device, r
     with use_kernels("torch"):
         expected = call()
         torch_milliseconds = _milliseconds(call, device, repeats)
-    found = None
+    found, failed = None, False
     if reason is None:
         try:
             with use_kernels("triton"):
                 found = call()
                 milliseconds = _milliseconds(call, device, repeats)
         except Exception as raised:  # whatever it is, it is what the user asked about
-            reason = f"{type(raised).__name__}: {raised}"
+            reason, failed = f"{type(raised).__name__}: {raised}", True
     if reason is not None or found is None:
-        return KernelCheck(name, "torch", reason, None, None, torch_milliseconds)
+        return KernelCheck(name, "torch", reason, failed, None, None, torch_milliseconds)
     error = max(_difference(one, other) for one, other in zip(found, expected, strict=True))
-    return KernelCheck(name, "triton", None, error, milliseconds, torch_milliseconds)
+    runs = "cublas" if name == "sketched_grad_weight" and chosen() == "auto" else "triton"
+    return KernelCheck(name, runs, None, False, error, milliseconds, torch_milliseconds)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

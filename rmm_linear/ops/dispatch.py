@@ -6,6 +6,7 @@ variable RMM_LINEAR_KERNELS, force either.
 """
 
 import importlib
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -36,8 +37,6 @@ _HALVES = (torch.bfloat16, torch.float16)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # bfloat16 on the tensor cores
 _LEAST_CAPABILITY = (8, 0)
-# A float16 sketch of g is held over this: a block's sum of 64 elements could overflow where the elements do not.
-_FLOAT16_HEADROOM = 64.0
 
 
 class _State:
@@ -45,8 +44,8 @@ class _State:
 
     def __init__(self, choice: str) -> None:
         self.choice = choice
-        # kernel -> why its twin runs instead
-        self.broken: dict[str, str] = {}
+        # (kernel, dtype, device) -> why its twin runs instead
+        self.broken: dict[tuple[str, torch.dtype, torch.device], str] = {}
         self.warned: set[str] = set()
 
 
@@ -56,7 +55,7 @@ def _checked(choice: str, source: str) -> str:
     return choice
 
 
-_state = _State(_checked(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT))
+_state = _State(_checked(os.environ.get(ENVIRONMENT) or "auto", ENVIRONMENT))
 
 
 class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_enabled is
@@ -68,7 +67,9 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
         ...     pass  # forward and backward passes in here run without Triton
 
     Args:
-        choice: "auto" for kernels where they run, "torch" for plain torch everywhere, "triton" for kernels or an error.
+        choice: "auto" for kernels where they run and cuBLAS for the product of two sketches; "torch" for plain torch
+            everywhere; "triton" for kernels, that of the product as well, or an error. What has no kernel (float64, the
+            trigonometric sketches, the draws of row sampling) runs in plain torch whatever is chosen.
 
     Raises:
         ValueError: If it is none of these.
@@ -103,16 +104,21 @@ def product_dtype(g: Tensor, half: bool) -> torch.dtype:
     return torch.float64 if g.dtype == torch.float64 else torch.float32
 
 
-def product_scale(dtype: torch.dtype) -> float:
+def product_scale(dtype: torch.dtype, ratio: float) -> float:
     """Return the factor that a sketch of g in this dtype lacks.
+
+    The sketch of g over the storage scale has the size of g over the ratio, so that float16 would overflow where the
+    elements of g do not. Over the factor it is between half of g's size and all of it: neither end of the range is
+    lost.
 
     Args:
         dtype: A value of `product_dtype`.
+        ratio: Rows kept over rows.
 
     Returns:
-        A power of 2: 64 for float16, whose range could not hold the sketch, and 1 for all others.
+        The largest power of 2 up to 2 / ratio for float16, and 1 for all others.
     """
-    return _FLOAT16_HEADROOM if dtype == torch.float16 else 1.0
+    return 2.0 ** math.floor(math.log2(2 / ratio)) if dtype == torch.float16 else 1.0
 
 
 def is_for_kernels(g: Tensor) -> bool:
@@ -174,8 +180,8 @@ def _reason_against(name: str, x: Tensor) -> str | None:
         return "plain torch is asked for"
     if x.dtype not in _DTYPES:
         return f"there is no kernel for {x.dtype}"
-    if name in _state.broken:
-        return _state.broken[name]
+    if _state.broken and (name, x.dtype, x.device) in _state.broken:
+        return _state.broken[name, x.dtype, x.device]
     if x.is_cuda:
         return unusable(x.device.index or 0)
     if _INTERPRETED and _state.choice == "triton" and x.device.type == "cpu":
@@ -218,10 +224,17 @@ def _guarded(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwarg
     except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
         if _state.choice == "triton":
             raise
-        # what has broken the GPU itself breaks the twin as well, and is raised from there
-        _state.broken[name] = f"the Triton kernel of {name} failed ({type(error).__name__}: {error})"
-        _warn(_state.broken[name])
-        return twin(x, *args, **kwargs)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the Triton kernel of {name} failed while a CUDA graph was captured; run a step before the capture, so"
+                " that kernels are compiled and loaded"
+            ) from error
+        # Before the verdict: the caller's mistakes, and what has broken the GPU itself, are raised from the twin.
+        found = twin(x, *args, **kwargs)
+        reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
+        _state.broken[name, x.dtype, x.device] = reason
+        _warn(reason)
+        return found
 
 
 @lru_cache

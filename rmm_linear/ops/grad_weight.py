@@ -86,19 +86,20 @@ def sketched_grad_weight(
     )
 
 
-def as_operand(sketched: Tensor, g: Tensor) -> tuple[Tensor, float]:
+def as_operand(sketched: Tensor, g: Tensor, ratio: float) -> tuple[Tensor, float]:
     """Return a float32 sketch of g as the product takes it, and the factor that it lacks then.
 
     Args:
         sketched: S^T g over the storage scale, shape (rank, out), float32 or float64, memory that nobody else has.
         g: The gradient itself, which says what product it will be.
+        ratio: Rows kept over rows.
 
     Returns:
         The sketch, in the gradient's own half precision where that is multiplied as it is, and the factor.
     """
     if not wants_half(g):
         return sketched, 1.0
-    scale = product_scale(g.dtype)
+    scale = product_scale(g.dtype, ratio)
     return sketched.mul_(1 / scale).to(g.dtype) if scale != 1 else sketched.to(g.dtype), scale
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import product_dtype, product_scale, run
+from rmm_linear.ops.dispatch import product_dtype, run
 from rmm_linear.ops.registration import define, result_dtype
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 from rmm_linear_kernels.random_projection import reference as _projection
@@ -41,25 +41,32 @@ def hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int
     return torch.ops.rmm_linear.hadamard_sketch.default(x, seed, mean, blocks, kept, gradient)
 
 
-@define("hadamard_gradient(Tensor g, Tensor seed, SymInt blocks, SymInt kept, bool half) -> (Tensor, Tensor, Tensor)")
-def _hadamard_gradient(g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool) -> tuple[Tensor, Tensor, Tensor]:
+@define(
+    "hadamard_gradient(Tensor g, Tensor seed, SymInt blocks, SymInt kept, bool half, float over)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+def _hadamard_gradient(
+    g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool, over: float
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = max(1, g.shape[0])
     scale = (rows / max(1, blocks)) ** 0.5 / kept
     dtype = product_dtype(g, half)
     twin = _hadamard.hadamard_sketch_and_sums
-    options = {"blocks": blocks, "kept": kept, "scale": scale / product_scale(dtype), "dtype": dtype}
+    options = {"blocks": blocks, "kept": kept, "scale": scale / over, "dtype": dtype}
     sketched, column_sum, ones = run("hadamard_sketch_and_sums", twin, g, seed, **options)
     return sketched, column_sum, ones.mul_(scale / rows)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_gradient")
-def _(g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool, over: float) -> tuple[Tensor, Tensor, Tensor]:
     sketched = g.new_empty((blocks * kept, g.shape[1]), dtype=product_dtype(g, half))
     sums = result_dtype(g, True)
     return sketched, g.new_empty((g.shape[1],), dtype=sums), g.new_empty((blocks * kept,), dtype=sums)
 
 
-def hadamard_gradient(g: Tensor, seed: Tensor, *, blocks: int, kept: int, half: bool) -> tuple[Tensor, Tensor, Tensor]:
+def hadamard_gradient(
+    g: Tensor, seed: Tensor, *, blocks: int, kept: int, half: bool, over: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Read g once, for its sketch and its column sum.
 
     Args:
@@ -67,14 +74,15 @@ def hadamard_gradient(g: Tensor, seed: Tensor, *, blocks: int, kept: int, half: 
         seed: 0-d int64.
         blocks: Number of strided blocks.
         kept: Hadamard rows kept of each block.
-        half: Hold the sketch of a half-precision gradient in its own dtype, over `product_scale` of it, for a product
-            on the tensor cores; float32 otherwise.
+        half: Hold the sketch of a half-precision gradient in its own dtype, for a product on the tensor cores; float32
+            otherwise.
+        over: A factor that the sketch is divided by, `product_scale`.
 
     Returns:
-        S^T g over the storage scale, (blocks * kept, out); the column sum of g, (out,); and S^T 1 over the storage
-        scale and the rows, (blocks * kept,); the two in float32 (float64 for float64).
+        S^T g over the storage scale and `over`, (blocks * kept, out); the column sum of g, (out,); and S^T 1 over the
+        storage scale and the rows, (blocks * kept,); the two in float32 (float64 for float64).
     """
-    return torch.ops.rmm_linear.hadamard_gradient.default(g, seed, blocks, kept, half)
+    return torch.ops.rmm_linear.hadamard_gradient.default(g, seed, blocks, kept, half, over)
 
 
 @define("random_projection(Tensor x, Tensor seed, Tensor? mean, SymInt rank, bool gaussian, bool gradient) -> Tensor")

@@ -152,12 +152,13 @@ class Sketch(ABC):
         """
         return saved.tensors[0]
 
-    def one_pass(self, g: Tensor, saved: SavedSketch) -> GradientPass | None:
+    def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Sketch g and sum it over its rows in one reading of it, where that is faster than two.
 
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: What `compress` returned.
+            need_sum: Whether the sum is wanted; without it, `column_sum` may hold anything.
 
         Returns:
             None where `sketch_gradient` and a sum are as good: always, unless a subclass says otherwise.
@@ -189,11 +190,11 @@ class Sketch(ABC):
         if not need_weight:
             return None, g.sum(0) if need_bias else None
         dtype = dtype or accumulate_dtype(g.dtype)
-        read = self.one_pass(g, saved)
+        read = self.one_pass(g, saved, need_sum=need_bias)
         if read is not None:
             sketched, scale = read.sketched, read.scale
         else:
-            sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g)
+            sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g, self.ratio)
         stored = self.stored_input(saved, dtype=sketched.dtype)
         grad_weight = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype)
         if not need_bias:

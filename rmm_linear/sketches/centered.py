@@ -153,7 +153,7 @@ class Centered(Sketch):
             total = column_sum if g.dtype == compute else g.sum(0, dtype=compute)
             assert total is not None
             sketched = self.sketch_gradient(g, saved, mean=total / torch.sym_max(1, g.shape[0]))
-            sketched, scale = ops.as_operand(sketched, g)
+            sketched, scale = ops.as_operand(sketched, g, self.ratio)
             stored, mean = self.stored_input(saved, dtype=sketched.dtype), saved.tensors[-1]
             grad_weight = ops.sketched_grad_weight(sketched, stored, total, mean, scale=scale, dtype=dtype)
         return grad_weight, column_sum if need_bias else None

@@ -117,12 +117,13 @@ class Hadamard(ObliviousSketch):
         blocks, kept = self.geometry(y.shape[0])
         return ops.hadamard_sketch(y, seed, mean, blocks=blocks, kept=kept, gradient=gradient)
 
-    def one_pass(self, g: Tensor, saved: SavedSketch) -> GradientPass | None:
+    def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Read g once on a GPU; see `Sketch.one_pass`.
 
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: What `compress` returned.
+            need_sum: The sum comes with the sketch, wanted or not.
 
         Returns:
             None on a CPU, where the sum is formed as nn.Linear forms it.
@@ -131,8 +132,11 @@ class Hadamard(ObliviousSketch):
             return None
         blocks, kept = self.geometry(g.shape[0])
         half = ops.wants_half(g)
-        sketched, column_sum, ones = ops.hadamard_gradient(g, saved.seed, blocks=blocks, kept=kept, half=half)
-        return GradientPass(sketched, column_sum, ones, ops.product_scale(sketched.dtype))
+        scale = ops.product_scale(g.dtype, self.ratio) if half else 1.0
+        sketched, column_sum, ones = ops.hadamard_gradient(
+            g, saved.seed, blocks=blocks, kept=kept, half=half, over=scale
+        )
+        return GradientPass(sketched, column_sum, ones, scale)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it.

@@ -133,23 +133,26 @@ class LowBit(Sketch):
         inner = SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:]))
         return self.inner.sketch_gradient(g, inner, mean=mean)
 
-    def one_pass(self, g: Tensor, saved: SavedSketch) -> GradientPass | None:
+    def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Read g as the inner sketch does; without one, g is its own sketch. See `Sketch.one_pass`.
 
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: What `compress` returned.
+            need_sum: Whether the sum is wanted.
 
         Returns:
             None on a CPU, and for inner sketches that have no such pass.
         """
         if self.inner is not None:
-            return self.inner.one_pass(g, SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:])))
+            inner = SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:]))
+            return self.inner.one_pass(g, inner, need_sum=need_sum)
         if not ops.is_for_kernels(g):
             return None
         sums, rows = accumulate_dtype(g.dtype), g.shape[0]
         ones = g.new_ones(rows, dtype=sums) / torch.sym_max(1, rows)
-        return GradientPass(ops.product_operand(g), g.sum(0, dtype=sums), ones, 1.0)
+        column_sum = g.sum(0, dtype=sums) if need_sum else g.new_empty(g.shape[1], dtype=sums)
+        return GradientPass(ops.product_operand(g), column_sum, ones, 1.0)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes of codes, steps, offsets, seed, and what else the inner sketch stores.

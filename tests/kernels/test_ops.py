@@ -39,7 +39,7 @@ def calls(rows, dtype):
             for kind in ("dct", "dft"):
                 yield "trigonometric_sketch", (x, seed, centre, rank, kind, gradient)
     for half in (False, True):
-        yield "hadamard_gradient", (x, seed, blocks, kept, half)
+        yield "hadamard_gradient", (x, seed, blocks, kept, half, 4.0 if half else 1.0)
     index = torch.arange(rank, dtype=torch.int32)
     scales = torch.rand(rank).to(accumulate)
     for centre in (None, mean):
@@ -139,7 +139,7 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
         elif name == "sketched_grad_weight":
             assert results[0].dtype == (arguments[-1] or accumulate)
         elif name == "hadamard_gradient":
-            is_half = arguments[-1] and dtype in (torch.bfloat16, torch.float16)
+            is_half = arguments[-2] and dtype in (torch.bfloat16, torch.float16)
             assert results[0].dtype == (dtype if is_half else accumulate)
             assert [result.dtype for result in results[1:]] == [accumulate, accumulate]
         elif name == "quantize":

@@ -292,8 +292,11 @@ def _constants(
     prime = reference.paley_prime(order)
     degree = order.bit_length() - 1
     wide = dtype == torch.float32
-    tile = _WIDE_TILE if wide else _TILE
     chunks = -(-order // _CHUNK)
+    tile = _WIDE_TILE if wide else _TILE
+    if wide and chunks > 1:
+        # three parts, a loop and the sums: more would not fit the registers
+        tile //= 2
     tiles = 1
     # more than one tile a program as soon as there are programs enough
     while tiles < _MOST_TILES and chunks == 1 and blocks * -(-features // (tile * tiles * 2)) >= _PROGRAMS // 4:
@@ -347,7 +350,7 @@ def _launch(
     _hadamard_sketch_kernel[grid](
         x,
         seed,
-        mean,
+        None if mean is None else mean.contiguous(),
         out,
         sums,
         ones,
@@ -452,6 +455,7 @@ def builds() -> list[Build]:
         found.append(_named("x", dtype, 64, 32, 768))
         found.append(_named("g", dtype, 64, 32, 3072))
     found.extend(_named("x", torch.bfloat16, order, kept, 768) for order, kept in ((64, 58), (60, 30), (128, 2)))
+    found.append(_named("g", torch.float32, 128, 2, 3072))
     return found
 
 

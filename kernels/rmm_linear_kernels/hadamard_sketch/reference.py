@@ -80,7 +80,7 @@ def _paley(order: int, device: torch.device) -> Tensor:
     number = torch.arange(prime, device=device)
     # The quadratic character: 0, and 1 for squares modulo the prime, -1 for the others.
     character = torch.full((prime,), -1, device=device)
-    character[number.square() % prime] = 1
+    character.index_fill_(0, number.square() % prime, 1)
     character[0] = 0
     core = torch.zeros(prime + 1, prime + 1, dtype=torch.int64, device=device)
     core[0, 1:] = 1

@@ -328,10 +328,10 @@ def _dequantize_kernel(
     codes = words if BITS == 8 else unpacked(words, BITS)
 
     scales = group.to(tl.int64) * features + column
-    half_step = widened(tl.load(STEPS + scales, is_column, other=0)) / 2
+    half_step = widened(tl.load(STEPS + scales, is_column, other=0)) * 0.5
     half_offset = tl.zeros_like(half_step)
     if not IS_FP8:
-        half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) / 2
+        half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) * 0.5
     value = 2 * half_value(codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8)
     to = OUT + row.to(tl.int64)[:, None] * features + column[None, :]
     tl.store(to, converted(value, OUT.dtype.element_ty, INTERPRETED), is_row[:, None] & is_column[None, :])

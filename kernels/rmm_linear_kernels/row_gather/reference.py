@@ -160,7 +160,8 @@ def sample_rows_winner_take_all(norms: Tensor, seed: Tensor, *, rank: int) -> tu
         1 / ((r - k) q_i) for the drawn ones, q being p renormalised outside the kept set.
     """
     order, weights, ends, size = winners(norms, rank=rank)
-    kept_weight = torch.where(size > 0, ends[(size - 1).clamp(min=0)], 0)
+    # gathered: an index of no dimension would be read by the host
+    kept_weight = torch.where(size > 0, ends.gather(0, (size - 1).clamp(min=0).view(1)).squeeze(0), 0)
     tail = ends[-1] - kept_weight
     target = (random_fractions(seed, rank) * tail.to(torch.float64)).to(torch.int64)
     target = torch.minimum(target, (tail - 1).clamp(min=0)) + kept_weight

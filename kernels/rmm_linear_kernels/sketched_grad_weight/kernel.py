@@ -189,10 +189,10 @@ def _low_bit_grad_weight_kernel(
         words = tl.load(codes_at, is_inside[:, None] & is_byte, other=0)
         # all rows of a block belong to one group
         scales = (first // GROUP).to(tl.int64) * in_features + column
-        half_step = widened(tl.load(LOW_STEPS + scales, is_column, other=0)) / 2
+        half_step = widened(tl.load(LOW_STEPS + scales, is_column, other=0)) * 0.5
         half_offset = tl.zeros_like(half_step)
         if not IS_FP8:
-            half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) / 2
+            half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) * 0.5
         # What lies beyond the rank is a finite number wherever its group is finite, and meets zeros of g.
         codes = words.to(tl.int32) if BITS == 8 else unpacked(words.to(tl.int32), BITS)
         of_row = random_part(seed, first + k)

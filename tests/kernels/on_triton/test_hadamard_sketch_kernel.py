@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from rmm_linear.sketches import Hadamard
 from rmm_linear_kernels.hadamard_sketch import kernel, reference
@@ -119,8 +121,40 @@ def test_signs_and_columns_are_the_twin_s_bit_for_bit(device):
             assert torch.equal(found, reference.hadamard_sketch(identity, key, None, **arguments))
 
 
+@triton.jit
+def _entries_kernel(
+    SEED, OUT, DEGREE: tl.constexpr, POLYNOMIAL: tl.constexpr, KEPT_2: tl.constexpr, CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    entries = kernel._entries(tl.load(SEED), 0, 0, 64, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+    place = tl.arange(0, KEPT_2)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    tl.store(OUT + place, entries.to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float16, tl.float32], ids=str)
+def test_entries_made_of_bits_are_the_twin_s(dtype, device):
+    """In the dtypes that a GPU multiplies in: the sketches above are multiplied in float32 by the interpreter."""
+    seed = torch.tensor(11, device=device)
+    for degree in (2, 4, 5, 6):
+        order = 1 << degree
+        kept, chunk = max(16, order // 2), max(16, order)
+        out = torch.empty(kept, chunk, device=device)
+        _entries_kernel[(1,)](seed, out, degree, reference.POLYNOMIALS[degree], kept, chunk, dtype)
+        expected = reference._mixing(seed, order, 1, order // 2, torch.float32)[0]
+        assert torch.equal(out[: order // 2, :order], expected)
+
+
+def test_a_mean_of_any_strides(device):
+    blocks, kept = Hadamard(0.5).geometry(64)
+    arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
+    x, mean = torch.randn(64, 20, device=device), torch.randn(40, device=device)[::2]
+    seed = torch.tensor(3, device=device)
+    expected = kernel.hadamard_sketch(x, seed, mean.clone(), **arguments)
+    assert torch.equal(kernel.hadamard_sketch(x, seed, mean, **arguments), expected)
+
+
 def test_values_of_every_size(device):
-    """Float32 is cut into three parts: none of its bits is lost, for small and for large values."""
+    """On a GPU float32 is cut into three parts: none of its bits is lost, for small and for large values."""
     blocks, kept = Hadamard(0.5).geometry(64)
     seed = torch.tensor(3, device=device)
     arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
