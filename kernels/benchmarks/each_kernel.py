@@ -52,7 +52,6 @@ class Case:
         cost: What it has to do.
         make: Makes a new set of arguments, by name; a function is given those that it has.
         rival: The same with the vendor's library, of the same arguments.
-        twin: Computes the same, where the reference has no function of that name.
         value: What of a result is compared, of the result and the arguments; the result itself by default.
     """
 
@@ -65,7 +64,6 @@ class Case:
     cost: roofline.Cost
     make: Callable[[], Arguments]
     rival: Callable[[Arguments], Tensor] | None = None
-    twin: Callable[[Arguments], Any] | None = None
     value: Callable[[Any, Arguments], Tensor] = field(default=lambda result, arguments: result)
 
 
@@ -209,7 +207,6 @@ def _sketch_cases(
             0,
             roofline.hadamard_sketch(rows, out, rank, with_sum=True),
             lambda rank=rank: hadamard(out, rank),
-            twin=_sketch_then_sum,
             value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0) / rows)),
         )
     for gaussian, ratio in itertools.product((True, False), (0.25, 0.1)):
@@ -232,15 +229,6 @@ def _sketch_cases(
             projection,
             rival=lambda arguments: torch.mm(arguments["dense"], arguments["x"]),
         )
-
-
-def _sketch_then_sum(arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """The same in two readings."""
-    sketch = implementation("hadamard_sketch", "hadamard_sketch", "reference")
-    assert sketch is not None
-    x = arguments["x"]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return call(sketch, arguments), x.sum(0, dtype=wide)
 
 
 def _row_cases(
@@ -342,10 +330,6 @@ def _product_cases(
             read = call(unpack or dequantize, arguments).to(arguments["sketched_g"].dtype)
             return torch.mm(arguments["sketched_g"].t(), read)
 
-        def twin_product(arguments: Arguments) -> Tensor:
-            read = call(dequantize, {name: value for name, value in arguments.items() if name != "dtype"})
-            return torch.mm(arguments["sketched_g"].t(), read.to(arguments["sketched_g"].dtype))
-
         yield Case(
             "sketched_grad_weight",
             "sketched_grad_weight_low_bit",
@@ -356,7 +340,6 @@ def _product_cases(
             roofline.sketched_grad_weight(rank, features, out, bits=BITS[kind]),
             low_bit_sketches,
             rival=unpacked_product,
-            twin=twin_product,
         )
 
 
@@ -379,10 +362,8 @@ def _error(value: Tensor, exact: Tensor) -> float:
 
 def _twin_of(case: Case) -> Callable[[Arguments], Any]:
     reference = implementation(case.op, case.function, "reference")
-    if reference is not None:
-        return lambda arguments: call(reference, arguments)
-    assert case.twin is not None, f"{case.op} has no twin {case.function}"
-    return case.twin
+    assert reference is not None, f"{case.op} has no twin {case.function}"
+    return lambda arguments: call(reference, arguments)
 
 
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:

@@ -2,10 +2,11 @@
 
     python kernels/benchmarks/gpu.py [--budget 480] [--only layer ...] [--results DIR]
 
-Each stage runs in a process of its own and is ended when its time is up; what one stage does not use, later ones may. A
-stage that fails stops no other. Everything lands in one folder, `results/<gpu>/`: the tables, `log.txt` with what the
-stages printed, and after each stage `summary.json` and `summary.txt`. The interpreter is the one that runs this script;
-nothing is installed or downloaded.
+Each stage runs in a process of its own, the kernels' tests in one for each of their files, at the same time. A stage is
+ended when its time is up: with an interrupt, on which pytest still tells what failed, and by force a few seconds later.
+What one stage does not use, later ones may; one that fails stops no other. Everything lands in `results/<gpu>/`: the
+tables, in `output/` what each process prints while it prints it, and after each stage `summary.json` and `summary.txt`.
+The interpreter is the one that runs this script; nothing is installed or downloaded.
 
 The exit status is 0 if no stage failed, 1 if one did, 2 if there is no GPU.
 """
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,9 @@ SCRIPTS = Path(__file__).resolve().parent
 BUDGET_SECONDS = 480.0
 # Lines of a stage's output that its summary shows.
 _SHOWN = 12
+# Between the interrupt and the end by force.
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
 # Asked in a process of its own: a CUDA context of this one would take memory from those that measure.
 _PROBE = """
 import importlib.util, json, platform
@@ -44,19 +48,21 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Stage:
-    """One command.
+    """One command, or several that run at the same time.
 
     Attributes:
         name: For people and `--only`.
-        command: What runs, in the root of the repository.
+        command: What runs, in the root of the repository; several by their names, of which as many run at a time as
+            there are cores.
         seconds: Its budget; what earlier stages left over comes on top.
         environment: Variables beside those of this process.
         skip: Why it is not run, if it is not.
-        shown: Lines at the end of its output that the summary shows.
+        shown: Lines at the end of its output that the summary shows; of several commands, at the end of each that did
+            not pass.
     """
 
     name: str
-    command: Sequence[str]
+    command: Sequence[str] | Mapping[str, Sequence[str]]
     seconds: float
     environment: dict[str, str] = field(default_factory=dict)
     skip: str = ""
@@ -70,7 +76,8 @@ class Outcome:
     Attributes:
         name: The stage's.
         status: "passed", "failed", "timed out" or "skipped".
-        why: The exit status, the limit that was reached, or why it was skipped.
+        why: The exit status, the limit that was reached, or why it was skipped; of several commands, for each that did
+            not pass.
         seconds: How long it ran.
         tail: The end of what it printed.
     """
@@ -80,6 +87,20 @@ class Outcome:
     why: str
     seconds: float
     tail: str
+
+
+@dataclass
+class _Part:
+    """A command of a stage, and how it goes: why it ended is empty until it has."""
+
+    name: str
+    command: Sequence[str]
+    output: Path
+    process: subprocess.Popen | None = None
+    began: float = 0.0
+    seconds: float = 0.0
+    status: str = ""
+    why: str = ""
 
 
 def sanitizer() -> str | None:
@@ -105,14 +126,14 @@ def stages(results: Path, *, has_pytest: bool, has_triton: bool) -> list[Stage]:
         has_triton: Whether it has triton.
 
     Returns:
-        The stages, what matters most first; their budgets add up to `BUDGET_SECONDS`.
+        The stages, what matters most first; their budgets leave some of `BUDGET_SECONDS` to end the last one.
     """
     python = sys.executable
     no_pytest = "" if has_pytest else "pytest is not installed"
     no_kernels = "" if has_triton else "triton is not installed"
     checker = sanitizer()
     no_checker = no_kernels or ("" if checker else "compute-sanitizer is not installed (CUDA's toolkit has it)")
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"]
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", "--tb=short", "-rfE"]
     # A package that some test imports and this machine lacks must not stop the others.
     whatever_is_missing = ["--continue-on-collection-errors"]
     # Only tensors' own allocations show a read beyond a tensor.
@@ -124,26 +145,37 @@ def stages(results: Path, *, has_pytest: bool, has_triton: bool) -> list[Stage]:
     def checked(tool: str, *options: str) -> list[str]:
         return [checker or "", "--tool", tool, "--error-exitcode", "9", *options, *script("memory_checks.py")]
 
+    files = sorted((ROOT / "tests" / "kernels" / "on_triton").glob("test_*.py"))
+    kernel_tests = {path.stem: [*pytest, "-m", "not slow", str(path.relative_to(ROOT))] for path in files}
+    # What it compiles, the sanitizer finds in Triton's cache.
+    kernel_tests["memory_checks"] = script("memory_checks.py")
     into = ("--results", str(results))
     return [
-        Stage("doctor", [python, "-m", "rmm_linear.cli", "doctor"], 30, shown=30),
-        Stage("kernel tests", [*pytest, "-m", "not slow", "tests/kernels/on_triton"], 80, skip=no_pytest or no_kernels),
-        Stage("gpu tests", [*pytest, *whatever_is_missing, "-m", "gpu and not slow", "tests"], 60, skip=no_pytest),
-        Stage("kernels", script("each_kernel.py", *into), 120, skip=no_kernels, shown=120),
+        Stage("doctor", [python, "-m", "rmm_linear.cli", "doctor"], 25, shown=30),
+        # One file compiles for a minute.
+        Stage("kernel tests", kernel_tests, 120, skip=no_pytest or no_kernels, shown=40),
         Stage("layer", script("layer.py", "--device", "cuda", "--repeats", "20", *into), 80, shown=60),
+        Stage("kernels", script("each_kernel.py", *into), 100, skip=no_kernels, shown=120),
+        Stage(
+            "gpu tests",
+            [*pytest, *whatever_is_missing, "-m", "gpu and not slow", "tests"],
+            50,
+            skip=no_pytest,
+            shown=40,
+        ),
         Stage("peak memory", script("peak_memory.py", *into), 30, shown=20),
         Stage("memcheck", checked("memcheck"), 40, environment=uncached, skip=no_checker),
-        Stage("racecheck", checked("racecheck"), 40, environment=uncached, skip=no_checker),
+        Stage("racecheck", checked("racecheck"), 30, environment=uncached, skip=no_checker),
     ]
 
 
-def run_stage(stage: Stage, seconds: float, log: Path) -> Outcome:
-    """Run one stage, with its output in the log.
+def run_stage(stage: Stage, seconds: float, folder: Path) -> Outcome:
+    """Run one stage, with the output of each command in a file.
 
     Args:
         stage: What to run.
         seconds: After how long it is ended, with all processes that it started.
-        log: File that its output is added to.
+        folder: Where the files are; they are named after the stage and the command.
 
     Returns:
         How it went.
@@ -152,75 +184,132 @@ def run_stage(stage: Stage, seconds: float, log: Path) -> Outcome:
         return Outcome(stage.name, "skipped", stage.skip, 0.0, "")
     if seconds <= 0:
         return Outcome(stage.name, "skipped", "no time was left", 0.0, "")
+    are_several = isinstance(stage.command, Mapping)
+    commands = stage.command if isinstance(stage.command, Mapping) else {"": stage.command}
+    parts = [_Part(name, command, folder / f"{slug(f'{stage.name} {name}')}.txt") for name, command in commands.items()]
+    waiting, running = list(parts), []
+    began = time.monotonic()
+    try:
+        while (waiting or running) and time.monotonic() < began + seconds:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                part = waiting.pop(0)
+                _start(part, stage.environment)
+                if part.process is not None:
+                    running.append(part)
+            for part in [part for part in running if part.process.poll() is not None]:
+                running.remove(part)
+                status = part.process.returncode
+                part.status, part.why = "passed" if status == 0 else "failed", f"exit status {status}"
+                part.seconds = time.monotonic() - part.began
+                # what it may have left behind
+                _end([part.process])
+            if running:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        _end([part.process for part in running])
+    for part in running:
+        part.status, part.why = "timed out", f"after {seconds:.0f} s"
+        part.seconds = time.monotonic() - part.began
+    for part in waiting:
+        part.status, part.why = "timed out", "no time was left to begin"
+    statuses = [part.status for part in parts]
+    ended = next((status for status in ("failed", "timed out") if status in statuses), "passed")
+    elapsed = round(time.monotonic() - began, 1)
+    if not are_several:
+        return Outcome(stage.name, ended, parts[0].why, elapsed, _tail(parts[0], stage.shown))
+    why = "; ".join(f"{part.name}: {part.why}" for part in parts if part.status != "passed")
+    tails = [
+        f"--- {part.name}: {part.status}, {part.seconds:.1f} s\n"
+        + _tail(part, 1 if part.status == "passed" else stage.shown)
+        for part in parts
+    ]
+    return Outcome(stage.name, ended, why or f"all {len(parts)} of them", elapsed, "\n".join(tails))
+
+
+def _start(part: _Part, variables: dict[str, str]) -> None:
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
-        **stage.environment,
+        **variables,
     }
     # Kernels are to be compiled here, whatever the shell is set up for.
     environment.pop("TRITON_INTERPRET", None)
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"\n===== {stage.name}: {' '.join(map(str, stage.command))}\n")
-        start = file.tell()
+    part.began = time.monotonic()
+    with part.output.open("w", encoding="utf-8") as file:
+        file.write(f"$ {' '.join(map(str, part.command))}\n")
         file.flush()
-        began = time.monotonic()
         try:
-            process = subprocess.Popen(
-                stage.command,
+            part.process = subprocess.Popen(
+                part.command,
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A shell's background job ignores interrupts, and so would what it starts.
+                preexec_fn=_heed_interrupts,
             )
         except OSError as error:
-            return Outcome(stage.name, "failed", f"could not be started: {error}", 0.0, "")
-        try:
-            status = process.wait(seconds)
-            ended, why = "passed" if status == 0 else "failed", f"exit status {status}"
-        except subprocess.TimeoutExpired:
-            ended, why = "timed out", f"after {seconds:.0f} s"
-        finally:
-            _end(process)
-    elapsed = time.monotonic() - began
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode("utf-8", "replace").rstrip().splitlines()
-    return Outcome(stage.name, ended, why, round(elapsed, 1), "\n".join(lines[-stage.shown :]))
+            part.status, part.why = "failed", f"could not be started: {error}"
 
 
-def _end(process: subprocess.Popen) -> None:
-    """End the process and all that it started: they are a session of their own."""
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _tail(part: _Part, count: int) -> str:
+    """Return the last lines of what it printed, which comes after the command."""
+    if not part.output.exists():
+        return ""
+    lines = part.output.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[1:]
+    return "\n".join(lines[-count:])
+
+
+def _end(processes: Sequence[subprocess.Popen]) -> None:
+    """End processes and all that they started: each is a session of its own. First they may say what they know."""
+    for process in processes:
+        if process.poll() is None:
+            _signal(process, signal.SIGINT)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    for process in processes:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
     # gone already, most often
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(process.pid, number)
 
 
 def run_all(
-    chosen: Sequence[Stage], *, budget: float, log: Path, report: Callable[[list[Outcome]], None]
+    chosen: Sequence[Stage], *, budget: float, folder: Path, report: Callable[[list[Outcome]], None]
 ) -> list[Outcome]:
     """Run the stages one after the other.
 
     Args:
         chosen: What to run.
-        budget: Seconds for all of them.
-        log: File that holds what they print; begun anew.
+        budget: Seconds after which the last one is told to end.
+        folder: Where files hold what they print; those of a former run are removed.
         report: Called with what is known after each stage.
 
     Returns:
         How each went.
     """
-    log.write_text("", encoding="utf-8")
+    folder.mkdir(exist_ok=True)
+    for former in folder.glob("*.txt"):
+        former.unlink()
     outcomes: list[Outcome] = []
     began, planned = time.monotonic(), 0.0
     for stage in chosen:
         # What the stages before did not need of their budgets is this one's; what is beyond the whole is nobody's.
         planned += stage.seconds
         elapsed = time.monotonic() - began
-        outcomes.append(run_stage(stage, min(max(planned - elapsed, 0), budget - elapsed), log))
+        outcomes.append(run_stage(stage, min(max(planned - elapsed, 0), budget - elapsed), folder))
         report(outcomes)
         last = outcomes[-1]
         print(f"{last.name:14}{last.status:10}{last.seconds:>7.1f} s  {last.why}", flush=True)
@@ -287,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_text(results / "summary.txt", summary_text(about, outcomes))
 
     chosen = [stage for stage in known if not options.only or stage.name in options.only]
-    outcomes = run_all(chosen, budget=options.budget, log=results / "log.txt", report=report)
+    outcomes = run_all(chosen, budget=options.budget, folder=results / "output", report=report)
     print(f"written to {results}")
     return 0 if all(found.status in ("passed", "skipped") for found in outcomes) else 1
 

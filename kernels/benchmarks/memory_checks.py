@@ -3,7 +3,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python kernels/benchmarks/memory_checks.py
 
 Without that variable, memcheck would see torch's large allocations and nothing of the tensors within them. The results
-are compared with the twins' as well: a kernel that does nothing has no bad access.
+are compared with the twins' as well: a kernel that does nothing has no bad access. A run without the sanitizer fills
+Triton's cache for one with it.
 """
 
 import argparse
@@ -19,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def check(device: torch.device) -> tuple[int, list[str]]:
-    """Launch every kernel.
+    """Launch every kernel, and print each case: its name before the launch, how it went after it.
 
     Args:
         device: Where.
@@ -34,6 +35,8 @@ def check(device: torch.device) -> tuple[int, list[str]]:
             if launcher_of(case, device) is None:
                 continue
             launched += 1
+            name = f"{case.name}, {case.rows} x {case.features}, {dtype}"
+            print(name, end=": ", flush=True)
             try:
                 twin, kernel = measured_errors(case, device)
                 if device.type == "cuda":
@@ -43,8 +46,9 @@ def check(device: torch.device) -> tuple[int, list[str]]:
             else:
                 assert kernel is not None
                 said = "" if kernel <= 2 * twin + 1e-5 else f"error {kernel:.3g}, the twin's {twin:.3g}"
+            print(said or "right", flush=True)
             if said:
-                wrong.append(f"{case.name}, {case.rows} x {case.features}, {dtype}: {said}")
+                wrong.append(f"{name}: {said}")
     return launched, wrong
 
 
@@ -62,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("memory_checks.py: kernels need a GPU, and there is none", file=sys.stderr)
         return 2
     launched, wrong = check(torch.device("cuda"))
-    print(*wrong, f"{launched} launches, {len(wrong)} wrong", sep="\n")
+    print("", *wrong, f"{launched} launches, {len(wrong)} wrong", sep="\n")
     return 1 if wrong or not launched else 0
 
 
