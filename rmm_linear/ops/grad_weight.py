@@ -17,7 +17,7 @@ def _shifted(mean: Tensor | None, stored: Tensor, ones: Tensor | None) -> Tensor
     if stored.is_cuda and stored.dtype in _HALVES and mean.dtype == torch.float32:
         # No float32 copy of what is stored: the shift is small next to the noise of the sketch, its rounding smaller
         # by 2**-9 again. Times the rank, the ones are about as large as 1, and no float16 of them vanishes.
-        rank = stored.shape[0]
+        rank = max(1, stored.shape[0])
         scaled = (ones * rank).to(stored.dtype).unsqueeze(0)
         return mean - torch.mm(scaled, stored, out_dtype=torch.float32).squeeze(0) / rank
     return mean - torch.mv(stored.to(mean.dtype).t(), ones.to(mean.dtype))
