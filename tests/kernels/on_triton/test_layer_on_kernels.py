@@ -28,6 +28,8 @@ CONFIGS = [
     RMMConfig(ratio=0.4, storage="int4", keep_tokens=(0, -1)),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# minutes there, seconds on a GPU
+SLOW_IN_THE_INTERPRETER = pytest.mark.montecarlo if torch.cuda.is_available() else pytest.mark.slow
 
 
 def gradients(config, dtype, device, *, kernels, bias=True, seed=7):
@@ -94,7 +96,7 @@ def test_bias_gradient_comes_out_of_the_one_reading(center, bias, device, monkey
 
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("storage", [None, "int8"])
-@pytest.mark.slow
+@SLOW_IN_THE_INTERPRETER
 @pytest.mark.montecarlo
 def test_weight_gradient_is_unbiased(center, storage, device):
     """A bias of 1 % of the gradient would be at 6 standard errors: false-alarm rate 6e-7 a case, fixed seeds."""
