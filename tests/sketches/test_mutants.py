@@ -320,10 +320,10 @@ class OnlyInputCentred(Centered):
 
 
 class MeanForgotten(Centered):
-    def backward(self, g, saved, *, need_weight=True, need_bias=True):
+    def backward(self, g, saved, *, need_weight=True, need_bias=True, dtype=None):
         *tensors, mean = saved.tensors
         saved = SavedSketch(saved.seed, (*tensors, torch.zeros_like(mean)))
-        return super().backward(g, saved, need_weight=need_weight, need_bias=need_bias)
+        return super().backward(g, saved, need_weight=need_weight, need_bias=need_bias, dtype=dtype)
 
 
 class KeepsInput(Hadamard):
@@ -403,14 +403,14 @@ class DividesByTheLargest(Hadamard):
 
 
 class RoundedBias(Hadamard):
-    def backward(self, g, saved, *, need_weight=True, need_bias=True):
-        grad_weight, _ = super().backward(g, saved, need_weight=need_weight, need_bias=False)
+    def backward(self, g, saved, *, need_weight=True, need_bias=True, dtype=None):
+        grad_weight, _ = super().backward(g, saved, need_weight=need_weight, need_bias=False, dtype=dtype)
         return grad_weight, g.to(torch.bfloat16).sum(0).to(g.dtype) if need_bias else None
 
 
 class IgnoresWhatIsNeeded(Hadamard):
-    def backward(self, g, saved, *, need_weight=True, need_bias=True):
-        return super().backward(g, saved, need_weight=True, need_bias=need_bias)
+    def backward(self, g, saved, *, need_weight=True, need_bias=True, dtype=None):
+        return super().backward(g, saved, need_weight=True, need_bias=need_bias, dtype=dtype)
 
 
 def with_a_row_scaled(sketch):
