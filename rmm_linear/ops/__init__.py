@@ -17,7 +17,6 @@ import rmm_linear.ops.flops  # noqa: F401  registers its formulas
 from rmm_linear.ops.checks import KernelCheck, check_kernels
 from rmm_linear.ops.dispatch import (
     ENVIRONMENT,
-    KernelStatus,
     chosen,
     is_for_kernels,
     kernel_status,
@@ -51,7 +50,6 @@ __all__ = [
     "SCALE_DTYPE",
     "STORAGE_BITS",
     "KernelCheck",
-    "KernelStatus",
     "as_operand",
     "check_kernels",
     "chosen",

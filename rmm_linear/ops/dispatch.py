@@ -12,10 +12,12 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rmm_linear_kernels.interpreter import IS_INTERPRETED
 
 ENVIRONMENT = "RMM_LINEAR_KERNELS"
 CHOICES = ("auto", "triton", "torch")
@@ -29,12 +31,9 @@ KERNELS = {
     "quantize": "low_bit",
     "dequantize": "low_bit",
     "sketched_grad_weight": "sketched_grad_weight",
-    "sketched_grad_weight_low_bit": "sketched_grad_weight",
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-_HALVES = (torch.bfloat16, torch.float16)
-# Triton's interpreter runs the kernels on CPU tensors, for tests.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALVES = (torch.bfloat16, torch.float16)
 # bfloat16 on the tensor cores
 _LEAST_CAPABILITY = (8, 0)
 
@@ -99,7 +98,7 @@ def product_dtype(g: Tensor, half: bool) -> torch.dtype:
     Returns:
         float64 for float64; otherwise float32, or the gradient's half precision if wanted.
     """
-    if half and g.dtype in _HALVES:
+    if half and g.dtype in HALVES:
         return g.dtype
     return torch.float64 if g.dtype == torch.float64 else torch.float32
 
@@ -130,7 +129,7 @@ def is_for_kernels(g: Tensor) -> bool:
     Returns:
         True on a GPU, also where a twin will run; and where Triton's interpreter is at work.
     """
-    return g.is_cuda or (_INTERPRETED and _state.choice == "triton")
+    return g.is_cuda or (IS_INTERPRETED and _state.choice == "triton")
 
 
 def wants_half(g: Tensor) -> bool:
@@ -142,7 +141,7 @@ def wants_half(g: Tensor) -> bool:
     Returns:
         Always false on a CPU, where float32 products are as fast.
     """
-    return g.dtype in _HALVES and is_for_kernels(g)
+    return g.dtype in HALVES and is_for_kernels(g)
 
 
 def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +183,7 @@ def _reason_against(name: str, x: Tensor) -> str | None:
         return _state.broken[name, x.dtype, x.device]
     if x.is_cuda:
         return unusable(x.device.index or 0)
-    if _INTERPRETED and _state.choice == "triton" and x.device.type == "cpu":
+    if IS_INTERPRETED and _state.choice == "triton" and x.device.type == "cpu":
         return None
     return f"the tensors are on {x.device.type}, and the kernels are for GPUs"
 
@@ -254,29 +253,17 @@ def _warn(reason: str) -> None:
         )
 
 
-class KernelStatus(NamedTuple):
-    """What one kernel does on a device.
-
-    Attributes:
-        name: The kernel.
-        reason: Why its twin runs instead; None if the kernel runs.
-    """
-
-    name: str
-    reason: str | None
-
-
-def kernel_status(device: torch.device) -> list[KernelStatus]:
+def kernel_status(device: torch.device) -> dict[str, str | None]:
     """Return which kernels run on a device, as far as is known before they have run.
 
     Args:
         device: The device.
 
     Returns:
-        One status for each kernel.
+        Kernel -> why its twin runs instead; None if the kernel runs.
     """
     x = torch.empty(0, dtype=torch.bfloat16, device=device)
-    return [KernelStatus(name, _reason_against(name, x)) for name in KERNELS]
+    return {name: _reason_against(name, x) for name in KERNELS}
 
 
 def chosen() -> str:

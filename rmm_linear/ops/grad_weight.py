@@ -3,18 +3,16 @@
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import chosen, product_scale, run, wants_half
+from rmm_linear.ops.dispatch import HALVES, chosen, product_scale, run, wants_half
 from rmm_linear.ops.registration import define
 from rmm_linear_kernels.sketched_grad_weight import reference as _grad_weight
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def _shifted(mean: Tensor | None, stored: Tensor, ones: Tensor | None) -> Tensor | None:
     """Mean - stored^T ones, in the dtype of the mean."""
     if mean is None or ones is None:
         return mean
-    if stored.is_cuda and stored.dtype in _HALVES and mean.dtype == torch.float32:
+    if stored.is_cuda and stored.dtype in HALVES and mean.dtype == torch.float32:
         # No float32 copy of what is stored: the shift is small next to the noise of the sketch, its rounding smaller
         # by 2**-9 again. Times the rank, the ones are about as large as 1, and no float16 of them vanishes.
         rank = max(1, stored.shape[0])
@@ -38,7 +36,7 @@ def _sketched_grad_weight(
 ) -> Tensor:
     operands = sketched_g, sketched_x, column_sum, _shifted(mean, sketched_x, ones)
     # cuBLAS is the faster one until a measurement says otherwise: Triton's runs where it is asked for
-    if chosen() == "triton" and sketched_g.dtype in _HALVES and sketched_x.dtype == sketched_g.dtype:
+    if chosen() == "triton" and sketched_g.dtype in HALVES and sketched_x.dtype == sketched_g.dtype:
         return run("sketched_grad_weight", _grad_weight.sketched_grad_weight, *operands, scale=scale, dtype=dtype)
     return _grad_weight.sketched_grad_weight(*operands, scale=scale, dtype=dtype)
 

@@ -40,13 +40,14 @@ class GradientPass(NamedTuple):
 
     Attributes:
         sketched: S^T g over the storage scale (see `rmm_linear.ops`), shape (rank, out).
-        column_sum: Sum of g over its rows, shape (out,), float32 (float64 for float64).
-        ones: S^T 1 over the storage scale and the number of rows, shape (rank,), dtype of `column_sum`.
+        column_sum: Sum of g over its rows, shape (out,), float32 (float64 for float64); None where it was not wanted
+            and is not free.
+        ones: S^T 1 over the storage scale and the number of rows, shape (rank,), float32 (float64 for float64).
         scale: Factor that `sketched` lacks.
     """
 
     sketched: Tensor
-    column_sum: Tensor
+    column_sum: Tensor | None
     ones: Tensor
     scale: float
 
@@ -158,7 +159,7 @@ class Sketch(ABC):
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: What `compress` returned.
-            need_sum: Whether the sum is wanted; without it, `column_sum` may hold anything.
+            need_sum: Whether the sum is wanted.
 
         Returns:
             None where `sketch_gradient` and a sum are as good: always, unless a subclass says otherwise.
@@ -199,7 +200,8 @@ class Sketch(ABC):
         grad_weight = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype)
         if not need_bias:
             return grad_weight, None
-        return grad_weight, g.sum(0) if read is None else read.column_sum.to(g.dtype)
+        found = None if read is None else read.column_sum
+        return grad_weight, g.sum(0) if found is None else found.to(g.dtype)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes that a forward pass keeps, all-in: the sketch, the seed, and whatever goes with them.

@@ -141,6 +141,7 @@ class Centered(Sketch):
         dtype = dtype or compute
         read = self.inner.one_pass(g, SavedSketch(saved.seed, saved.tensors[:-1])) if need_weight else None
         if read is not None:
+            assert read.column_sum is not None
             stored, mean = self.stored_input(saved, dtype=read.sketched.dtype), saved.tensors[-1]
             estimate = ops.sketched_grad_weight(
                 read.sketched, stored, read.column_sum, mean, ones=read.ones, scale=read.scale, dtype=dtype

@@ -151,7 +151,7 @@ class LowBit(Sketch):
             return None
         sums, rows = accumulate_dtype(g.dtype), g.shape[0]
         ones = g.new_ones(rows, dtype=sums) / torch.sym_max(1, rows)
-        column_sum = g.sum(0, dtype=sums) if need_sum else g.new_empty(g.shape[1], dtype=sums)
+        column_sum = g.sum(0, dtype=sums) if need_sum else None
         return GradientPass(ops.product_operand(g), column_sum, ones, 1.0)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:

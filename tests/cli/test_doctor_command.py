@@ -29,8 +29,7 @@ def test_a_cpu_runs_plain_torch_and_says_so(capsys):
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 120
     for name in dispatch.KERNELS:
-        if name != "sketched_grad_weight_low_bit":
-            assert sum(line.startswith(f"{name} ") and " torch " in line for line in lines) == 1
+        assert sum(line.startswith(f"{name} ") and " torch " in line for line in lines) == 1
     assert lines[-1] == "plain torch for all: the tensors are on cpu, and the kernels are for GPUs"
 
 

@@ -8,7 +8,6 @@ its 24 bits.
 In the same reading, where wanted: the column sums of the block (for the bias gradient, and for centering), and S^T 1.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..interpreter import IS_INTERPRETED
 from ..philox.kernel import CHOICE_STREAM, SIGN_STREAM, random_word, sign_bit, words_of_counter
 from . import reference
 
@@ -34,7 +34,6 @@ _PROGRAMS = 4096
 _WARPS = 4
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
 _ANY_ROWS = ("rows", "blocks", "shortest", "longer", "kept", "sign_stride")
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
@@ -317,8 +316,8 @@ def _constants(
         "HAS_SUMS": sums,
         "HAS_ONES": sums,
         "IS_WIDE": wide,
-        "UPCAST": _INTERPRETED,
-        "DTYPE": tl.float32 if _INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
+        "UPCAST": IS_INTERPRETED,
+        "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
     }
 
 

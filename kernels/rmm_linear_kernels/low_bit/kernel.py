@@ -4,7 +4,6 @@ A program of `_quantize_kernel` holds a group of rows of some columns in registe
 is made in registers too, in both directions.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..interpreter import IS_INTERPRETED
 from ..philox.kernel import ROUNDING_STREAM, random_half
 from .reference import _LARGEST_FP8, BITS, FP8, SCALE_DTYPE, packed_width
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Rows of y that the registers of a program hold; a group of more is read twice.
 _MOST_ROWS = 512
 _LARGEST_FP8_BITS = tl.constexpr(0x7E)

@@ -8,7 +8,6 @@ beside each other in one tile, whose matching rows of x are read twice: one prod
 other, which on Blackwell GPUs would move the sums to and fro.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..interpreter import IS_INTERPRETED
 from ..philox.kernel import PROJECTION_STREAM, normals_of_counter, words_of_counter
 from . import reference
 
@@ -29,7 +29,6 @@ _LEAST_ROWS = 512
 _STEP = 64
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
 _ANY_ROWS = ("rows", "rank", "steps")
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
@@ -183,8 +182,8 @@ def _constants(*, gaussian: bool, dtype: torch.dtype, mean: bool) -> tuple[dict[
         "BLOCK_ROWS": rows,
         # Float32 takes three products of tf32 parts. "ieee" would not do: where one factor is not loaded from memory as
         # float32, triton 3.7 makes a plain tf32 product of it on Blackwell GPUs. AMD's GPUs multiply float32 as it is.
-        "PRECISION": "tf32x3" if wide and torch.version.hip is None and not _INTERPRETED else "ieee",
-        "UPCAST": _INTERPRETED,
+        "PRECISION": "tf32x3" if wide and torch.version.hip is None and not IS_INTERPRETED else "ieee",
+        "UPCAST": IS_INTERPRETED,
     }
     return constants, warps
 
@@ -240,7 +239,7 @@ def random_projection(
         scale,
         steps,
         **constants,
-        STEPS=steps if _INTERPRETED else None,
+        STEPS=steps if IS_INTERPRETED else None,
         num_warps=warps,
         num_stages=_STAGES,
     )

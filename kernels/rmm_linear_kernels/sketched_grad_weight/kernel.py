@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..interpreter import IS_INTERPRETED
 from ..low_bit import kernel as low_bit
-from ..low_bit.kernel import IS_INTERPRETED, converted, half_value, random_part, unpacked, widened
+from ..low_bit.kernel import converted, half_value, random_part, unpacked, widened
 from ..low_bit.reference import BITS, FP8
 
 # Rows of tiles that are computed together: their part of both sketches stays in the cache.
