@@ -23,3 +23,33 @@ class TracingError(RMMError, RuntimeError):
 
 class PaddingGradientError(RMMError, RuntimeError):
     """A row that was left out as padding carries a gradient: the weight gradient would miss its part."""
+
+
+class CaptureError(RMMError, ValueError):
+    """A training step could not be captured as one graph, for instance because its control flow depends on data."""
+
+
+class ScheduleError(RMMError, ValueError):
+    """A schedule can't run, or would not compute what the plain program computes.
+
+    Attributes:
+        step: The step that is wrong, None if it is no single one.
+    """
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class InfeasibleBudgetError(RMMError, ValueError):
+    """No schedule that a strategy knows fits the budget.
+
+    Attributes:
+        budget_bytes: The budget.
+        least_bytes: The least budget for which the strategy has a schedule.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes

@@ -1,0 +1,1 @@
+"""Plan what a training step keeps and what it computes again, and run the plan."""

@@ -1,0 +1,309 @@
+"""The graph that a planner sees: ops that cost time, storages that cost bytes.
+
+Memory belongs to storages and not to ops: an op may write several, and views write none. A graph of one node an op
+predicted 89.6 MB where 65.1 MB were measured. So the graph is bipartite. An op reads storages and writes others, each
+storage is written by one op, and what lies outside of the budget (parameters, buffers, the batch) is no storage at all.
+
+The ops come in the order in which the plain program runs them. Of a training step, the ops that depend on the gradient
+of the loss are the backward ones; `results` are the storages that the forward pass hands to the user (the loss, and
+what else the step returns), and `outputs` all that must be there at the end: results, gradients, new buffers.
+
+Nothing here needs torch: a graph can be saved as JSON, and planned elsewhere.
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A piece of memory.
+
+    Attributes:
+        name: Any name, for people.
+        size_bytes: Its size, at least 0.
+    """
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """A computation.
+
+    Attributes:
+        name: Any name, for people.
+        cost: Its time in the graph's unit, more than 0.
+        reads: Indices of the storages that it reads.
+        writes: Indices of the storages that it writes; no other op writes them.
+        temporary_bytes: What it holds only while it runs, beside what it writes.
+        is_backward: Whether it depends on the gradient of the loss.
+        is_recomputable: Whether it may run a second time; communication and ops with effects may not.
+        is_random: Whether it draws random numbers: such ops keep their order, and draw the same ones again.
+        block: The module that it belongs to, as a dotted path; empty where unknown.
+        kind: The operation, for instance "aten.mm".
+    """
+
+    name: str
+    cost: float
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    temporary_bytes: int = 0
+    is_backward: bool = False
+    is_recomputable: bool = True
+    is_random: bool = False
+    block: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in the order of the plain program, and the storages that they read and write.
+
+    Attributes:
+        ops: The ops; forward ones first, then backward ones.
+        storages: The storages.
+        outputs: Indices of the storages that must be there at the end.
+        results: Indices of those that must be there when the forward pass ends; a part of `outputs`.
+        cost_unit: What costs are counted in: "ms", "flops", "bytes", "ops".
+
+    Raises:
+        ValueError: If the graph is empty or cyclic, a storage has no writer or two, a size is negative, a cost is not
+            positive, a forward op comes after a backward one or reads what one wrote, or an index is out of range.
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    cost_unit: str = field(default="ops")
+
+    def __post_init__(self) -> None:
+        if not self.ops:
+            raise ValueError("the graph has no ops: there is nothing to plan")
+        for storage in self.storages:
+            if isinstance(storage.size_bytes, bool) or not isinstance(storage.size_bytes, int):
+                raise ValueError(f"storage {storage.name!r} has size_bytes={storage.size_bytes!r}, which is no int")
+            if storage.size_bytes < 0:
+                raise ValueError(f"storage {storage.name!r} has size_bytes={storage.size_bytes}; sizes are at least 0")
+        written: dict[int, int] = {}
+        seen_backward = ""
+        for position, op in enumerate(self.ops):
+            if not 0 < op.cost < float("inf"):
+                raise ValueError(f"op {op.name!r} has cost={op.cost}; costs are positive and finite")
+            if op.temporary_bytes < 0:
+                raise ValueError(f"op {op.name!r} has temporary_bytes={op.temporary_bytes}; they are at least 0")
+            if seen_backward and not op.is_backward:
+                raise ValueError(f"forward op {op.name!r} comes after backward op {seen_backward!r}; put it before")
+            seen_backward = op.name if op.is_backward else seen_backward
+            for index in (*op.reads, *op.writes):
+                self._check_index(index, f"op {op.name!r}")
+            for index in op.reads:
+                if index not in written:
+                    raise ValueError(
+                        f"op {op.name!r} reads {self.storages[index].name!r} before it is written: the graph is cyclic,"
+                        " or its ops are not in an order in which they can run (`Graph.from_edges` sorts them)"
+                    )
+            for index in op.writes:
+                if index in written:
+                    other = self.ops[written[index]].name
+                    raise ValueError(
+                        f"storage {self.storages[index].name!r} is written by {other!r} and by {op.name!r}; give each a"
+                        " storage of its own"
+                    )
+                written[index] = position
+        for index, storage in enumerate(self.storages):
+            if index not in written:
+                raise ValueError(f"storage {storage.name!r} is written by no op; leave out what is not computed")
+        for index in self.outputs:
+            self._check_index(index, "outputs")
+        for index in self.results:
+            if index not in self.outputs:
+                raise ValueError(f"results holds {index}, which is not among the outputs")
+            if self.ops[written[index]].is_backward:
+                raise ValueError(f"result {self.storages[index].name!r} is written by a backward op")
+
+    def _check_index(self, index: int, where: str) -> None:
+        if not 0 <= index < len(self.storages):
+            raise ValueError(f"{where} names storage {index}, of which there are {len(self.storages)}")
+
+    @classmethod
+    def from_edges(
+        cls,
+        costs: Sequence[float],
+        sizes: Sequence[int],
+        edges: Sequence[tuple[int, int]],
+        *,
+        outputs: Sequence[int] | None = None,
+        cost_unit: str = "ops",
+    ) -> "Graph":
+        """Make a forward graph of nodes that write one storage each.
+
+        Args:
+            costs: Time of each node, positive.
+            sizes: Bytes of each node's storage.
+            edges: Pairs (u, v): node v reads what node u writes. Nodes may be numbered in any order.
+            outputs: Nodes whose storage must be there at the end; those that nobody reads by default.
+            cost_unit: See `Graph`.
+
+        Returns:
+            The graph, its ops in an order in which they can run: the given one where it is one. Op i and storage i
+            are node i of that order, with the node's number for a name.
+
+        Raises:
+            ValueError: If there is a cycle, or the arguments do not fit each other.
+        """
+        count = len(costs)
+        if len(sizes) != count:
+            raise ValueError(f"{count} costs and {len(sizes)} sizes were given; a node has one of each")
+        before: list[list[int]] = [[] for _ in range(count)]
+        after: list[list[int]] = [[] for _ in range(count)]
+        for u, v in dict.fromkeys(edges):
+            if not (0 <= u < count and 0 <= v < count):
+                raise ValueError(f"edge {(u, v)} names a node that does not exist; there are {count}")
+            before[v].append(u)
+            after[u].append(v)
+        order = _topological_order(before, after)
+        place = {node: position for position, node in enumerate(order)}
+        if outputs is None:
+            outputs = [node for node in range(count) if not after[node]]
+        return cls(
+            ops=tuple(
+                Op(str(node), costs[node], tuple(sorted(place[u] for u in before[node])), (place[node],))
+                for node in order
+            ),
+            storages=tuple(Storage(str(node), sizes[node]) for node in order),
+            outputs=tuple(sorted(place[node] for node in outputs)),
+            cost_unit=cost_unit,
+        )
+
+    @cached_property
+    def writer(self) -> tuple[int, ...]:
+        """Index of the op that writes each storage."""
+        found = [0] * len(self.storages)
+        for position, op in enumerate(self.ops):
+            for index in op.writes:
+                found[index] = position
+        return tuple(found)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the ops that read each storage, in order."""
+        found: list[list[int]] = [[] for _ in self.storages]
+        for position, op in enumerate(self.ops):
+            for index in dict.fromkeys(op.reads):
+                found[index].append(position)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def forward_count(self) -> int:
+        """Number of forward ops; they come first."""
+        return sum(not op.is_backward for op in self.ops)
+
+    @cached_property
+    def cost(self) -> float:
+        """Time of the plain program, each op once."""
+        return sum(op.cost for op in self.ops)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that depend on everything but the names."""
+        plain = self.to_dict()
+        for part in (*plain["ops"], *plain["storages"]):
+            del part["name"]
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the graph as plain data, for JSON.
+
+        Returns:
+            What `from_dict` takes.
+        """
+        return {
+            "version": _VERSION,
+            "cost_unit": self.cost_unit,
+            "storages": [asdict(storage) for storage in self.storages],
+            "ops": [
+                {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(op).items()}
+                for op in self.ops
+            ],
+            "outputs": list(self.outputs),
+            "results": list(self.results),
+        }
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> "Graph":
+        """Make a graph of what `to_dict` returned.
+
+        Args:
+            plain: Plain data.
+
+        Returns:
+            The graph.
+
+        Raises:
+            ValueError: If a part is missing or unknown, or the graph itself is wrong.
+        """
+        if not isinstance(plain, dict) or plain.get("version") != _VERSION:
+            raise ValueError(f"this is no graph of version {_VERSION}: pass what Graph.to_dict returned")
+        try:
+            return cls(
+                ops=tuple(
+                    Op(**{**op, "reads": tuple(op["reads"]), "writes": tuple(op["writes"])}) for op in plain["ops"]
+                ),
+                storages=tuple(Storage(**storage) for storage in plain["storages"]),
+                outputs=tuple(plain["outputs"]),
+                results=tuple(plain["results"]),
+                cost_unit=plain["cost_unit"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the graph's data is incomplete or has unknown parts: {error!r}") from error
+
+    def to_json(self) -> str:
+        """Return the graph as JSON.
+
+        Returns:
+            What `from_json` takes.
+        """
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Graph":
+        """Make a graph of JSON.
+
+        Args:
+            text: What `to_json` returned.
+
+        Returns:
+            The graph.
+        """
+        return cls.from_dict(json.loads(text))
+
+
+def _topological_order(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[int]:
+    """Nodes in an order in which they can run: their own where it is one, or else the first that can go next."""
+    if all(u < v for v, sources in enumerate(before) for u in sources):
+        return list(range(len(before)))
+    waiting = [len(sources) for sources in before]
+    ready = deque(node for node, count in enumerate(waiting) if not count)
+    order: list[int] = []
+    while ready:
+        node = ready.popleft()
+        order.append(node)
+        for following in after[node]:
+            waiting[following] -= 1
+            if not waiting[following]:
+                ready.append(following)
+    if len(order) < len(before):
+        stuck = [node for node, count in enumerate(waiting) if count]
+        raise ValueError(f"the graph is cyclic: nodes {stuck[:10]} wait for each other")
+    return order

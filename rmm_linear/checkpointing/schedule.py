@@ -1,0 +1,223 @@
+"""A schedule: what is computed, computed again, and freed, step by step. Plain data.
+
+A planner decides on an *order*: a sequence of ops in which some occur more than once. All else follows: a read takes
+what the latest computation before it wrote, so that a storage can go after the last read before it is written anew, or
+for good. `Schedule.from_order` writes these frees down. Outputs stay from their first computation to the end.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.errors import ScheduleError
+
+_VERSION = 1
+
+
+class Step(NamedTuple):
+    """One step of a schedule.
+
+    Attributes:
+        kind: "compute" or "free".
+        index: The op that is computed, or the storage that is freed.
+    """
+
+    kind: Literal["compute", "free"]
+    index: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps for one graph.
+
+    Attributes:
+        steps: The steps, in order.
+        graph: Fingerprint of the graph that they belong to.
+        strategy: Who made it.
+    """
+
+    steps: tuple[Step, ...]
+    graph: str
+    strategy: str = ""
+
+    @classmethod
+    def from_order(cls, graph: Graph, order: Iterable[int], *, strategy: str = "") -> "Schedule":
+        """Make a schedule that frees each storage as early as the order of computations allows.
+
+        Args:
+            graph: The graph.
+            order: Indices of ops, with repetitions.
+            strategy: Who made it.
+
+        Returns:
+            The schedule; `validate` tells whether it can run.
+        """
+        order = list(order)
+        steps: list[Step] = []
+        for op, freed in zip(order, frees_of_order(graph, order), strict=True):
+            steps.append(Step("compute", op))
+            steps.extend(Step("free", index) for index in freed)
+        return cls(tuple(steps), graph.fingerprint, strategy)
+
+    @classmethod
+    def plain(cls, graph: Graph) -> "Schedule":
+        """Make the schedule of the plain program: each op once, everything freed after its last use.
+
+        Args:
+            graph: The graph.
+
+        Returns:
+            The schedule.
+        """
+        return cls.from_order(graph, range(len(graph.ops)), strategy="none")
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The ops in the order in which they are computed, with repetitions."""
+        return tuple(step.index for step in self.steps if step.kind == "compute")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the schedule as plain data, for JSON.
+
+        Returns:
+            What `from_dict` takes.
+        """
+        return {
+            "version": _VERSION,
+            "graph": self.graph,
+            "strategy": self.strategy,
+            "steps": [[step.kind, step.index] for step in self.steps],
+        }
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> "Schedule":
+        """Make a schedule of what `to_dict` returned.
+
+        Args:
+            plain: Plain data.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ValueError: If this is no schedule.
+        """
+        if not isinstance(plain, dict) or plain.get("version") != _VERSION:
+            raise ValueError(f"this is no schedule of version {_VERSION}: pass what Schedule.to_dict returned")
+        try:
+            steps = tuple(Step(kind, index) for kind, index in plain["steps"])
+            return cls(steps, plain["graph"], plain["strategy"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the schedule's data is incomplete: {error!r}") from error
+
+    def to_json(self) -> str:
+        """Return the schedule as JSON.
+
+        Returns:
+            What `from_json` takes.
+        """
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Schedule":
+        """Make a schedule of JSON.
+
+        Args:
+            text: What `to_json` returned.
+
+        Returns:
+            The schedule.
+        """
+        return cls.from_dict(json.loads(text))
+
+
+def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return what can be freed after each computation.
+
+    Args:
+        graph: The graph.
+        order: Indices of ops, with repetitions.
+
+    Returns:
+        The storages that can go after each place of the order.
+    """
+    outputs = set(graph.outputs)
+    freed: list[tuple[int, ...]] = [()] * len(order)
+    # from the end: storages whose present contents are read later on
+    wanted: set[int] = set()
+    for position in range(len(order) - 1, -1, -1):
+        op = graph.ops[order[position]]
+        # what nobody reads after this place: its own results that are not wanted, and what it is the last to read
+        freed[position] = tuple(
+            index for index in dict.fromkeys((*op.writes, *op.reads)) if index not in wanted and index not in outputs
+        )
+        wanted.difference_update(op.writes)
+        wanted.update(op.reads)
+    return freed
+
+
+def validate(graph: Graph, schedule: Schedule) -> None:
+    """Check that a schedule can run, and that it computes what the plain program computes.
+
+    Args:
+        graph: The graph.
+        schedule: The schedule.
+
+    Raises:
+        ScheduleError: If it belongs to another graph, or a step is wrong: it says which one, and why.
+    """
+    if schedule.graph != graph.fingerprint:
+        raise ScheduleError(
+            f"the schedule was made for graph {schedule.graph}, and this is {graph.fingerprint}: the model, its input"
+            " or the way of capturing it has changed; plan again"
+        )
+    live: set[int] = set()
+    computed: set[int] = set()
+    results_missing = {graph.writer[index] for index in graph.results}
+    has_backward = any(op.is_backward for op in graph.ops)
+    last_random = -1
+    for number, step in enumerate(schedule.steps):
+        where = f"step {number} ({step.kind} {step.index})"
+        if step.kind == "free":
+            if not 0 <= step.index < len(graph.storages):
+                raise ScheduleError(f"{where}: there are {len(graph.storages)} storages", number)
+            if step.index not in live:
+                raise ScheduleError(f"{where}: {graph.storages[step.index].name!r} is not in memory", number)
+            live.remove(step.index)
+            continue
+        if step.kind != "compute":
+            raise ScheduleError(f"{where}: the kind is neither 'compute' nor 'free'", number)
+        if not 0 <= step.index < len(graph.ops):
+            raise ScheduleError(f"{where}: there are {len(graph.ops)} ops", number)
+        op = graph.ops[step.index]
+        for index in op.reads:
+            if index not in live:
+                state = "was freed" if graph.writer[index] in computed else "has not been computed"
+                raise ScheduleError(f"{where}: {op.name!r} reads {graph.storages[index].name!r}, which {state}", number)
+        if step.index in computed:
+            if not op.is_recomputable:
+                raise ScheduleError(f"{where}: {op.name!r} must not run twice", number)
+        elif op.is_random:
+            if step.index < last_random:
+                other = graph.ops[last_random].name
+                raise ScheduleError(
+                    f"{where}: {op.name!r} draws after {other!r}, and the plain program before it", number
+                )
+            if has_backward and not op.is_backward and graph.results and not results_missing:
+                raise ScheduleError(f"{where}: {op.name!r} draws after the forward pass has ended", number)
+            last_random = step.index
+        if op.is_backward and results_missing:
+            name = graph.ops[min(results_missing)].name
+            raise ScheduleError(f"{where}: backward op {op.name!r} runs before {name!r}, a result", number)
+        computed.add(step.index)
+        results_missing.discard(step.index)
+        live.update(op.writes)
+    for index in graph.outputs:
+        if index not in live:
+            raise ScheduleError(f"output {graph.storages[index].name!r} is not in memory at the end")
+    for position, op in enumerate(graph.ops):
+        if position not in computed and (op.is_random or not op.is_recomputable):
+            raise ScheduleError(f"{op.name!r}, which has an effect, is never computed")

@@ -1,0 +1,112 @@
+"""What a schedule takes: bytes at every step, and time.
+
+While an op runs, memory holds what was there before, all that it writes (also what is there already, when it runs a
+second time, and what nobody reads), and its temporaries. The peak is the largest such sum. Measured peaks equal it to
+the byte (`rmm_linear.checkpointing.execute` runs schedules; the tests measure with an instrument of their own).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.schedule import Schedule, frees_of_order, validate
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule takes.
+
+    Attributes:
+        peak_bytes: The most that is in memory at any time; parameters, buffers and the batch are not counted.
+        cost: Time of all computations, in the graph's unit.
+        extra_cost: Time of those that the plain program does not do.
+        peak_step: The step at which the peak is reached first.
+        live_at_peak: Storages in memory at that step, its op's results included.
+        bytes_at_step: Bytes in memory during each step.
+        forward_steps: Steps until the last result is there.
+    """
+
+    peak_bytes: int
+    cost: float
+    extra_cost: float
+    peak_step: int
+    live_at_peak: tuple[int, ...]
+    bytes_at_step: tuple[int, ...]
+    forward_steps: int
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the plain program's."""
+        plain = self.cost - self.extra_cost
+        return self.extra_cost / plain if plain else 0.0
+
+
+def simulate(graph: Graph, schedule: Schedule) -> Simulation:
+    """Run a schedule without computing anything.
+
+    Args:
+        graph: The graph.
+        schedule: A schedule for it.
+
+    Returns:
+        Peak, cost and timeline.
+
+    Raises:
+        ScheduleError: If the schedule cannot run; see `validate`.
+    """
+    validate(graph, schedule)
+    live: set[int] = set()
+    held = peak = peak_step = 0
+    live_at_peak: tuple[int, ...] = ()
+    bytes_at_step = []
+    cost = first_cost = 0.0
+    computed: set[int] = set()
+    missing = {graph.writer[index] for index in graph.results}
+    forward_steps = 0 if missing else len(schedule.steps)
+    for number, step in enumerate(schedule.steps):
+        if step.kind == "free":
+            live.remove(step.index)
+            held -= graph.storages[step.index].size_bytes
+            bytes_at_step.append(held)
+            continue
+        op = graph.ops[step.index]
+        during = held + op.temporary_bytes + sum(graph.storages[index].size_bytes for index in op.writes)
+        held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
+        live.update(op.writes)
+        bytes_at_step.append(during)
+        if during > peak or not number:
+            peak, peak_step, live_at_peak = during, number, tuple(sorted(live))
+        cost += op.cost
+        first_cost += 0.0 if step.index in computed else op.cost
+        computed.add(step.index)
+        if missing:
+            missing.discard(step.index)
+            forward_steps = 0 if missing else number + 1
+    return Simulation(peak, cost, cost - first_cost, peak_step, live_at_peak, tuple(bytes_at_step), forward_steps)
+
+
+def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
+    """Return what `simulate` would for `Schedule.from_order`, faster and without a check: for planners' loops.
+
+    Args:
+        graph: The graph.
+        order: Indices of ops, with repetitions, in an order in which they can run.
+
+    Returns:
+        Peak in bytes, and cost of all computations.
+    """
+    sizes = [storage.size_bytes for storage in graph.storages]
+    live: set[int] = set()
+    held = peak = 0
+    for op_index, freed in zip(order, frees_of_order(graph, order), strict=True):
+        op = graph.ops[op_index]
+        written = sum(sizes[index] for index in op.writes)
+        peak = max(peak, held + op.temporary_bytes + written)
+        for index in op.writes:
+            if index not in live:
+                live.add(index)
+                held += sizes[index]
+        for index in freed:
+            live.discard(index)
+            held -= sizes[index]
+    return peak, sum(graph.ops[index].cost for index in order)

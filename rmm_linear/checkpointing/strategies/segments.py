@@ -1,0 +1,91 @@
+"""Recomputation by segments: what most published planners decide on, brought to real training graphs.
+
+The forward ops are cut into segments, one after the other. What a later segment reads stays in memory until the
+backward pass; all else of a segment goes after its last use, and is computed again, the segment as one, when the first
+backward op asks for a part of it. Only what backward ops will really read is computed again.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from rmm_linear.checkpointing.graph import Graph
+
+
+def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[int]:
+    """Return the storages that a forward op of another segment reads, results, and what must not be computed twice.
+
+    Args:
+        graph: The graph.
+        segments: Indices of forward ops, each op in one segment.
+
+    Returns:
+        Indices of storages.
+    """
+    segment_of = {op: number for number, segment in enumerate(segments) for op in segment}
+    kept = set(graph.outputs)
+    for index, writer in enumerate(graph.writer):
+        if graph.ops[writer].is_backward:
+            continue
+        if not graph.ops[writer].is_recomputable or any(
+            reader in segment_of and segment_of[reader] != segment_of[writer] for reader in graph.readers[index]
+        ):
+            kept.add(index)
+    return kept
+
+
+def order_of_segments(graph: Graph, segments: Sequence[Sequence[int]], kept: Iterable[int] | None = None) -> list[int]:
+    """Return the order of computations in which each segment is recomputed as one, when it is first needed.
+
+    Args:
+        graph: The graph.
+        segments: Indices of forward ops, each op in one segment, an order in which they can run.
+        kept: Storages that stay until the backward pass; `crossing_storages` if None. Outputs, and what must not be
+            computed twice, stay in any case.
+
+    Returns:
+        Indices of ops, with repetitions.
+
+    Raises:
+        ValueError: If a forward op is in no segment, or in two.
+    """
+    forward = [op for segment in segments for op in segment]
+    if sorted(forward) != list(range(graph.forward_count)):
+        raise ValueError("the segments do not hold each forward op once")
+    always = crossing_storages(graph, [forward])
+    there = always | set(crossing_storages(graph, segments) if kept is None else kept)
+    segment_of = {op: number for number, segment in enumerate(segments) for op in segment}
+    order = list(forward)
+    backward = range(graph.forward_count, len(graph.ops))
+    # forward storages that the backward pass reads: a segment brings back these, and what they need
+    wanted = {index for op in backward for index in graph.ops[op].reads}
+
+    def recompute(numbers: set[int]) -> None:
+        needed: set[int] = set()
+        again: list[int] = []
+        for number in sorted(numbers, reverse=True):
+            for op in reversed(segments[number]):
+                writes = graph.ops[op].writes
+                if any(index not in there and (index in wanted or index in needed) for index in writes):
+                    again.append(op)
+                    needed.update(graph.ops[op].reads)
+        outside = {
+            segment_of[graph.writer[index]]
+            for index in needed
+            if index not in there and segment_of[graph.writer[index]] not in numbers
+        }
+        if outside:
+            recompute(numbers | outside)
+            return
+        order.extend(reversed(again))
+        for op in again:
+            there.update(graph.ops[op].writes)
+
+    for op in backward:
+        missing = {
+            segment_of[graph.writer[index]]
+            for index in graph.ops[op].reads
+            if index not in there and not graph.ops[graph.writer[index]].is_backward
+        }
+        if missing:
+            recompute(missing)
+        order.append(op)
+    return order
