@@ -22,11 +22,11 @@ class Step(NamedTuple):
 
     Attributes:
         kind: "compute" or "free".
-        index: The op that is computed, or the storage that is freed.
+        target: The op that is computed, or the storage that is freed.
     """
 
     kind: Literal["compute", "free"]
-    index: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Schedule:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The ops in the order in which they are computed, with repetitions."""
-        return tuple(step.index for step in self.steps if step.kind == "compute")
+        return tuple(step.target for step in self.steps if step.kind == "compute")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the schedule as plain data, for JSON.
@@ -89,7 +89,7 @@ class Schedule:
             "version": _VERSION,
             "graph": self.graph,
             "strategy": self.strategy,
-            "steps": [[step.kind, step.index] for step in self.steps],
+            "steps": [[step.kind, step.target] for step in self.steps],
         }
 
     @classmethod
@@ -108,7 +108,7 @@ class Schedule:
         if not isinstance(plain, dict) or plain.get("version") != _VERSION:
             raise ValueError(f"this is no schedule of version {_VERSION}: pass what Schedule.to_dict returned")
         try:
-            steps = tuple(Step(kind, index) for kind, index in plain["steps"])
+            steps = tuple(Step(kind, target) for kind, target in plain["steps"])
             return cls(steps, plain["graph"], plain["strategy"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the schedule's data is incomplete: {error!r}") from error
@@ -180,40 +180,40 @@ def validate(graph: Graph, schedule: Schedule) -> None:
     has_backward = any(op.is_backward for op in graph.ops)
     last_random = -1
     for number, step in enumerate(schedule.steps):
-        where = f"step {number} ({step.kind} {step.index})"
+        where = f"step {number} ({step.kind} {step.target})"
         if step.kind == "free":
-            if not 0 <= step.index < len(graph.storages):
+            if not 0 <= step.target < len(graph.storages):
                 raise ScheduleError(f"{where}: there are {len(graph.storages)} storages", number)
-            if step.index not in live:
-                raise ScheduleError(f"{where}: {graph.storages[step.index].name!r} is not in memory", number)
-            live.remove(step.index)
+            if step.target not in live:
+                raise ScheduleError(f"{where}: {graph.storages[step.target].name!r} is not in memory", number)
+            live.remove(step.target)
             continue
         if step.kind != "compute":
             raise ScheduleError(f"{where}: the kind is neither 'compute' nor 'free'", number)
-        if not 0 <= step.index < len(graph.ops):
+        if not 0 <= step.target < len(graph.ops):
             raise ScheduleError(f"{where}: there are {len(graph.ops)} ops", number)
-        op = graph.ops[step.index]
+        op = graph.ops[step.target]
         for index in op.reads:
             if index not in live:
                 state = "was freed" if graph.writer[index] in computed else "has not been computed"
                 raise ScheduleError(f"{where}: {op.name!r} reads {graph.storages[index].name!r}, which {state}", number)
-        if step.index in computed:
+        if step.target in computed:
             if not op.is_recomputable:
                 raise ScheduleError(f"{where}: {op.name!r} must not run twice", number)
         elif op.is_random:
-            if step.index < last_random:
+            if step.target < last_random:
                 other = graph.ops[last_random].name
                 raise ScheduleError(
                     f"{where}: {op.name!r} draws after {other!r}, and the plain program before it", number
                 )
             if has_backward and not op.is_backward and graph.results and not results_missing:
                 raise ScheduleError(f"{where}: {op.name!r} draws after the forward pass has ended", number)
-            last_random = step.index
+            last_random = step.target
         if op.is_backward and results_missing:
             name = graph.ops[min(results_missing)].name
             raise ScheduleError(f"{where}: backward op {op.name!r} runs before {name!r}, a result", number)
-        computed.add(step.index)
-        results_missing.discard(step.index)
+        computed.add(step.target)
+        results_missing.discard(step.target)
         live.update(op.writes)
     for index in graph.outputs:
         if index not in live:

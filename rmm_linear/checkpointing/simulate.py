@@ -65,11 +65,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     forward_steps = 0 if missing else len(schedule.steps)
     for number, step in enumerate(schedule.steps):
         if step.kind == "free":
-            live.remove(step.index)
-            held -= graph.storages[step.index].size_bytes
+            live.remove(step.target)
+            held -= graph.storages[step.target].size_bytes
             bytes_at_step.append(held)
             continue
-        op = graph.ops[step.index]
+        op = graph.ops[step.target]
         during = held + op.temporary_bytes + sum(graph.storages[index].size_bytes for index in op.writes)
         held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
         live.update(op.writes)
@@ -77,10 +77,10 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         if during > peak or not number:
             peak, peak_step, live_at_peak = during, number, tuple(sorted(live))
         cost += op.cost
-        first_cost += 0.0 if step.index in computed else op.cost
-        computed.add(step.index)
+        first_cost += 0.0 if step.target in computed else op.cost
+        computed.add(step.target)
         if missing:
-            missing.discard(step.index)
+            missing.discard(step.target)
             forward_steps = 0 if missing else number + 1
     return Simulation(peak, cost, cost - first_cost, peak_step, live_at_peak, tuple(bytes_at_step), forward_steps)
 
