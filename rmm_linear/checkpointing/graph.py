@@ -5,8 +5,8 @@ predicted 89.6 MB where 65.1 MB were measured. So the graph is bipartite. An op 
 storage is written by one op, and what lies outside of the budget (parameters, buffers, the batch) is no storage at all.
 
 The ops come in the order in which the plain program runs them. Of a training step, the ops that depend on the gradient
-of the loss are the backward ones; `results` are the storages that the forward pass hands to the user (the loss, and
-what else the step returns), and `outputs` all that must be there at the end: results, gradients, new buffers.
+of the loss are the backward ones; `results` are the storages that must be there when the forward pass ends (the loss,
+what else the step returns, new contents of buffers), `outputs` those that must be there at the very end.
 
 Nothing here needs torch: a graph can be saved as JSON, and planned elsewhere.
 """
@@ -72,7 +72,7 @@ class Graph:
         ops: The ops; forward ones first, then backward ones.
         storages: The storages.
         outputs: Indices of the storages that must be there at the end.
-        results: Indices of those that must be there when the forward pass ends; a part of `outputs`.
+        results: Indices of the storages that must be there when the forward pass ends, which is as soon as they are.
         cost_unit: What costs are counted in: "ms", "flops", "bytes", "ops".
 
     Raises:
@@ -126,8 +126,7 @@ class Graph:
         for index in self.outputs:
             self._check_index(index, "outputs")
         for index in self.results:
-            if index not in self.outputs:
-                raise ValueError(f"results holds {index}, which is not among the outputs")
+            self._check_index(index, "results")
             if self.ops[written[index]].is_backward:
                 raise ValueError(f"result {self.storages[index].name!r} is written by a backward op")
 

@@ -145,18 +145,33 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
         The storages that can go after each place of the order.
     """
     outputs = set(graph.outputs)
+    handed_over = [index for index in graph.results if index not in outputs]
+    end_of_forward = _end_of_forward(graph, order)
     freed: list[tuple[int, ...]] = [()] * len(order)
     # from the end: storages whose present contents are read later on
     wanted: set[int] = set()
     for position in range(len(order) - 1, -1, -1):
         op = graph.ops[order[position]]
+        touched = dict.fromkeys((*op.writes, *op.reads))
+        if position == end_of_forward:
+            touched.update(dict.fromkeys(handed_over))
         # what nobody reads after this place: its own results that are not wanted, and what it is the last to read
-        freed[position] = tuple(
-            index for index in dict.fromkeys((*op.writes, *op.reads)) if index not in wanted and index not in outputs
-        )
+        freed[position] = tuple(index for index in touched if index not in wanted and index not in outputs)
+        if position == end_of_forward:
+            wanted.update(handed_over)
         wanted.difference_update(op.writes)
         wanted.update(op.reads)
     return freed
+
+
+def _end_of_forward(graph: Graph, order: Sequence[int]) -> int:
+    """The place at which the last result is computed first; -1 if there are none, or one is missing."""
+    missing = {graph.writer[index] for index in graph.results}
+    for position, op in enumerate(order if missing else ()):
+        missing.discard(op)
+        if not missing:
+            return position
+    return -1
 
 
 def validate(graph: Graph, schedule: Schedule) -> None:
@@ -186,6 +201,9 @@ def validate(graph: Graph, schedule: Schedule) -> None:
                 raise ScheduleError(f"{where}: there are {len(graph.storages)} storages", number)
             if step.target not in live:
                 raise ScheduleError(f"{where}: {graph.storages[step.target].name!r} is not in memory", number)
+            if results_missing and step.target in graph.results:
+                name = graph.storages[step.target].name
+                raise ScheduleError(f"{where}: {name!r} is a result, and the forward pass has not ended", number)
             live.remove(step.target)
             continue
         if step.kind != "compute":

@@ -1,0 +1,70 @@
+"""What an op costs, from the shapes of its tensors."""
+
+import math
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+# FLOPs that a device does in the time in which it moves a byte, and the FLOPs of a launch's time.
+_FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 150.0}
+_LAUNCH_BYTES = {"cpu": 2.0**14, "cuda": 2.0**23}
+_UNITS = {"roofline": "bytes moved in the same time", "flops": "flops", "bytes": "bytes", "ops": "ops"}
+
+
+def unit_of(costs: str) -> str:
+    """Return the unit of a way of pricing.
+
+    Args:
+        costs: See `cost_of`.
+
+    Returns:
+        For `Graph.cost_unit`.
+
+    Raises:
+        ValueError: If there is no such way.
+    """
+    if costs not in _UNITS:
+        raise ValueError(f"costs={costs!r} is unknown; choose one of {', '.join(_UNITS)}")
+    return _UNITS[costs]
+
+
+def cost_of(node: fx.Node, costs: str) -> float:
+    """Price one op.
+
+    Args:
+        node: Its node, with hollow tensors as values.
+        costs: "roofline" (the longer one of moving its bytes and doing its FLOPs, and a launch), "flops" (1 for ops
+            that do none), "bytes" (that it moves), or "ops" (1).
+
+    Returns:
+        Its cost, more than 0, in `unit_of(costs)`.
+    """
+    unit_of(costs)
+    if costs == "ops":
+        return 1.0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    moved = float(sum(_moved_bytes(leaf) for leaf in pytree.tree_leaves((args, kwargs, node.meta.get("val")))))
+    if costs == "bytes":
+        return max(1.0, moved)
+    flops = _flops(node, args, kwargs)
+    if costs == "flops":
+        return max(1.0, flops)
+    device = next((leaf.device.type for leaf in pytree.tree_leaves((node.meta.get("val"), args)) if _is(leaf)), "cpu")
+    kind = "cpu" if device == "cpu" else "cuda"
+    return max(moved, flops / _FLOPS_PER_BYTE[kind]) + _LAUNCH_BYTES[kind]
+
+
+def _is(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _moved_bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.element_size() if isinstance(leaf, Tensor) else 0
+
+
+def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:
+    packet = getattr(node.target, "_overloadpacket", None)
+    formula = flop_registry.get(packet) or flop_registry.get(node.target)
+    return float(formula(*args, **kwargs, out_val=node.meta["val"])) if formula else 0.0
