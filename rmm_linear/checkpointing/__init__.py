@@ -1,1 +1,36 @@
 """Plan what a training step keeps and what it computes again, and run the plan."""
+
+from rmm_linear.checkpointing.capture import Capture, capture
+from rmm_linear.checkpointing.graph import Graph, Op, Storage
+from rmm_linear.checkpointing.planned import (
+    CheckpointPlan,
+    PlannedStep,
+    apply_schedule,
+    checkpoint_model,
+    checkpoint_step,
+    remove_checkpointing,
+)
+from rmm_linear.checkpointing.schedule import Schedule, Step, validate
+from rmm_linear.checkpointing.simulate import Simulation, simulate
+from rmm_linear.checkpointing.strategies import available_strategies, get_strategy
+
+__all__ = [
+    "Capture",
+    "CheckpointPlan",
+    "Graph",
+    "Op",
+    "PlannedStep",
+    "Schedule",
+    "Simulation",
+    "Step",
+    "Storage",
+    "apply_schedule",
+    "available_strategies",
+    "capture",
+    "checkpoint_model",
+    "checkpoint_step",
+    "get_strategy",
+    "remove_checkpointing",
+    "simulate",
+    "validate",
+]

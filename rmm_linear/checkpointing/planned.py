@@ -1,0 +1,532 @@
+"""The user's door: train a model within a byte budget.
+
+    plan = checkpoint_model(model, batch, budget="60%")     # in place; train as always
+    print(plan)
+
+The forward pass of the model (or of a training step with its loss, `checkpoint_step`) is captured for the shapes of the
+sample, a strategy plans it, and from then on the planned program runs in its place: same outputs, gradients and
+buffers, bit for bit. Other shapes, and other branches, are captured and planned when they first occur. In eval mode,
+under `no_grad`, and where nothing is trained, the model runs as it was written.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.checkpointing.capture import Arguments, capture
+from rmm_linear.checkpointing.execute import OtherBranchError, Runner
+from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.schedule import Schedule
+from rmm_linear.checkpointing.simulate import Simulation, simulate
+from rmm_linear.checkpointing.strategies import get_strategy
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*")
+# Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
+_MANY_VARIANTS = 8
+_MIB = 2**20
+
+
+def budget_in_bytes(budget: int | str | None, plain_peak_bytes: int) -> int:
+    """Read a budget.
+
+    Args:
+        budget: Bytes, or text: "8GiB", "500 MB", or "60%" of the plain program's peak.
+        plain_peak_bytes: The plain program's peak.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        ValueError: If it is no budget.
+    """
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    match = _BUDGET.fullmatch(budget) if isinstance(budget, str) else None
+    if match and float(match[1]) > 0:
+        if match[2] == "%":
+            return max(1, int(plain_peak_bytes * float(match[1]) / 100))
+        if match[2] in _UNITS:
+            return max(1, int(float(match[1]) * _UNITS[match[2]]))
+    raise ValueError(
+        f'budget={budget!r} is no budget: pass a positive number of bytes, text such as "8GiB" or "500MB", or "60%" of'
+        " what the step takes without a plan"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """What was planned for one shape of a step.
+
+    Attributes:
+        graph: The captured step.
+        schedule: What runs.
+        planned: The schedule's peak, cost and timeline.
+        plain: The same of the step without a plan.
+        budget_bytes: The budget.
+    """
+
+    graph: Graph
+    schedule: Schedule
+    planned: Simulation = field(repr=False)
+    plain: Simulation = field(repr=False)
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
+        """Judge a schedule.
+
+        Args:
+            graph: The graph.
+            schedule: A schedule for it.
+            budget_bytes: The budget that it was made for; its own peak if None.
+
+        Returns:
+            The plan.
+        """
+        planned = simulate(graph, schedule)
+        plain = simulate(graph, Schedule.plain(graph))
+        return cls(graph, schedule, planned, plain, planned.peak_bytes if budget_bytes is None else budget_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is in memory at any time; parameters, buffers and the batch come on top."""
+        return self.planned.peak_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the plain step's, by the graph's costs."""
+        return self.planned.overhead
+
+    def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
+        """Say what each block keeps and computes again.
+
+        Args:
+            depth: How many parts of a module's path make a block's name; as many as give at most 40 blocks if None.
+
+        Returns:
+            Blocks by name, in the order in which they first run.
+        """
+        if depth is None:
+            depth = 1
+            while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
+                depth += 1
+        kept_plain = _held_after(self.graph, Schedule.plain(self.graph), self.plain.forward_steps)
+        kept = _held_after(self.graph, self.schedule, self.planned.forward_steps)
+        times = [0] * len(self.graph.ops)
+        for op in self.schedule.order:
+            times[op] += 1
+        blocks: dict[str, BlockPlan] = {}
+        for position, op in enumerate(self.graph.ops):
+            name = _cut(op.block, depth)
+            sofar = blocks.get(name, BlockPlan(0, 0, 0.0, 0.0))
+            sizes = {index: self.graph.storages[index].size_bytes for index in op.writes}
+            blocks[name] = BlockPlan(
+                sofar.plain_bytes + sum(size for index, size in sizes.items() if index in kept_plain),
+                sofar.kept_bytes + sum(size for index, size in sizes.items() if index in kept),
+                sofar.cost + op.cost,
+                sofar.extra_cost + op.cost * max(0, times[position] - 1),
+            )
+        return blocks
+
+    def __str__(self) -> str:
+        share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
+        kept, planned = (_mib(run.bytes_at_step[run.forward_steps - 1]) for run in (self.plain, self.planned))
+        headline = (
+            f"peak {_mib(self.plain.peak_bytes)} -> {_mib(self.peak_bytes)} MiB ({share:.1f} %), budget"
+            f" {_mib(self.budget_bytes)} MiB; extra compute {100 * self.overhead:.1f} %; strategy"
+            f" {self.schedule.strategy}"
+        )
+        lines = [headline, f"at the end of the forward pass: {kept} -> {planned} MiB", ""]
+        rows = [("block", "kept, MiB", "planned", "computed again")]
+        for name, block in self.by_block().items():
+            again = f"{100 * block.extra_cost / block.cost:.0f} %" if block.extra_cost else "-"
+            rows.append((name or "(the model)", _mib(block.plain_bytes), _mib(block.kept_bytes), again))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines += [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One block of a plan.
+
+    Attributes:
+        plain_bytes: What its ops keep at the end of the plain forward pass.
+        kept_bytes: What they keep under the plan.
+        cost: Time of its ops, each once.
+        extra_cost: Time of those that are computed again.
+    """
+
+    plain_bytes: int
+    kept_bytes: int
+    cost: float
+    extra_cost: float
+
+
+def _held_after(graph: Graph, schedule: Schedule, steps: int) -> set[int]:
+    held: set[int] = set()
+    for step in schedule.steps[:steps]:
+        if step.kind == "free":
+            held.discard(step.target)
+        else:
+            held.update(graph.ops[step.target].writes)
+    # what goes at once
+    for step in schedule.steps[steps:]:
+        if step.kind == "compute":
+            break
+        held.discard(step.target)
+    return held
+
+
+def _cut(path: str, depth: int) -> str:
+    return ".".join(path.split(".")[:depth])
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.2f}"
+
+
+class PlannedStep:
+    """A training step that runs by plan; call it as the step is called.
+
+    `checkpoint_step`, `checkpoint_model` and `apply_schedule` make them. A copy plans anew when it is called first.
+
+    Args:
+        model: The model that is trained.
+        step: Called as `step(model, *args, **kwargs)`; None for the model itself.
+        budget: See `checkpoint_step`; None with a schedule.
+        strategy: See `checkpoint_step`.
+        costs: See `checkpoint_step`.
+        schedule: A given schedule.
+
+    Attributes:
+        plans: The plans so far, one for each shape and branch that occurred.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Callable[..., Any] | None = None,
+        *,
+        budget: int | str | None = None,
+        strategy: str = "auto",
+        costs: str = "roofline",
+        schedule: Schedule | None = None,
+    ) -> None:
+        self._model, self._step = model, step
+        self._budget, self._strategy, self._costs, self._schedule = budget, strategy, costs, schedule
+        if schedule is None:
+            # what is wrong is told before anything is captured
+            budget_in_bytes(budget, 1)
+            get_strategy(strategy)
+        self._runners: dict[Any, list[Runner]] = {}
+        self.plans: list[CheckpointPlan] = []
+
+    def __reduce__(self) -> Any:
+        options = (self._model, self._step, self._budget, self._strategy, self._costs, self._schedule)
+        return _remade_step, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step.
+
+        Args:
+            *args: The step's arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            What the step returns.
+        """
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._as_written(args, kwargs)
+        arguments, tensors = Arguments.of(args, kwargs)
+        inputs = [*self._state(), *tensors]
+        key = self._key(arguments, inputs)
+        runners = self._runners.get(key, [])
+        if not runners and not self._model.training:
+            return self._as_written(args, kwargs)
+        states = _random_states(inputs) if any(runner.capture.looked_at for runner in runners) else []
+        for place, runner in enumerate(runners):
+            try:
+                result = runner(inputs)
+            except OtherBranchError:
+                _set_random_states(states)
+                continue
+            # the branch taken last is the likeliest next
+            runners.insert(0, runners.pop(place))
+            return result
+        return self._prepare(key, args, kwargs)(inputs)
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CheckpointPlan:
+        """Capture and plan the step for a sample, without running it.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The plan.
+        """
+        arguments, tensors = Arguments.of(args, kwargs)
+        self._prepare(self._key(arguments, [*self._state(), *tensors]), args, kwargs)
+        return self.plans[-1]
+
+    def _prepare(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runner:
+        with _own_forward(self._model):
+            captured = capture(self._model, args, kwargs, step=self._step, costs=self._costs)
+        plan = self._plan(captured.graph)
+        runner = Runner(captured, plan.schedule)
+        self._runners.setdefault(key, []).insert(0, runner)
+        self.plans.append(plan)
+        if len(self.plans) == _MANY_VARIANTS:
+            warnings.warn(
+                f"a planned step has been captured for {_MANY_VARIANTS} different shapes or branches, which takes a"
+                " second or more each: pad batches to few different lengths",
+                stacklevel=4,
+            )
+        return runner
+
+    def _plan(self, graph: Graph) -> CheckpointPlan:
+        if self._schedule is not None:
+            return CheckpointPlan.of(graph, self._schedule)
+        budget_bytes = budget_in_bytes(self._budget, simulate(graph, Schedule.plain(graph)).peak_bytes)
+        return CheckpointPlan.of(graph, get_strategy(self._strategy).plan(graph, budget_bytes), budget_bytes)
+
+    def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with _own_forward(self._model):
+            return self._model(*args, **kwargs) if self._step is None else self._step(self._model, *args, **kwargs)
+
+    @cached_property
+    def _owners(self) -> list[tuple[dict[str, Any], str]]:
+        """Where parameters and buffers are, each once, in the order of `named_parameters` and `named_buffers`."""
+        owners: list[tuple[dict[str, Any], str]] = []
+        for kind in ("_parameters", "_buffers"):
+            seen: set[int] = set()
+            for module in self._model.modules():
+                for name, tensor in getattr(module, kind).items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        owners.append((getattr(module, kind), name))
+        return owners
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        return list(self._model.modules())
+
+    def _state(self) -> list[Tensor]:
+        return [tensors[name] for tensors, name in self._owners]
+
+    def _key(self, arguments: Arguments, inputs: Sequence[Tensor]) -> Any:
+        kinds = sorted({tensor.device.type for tensor in inputs})
+        return (
+            str(arguments.spec),
+            repr(arguments.constants),
+            tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs),
+            tuple(module.training for module in self._modules),
+            tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        )
+
+
+def _remade_step(
+    model: nn.Module,
+    step: Callable[..., Any] | None,
+    budget: int | str | None,
+    strategy: str,
+    costs: str,
+    schedule: Schedule | None,
+) -> PlannedStep:
+    return PlannedStep(model, step, budget=budget, strategy=strategy, costs=costs, schedule=schedule)
+
+
+class _PlannedForward:
+    """What `forward` is while a model is checkpointed, and what it was."""
+
+    def __init__(self, planned: PlannedStep, before: Callable[..., Any] | None) -> None:
+        self.planned, self.before = planned, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.planned(*args, **kwargs)
+
+
+@contextmanager
+def _own_forward(model: nn.Module) -> Iterator[None]:
+    """Let a model run as it was written."""
+    replaced = model.__dict__.get("forward")
+    if not isinstance(replaced, _PlannedForward):
+        yield
+        return
+    _put_back(model, replaced)
+    try:
+        yield
+    finally:
+        model.__dict__["forward"] = replaced
+
+
+def _put_back(model: nn.Module, replaced: _PlannedForward) -> None:
+    del model.__dict__["forward"]
+    if replaced.before is not None:
+        model.__dict__["forward"] = replaced.before
+
+
+def _random_states(inputs: Sequence[Tensor]) -> list[tuple[torch.device | None, Tensor]]:
+    devices = {tensor.device for tensor in inputs if tensor.device.type not in ("cpu", "meta")}
+    states: list[tuple[torch.device | None, Tensor]] = [(None, torch.get_rng_state())]
+    return states + [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
+
+
+def _set_random_states(states: Sequence[tuple[torch.device | None, Tensor]]) -> None:
+    for device, state in states:
+        if device is None:
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _arguments_of_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A mapping is keyword arguments, a tuple or list positional ones, anything else the only argument."""
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (tuple(sample), {}) if isinstance(sample, (tuple, list)) else ((sample,), {})
+
+
+def apply_schedule(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, sample: Any, schedule: Schedule
+) -> PlannedStep:
+    """Run a training step by a given schedule.
+
+    Args:
+        model: The model, in the mode in which it is trained.
+        loss_fn: Called as `loss_fn(model, *args, **kwargs)`, returns the loss, or the loss among other things; None if
+            the model itself returns it.
+        sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
+        schedule: A schedule for the captured step, for instance one that was saved as JSON.
+
+    Returns:
+        The step, to be called with batches of the sample's shapes: `loss = step(batch); loss.backward()`.
+
+    Raises:
+        ScheduleError: If the schedule was not made for this step, or is wrong; also later on, for another shape.
+        CaptureError: If the step can't be captured.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear.checkpointing import Schedule, apply_schedule, capture
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 1))
+        >>> def loss_fn(model, x):
+        ...     return model(x).square().mean()
+        >>> x = torch.randn(8, 4)
+        >>> graph = capture(model, (x,), step=loss_fn).graph
+        >>> step = apply_schedule(model, loss_fn, x, Schedule.plain(graph))
+        >>> step(x).backward()
+    """
+    args, kwargs = _arguments_of_sample(sample)
+    planned = PlannedStep(model, loss_fn, schedule=schedule)
+    planned.prepare(args, kwargs)
+    return planned
+
+
+def checkpoint_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    sample: Any,
+    *,
+    budget: int | str,
+    strategy: str = "auto",
+    costs: str = "roofline",
+) -> PlannedStep:
+    """Plan a training step, loss included, within a byte budget.
+
+    Args:
+        model: The model, in the mode in which it is trained; it stays as it is.
+        loss_fn: Called as `loss_fn(model, *args, **kwargs)`, returns the loss, or the loss among other things; None if
+            the model itself returns it.
+        sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
+        budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
+            "60%" of what the step takes without a plan.
+        strategy: One of `available_strategies()`.
+        costs: How ops are priced: "roofline", "flops", "bytes" or "ops".
+
+    Returns:
+        The step; call it in the place of `loss_fn(model, ...)`. Its `plans` say what was planned.
+
+    Raises:
+        CaptureError: If the step can't be captured.
+        InfeasibleBudgetError: If no schedule fits; it names the least budget for which one does.
+        ValueError: If the budget or the strategy is unknown.
+    """
+    planned = PlannedStep(model, loss_fn, budget=budget, strategy=strategy, costs=costs)
+    planned.prepare(*_arguments_of_sample(sample))
+    return planned
+
+
+def checkpoint_model(
+    model: nn.Module, sample: Any, *, budget: int | str, strategy: str = "auto", costs: str = "roofline"
+) -> CheckpointPlan:
+    """Plan a model's forward and backward pass within a byte budget, in place.
+
+    The model's `forward` is replaced until `remove_checkpointing(model)`. If it returns a loss (a scalar), as Hugging
+    Face's models do when they are given labels, the loss belongs to the plan, and nothing else that the model returns
+    can be differentiated. Otherwise all that it returns can, the loss comes after it, and the gradients that arrive at
+    the model's outputs are outside of the budget.
+
+    Args:
+        model: The model, or a block of one, in the mode in which it is trained.
+        sample: Arguments of the model: a mapping of keyword arguments, a tuple of positional ones, or a single one.
+        budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
+            "60%" of what the model takes without a plan.
+        strategy: One of `available_strategies()`.
+        costs: How ops are priced: "roofline", "flops", "bytes" or "ops".
+
+    Returns:
+        The plan for the sample's shapes; print it. Other shapes are planned when they first occur, for the same budget.
+
+    Raises:
+        CaptureError: If the model can't be captured; it stays as it is then, here and below.
+        InfeasibleBudgetError: If no schedule fits; it names the least budget for which one does.
+        ValueError: If the budget or the strategy is unknown, or the model is checkpointed already.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear.checkpointing import checkpoint_model
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))] * 8
+        >>> model = torch.nn.Sequential(*blocks)
+        >>> x = torch.randn(256, 16)
+        >>> plan = checkpoint_model(model, x, budget="60%")
+        >>> plan.peak_bytes <= 0.6 * plan.plain.peak_bytes
+        True
+        >>> model(x).square().mean().backward()
+    """
+    if isinstance(model.__dict__.get("forward"), _PlannedForward):
+        raise ValueError("the model is checkpointed already; call remove_checkpointing(model) first")
+    planned = PlannedStep(model, budget=budget, strategy=strategy, costs=costs)
+    plan = planned.prepare(*_arguments_of_sample(sample))
+    model.__dict__["forward"] = _PlannedForward(planned, model.__dict__.get("forward"))
+    return plan
+
+
+def remove_checkpointing(model: nn.Module) -> nn.Module:
+    """Give a model, and every module in it, its own forward back.
+
+    Args:
+        model: A model that `checkpoint_model` was called on, or that holds such modules.
+
+    Returns:
+        The model.
+    """
+    for module in model.modules():
+        replaced = module.__dict__.get("forward")
+        if isinstance(replaced, _PlannedForward):
+            _put_back(module, replaced)
+    return model
