@@ -121,8 +121,8 @@ class CheckpointPlan:
         kept_plain = _held_after(self.graph, Schedule.plain(self.graph), self.plain.forward_steps)
         kept = _held_after(self.graph, self.schedule, self.planned.forward_steps)
         times = [0] * len(self.graph.ops)
-        for op in self.schedule.order:
-            times[op] += 1
+        for index in self.schedule.order:
+            times[index] += 1
         blocks: dict[str, BlockPlan] = {}
         for position, op in enumerate(self.graph.ops):
             name = _cut(op.block, depth)
