@@ -305,7 +305,7 @@ class _Run(torch.autograd.Function):
             if node is None and tangent is not None:
                 raise RuntimeError(
                     f"a gradient arrived at result {place} of a planned step, which was captured for its loss alone:"
-                    " compute everything that is differentiated inside of the step (`step=` of `checkpoint_model`)"
+                    " compute everything that is differentiated inside of the step (`checkpoint_step`)"
                 )
             if node is not None and tangent is None:
                 (hollow,) = tensors_of(node)
