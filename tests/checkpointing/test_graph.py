@@ -1,0 +1,123 @@
+"""Graphs: what is accepted, what is refused and why, and that they survive JSON."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from rmm_linear.checkpointing import Graph, Op, Schedule, Storage, simulate
+from rmm_linear.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
+
+GRAPHS = {
+    "chain": chain([3, 1, 4, 1, 5]),
+    "u": u_shape(3),
+    "star": star(5),
+    "layers": random_layers(12, seed=3),
+    "training": with_backward(random_layers(9, seed=1)),
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_json_keeps_everything(graph):
+    graph = replace(graph, cost_unit="ms")
+    assert Graph.from_json(graph.to_json()) == graph
+    assert Graph.from_json(graph.to_json()).fingerprint == graph.fingerprint
+
+
+def test_fingerprint_depends_on_all_but_names():
+    graph = GRAPHS["training"]
+    renamed = replace(graph, storages=tuple(replace(storage, name="x") for storage in graph.storages))
+    assert renamed.fingerprint == graph.fingerprint
+    first = graph.ops[0]
+    for changed in (
+        replace(graph, outputs=graph.outputs[:1]),
+        replace(graph, results=()),
+        replace(graph, cost_unit="flops"),
+        replace(graph, storages=(replace(graph.storages[0], size_bytes=99), *graph.storages[1:])),
+        replace(graph, ops=(replace(first, cost=99.0), *graph.ops[1:])),
+        replace(graph, ops=(replace(first, is_recomputable=False), *graph.ops[1:])),
+        replace(graph, ops=(replace(first, is_random=True), *graph.ops[1:])),
+        replace(graph, ops=(replace(first, temporary_bytes=1), *graph.ops[1:])),
+    ):
+        assert changed.fingerprint != graph.fingerprint
+
+
+A, B = Storage("a", 1), Storage("b", 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Graph((), ()), "no ops"),
+        (lambda: Graph((Op("f", 0.0, (), (0,)),), (A,)), "cost=0.0; costs are positive"),
+        (lambda: Graph((Op("f", -1.0, (), (0,)),), (A,)), "cost=-1.0"),
+        (lambda: Graph((Op("f", float("inf"), (), (0,)),), (A,)), "cost=inf"),
+        (lambda: Graph((Op("f", float("nan"), (), (0,)),), (A,)), "cost=nan"),
+        (lambda: Graph((Op("f", 1.0, (), (0,)),), (Storage("a", -1),)), "size_bytes=-1; sizes are at least 0"),
+        (lambda: Graph((Op("f", 1.0, (), (0,)),), (Storage("a", 1.5),)), "no int"),
+        (lambda: Graph((Op("f", 1.0, (), (0,), temporary_bytes=-1),), (A,)), "temporary_bytes=-1"),
+        (lambda: Graph((Op("f", 1.0, (1,), (0,)), Op("g", 1.0, (0,), (1,))), (A, B)), "'f' reads 'b' before"),
+        (lambda: Graph((Op("f", 1.0, (0,), (0,)),), (A,)), "cyclic"),
+        (lambda: Graph((Op("f", 1.0, (), (0,)), Op("g", 1.0, (), (0,))), (A,)), "by 'f' and by 'g'"),
+        (lambda: Graph((Op("f", 1.0, (), (0,)),), (A, B)), "'b' is written by no op"),
+        (lambda: Graph((Op("f", 1.0, (), (3,)),), (A,)), "names storage 3, of which there are 1"),
+        (lambda: Graph((Op("f", 1.0, (), (0,)),), (A,), outputs=(5,)), "outputs names storage 5"),
+        (lambda: Graph((Op("f", 1.0, (), (0,), is_backward=True),), (A,), (0,), (0,)), "backward op"),
+        (
+            lambda: Graph((Op("f", 1.0, (), (0,), is_backward=True), Op("g", 1.0, (), (1,))), (A, B)),
+            "forward op 'g' comes after backward op 'f'",
+        ),
+        (lambda: Graph.from_edges([1, 1], [1, 1], [(0, 1), (1, 0)]), r"cyclic: nodes \[0, 1\]"),
+        (lambda: Graph.from_edges([1, 1], [1], []), "2 costs and 1 sizes"),
+        (lambda: Graph.from_edges([1], [1], [(0, 4)]), r"edge \(0, 4\)"),
+        (lambda: with_backward(GRAPHS["training"]), "forward ops"),
+        (lambda: Graph.from_dict({"version": 9}), "no graph of version 1"),
+        (lambda: Graph.from_dict({**GRAPHS["u"].to_dict(), "ops": [{"name": "f"}]}), "incomplete"),
+        (lambda: Graph.from_json("[]"), "no graph"),
+    ],
+)
+def test_what_is_wrong_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_edges_in_any_order_are_sorted():
+    graph = Graph.from_edges([1, 2, 3], [10, 20, 30], [(2, 0), (0, 1)])
+    assert [op.name for op in graph.ops] == ["2", "0", "1"]
+    assert [op.cost for op in graph.ops] == [3, 1, 2]
+    assert graph.storages[graph.outputs[0]].name == "1"
+    assert graph.readers[0] == (1,)
+    assert graph.writer == (0, 1, 2)
+
+
+def test_generators_repeat_themselves_and_differ_by_seed():
+    assert random_layers(30, seed=5) == random_layers(30, seed=5)
+    assert random_layers(30, seed=5) != random_layers(30, seed=6)
+    assert len(u_shape(4).ops) == 9
+    assert len(star(4).ops) == 6
+    for seed in range(20):
+        graph = random_layers(25, seed=seed)
+        assert len(graph.ops) == 25
+        assert simulate(graph, Schedule.plain(graph)).cost == graph.cost
+
+
+def test_a_graph_can_be_planned_without_torch():
+    """The planning half loads no torch: proven with the package's __init__ left aside, which is the library's."""
+    code = (
+        "import sys, types, pathlib\n"
+        "root = pathlib.Path('rmm_linear').resolve()\n"
+        "for name, path in (('rmm_linear', root), ('rmm_linear.checkpointing', root / 'checkpointing')):\n"
+        "    package = types.ModuleType(name); package.__path__ = [str(path)]; sys.modules[name] = package\n"
+        "from rmm_linear.checkpointing.generators import chain, with_backward\n"
+        "from rmm_linear.checkpointing.strategies import get_strategy\n"
+        "graph = with_backward(chain([4] * 30))\n"
+        "print(get_strategy('auto').frontier(graph)[-1].peak_bytes < 4 * 32, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_a_saved_graph_is_plain_data():
+    assert json.loads(GRAPHS["training"].to_json())["ops"][0]["is_backward"] is False

@@ -1,0 +1,162 @@
+"""Schedules: when storages go, what is refused, and at which step."""
+
+from dataclasses import replace
+
+import pytest
+
+from rmm_linear.checkpointing import Graph, Op, Schedule, Step, Storage, simulate, validate
+from rmm_linear.checkpointing.generators import chain, random_layers, with_backward
+from rmm_linear.checkpointing.simulate import peak_and_cost
+from rmm_linear.checkpointing.strategies.segments import order_of_segments
+from rmm_linear.errors import ScheduleError
+
+CHAIN = with_backward(chain([8, 4, 2]))
+
+
+def edited(schedule, *, without=(), insert=None):
+    steps = [step for number, step in enumerate(schedule.steps) if number not in without]
+    if insert:
+        steps.insert(*insert)
+    return replace(schedule, steps=tuple(steps))
+
+
+def test_the_plain_schedule_frees_after_the_last_use():
+    # nodes 0, 1, 2 of 8, 4, 2 bytes; gradients of 2, 4, 8 bytes; the gradient of a node is read by the one before
+    simulation = simulate(CHAIN, Schedule.plain(CHAIN))
+    steps = zip(simulation.bytes_at_step, Schedule.plain(CHAIN).steps, strict=True)
+    computes = [held for held, step in steps if step.kind == "compute"]
+    # 2 bytes of node 2 are a result and stay: 8; 8+4; 8+4+2; +2; +4; then node 1 and gradient 2 are still read: +8
+    assert computes == [8, 12, 14, 16, 20, 26]
+    assert simulation.peak_bytes == 26
+    assert simulation.extra_cost == 0
+    assert simulation.forward_steps == 3
+
+
+def test_recomputing_frees_early_and_counts_the_time():
+    # node 1 is computed twice
+    schedule = Schedule.from_order(CHAIN, [0, 1, 2, 3, 1, 4, 5])
+    simulation = simulate(CHAIN, schedule)
+    assert Step("free", 1) in schedule.steps[3:5]
+    assert simulation.cost == 7
+    assert simulation.extra_cost == 1
+    assert simulation.overhead == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_fast_and_slow_simulation_agree(seed):
+    graph = with_backward(random_layers(14, seed=seed))
+    order = order_of_segments(graph, [list(range(4)), list(range(4, 9)), list(range(9, 14))])
+    simulation = simulate(graph, Schedule.from_order(graph, order))
+    assert peak_and_cost(graph, order) == (simulation.peak_bytes, simulation.cost)
+    assert simulation.peak_bytes == max(simulation.bytes_at_step)
+    live = sum(graph.storages[index].size_bytes for index in simulation.live_at_peak)
+    assert live == simulation.peak_bytes
+
+
+def test_temporaries_and_unread_results_count_while_the_op_runs():
+    ops = (Op("f", 1.0, (), (0, 1), temporary_bytes=100), Op("g", 1.0, (0,), (2,)))
+    graph = Graph(ops, (Storage("a", 1), Storage("unread", 20), Storage("b", 2)), (2,))
+    simulation = simulate(graph, Schedule.plain(graph))
+    assert simulation.peak_bytes == 121
+    assert simulation.bytes_at_step[-1] == 2
+
+
+def test_what_is_there_already_counts_twice_while_it_is_computed_again():
+    ops = (Op("f", 1.0, (), (0, 1)), Op("g", 1.0, (0,), (2,)))
+    graph = Graph(ops, (Storage("a", 1), Storage("kept", 20), Storage("b", 2)), (1, 2))
+    steps = (Step("compute", 0), Step("free", 0), Step("compute", 0), Step("compute", 1), Step("free", 0))
+    simulation = simulate(graph, Schedule(steps, graph.fingerprint))
+    assert simulation.bytes_at_step == (21, 20, 41, 23, 22)
+
+
+def test_results_stay_until_the_forward_pass_ends_and_no_longer():
+    # two results: the first is an update of a buffer, which nobody needs once it is copied
+    ops = (
+        Op("update", 1.0, (), (0,)),
+        Op("loss", 1.0, (), (1,)),
+        Op("gradient", 1.0, (1,), (2,), is_backward=True),
+    )
+    graph = Graph(ops, (Storage("new buffer", 16), Storage("loss", 4), Storage("gradient", 8)), (1, 2), (0, 1))
+    schedule = Schedule.plain(graph)
+    assert schedule.steps == (Step("compute", 0), Step("compute", 1), Step("free", 0), Step("compute", 2))
+    with pytest.raises(ScheduleError, match=r"step 1 \(free 0\): 'new buffer' is a result"):
+        validate(graph, Schedule((schedule.steps[0], Step("free", 0), schedule.steps[1]), graph.fingerprint))
+
+
+PLAIN = Schedule.plain(CHAIN)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message", "step"),
+    [
+        (replace(PLAIN, graph="0" * 16), "made for graph 0000000000000000", None),
+        (edited(PLAIN, without=[0]), r"step 0 .*reads '0', which has not been computed", 0),
+        (edited(PLAIN, insert=(1, Step("free", 0))), "reads '0', which was freed", 2),
+        (edited(PLAIN, insert=(1, Step("free", 1))), "'1' is not in memory", 1),
+        (edited(PLAIN, insert=(1, Step("free", 77))), "there are 6 storages", 1),
+        (edited(PLAIN, insert=(1, Step("compute", 77))), "there are 6 ops", 1),
+        (edited(PLAIN, insert=(1, Step("rest", 1))), "neither", 1),
+        (Schedule(PLAIN.steps[:-4], PLAIN.graph), "not in memory at the end", None),
+        (edited(PLAIN, insert=(2, Step("free", 0))), "was freed", 7),
+    ],
+)
+def test_a_wrong_step_is_named(schedule, message, step):
+    with pytest.raises(ScheduleError, match=message) as caught:
+        validate(CHAIN, schedule)
+    if step is not None:
+        assert caught.value.step == step
+
+
+def marked(**marks):
+    """A graph of two random ops in a row with a backward op, and the marks on its first op."""
+    ops = (
+        Op("first", 1.0, (), (0,), is_random=True, **marks),
+        Op("second", 1.0, (), (1,), is_random=True),
+        Op("loss", 1.0, (0, 1), (2,)),
+        Op("gradient", 1.0, (0, 1, 2), (3,), is_backward=True),
+    )
+    return Graph(ops, tuple(Storage(str(index), 4) for index in range(4)), (2, 3), (2,))
+
+
+def test_random_ops_keep_their_order_and_none_is_left_out():
+    graph = marked()
+    validate(graph, Schedule.from_order(graph, [0, 1, 2, 0, 3]))
+    with pytest.raises(ScheduleError, match="'first' draws after 'second', and the plain program before it"):
+        validate(graph, Schedule.from_order(graph, [1, 0, 2, 3]))
+    unread = replace(
+        graph,
+        ops=(*graph.ops[:2], replace(graph.ops[2], reads=(1,)), replace(graph.ops[3], reads=(1, 2))),
+    )
+    with pytest.raises(ScheduleError, match="'first', which has an effect, is never computed"):
+        validate(unread, Schedule.from_order(unread, [1, 2, 3]))
+    in_backward = replace(
+        unread,
+        ops=(
+            unread.ops[0],
+            replace(unread.ops[1], is_random=False),
+            unread.ops[2],
+            replace(graph.ops[3], reads=(0, 2)),
+        ),
+    )
+    with pytest.raises(ScheduleError, match="'first' draws after the forward pass has ended"):
+        validate(in_backward, Schedule.from_order(in_backward, [1, 2, 0, 3]))
+
+
+def test_what_must_not_run_twice_does_not():
+    graph = marked(is_recomputable=False)
+    with pytest.raises(ScheduleError, match="'first' must not run twice"):
+        validate(graph, Schedule.from_order(graph, [0, 1, 2, 0, 3]))
+
+
+def test_backward_ops_wait_for_the_results():
+    ops = (Op("f", 1.0, (), (0,)), Op("loss", 1.0, (0,), (1,)), Op("g", 1.0, (0,), (2,), is_backward=True))
+    graph = Graph(ops, tuple(Storage(str(index), 4) for index in range(3)), (1, 2), (1,))
+    with pytest.raises(ScheduleError, match="backward op 'g' runs before 'loss'"):
+        validate(graph, Schedule.from_order(graph, [0, 2, 1]))
+
+
+def test_json_keeps_everything():
+    assert Schedule.from_json(PLAIN.to_json()) == PLAIN
+    for broken in ({}, {"version": 1}, {"version": 1, "steps": [1], "graph": "", "strategy": ""}, []):
+        with pytest.raises(ValueError, match="no schedule|incomplete"):
+            Schedule.from_dict(broken)
