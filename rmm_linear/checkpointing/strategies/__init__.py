@@ -1,6 +1,23 @@
 """Published planners, one file a paper, behind one protocol."""
 
-from rmm_linear.checkpointing.strategies import auto as _auto
+from rmm_linear.checkpointing.strategies import (
+    auto,
+    chen2016_sqrt,
+    griewank2000_revolve,
+    gruslys2016_bptt,
+    hong2025_linear,
+)
 from rmm_linear.checkpointing.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
 
-__all__ = ["Proposal", "Strategy", "_auto", "available_strategies", "choose", "get_strategy"]
+__all__ = [
+    "Proposal",
+    "Strategy",
+    "auto",
+    "available_strategies",
+    "chen2016_sqrt",
+    "choose",
+    "get_strategy",
+    "griewank2000_revolve",
+    "gruslys2016_bptt",
+    "hong2025_linear",
+]

@@ -1,0 +1,31 @@
+"""Every strategy passes the contract."""
+
+from rmm_linear.checkpointing.contract import StrategyContract
+from rmm_linear.checkpointing.strategies import available_strategies, get_strategy
+
+
+class TestChen2016(StrategyContract):
+    def make(self):
+        return get_strategy("chen2016_sqrt")
+
+
+class TestGriewank2000(StrategyContract):
+    def make(self):
+        return get_strategy("griewank2000_revolve")
+
+
+class TestGruslys2016(StrategyContract):
+    def make(self):
+        return get_strategy("gruslys2016_bptt")
+
+
+class TestHong2025(StrategyContract):
+    def make(self):
+        return get_strategy("hong2025_linear")
+
+
+def test_every_strategy_has_its_contract():
+    tested = {
+        contract().make().name for contract in StrategyContract.__subclasses__() if contract.__module__ == __name__
+    }
+    assert tested == set(available_strategies())
