@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch.autograd.function import once_differentiable
 
 from rmm_linear.checkpointing.capture import Capture, tensors_of
 from rmm_linear.checkpointing.schedule import Schedule, Step, validate
+from rmm_linear.errors import DoubleBackwardError
 
 _LITERALS = (int, bool, str, type(None))
 
@@ -291,9 +291,13 @@ class _Run(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         runner = ctx.runner
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "create_graph=True asks for a second derivative, and a planned step has a program for the first alone:"
+                " call remove_checkpointing(model), or the step itself, where second derivatives are needed"
+            )
         if ctx.saved is None:
             raise RuntimeError(
                 "the backward pass of a planned step ran already, and its tensors are freed: run the step again, or"

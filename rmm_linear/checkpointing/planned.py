@@ -138,7 +138,7 @@ class CheckpointPlan:
 
     def __str__(self) -> str:
         share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
-        kept, planned = (_mib(run.bytes_at_step[run.forward_steps - 1]) for run in (self.plain, self.planned))
+        kept, planned = _mib(self.plain.forward_bytes), _mib(self.planned.forward_bytes)
         headline = (
             f"peak {_mib(self.plain.peak_bytes)} -> {_mib(self.peak_bytes)} MiB ({share:.1f} %), budget"
             f" {_mib(self.budget_bytes)} MiB; extra compute {100 * self.overhead:.1f} %; strategy"

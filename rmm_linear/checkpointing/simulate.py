@@ -24,6 +24,7 @@ class Simulation:
         live_at_peak: Storages in memory at that step, its op's results included.
         bytes_at_step: Bytes in memory during each step.
         forward_steps: Steps until the last result is there.
+        forward_bytes: Bytes in memory when the forward pass has ended: what is kept for the backward pass, and results.
     """
 
     peak_bytes: int
@@ -33,6 +34,7 @@ class Simulation:
     live_at_peak: tuple[int, ...]
     bytes_at_step: tuple[int, ...]
     forward_steps: int
+    forward_bytes: int
 
     @property
     def overhead(self) -> float:
@@ -62,13 +64,17 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     cost = first_cost = 0.0
     computed: set[int] = set()
     missing = {graph.writer[index] for index in graph.results}
+    missing_at_first = bool(missing)
     forward_steps = 0 if missing else len(schedule.steps)
+    forward_bytes: int | None = None
     for number, step in enumerate(schedule.steps):
         if step.kind == "free":
             live.remove(step.target)
             held -= graph.storages[step.target].size_bytes
             bytes_at_step.append(held)
             continue
+        if forward_bytes is None and forward_steps:
+            forward_bytes = held
         op = graph.ops[step.target]
         during = held + op.temporary_bytes + sum(graph.storages[index].size_bytes for index in op.writes)
         held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
@@ -82,7 +88,16 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         if missing:
             missing.discard(step.target)
             forward_steps = 0 if missing else number + 1
-    return Simulation(peak, cost, cost - first_cost, peak_step, live_at_peak, tuple(bytes_at_step), forward_steps)
+    return Simulation(
+        peak_bytes=peak,
+        cost=cost,
+        extra_cost=cost - first_cost,
+        peak_step=peak_step,
+        live_at_peak=live_at_peak,
+        bytes_at_step=tuple(bytes_at_step),
+        forward_steps=forward_steps,
+        forward_bytes=held if forward_bytes is None or not missing_at_first else forward_bytes,
+    )
 
 
 def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
