@@ -33,14 +33,13 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.checkpointing.costs import cost_of, unit_of
 from rmm_linear.checkpointing.graph import Graph, Op, Storage
 from rmm_linear.errors import CaptureError
-from rmm_linear.memory.unchanged import unchanged
 
 # Reads buffers that it updates, but computes what others read from the batch alone: it may run again after the update.
 _UPDATES_BUFFERS = {
@@ -161,7 +160,8 @@ class _Step(nn.Module):
         numbers: Sequence[Any],
     ) -> None:
         super().__init__()
-        self.numbers = numbers
+        # None: write them down
+        self.numbers: Sequence[Any] | None = numbers
         # in a list: the model's parameters come in as arguments, and are not this module's own
         self._hidden = [model]
         self._step = step
@@ -177,7 +177,7 @@ class _Step(nn.Module):
         args, kwargs = self._arguments.together(tensors[count:])
         caller = _Caller(self._step, model)
         state = {f"model.{name}": tensor for name, tensor in zip(self._names, tensors[:count], strict=True)}
-        with _Numbers(self.numbers) as looked_at:
+        with _Numbers(self.numbers) as self._looked_at:
             value = torch.func.functional_call(caller, state, args, kwargs)
         leaves, self.returned_spec = pytree.tree_flatten(value)
         results: list[Tensor] = []
@@ -202,7 +202,12 @@ class _Step(nn.Module):
         self.returned = tuple(returned)
         self.differentiable = tuple(differentiable)
         # a fresh tensor each: what is looked at may be an input, or returned as well
-        return *results, *(tensor.detach().clone() for tensor in looked_at.tensors)
+        return *results, *(tensor.detach().clone() for tensor in self._looked_at.tensors)
+
+    def find_numbers(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Run, and return the numbers that Python looked at."""
+        self.forward(*tensors)
+        return tuple(self._looked_at.found)
 
 
 class _Numbers(TorchDispatchMode):
@@ -316,7 +321,8 @@ def capture(
     Nothing is computed, and the model stays as it is.
 
     Args:
-        model: Any module, in the mode in which it will be trained.
+        model: Any module, in the mode in which it will be trained. One on the meta device is captured as if it were on
+            the CPU: planning a large model takes no memory.
         args: Sample positional arguments; their shapes, dtypes and devices are those of the training.
         kwargs: Sample keyword arguments.
         step: Called as `step(model, *args, **kwargs)`; the model itself if None.
@@ -333,13 +339,16 @@ def capture(
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     function = _Step(step or _call, model, (list(parameters), list(buffers)), arguments, ())
     inputs = (*parameters.values(), *buffers.values(), *tensors)
+    if any(tensor.is_meta for tensor in inputs):
+        mode = FakeTensorMode()
+        inputs = tuple(_hollow(tensor, mode) for tensor in inputs)
     python_state = random.getstate()
     blocks = _Blocks(model)
     try:
         try:
             joint = _joint_graph(function, inputs)
         except _UnknownNumberError:
-            function.numbers = _numbers_of_sample(model, step or _call, args, kwargs or {})
+            function.numbers = _numbers_of_sample(function, (*parameters.values(), *buffers.values(), *tensors))
             joint = _joint_graph(function, inputs)
     except Exception as error:
         explained: CaptureError = _explained(error)
@@ -363,18 +372,35 @@ def _joint_graph(function: _Step, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
         return aot_export_joint_with_descriptors(stack, function, inputs).graph_module
 
 
-def _numbers_of_sample(
-    model: nn.Module, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Run the step in earnest, as far as the loss, and keep nothing but the numbers that Python looks at."""
-    with unchanged(model), torch.enable_grad(), _saving_nothing(), _Numbers(None) as numbers:
-        step(model, *args, **kwargs)
-    return tuple(numbers.found)
+def _numbers_of_sample(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The numbers that Python looks at when the step runs on the sample."""
+    # Most follow from token ids and masks alone. So what is floating-point stays hollow, if that will do, and the rest
+    # has its contents; otherwise the step runs in earnest as far as the loss, and keeps nothing.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    partly = [_hollow(tensor, mode) if tensor.is_floating_point() else tensor.detach().clone() for tensor in inputs]
+    try:
+        return _looked_at(function, partly)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return _looked_at(function, [tensor.detach().clone() for tensor in inputs])
 
 
-def _saving_nothing() -> torch.autograd.graph.saved_tensors_hooks:
-    nothing = torch.empty(0)
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda _: nothing)
+def _looked_at(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    devices = {tensor.device.index for tensor in inputs if tensor.is_cuda}
+    try:
+        function.numbers = None
+        with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+            return function.find_numbers(inputs)
+    finally:
+        function.numbers = ()
+
+
+def _hollow(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor of the same shape without contents; on the CPU for one that is on no device."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
 
 
 def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -446,7 +472,7 @@ class _Reading:
         results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
         looked_at = tuple(
             (ends[PlainAOTOutput(len(differentiable) + place)], number)
-            for place, number in enumerate(self._function.numbers)
+            for place, number in enumerate(self._function.numbers or ())
         )
         gradients = tuple(ends.get(GradAOTOutput(PlainAOTInput(place))) for place in range(count))
         place_of: dict[Any, int] = {PlainAOTInput(place): place for place in range(count)}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import Simulation, simulate
 from rmm_linear.checkpointing.strategies import get_strategy
+from rmm_linear.checkpointing.timeline import draw
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*")
@@ -135,6 +137,18 @@ class CheckpointPlan:
                 sofar.extra_cost + op.cost * max(0, times[position] - 1),
             )
         return blocks
+
+    def figure(self, path: str | Path) -> None:
+        """Draw what is in memory over the step, without and with the plan, to a file.
+
+        Args:
+            path: File to write; its suffix says the format.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        schedules = [("no plan", Schedule.plain(self.graph)), (self.schedule.strategy, self.schedule)]
+        draw(path, self.graph, schedules, self.budget_bytes)
 
     def __str__(self) -> str:
         share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
