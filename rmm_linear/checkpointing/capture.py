@@ -46,6 +46,8 @@ _UPDATES_BUFFERS = {
     torch.ops.aten._native_batch_norm_legit_functional.default,
 }
 _NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
+# What a step may return beside tensors.
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -188,6 +190,11 @@ class _Step(nn.Module):
         differentiable: list[bool] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
+                if not isinstance(leaf, _PLAIN):
+                    raise _UnknownResultError(
+                        f"the step returns a {type(leaf).__name__}, whose tensors a plan can't hand over: return"
+                        " tensors in tuples, lists and dicts (a cache of keys and values: `model.config.use_cache = False`)"
+                    )
                 returned.append(Returned("constant", value=leaf))
                 continue
             if id(leaf) not in found:
@@ -232,6 +239,10 @@ class _Numbers(TorchDispatchMode):
 
 
 class _UnknownNumberError(Exception):
+    pass
+
+
+class _UnknownResultError(Exception):
     pass
 
 
@@ -409,6 +420,8 @@ def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _explained(error: Exception) -> CaptureError:
     """Say where a capture failed, and what to do."""
+    if isinstance(error, _UnknownResultError):
+        return CaptureError(str(error))
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame for frame in frames if not any(part in frame.filename for part in ("/torch/", "rmm_linear/checkpoint"))

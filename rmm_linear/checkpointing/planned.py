@@ -34,6 +34,8 @@ _BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*")
 # Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
 _MANY_VARIANTS = 8
 _MIB = 2**20
+# ops of this library: seeds and sketches
+_OURS = "rmm_linear."
 
 
 def budget_in_bytes(budget: int | str | None, plain_peak_bytes: int) -> int:
@@ -120,8 +122,7 @@ class CheckpointPlan:
             depth = 1
             while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
                 depth += 1
-        kept_plain = _held_after(self.graph, Schedule.plain(self.graph), self.plain.forward_steps)
-        kept = _held_after(self.graph, self.schedule, self.planned.forward_steps)
+        kept_plain, kept = self._held(Schedule.plain(self.graph)), self._held(self.schedule)
         times = [0] * len(self.graph.ops)
         for index in self.schedule.order:
             times[index] += 1
@@ -150,6 +151,23 @@ class CheckpointPlan:
         schedules = [("no plan", Schedule.plain(self.graph)), (self.schedule.strategy, self.schedule)]
         draw(path, self.graph, schedules, self.budget_bytes)
 
+    def _is_sketch(self, index: int) -> bool:
+        return self.graph.ops[self.graph.writer[index]].kind.startswith(_OURS)
+
+    def _held(self, schedule: Schedule) -> set[int]:
+        """Storages in memory when the forward pass has ended."""
+        missing = {self.graph.writer[index] for index in self.graph.results}
+        held: set[int] = set()
+        for step in schedule.steps:
+            if step.kind == "free":
+                held.discard(step.target)
+            elif not missing:
+                break
+            else:
+                missing.discard(step.target)
+                held.update(self.graph.ops[step.target].writes)
+        return held
+
     def __str__(self) -> str:
         share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
         kept, planned = _mib(self.plain.forward_bytes), _mib(self.planned.forward_bytes)
@@ -158,7 +176,16 @@ class CheckpointPlan:
             f" {_mib(self.budget_bytes)} MiB; extra compute {100 * self.overhead:.1f} %; strategy"
             f" {self.schedule.strategy}"
         )
-        lines = [headline, f"at the end of the forward pass: {kept} -> {planned} MiB", ""]
+        outputs = sum(self.graph.storages[index].size_bytes for index in self.graph.outputs)
+        floor = f"{_mib(outputs)} MiB of gradients and results at the end, under any plan"
+        lines = [headline, f"at the end of the forward pass: {kept} -> {planned} MiB; {floor}"]
+        if any(op.kind.startswith(_OURS) for op in self.graph.ops):
+            sketches = [
+                _mib(sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index)))
+                for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))
+            ]
+            lines.append(f"sketches in it: {sketches[0]} -> {sketches[1]} MiB")
+        lines.append("")
         rows = [("block", "kept, MiB", "planned", "computed again")]
         for name, block in self.by_block().items():
             again = f"{100 * block.extra_cost / block.cost:.0f} %" if block.extra_cost else "-"
@@ -188,21 +215,6 @@ class BlockPlan:
     kept_bytes: int
     cost: float
     extra_cost: float
-
-
-def _held_after(graph: Graph, schedule: Schedule, steps: int) -> set[int]:
-    held: set[int] = set()
-    for step in schedule.steps[:steps]:
-        if step.kind == "free":
-            held.discard(step.target)
-        else:
-            held.update(graph.ops[step.target].writes)
-    # what goes at once
-    for step in schedule.steps[steps:]:
-        if step.kind == "compute":
-            break
-        held.discard(step.target)
-    return held
 
 
 def _cut(path: str, depth: int) -> str:

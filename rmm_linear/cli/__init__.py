@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rmm_linear.cli import doctor, profile
+from rmm_linear.cli import doctor, plan, profile
 
-_COMMANDS = {"profile": profile, "doctor": doctor}
+_COMMANDS = {"profile": profile, "plan": plan, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from rmm_linear.names import pattern
 from rmm_linear.sketches import STORAGES, available_sketches
 
 HELP = "show what a model keeps for its backward pass, and what sketches would leave of it"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RATIOS = (0.5, 0.2, 0.1)
 _MIB = 2**20
 
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", default=default, help=f"ratios to compare, with commas (default: {default})")
     parser.add_argument("--sketch", choices=available_sketches(), default=RMMConfig.sketch, help="(default: hadamard)")
     parser.add_argument("--storage", choices=STORAGES, help="hold what is kept in fewer bits")
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="float32", help="of the model (default: float32)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the model (default: float32)")
     parser.add_argument("--attention", help="attn_implementation of the model, such as sdpa or eager")
     parser.add_argument("--layers", type=int, help="as if the model had so many layers (num_hidden_layers)")
     parser.add_argument(
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     model = build_model(
         options.model,
         device=device,
-        dtype=_DTYPES[options.dtype],
+        dtype=DTYPES[options.dtype],
         layers=options.layers,
         **changes,
     )
