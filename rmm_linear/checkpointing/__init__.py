@@ -8,9 +8,10 @@ from rmm_linear.checkpointing.planned import (
     apply_schedule,
     checkpoint_model,
     checkpoint_step,
-    remove_checkpointing,
 )
+from rmm_linear.checkpointing.replaced_forward import remove_checkpointing
 from rmm_linear.checkpointing.schedule import Schedule, Step, validate
+from rmm_linear.checkpointing.sequential import SegmentPlan, checkpoint_sequential
 from rmm_linear.checkpointing.simulate import Simulation, simulate
 from rmm_linear.checkpointing.strategies import available_strategies, get_strategy
 
@@ -21,6 +22,7 @@ __all__ = [
     "Op",
     "PlannedStep",
     "Schedule",
+    "SegmentPlan",
     "Simulation",
     "Step",
     "Storage",
@@ -28,6 +30,7 @@ __all__ = [
     "available_strategies",
     "capture",
     "checkpoint_model",
+    "checkpoint_sequential",
     "checkpoint_step",
     "get_strategy",
     "remove_checkpointing",

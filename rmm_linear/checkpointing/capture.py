@@ -193,7 +193,7 @@ class _Step(nn.Module):
                 if not isinstance(leaf, _PLAIN):
                     raise _UnknownResultError(
                         f"the step returns a {type(leaf).__name__}, whose tensors a plan can't hand over: return"
-                        " tensors in tuples, lists and dicts (a cache of keys and values: `model.config.use_cache = False`)"
+                        " tensors in tuples, lists and dicts (a cache of keys and values: config.use_cache = False)"
                     )
                 returned.append(Returned("constant", value=leaf))
                 continue

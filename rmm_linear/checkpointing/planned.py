@@ -9,10 +9,8 @@ buffers, bit for bit. Other shapes, and other branches, are captured and planned
 under `no_grad`, and where nothing is trained, the model runs as it was written.
 """
 
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,48 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.checkpointing.budget import budget_in_bytes
 from rmm_linear.checkpointing.capture import Arguments, capture
 from rmm_linear.checkpointing.execute import OtherBranchError, Runner
 from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.replaced_forward import own_forward, refuse_twice, replace_forward
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import Simulation, simulate
 from rmm_linear.checkpointing.strategies import get_strategy
 from rmm_linear.checkpointing.timeline import draw
 
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*")
 # Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
 _MANY_VARIANTS = 8
 _MIB = 2**20
 # ops of this library: seeds and sketches
 _OURS = "rmm_linear."
-
-
-def budget_in_bytes(budget: int | str | None, plain_peak_bytes: int) -> int:
-    """Read a budget.
-
-    Args:
-        budget: Bytes, or text: "8GiB", "500 MB", or "60%" of the plain program's peak.
-        plain_peak_bytes: The plain program's peak.
-
-    Returns:
-        Bytes, at least 1.
-
-    Raises:
-        ValueError: If it is no budget.
-    """
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-        return budget
-    match = _BUDGET.fullmatch(budget) if isinstance(budget, str) else None
-    if match and float(match[1]) > 0:
-        if match[2] == "%":
-            return max(1, int(plain_peak_bytes * float(match[1]) / 100))
-        if match[2] in _UNITS:
-            return max(1, int(float(match[1]) * _UNITS[match[2]]))
-    raise ValueError(
-        f'budget={budget!r} is no budget: pass a positive number of bytes, text such as "8GiB" or "500MB", or "60%" of'
-        " what the step takes without a plan"
-    )
 
 
 @dataclass(frozen=True)
@@ -310,7 +281,7 @@ class PlannedStep:
         return self.plans[-1]
 
     def _prepare(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runner:
-        with _own_forward(self._model):
+        with own_forward(self._model):
             captured = capture(self._model, args, kwargs, step=self._step, costs=self._costs)
         plan = self._plan(captured.graph)
         runner = Runner(captured, plan.schedule)
@@ -331,7 +302,7 @@ class PlannedStep:
         return CheckpointPlan.of(graph, get_strategy(self._strategy).plan(graph, budget_bytes), budget_bytes)
 
     def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with _own_forward(self._model):
+        with own_forward(self._model):
             return self._model(*args, **kwargs) if self._step is None else self._step(self._model, *args, **kwargs)
 
     @cached_property
@@ -374,36 +345,6 @@ def _remade_step(
     schedule: Schedule | None,
 ) -> PlannedStep:
     return PlannedStep(model, step, budget=budget, strategy=strategy, costs=costs, schedule=schedule)
-
-
-class _PlannedForward:
-    """What `forward` is while a model is checkpointed, and what it was."""
-
-    def __init__(self, planned: PlannedStep, before: Callable[..., Any] | None) -> None:
-        self.planned, self.before = planned, before
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.planned(*args, **kwargs)
-
-
-@contextmanager
-def _own_forward(model: nn.Module) -> Iterator[None]:
-    """Let a model run as it was written."""
-    replaced = model.__dict__.get("forward")
-    if not isinstance(replaced, _PlannedForward):
-        yield
-        return
-    _put_back(model, replaced)
-    try:
-        yield
-    finally:
-        model.__dict__["forward"] = replaced
-
-
-def _put_back(model: nn.Module, replaced: _PlannedForward) -> None:
-    del model.__dict__["forward"]
-    if replaced.before is not None:
-        model.__dict__["forward"] = replaced.before
 
 
 def _random_states(inputs: Sequence[Tensor]) -> list[tuple[torch.device | None, Tensor]]:
@@ -526,33 +467,16 @@ def checkpoint_model(
     Example:
         >>> import torch
         >>> from rmm_linear.checkpointing import checkpoint_model
-        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))] * 8
-        >>> model = torch.nn.Sequential(*blocks)
-        >>> x = torch.randn(256, 16)
+        >>> layers = [layer for _ in range(16) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+        >>> model = torch.nn.Sequential(*layers)
+        >>> x = torch.randn(1024, 64)
         >>> plan = checkpoint_model(model, x, budget="60%")
         >>> plan.peak_bytes <= 0.6 * plan.plain.peak_bytes
         True
         >>> model(x).square().mean().backward()
     """
-    if isinstance(model.__dict__.get("forward"), _PlannedForward):
-        raise ValueError("the model is checkpointed already; call remove_checkpointing(model) first")
+    refuse_twice(model)
     planned = PlannedStep(model, budget=budget, strategy=strategy, costs=costs)
     plan = planned.prepare(*_arguments_of_sample(sample))
-    model.__dict__["forward"] = _PlannedForward(planned, model.__dict__.get("forward"))
+    replace_forward(model, planned)
     return plan
-
-
-def remove_checkpointing(model: nn.Module) -> nn.Module:
-    """Give a model, and every module in it, its own forward back.
-
-    Args:
-        model: A model that `checkpoint_model` was called on, or that holds such modules.
-
-    Returns:
-        The model.
-    """
-    for module in model.modules():
-        replaced = module.__dict__.get("forward")
-        if isinstance(replaced, _PlannedForward):
-            _put_back(module, replaced)
-    return model

@@ -13,7 +13,7 @@ from rmm_linear.checkpointing import (
     get_strategy,
     simulate,
 )
-from rmm_linear.checkpointing.planned import budget_in_bytes
+from rmm_linear.checkpointing.budget import budget_in_bytes
 from rmm_linear.checkpointing.strategies import Proposal, choose
 from rmm_linear.cli.profile import DTYPES
 from rmm_linear.config import RMMConfig

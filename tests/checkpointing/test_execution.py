@@ -241,7 +241,7 @@ def test_eval_and_no_grad_run_as_written_and_removal_leaves_nothing():
 def test_other_shapes_are_planned_when_they_come_and_many_are_warned_of():
     model, reference = (copy.deepcopy(m) for m in [Blocks(drop=0.0)] * 2)
     checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
-    planned = vars(model)["forward"].planned
+    planned = vars(model)["forward"].run
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for rows in (3, 7, 3, 1, 2, 4, 5, 6):
@@ -276,7 +276,7 @@ def test_a_branch_on_a_number_is_checked_and_both_ways_are_right():
         assert torch.equal(ours, theirs)
         ours.backward()
         theirs.backward()
-    assert len(vars(model)["forward"].planned.plans) == 2
+    assert len(vars(model)["forward"].run.plans) == 2
     for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad), name
 
@@ -294,7 +294,7 @@ def test_autocast_is_captured_and_is_another_variant():
         theirs.float().square().sum().backward()
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)
-    assert len(vars(model)["forward"].planned.plans) == 2
+    assert len(vars(model)["forward"].run.plans) == 2
 
 
 def test_copies_and_pickles_plan_for_themselves():

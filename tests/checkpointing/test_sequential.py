@@ -1,0 +1,81 @@
+"""Segments of modules under torch's own checkpointing."""
+
+import copy
+
+import pytest
+import torch
+from measured_peak import MeasuredPeak
+from torch import nn
+
+from rmm_linear.checkpointing import checkpoint_sequential, remove_checkpointing
+from rmm_linear.errors import InfeasibleBudgetError
+
+
+def stack(depth=12, width=16, drop=0.0):
+    blocks = (
+        nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(drop), nn.Linear(64, width)
+        )
+        for _ in range(depth)
+    )
+    return nn.Sequential(*blocks)
+
+
+X = torch.randn(2000, 16)
+
+
+def measured_peak(model):
+    one = torch.ones(2000, 16)
+    with MeasuredPeak(list(model.parameters()), X, one) as measured:
+        model(X).backward(one)
+    return measured.peak
+
+
+@pytest.mark.parametrize("strategy", ["auto", "chen2016_sqrt", "hong2025_linear"])
+@pytest.mark.parametrize("budget", ["100%", "60%", "35%"])
+def test_the_forecast_is_met_and_gradients_are_bitwise_equal(strategy, budget):
+    model = stack(drop=0.2)
+    reference = copy.deepcopy(model)
+    plan = checkpoint_sequential(model, X, budget=budget, strategy=strategy)
+    torch.manual_seed(0)
+    peak = measured_peak(model)
+    torch.manual_seed(0)
+    plain = measured_peak(reference)
+    assert peak == pytest.approx(plan.peak_bytes, rel=0.1)
+    assert plain == pytest.approx(plan.plain_peak_bytes, rel=0.1)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert (plan.overhead == 0) == (budget == "100%")
+    assert plan.overhead < 0.4
+
+
+def test_a_smaller_budget_never_costs_less():
+    overheads = []
+    for percent in range(100, 24, -15):
+        model = stack()
+        overheads.append(checkpoint_sequential(model, X, budget=f"{percent}%").overhead)
+    assert overheads == sorted(overheads)
+    assert overheads[0] == 0
+
+
+def test_other_shapes_run_and_eval_takes_no_detour():
+    model = stack()
+    checkpoint_sequential(model, X, budget="40%")
+    assert torch.equal(model(X[:7]), remove_checkpointing(copy.deepcopy(model))(X[:7]))
+    model.eval()
+    with torch.no_grad():
+        model(X)
+    assert "forward" not in vars(remove_checkpointing(model))
+
+
+def test_what_is_wrong_is_named():
+    with pytest.raises(ValueError, match="a ModuleList is no nn.Sequential.*checkpoint_model"):
+        checkpoint_sequential(nn.ModuleList([nn.Linear(2, 2)]), X, budget="50%")
+    with pytest.raises(ValueError, match="strategy='kusumoto' cuts no sequences"):
+        checkpoint_sequential(stack(), X, budget="50%", strategy="kusumoto")
+    model = stack()
+    with pytest.raises(InfeasibleBudgetError, match="checkpoint_model plans op by op") as caught:
+        checkpoint_sequential(model, X, budget="1%")
+    checkpoint_sequential(model, X, budget=caught.value.least_bytes)
+    with pytest.raises(ValueError, match="checkpointed already"):
+        checkpoint_sequential(model, X, budget="50%")
