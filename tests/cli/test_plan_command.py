@@ -1,0 +1,69 @@
+"""`rmm-linear plan`: the plan is the library's, and a mistake is one line."""
+
+import json
+
+import pytest
+import torch
+
+from rmm_linear.checkpointing import Schedule, capture, simulate
+from rmm_linear.cli import main
+
+transformers = pytest.importorskip("transformers")
+hf_models = pytest.importorskip("rmm_linear.integrations.hf_models")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=64, architectures=["GPT2LMHeadModel"]
+    )
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+OPTIONS = ("--batch", "4", "--seq", "48", "--strategy", "chen2016_sqrt")
+
+
+def run(capsys, *arguments):
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_json_is_the_plan_of_the_real_model(folder, capsys):
+    found = json.loads(run(capsys, folder, *OPTIONS, "--budget", "70%", "--json"))
+    model = hf_models.build_model(folder)
+    model.config.use_cache = False
+    ids = torch.randint(0, 50, (4, 48))
+    graph = capture(model, (), {"input_ids": ids, "labels": ids}).graph
+    assert simulate(graph, Schedule.plain(graph)).peak_bytes == found["plain_peak_bytes"] == found["exact_peak_bytes"]
+    schedule = Schedule.from_dict(found["schedule"])
+    assert simulate(graph, schedule).peak_bytes == found["planned_peak_bytes"] <= found["budget_bytes"]
+    assert simulate(graph, schedule).overhead == pytest.approx(found["overhead"])
+    peaks = [point["peak_bytes"] for point in found["frontier"]]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_text_shows_the_blocks_and_what_sketches_add(folder, capsys, tmp_path):
+    text = run(capsys, folder, *OPTIONS, "--budget", "70%", "--ratio", "0.25", "--figure", str(tmp_path / "plan.png"))
+    for part in ("layers sketched at 0.25", "sketches in it", "transformer.h.1", "extra compute", "least"):
+        assert part in text
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--budget", "1%"), "the least budget that it can meet is"),
+        (("--budget", "much"), "budget='much' is no budget"),
+        (("--strategy", "magic"), "strategy='magic' is unknown"),
+        (("--batch", "0"), "--batch 0 is below 1"),
+        (("--ratio", "7"), "ratio=7.0 is not in"),
+    ],
+)
+def test_a_mistake_is_one_line(folder, capsys, options, message):
+    assert main(["plan", folder, *OPTIONS, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("rmm-linear: error: ")
+    assert error.count("\n") == 1
