@@ -46,6 +46,8 @@ _UPDATES_BUFFERS = {
     torch.ops.aten._native_batch_norm_legit_functional.default,
 }
 _NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
+# Kernels with a workspace that torch says nothing about.
+_HIDDEN_WORKSPACE = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"}
 # What a step may return beside tensors.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -350,17 +352,18 @@ def capture(
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     function = _Step(step or _call, model, (list(parameters), list(buffers)), arguments, ())
     inputs = (*parameters.values(), *buffers.values(), *tensors)
-    if any(tensor.is_meta for tensor in inputs):
-        mode = FakeTensorMode()
-        inputs = tuple(_hollow(tensor, mode) for tensor in inputs)
+    # without its cache: what that returns the second time no longer shares memory as the op's results do
+    mode = FakeTensorMode()
+    mode.cache_enabled = False
+    hollow = tuple(_hollow(tensor, mode) if tensor.is_meta else mode.from_tensor(tensor) for tensor in inputs)
     python_state = random.getstate()
     blocks = _Blocks(model)
     try:
         try:
-            joint = _joint_graph(function, inputs)
+            joint = _joint_graph(function, hollow)
         except _UnknownNumberError:
-            function.numbers = _numbers_of_sample(function, (*parameters.values(), *buffers.values(), *tensors))
-            joint = _joint_graph(function, inputs)
+            function.numbers = _numbers_of_sample(function, inputs)
+            joint = _joint_graph(function, hollow)
     except Exception as error:
         explained: CaptureError = _explained(error)
         raise explained from error
@@ -637,6 +640,10 @@ class _Reading:
             block=self._blocks.get(node.meta.get("seq_nr", -1), ""),
             kind=name.removesuffix(".default"),
         )
+
+
+def _packet(node: fx.Node) -> str:
+    return getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

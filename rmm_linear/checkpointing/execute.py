@@ -8,8 +8,8 @@ bits. An op that draws random numbers is recomputed from the random state that i
 
 import keyword
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -30,13 +30,13 @@ class Program:
     """The code of a schedule.
 
     Attributes:
-        forward: (inputs) -> (results, what is saved for `backward`); it writes new buffers.
+        forward: (inputs) -> (results, pairs of a buffer and its new contents, what is saved for `backward`).
         backward: (inputs, saved, tangents) -> gradients of the inputs; empties `saved`.
         read_in_backward: Inputs that `backward` reads.
         source: The code, for people.
     """
 
-    forward: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Any]]]
+    forward: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]]
     backward: Callable[[Sequence[Tensor | None], list[Any], Sequence[Tensor | None]], list[Tensor | None]]
     read_in_backward: frozenset[int]
     source: str
@@ -87,7 +87,7 @@ class _Writer:
             cut += 1
             self._step(steps[cut])
         saved = self._saved()
-        self._lines.append(f"return results, [{', '.join(saved)}]")
+        self._lines.append(f"return results, updates, [{', '.join(saved)}]")
         forward = self._function("forward(inputs)")
         self._read.clear()
         self._lines = [f"{', '.join(saved)}, = saved"] if saved else []
@@ -127,8 +127,8 @@ class _Writer:
             self._lines.append(f"_check({self._value(node, temporary)}, {self._constant(number)})")
         results = [f"{self._value(node, temporary)}.detach()" for node in self._capture.results]
         self._lines.append(f"results = [{', '.join(results)}]")
-        for place, node in self._capture.updates:
-            self._lines.append(f"inputs[{place}].copy_({self._value(node, temporary)})")
+        updates = [f"(inputs[{place}], {self._value(node, temporary)})" for place, node in self._capture.updates]
+        self._lines.append(f"updates = [{', '.join(updates)}]")
         self._forget(temporary)
 
     def _end_forward(self, steps: Sequence[Step], cut: int) -> None:
@@ -202,7 +202,7 @@ class _Writer:
         for name, value in node.kwargs.items():
             text = self._argument(value, temporary)
             arguments.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
-        return f"{self._constant(node.target)}({', '.join(arguments)})"
+        return f"{self._constant(_as_in_place(node))}({', '.join(arguments)})"
 
     def _value(self, node: fx.Node, temporary: dict[fx.Node, str]) -> str:
         """The name of a node's value; views are made here, where they are read."""
@@ -242,6 +242,24 @@ class _Writer:
         return self._constants[id(value)]
 
 
+def _as_in_place(node: fx.Node) -> Any:
+    """The function of a node, whose result has the layout that the plain program's has."""
+    # Out of place, bernoulli lays its result out row by row whatever its argument's layout is. The in-place one, which
+    # dropout calls on new memory, goes through that as it lies: the same numbers, in other places.
+    source = node.args[0] if node.args else None
+    if (
+        node.target is torch.ops.aten.bernoulli.p
+        and isinstance(source, fx.Node)
+        and source.target in (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
+    ):
+        return _bernoulli
+    return node.target
+
+
+def _bernoulli(like: Tensor, p: float) -> Tensor:
+    return torch.empty_like(like).bernoulli_(p)
+
+
 def _random_state(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
@@ -262,7 +280,7 @@ def _check(tensor: Tensor, number: Any) -> None:
         raise OtherBranchError
 
 
-def _replay(state: Tensor, device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _replay(state: Tensor, device: torch.device, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function that draws random numbers in an earlier random state, and go back to the present one."""
     present = _random_state(device)
     _set_random_state(state, device)
@@ -278,8 +296,10 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: "Runner", *inputs: Tensor) -> tuple[Tensor, ...]:
         program = runner.program
-        with _no_autocast(inputs):
-            results, ctx.saved = program.forward(inputs)
+        with _as_kernels(inputs):
+            results, updates, ctx.saved = program.forward(inputs)
+        for buffer, contents in updates:
+            buffer.copy_(contents)
         ctx.runner = runner
         ctx.set_materialize_grads(False)
         # an input that changes before the backward pass is noticed; buffers that the step itself updates do change
@@ -324,18 +344,22 @@ class _Run(torch.autograd.Function):
         for place, tensor in ctx.unchecked.items():
             inputs[place] = tensor
         saved, ctx.saved = ctx.saved, None
-        with _no_autocast(inputs):
+        with _as_kernels(inputs):
             gradients = runner.program.backward(inputs, saved, given)
         return (None, *gradients)
 
 
-def _no_autocast(inputs: Sequence[Tensor | None]) -> ExitStack:
-    """The casts of autocast are ops of the program already."""
-    stack = ExitStack()
-    for kind in {tensor.device.type for tensor in inputs if tensor is not None}:
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
+@contextmanager
+def _as_kernels(inputs: Sequence[Tensor | None]) -> Iterator[None]:
+    """Run ops as autograd runs them: nothing is recorded, the casts of autocast are ops of the program already."""
+    # Some kernels (LSTM's on a CPU) leave out what the backward pass needs unless gradients are enabled.
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        for kind in {tensor.device.type for tensor in inputs if tensor is not None}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class Runner:

@@ -44,6 +44,30 @@ class Net(nn.Module):
         return {"loss": F.cross_entropy(logits, y) + first.mean(), "logits": logits, "count": 3, "input": x}
 
 
+class Assorted(nn.Module):
+    """Writes into parts of tensors and into a buffer that it then reads, random drops of other shapes, odd layouts."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16, padding_idx=0)
+        self.attention = nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.conv, self.norm, self.act = nn.Conv1d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.PReLU()
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = self.layer(x + self.attention(x, x, x, need_weights=False)[0])
+        x = self.norm(self.conv(x.transpose(1, 2)))
+        self.average.mul_(0.9).add_(x.detach().mean((0, 2)), alpha=0.1)
+        x = self.act(F.hardshrink(x, 0.1)) + self.average[None, :, None]
+        x = x * (torch.rand(x.shape[0], 1, 1, dtype=x.dtype, device=x.device) < 0.8)
+        x[:, 0] = x[:, 0] * 2
+        pooled = F.interpolate(F.max_pool1d(x, 2), scale_factor=2)
+        loss = (pooled - x).abs().mean() + torch.topk(x, 3, dim=-1).values.mean() + F.alpha_dropout(x, 0.1, True).std()
+        return {"loss": loss, "x": x, "again": x, "part": x[:, 1]}
+
+
 class Blocks(nn.Module):
     def __init__(self, width=16, depth=6, drop=0.1):
         super().__init__()
@@ -93,6 +117,7 @@ IMAGES = torch.randn(4, 3, 8, 8), torch.randint(0, 8, (4,))
 # model, step, arguments, keyword arguments
 CASES = {
     "net": (Net, None, IMAGES, {}),
+    "assorted": (Assorted, None, (torch.randint(0, 50, (4, 12)),), {}),
     "blocks": (Blocks, mean_square, (X, TARGET), {}),
     "sketched": (converted, mean_square, (X, TARGET), {}),
     "sketched in int4": (stored_in_int4, mean_square, (X, TARGET), {}),
@@ -377,6 +402,20 @@ def test_what_cannot_be_captured_is_told_with_its_line_and_a_remedy():
     with pytest.raises(CaptureError, match="Python's `random`"):
         checkpoint_model(DrawsInPython(), X, budget="50%")
     assert __import__("random").getstate() == state
+
+
+def test_a_workspace_that_is_not_told_is_warned_of():
+    with pytest.warns(UserWarning, match="keeps a workspace whose size torch does not tell"):
+        capture(nn.LSTM(8, 8), (torch.randn(4, 2, 8),))
+
+
+def test_what_holds_tensors_of_its_own_is_not_returned():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum(), {1, 2}
+
+    with pytest.raises(CaptureError, match="returns a set, whose tensors a plan can't hand over"):
+        capture(Odd(16, 4), (X,))
 
 
 def test_nothing_to_train_is_told():
