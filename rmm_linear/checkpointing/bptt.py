@@ -1,0 +1,560 @@
+"""Train a recurrent net through long sequences in little memory (Gruslys et al. 2016, arXiv 1606.03401).
+
+`bptt_checkpoint` runs a cell over a sequence as a plain loop does, and keeps of it what a schedule says
+(`rmm_linear.checkpointing.strategies.gruslys2016_bptt`): some states, and of some steps all that autograd keeps. The
+backward pass runs the rest again. One autograd.Function interprets the schedule with three verbs: a step without a
+graph, a step with one, and the gradient of a step.
+
+Gradients are bit-identical to those of the plain loop
+
+    for x in inputs.unbind(0):
+        output, state = cell(x, state)
+        outputs.append(output)
+    outputs = torch.stack(outputs)
+
+on deterministic kernels, for inputs, initial state and parameters. Autograd adds up what reaches a tensor in the order
+of arrival: for a parameter from the last step to the first, use by use, and for a state that is also an output first
+what comes from the outputs. Sums are not associative, so the same order is kept here: what has been added up so far is
+the first summand of a step's gradient. Not bit-identical are gradients under autocast (whose cache of weights a plain
+loop shares between steps), and where a parameter is also used outside of the cell (two sums are added, not one).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from rmm_linear.checkpointing.bptt_plan import BPTTPlan, plain_bytes, plan_for_bytes, plan_for_slots
+from rmm_linear.errors import DoubleBackwardError
+from rmm_linear.memory import SavedTensors
+
+State = Any
+Cell = Callable[[Tensor, State], Any]
+
+
+class StepBytes(NamedTuple):
+    """What one step of a cell leaves behind.
+
+    Attributes:
+        state_bytes: The state after it; with the state of the random number generator, if the cell draws.
+        internal_bytes: What autograd keeps beside the states before and after it, the inputs and the parameters.
+    """
+
+    state_bytes: int
+    internal_bytes: int
+
+
+def bptt_checkpoint(
+    cell: Cell,
+    inputs: Tensor,
+    state: State,
+    *,
+    memory: float | int | None = None,
+    slots: int | None = None,
+    strategy: Literal["hsm", "ism", "msm"] = "msm",
+    parameters: Sequence[Tensor] = (),
+    preserve_rng_state: bool = True,
+) -> tuple[Any, State]:
+    """Run a cell over a sequence, keeping no more for the backward pass than is allowed.
+
+    What counts is what is kept between two steps: states, and what autograd keeps of steps. Inputs, parameters, the
+    initial state, what is returned, gradients, and what a step needs while it runs are there in any case.
+
+    For cuDNN's LSTM, which runs many steps in one call, let a chunk of k steps be a step:
+
+        chunks = inputs.unflatten(0, (-1, k))
+        outputs, state = bptt_checkpoint(lstm, chunks, state, memory=0.1)
+        outputs = outputs.flatten(0, 1)
+
+    where `lstm` is an `nn.LSTM` or `nn.GRU` (not `batch_first`): `lstm(chunk, state)` returns (output, state).
+
+    Example:
+        >>> import torch
+        >>> cell, inputs = torch.nn.LSTMCell(8, 16), torch.randn(100, 4, 8)
+        >>> state = torch.zeros(4, 16), torch.zeros(4, 16)
+        >>> outputs, (h, c) = bptt_checkpoint(cell, inputs, state, memory=0.1)
+        >>> outputs.shape, torch.equal(outputs[-1], h)
+        (torch.Size([100, 4, 16]), True)
+        >>> outputs.square().mean().backward()
+
+    Warning:
+        The cell runs more than once for a step: what it does beside computing (running statistics, counters, prints)
+        happens again. It must not depend on anything that changes before the backward pass ends.
+
+    Args:
+        cell: Takes one step's input and a state, and returns the next state, or a pair (output, next state). A state
+            is a tensor, or tuples, lists and dicts of tensors; outputs are likewise. Of a cell that returns a state
+            alone, its first tensor is the output: h of an LSTMCell.
+        inputs: One input a step, shape (time, ...), usually (time, batch, features).
+        state: The initial state.
+        memory: The most to be kept: a float in (0, 1] is a part of what the plain loop keeps; an int is a number of
+            bytes. One step is run on the side to see how large a state and a step are.
+        slots: Instead of `memory`, places as the paper counts them; see `bptt_plan.plan_for_slots`.
+        strategy: What is kept: hidden states ("hsm"), internal states ("ism"), or both ("msm"), which is never
+            worse than either. Planning takes O(time^2 slots) once for "ism" and "msm": seconds for
+            some thousand steps; use chunks, or "hsm", for more.
+        parameters: Tensors that the cell uses and that need gradients, other than its own parameters if it is a
+            module. Needed for functions.
+        preserve_rng_state: Whether a step that runs again draws the same random numbers (dropout). The generator's
+            state is kept with each state: 5 kB on a CPU if the cell draws; it is part of `memory`.
+
+    Returns:
+        Outputs, stacked along a new first dimension, and the final state.
+
+    Raises:
+        ValueError: If not exactly one of `memory` and `slots` is given, one is out of range, the sequence is empty,
+            the state holds no tensor, or the cell returns something else than a state, or uses a tensor that needs a
+            gradient and is not among its parameters.
+        InfeasibleBudgetError: If the memory does not hold one step; it names the least that would do.
+        DoubleBackwardError: In the backward pass of a backward pass; a second derivative would need what is not kept.
+    """
+    leaves, structure = pytree.tree_flatten(state)
+    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ValueError("the state is to be a tensor, or a structure of tensors and nothing else")
+    if inputs.dim() < 1 or not inputs.shape[0]:
+        raise ValueError(f"inputs of shape {tuple(inputs.shape)} hold no step; pass (time, ...)")
+    if (memory is None) == (slots is None):
+        raise ValueError(f"memory={memory!r}, slots={slots!r}: pass one of the two")
+    own = tuple(cell.parameters()) if isinstance(cell, nn.Module) else ()
+    needed = tuple({id(tensor): tensor for tensor in (*own, *parameters) if tensor.requires_grad}.values())
+    run = _Run(cell, structure, inputs.shape[0], preserve_rng_state)
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (inputs, *leaves, *needed)):
+        run.check_memory(memory)
+        return run.plain(inputs, leaves)
+    sizes = step_bytes(cell, inputs[0], state, parameters=parameters, preserve_rng_state=preserve_rng_state)
+    run.plan = plan(inputs.shape[0], sizes, memory=memory, slots=slots, strategy=strategy)
+    returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
+    outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
+    assert run.output_structure is not None
+    return pytree.tree_unflatten(list(outputs), run.output_structure), pytree.tree_unflatten(list(final), structure)
+
+
+def plan(
+    steps: int,
+    sizes: StepBytes,
+    *,
+    memory: float | int | None = None,
+    slots: int | None = None,
+    strategy: Literal["hsm", "ism", "msm"] = "msm",
+) -> BPTTPlan:
+    """Return the plan that `bptt_checkpoint` follows.
+
+    Args:
+        steps: Length of the sequence.
+        sizes: What `step_bytes` returned.
+        memory: See `bptt_checkpoint`.
+        slots: See `bptt_checkpoint`.
+        strategy: See `bptt_checkpoint`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If neither or both of memory and slots are given, or one is out of range.
+    """
+    if (memory is None) == (slots is None):
+        raise ValueError(f"memory={memory!r}, slots={slots!r}: pass one of the two")
+    if memory is None:
+        assert slots is not None
+        return plan_for_slots(steps, slots, strategy=strategy, **sizes._asdict())
+    _Run.check_memory(memory)
+    budget = int(memory * plain_bytes(steps, **sizes._asdict())) if isinstance(memory, float) else memory
+    return plan_for_bytes(steps, budget, strategy=strategy, **sizes._asdict())
+
+
+def step_bytes(
+    cell: Cell, input: Tensor, state: State, *, parameters: Sequence[Tensor] = (), preserve_rng_state: bool = True
+) -> StepBytes:
+    """Run one step, and measure what it leaves behind.
+
+    Args:
+        cell: The cell.
+        input: One step's input.
+        state: A state.
+        parameters: See `bptt_checkpoint`.
+        preserve_rng_state: See `bptt_checkpoint`. The generators are as before in any case.
+
+    Returns:
+        Its bytes.
+
+    Raises:
+        ValueError: If the cell returns no state, or uses a tensor that needs a gradient and is none of its parameters.
+    """
+    leaves, structure = pytree.tree_flatten(state)
+    own = list(cell.parameters()) if isinstance(cell, nn.Module) else []
+    buffers = list(cell.buffers()) if isinstance(cell, nn.Module) else []
+    generator = _Generators(input.device)
+    before = generator.get()
+    step = _leaf(input, needs_gradient=input.requires_grad)
+    states = [_leaf(leaf, needs_gradient=True) for leaf in leaves]
+    with torch.enable_grad(), SavedTensors(*own, *buffers, *parameters, step, *states) as kept:
+        outputs, following, _ = _split(cell(step, pytree.tree_unflatten(states, structure)), structure)
+    drew = not all(torch.equal(one, other) for one, other in zip(before, generator.get(), strict=True))
+    generator.set(before)
+    _check_leaves([*outputs, *following], {id(tensor) for tensor in (*own, *parameters, step, *states)}, parameters)
+    after = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in following}
+    seen = {tensor.untyped_storage().data_ptr(): tensor for tensor in following if kept.holds(tensor)}
+    internal = kept.bytes - sum(after[pointer] for pointer in seen)
+    generator_bytes = sum(part.nbytes for part in before) if drew and preserve_rng_state else 0
+    return StepBytes(sum(after.values()) + generator_bytes, internal)
+
+
+class _Generators:
+    """The random number generators that a cell may draw from: the CPU's and the device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+    def get(self) -> tuple[Tensor, ...]:
+        own = (torch.get_rng_state(),)
+        return own if self._module is None else (*own, self._module.get_rng_state(self._device))
+
+    def set(self, states: tuple[Tensor, ...]) -> None:
+        torch.set_rng_state(states[0])
+        if self._module is not None:
+            self._module.set_rng_state(states[1], self._device)
+
+
+def _leaf(tensor: Tensor, *, needs_gradient: bool) -> Tensor:
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_(needs_gradient and differentiable)
+
+
+def _split(returned: Any, structure: pytree.TreeSpec) -> tuple[list[Tensor], list[Tensor], pytree.TreeSpec]:
+    """Outputs, next state and structure of the outputs of what a cell returned."""
+    leaves, found = pytree.tree_flatten(returned)
+    if found == structure:
+        return leaves[:1], leaves, pytree.tree_structure(0)
+    if isinstance(returned, tuple) and len(returned) == 2 and pytree.tree_structure(returned[1]) == structure:
+        outputs, output_structure = pytree.tree_flatten(returned[0])
+        if all(isinstance(output, Tensor) for output in outputs):
+            return outputs, pytree.tree_leaves(returned[1]), output_structure
+    raise ValueError(f"the cell returned {found}, which is neither a state, {structure}, nor (output, state)")
+
+
+def _check_leaves(roots: Sequence[Tensor], known: set[int], parameters: Sequence[Tensor]) -> None:
+    """Refuse a graph that reaches tensors whose gradients nobody asks for."""
+    # a parameter may have a history of its own, which is none of the step's
+    ends = {tensor.grad_fn for tensor in parameters if tensor.grad_fn is not None}
+    waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
+    seen = set(ends)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise ValueError(
+                f"the cell uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is not among its"
+                " parameters; pass it, or what was made of it, as `parameters`"
+            )
+        waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+@dataclass
+class _Step:
+    """A step whose graph is there."""
+
+    input: Tensor
+    state: list[Tensor]
+    outputs: list[GradientEdge | None]
+    following: list[GradientEdge | None]
+
+
+class _Run:
+    """One pass over a sequence: what is held, and the three verbs."""
+
+    plan: BPTTPlan
+    input_needs: bool
+    state_needs: tuple[bool, ...]
+    inputs: Tensor
+    parameters: tuple[Tensor, ...]
+    generators: _Generators
+
+    def __init__(self, cell: Cell, structure: pytree.TreeSpec, steps: int, preserve_rng_state: bool) -> None:
+        self.cell = cell
+        self.structure = structure
+        self.output_structure: pytree.TreeSpec | None = None
+        self.steps = steps
+        self.preserve_rng_state = preserve_rng_state
+        # pairs (output, state) of places that hold the same tensor
+        self.shared: list[tuple[int, int]] = []
+        self.states: dict[int, list[Tensor]] = {}
+        self.generator_states: dict[int, tuple[Tensor, ...]] = {}
+        self.pins: dict[int, int] = {}
+        self.stored: dict[int, _Step] = {}
+        self.remaining: Iterator[Any] | None = None
+        self.autocast: dict[str, Any] | None = None
+
+    @staticmethod
+    def check_memory(memory: float | int | None) -> None:
+        if memory is None:
+            return
+        if isinstance(memory, bool) or not isinstance(memory, float | int):
+            raise ValueError(f"memory={memory!r} is neither a float in (0, 1] nor a number of bytes")
+        if isinstance(memory, float) and not 0 < memory <= 1:
+            raise ValueError(f"memory={memory!r} is not in (0, 1]; pass an int for a number of bytes")
+        if isinstance(memory, int) and memory <= 0:
+            raise ValueError(f"memory={memory!r} is no positive number of bytes")
+
+    def plain(self, inputs: Tensor, leaves: list[Tensor]) -> tuple[Any, State]:
+        collected: list[list[Tensor]] = []
+        structure = None
+        for step in inputs.unbind(0):
+            outputs, leaves, structure = _split(self.cell(step, self._state(leaves)), self.structure)
+            collected.append(outputs)
+        assert structure is not None
+        stacked = [torch.stack(parts) for parts in zip(*collected, strict=True)]
+        return pytree.tree_unflatten(stacked, structure), self._state(leaves)
+
+    def start(self, inputs: Tensor, leaves: list[Tensor], parameters: tuple[Tensor, ...]) -> None:
+        self.generators = _Generators(inputs.device)
+        kind = inputs.device.type
+        if torch.amp.is_autocast_available(kind):
+            enabled = torch.is_autocast_enabled(kind)
+            self.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": enabled}
+        self.bind(inputs, leaves, parameters)
+        self.remaining = iter(self.plan.actions)
+        self.states[0], self.pins[0] = leaves, 1
+        self._keep_generators(0)
+
+    def bind(self, inputs: Tensor, leaves: list[Tensor], parameters: tuple[Tensor, ...]) -> None:
+        """Take what autograd saved: between the passes nothing here refers to it."""
+        self.inputs, self.parameters = inputs, parameters
+        if self.states:
+            self.states[0] = leaves
+
+    def unbind(self) -> None:
+        self.states[0] = []
+        del self.inputs, self.parameters
+
+    def advance(self, target: int, outputs: Callable[[int, list[Tensor]], None] | None) -> list[Tensor]:
+        """Run steps without a graph from the latest state that is there, and return the state before `target`."""
+        latest = target
+        while latest not in self.states:
+            latest -= 1
+        leaves = self.states[latest]
+        if outputs is None and self.preserve_rng_state:
+            self.generators.set(self.generator_states[latest])
+        with torch.no_grad(), self._as_in_forward():
+            for number in range(latest, target):
+                found, leaves, _ = self._split(self.cell(self.inputs[number], self._state(leaves)))
+                if outputs is not None:
+                    outputs(number, found)
+                del found
+        return leaves
+
+    def with_graph(
+        self, number: int, leaves: list[Tensor], outputs: Callable[[int, list[Tensor]], None] | None
+    ) -> tuple[_Step, list[Tensor]]:
+        """Run a step with a graph, and return it and the state after it."""
+        state = [_leaf(leaf, needs_gradient=number > 0 or self.state_needs[place]) for place, leaf in enumerate(leaves)]
+        step = _leaf(self.inputs[number], needs_gradient=self.input_needs)
+        with torch.enable_grad(), self._as_in_forward():
+            found, following, _ = self._split(self.cell(step, self._state(state)))
+        if outputs is not None:
+            outputs(number, [output.detach() for output in found])
+        # edges and no tensors: an output is nothing that has to be kept
+        edges = [[get_gradient_edge(t) if t.requires_grad else None for t in part] for part in (found, following)]
+        return _Step(step, state, *edges), [leaf.detach() for leaf in following]
+
+    def forward(self, outputs: Callable[[int, list[Tensor]], None]) -> list[Tensor]:
+        """Run the first pass, and return the final state."""
+        assert self.remaining is not None
+        for kind, stage in self.remaining:
+            leaves = self.advance(stage, outputs)
+            if kind == "hold":
+                self._pin(stage, leaves)
+                continue
+            if kind == "store":
+                self._pin(stage, leaves)
+            # the last step is there when its turn comes, stored or not
+            self.stored[stage], following = self.with_graph(stage, leaves, outputs)
+            if stage == self.steps - 1:
+                break
+            self._pin(stage + 1, following)
+        return following
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Run the schedule to its end, and return gradients of inputs, initial state and parameters."""
+        assert self.remaining is not None
+        assert self.output_structure is not None
+        count = len(gradients) - self.structure.num_leaves
+        of_outputs, of_state = gradients[:count], list(gradients[count:])
+        shared_outputs = {output for output, _ in self.shared}
+        for output, place in self.shared:
+            of_last = of_outputs[output]
+            if of_last is not None:
+                own = of_state[place]
+                of_state[place] = of_last[-1] if own is None else own + of_last[-1]
+        totals: list[Tensor | None] = [None] * len(self.parameters)
+        of_inputs = torch.zeros_like(self.inputs) if self.input_needs else None
+
+        def reverse(number: int) -> None:
+            nonlocal of_state, totals
+            step = self.stored.pop(number, None)
+            if step is None:
+                step, following = self.with_graph(number, self.advance(number, None), None)
+                del following
+            roots: list[tuple[Any, Tensor]] = []
+            for place, edge in enumerate(step.outputs):
+                of_output = of_outputs[place]
+                if place not in shared_outputs and edge is not None and of_output is not None:
+                    roots.append((edge, of_output[number]))
+            for edge, gradient in zip(step.following, of_state, strict=True):
+                if edge is not None and gradient is not None:
+                    roots.append((edge, gradient))
+            differentiable = bool(roots)
+            # first summands: what the outputs say of the state before this step, and what later steps say of
+            # parameters
+            seeds: dict[int, Tensor] = {}
+            if number:
+                for output, place in self.shared:
+                    of_output = of_outputs[output]
+                    if of_output is not None and step.state[place].requires_grad:
+                        roots.append((step.state[place], of_output[number - 1]))
+                        seeds[place] = of_output[number - 1]
+            roots += [(p, total) for p, total in zip(self.parameters, totals, strict=True) if total is not None]
+            wanted = [*([step.input] if step.input.requires_grad else []), *self.parameters]
+            wanted += [leaf for leaf in step.state if leaf.requires_grad]
+            if not differentiable:
+                of_state = [seeds.get(place) for place in range(len(step.state))]
+                return
+            found: list[Tensor | None] = list(
+                torch.autograd.grad(
+                    [root for root, _ in roots], wanted, [gradient for _, gradient in roots], allow_unused=True
+                )
+            )
+            if of_inputs is not None and step.input.requires_grad:
+                of_input = found.pop(0)
+                if of_input is not None:
+                    of_inputs[number] = of_input
+            totals = found[: len(totals)]
+            del found[: len(totals)]
+            of_state = [found.pop(0) if leaf.requires_grad else None for leaf in step.state]
+
+        now = self.generators.get() if self.preserve_rng_state else None
+        try:
+            reverse(self.steps - 1)
+            for kind, stage in self._rest():
+                if kind == "hold":
+                    self._pin(stage, self.advance(stage, None))
+                elif kind == "release":
+                    self._unpin(stage)
+                elif kind == "store":
+                    leaves = self.advance(stage, None)
+                    self._pin(stage, leaves)
+                    self.stored[stage], following = self.with_graph(stage, leaves, None)
+                    self._pin(stage + 1, following)
+                    del leaves, following
+                else:
+                    was_stored = stage in self.stored
+                    reverse(stage)
+                    if was_stored:
+                        self._unpin(stage)
+                        self._unpin(stage + 1)
+        finally:
+            self.remaining = None
+            if now is not None:
+                self.generators.set(now)
+        return (of_inputs, *of_state, *totals)
+
+    def _rest(self) -> Iterator[Any]:
+        """The actions after the last step's reversal."""
+        assert self.remaining is not None
+        for kind, stage in self.remaining:
+            # the reversal of a last step that was stored is still to come in the schedule, and has been done
+            if kind == "reverse" and stage == self.steps - 1:
+                self._unpin(stage)
+                continue
+            yield kind, stage
+
+    def _pin(self, number: int, leaves: list[Tensor]) -> None:
+        if number not in self.states:
+            self.states[number] = leaves
+            self._keep_generators(number)
+        self.pins[number] = self.pins.get(number, 0) + 1
+
+    def _unpin(self, number: int) -> None:
+        self.pins[number] -= 1
+        if not self.pins[number]:
+            del self.pins[number], self.states[number]
+            self.generator_states.pop(number, None)
+
+    def _keep_generators(self, number: int) -> None:
+        if not self.preserve_rng_state:
+            return
+        now = self.generators.get()
+        # a cell that draws nothing leaves them as they are: one copy will do
+        other = next(iter(self.generator_states.values()), now)
+        if all(torch.equal(one, another) for one, another in zip(now, other, strict=True)):
+            now = other
+        self.generator_states[number] = now
+
+    def _state(self, leaves: list[Tensor]) -> State:
+        return pytree.tree_unflatten(leaves, self.structure)
+
+    def _split(self, returned: Any) -> tuple[list[Tensor], list[Tensor], pytree.TreeSpec]:
+        outputs, following, structure = _split(returned, self.structure)
+        if self.output_structure is None:
+            self.output_structure = structure
+            self.shared = [
+                (place, other)
+                for place, output in enumerate(outputs)
+                for other, leaf in enumerate(following)
+                if output is leaf
+            ]
+        return outputs, following, structure
+
+    def _as_in_forward(self) -> AbstractContextManager[Any]:
+        # the cache must be off: what a step without a graph puts there has no gradient
+        return nullcontext() if self.autocast is None else torch.autocast(**self.autocast, cache_enabled=False)
+
+
+class _BPTT(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Run, states: int, inputs: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves, parameters = list(tensors[:states]), tensors[states:]
+        run.input_needs, run.state_needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3 : 3 + states]
+        run.start(inputs, [leaf.detach() for leaf in leaves], parameters)
+        buffers: list[Tensor] = []
+
+        def collect(number: int, outputs: list[Tensor]) -> None:
+            if not buffers:
+                buffers.extend(output.new_empty((run.steps, *output.shape)) for output in outputs)
+            for buffer, output in zip(buffers, outputs, strict=True):
+                buffer[number] = output
+
+        final = run.forward(collect)
+        run.unbind()
+        # saved by autograd, which refuses a backward pass after one of them was changed in place
+        ctx.save_for_backward(inputs, *tensors)
+        ctx.run, ctx.count = run, states
+        ctx.set_materialize_grads(False)
+        returned = (*buffers, *final)
+        ctx.mark_non_differentiable(*(t for t in returned if not (t.is_floating_point() or t.is_complex())))
+        return returned
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "bptt_checkpoint has no second derivative: what it would need is not kept; call the cell in a plain"
+                " loop where create_graph=True is needed"
+            )
+        run: _Run = ctx.run
+        if run.remaining is None:
+            raise RuntimeError(
+                "trying to go backward through bptt_checkpoint a second time: what was kept has been used up; run the"
+                " forward pass again"
+            )
+        inputs, *tensors = ctx.saved_tensors
+        run.bind(inputs, [leaf.detach() for leaf in tensors[: ctx.count]], tuple(tensors[ctx.count :]))
+        return (None, None, *run.backward(gradients))

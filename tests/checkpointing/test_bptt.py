@@ -1,0 +1,341 @@
+"""Backpropagation through time by a schedule: the same gradients, bit by bit, and no more memory than promised."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rmm_linear.checkpointing.bptt import bptt_checkpoint, plan, step_bytes
+from rmm_linear.checkpointing.bptt_plan import plan_for_bytes
+from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError
+
+BATCH, FEATURES, HIDDEN = 3, 5, 7
+
+
+class Awkward(nn.Module):
+    """Uses its weights and its state several times a step, draws numbers, and has outputs of its own in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = nn.GRUCell(FEATURES, HIDDEN)
+        self.read = nn.Linear(HIDDEN, 4)
+
+    def forward(self, x, state):
+        h = nn.functional.dropout(self.step(x, state["h"]), 0.3, self.training)
+        h = self.step(x * 0.5, h) + 0.1 * state["h"] * state["n"]
+        after = {"h": h, "n": state["n"] + 1}
+        return {"read": self.read(h), "again": self.read(h.tanh()), "h": h}, after
+
+
+def make(name, steps):
+    torch.manual_seed(3)
+    inputs = torch.randn(steps, BATCH, FEATURES)
+    h, c = torch.randn(BATCH, HIDDEN), torch.randn(BATCH, HIDDEN)
+    if name == "awkward":
+        return Awkward(), inputs, {"h": h, "n": torch.zeros((), dtype=torch.int64)}
+    cell = {"rnn": nn.RNNCell, "gru": nn.GRUCell, "lstm": nn.LSTMCell}[name](FEATURES, HIDDEN)
+    return cell, inputs, (h, c) if name == "lstm" else h
+
+
+def plain_loop(cell, inputs, state):
+    outputs = []
+    for x in inputs.unbind(0):
+        returned = cell(x, state)
+        if isinstance(cell, Awkward):
+            output, state = returned
+        else:
+            state = returned
+            output = state[0] if isinstance(state, tuple) else state
+        outputs.append(output)
+    if isinstance(outputs[0], dict):
+        return {key: torch.stack([output[key] for output in outputs]) for key in outputs[0]}, state
+    return torch.stack(outputs), state
+
+
+def tensors_of(tree):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if leaf.is_floating_point()]
+
+
+def train(run, name, steps, *, loss="all", needs=("inputs", "state")):
+    cell, inputs, state = make(name, steps)
+    inputs.requires_grad_("inputs" in needs)
+    for leaf in tensors_of(state):
+        leaf.requires_grad_("state" in needs)
+    torch.manual_seed(11)
+    outputs, final = run(cell, inputs, state)
+    after = torch.rand(3)
+    everything = [*tensors_of(outputs), *tensors_of(final)]
+    chosen = {"all": everything, "outputs": tensors_of(outputs), "final": tensors_of(final)[:1]}[loss]
+    draw = torch.Generator().manual_seed(5)
+    total = sum((part * torch.randn(part.shape, generator=draw)).sum() for part in chosen)
+    if loss == "last output":
+        total = tensors_of(outputs)[0][-1].square().sum()
+    total.backward()
+    gradients = [parameter.grad for parameter in cell.parameters()]
+    gradients += [inputs.grad, *(leaf.grad for leaf in tensors_of(state))]
+    return [*everything, after, torch.rand(3)], gradients
+
+
+def assert_same_bits(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("strategy", ["hsm", "ism", "msm"])
+@pytest.mark.parametrize("name", ["rnn", "gru", "lstm", "awkward"])
+def test_outputs_and_gradients_are_bit_identical_to_the_plain_loop(name, strategy):
+    for steps, slots in ((1, 1), (2, 1), (3, 2), (13, 1), (13, 3), (13, 5), (13, 40)):
+        expected = train(plain_loop, name, steps)
+        found = train(lambda *a, k=slots: bptt_checkpoint(*a, slots=k, strategy=strategy), name, steps)
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", ["rnn", "gru", "lstm", "awkward"])
+@pytest.mark.parametrize("loss", ["outputs", "final"])
+@pytest.mark.parametrize("needs", [(), ("inputs",), ("state",)])
+def test_gradients_are_bit_identical_whatever_is_asked_for(name, loss, needs):
+    expected = train(plain_loop, name, 11, loss=loss, needs=needs)
+    found = train(lambda *a: bptt_checkpoint(*a, memory=0.6), name, 11, loss=loss, needs=needs)
+    assert_same_bits(found, expected)
+
+
+class Watched:
+    """A cell that notes, after each step, how many bytes of what steps have left behind are still there.
+
+    It sees storages that steps returned or autograd kept, by weak references: an instrument that knows no schedule.
+    Its hooks lie around everything, for hooks within a step would hide what is kept from those around it.
+    """
+
+    def __init__(self, cell, *outside):
+        self.cell, self.calls, self.most, self.now = cell, 0, 0, 0
+        self.outside = {t.untyped_storage().data_ptr() for t in (*outside, *cell.parameters())}
+        self.seen = {}
+
+    def __call__(self, x, state):
+        self.calls += 1
+        returned = self.cell(x, state)
+        for tensor in tensors_of(returned):
+            self._note(tensor)
+        self.now = self.held()
+        self.most = max(self.most, self.now)
+        return returned
+
+    def ignore(self, tree):
+        pointers = {tensor.untyped_storage()._cdata for tensor in tensors_of(tree)}
+        self.seen = {key: pair for key, pair in self.seen.items() if key not in pointers}
+
+    def watching(self):
+        return saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.outside:
+            self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        # what has a graph and is kept by it would be a cycle
+        return tensor.detach()
+
+    def held(self):
+        self.seen = {key: pair for key, pair in self.seen.items() if not pair[0].expired()}
+        return sum(size for _, size in self.seen.values())
+
+
+@pytest.mark.parametrize("strategy", ["hsm", "ism", "msm"])
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_measured_memory_and_steps_equal_the_plan(name, strategy):
+    steps = 40
+    for slots in (1, 2, 4, 9, 20):
+        cell, inputs, state = make(name, steps)
+        sizes = step_bytes(cell, inputs[0], state)
+        planned = plan(steps, sizes, slots=slots, strategy=strategy)
+        watched = Watched(cell, inputs, *tensors_of(state))
+        with watched.watching():
+            outputs, final = bptt_checkpoint(
+                watched, inputs, state, slots=slots, strategy=strategy, parameters=tuple(cell.parameters())
+            )
+        # the final state is the caller's: it counts only until it is returned
+        watched.ignore(final)
+        in_forward, watched.most = watched.most, 0
+        loss = outputs.square().sum()
+        with watched.watching():
+            loss.backward()
+        assert watched.calls == planned.forward_steps + 1
+        assert in_forward <= planned.peak_bytes + sizes.state_bytes
+        assert max(in_forward - sizes.state_bytes, watched.most) <= planned.peak_bytes
+        assert planned.peak_bytes in (in_forward - sizes.state_bytes, in_forward, watched.most)
+        del outputs, final, loss
+        assert watched.held() == 0
+
+
+def test_plain_bytes_are_what_the_plain_loop_keeps():
+    for name in ("gru", "lstm"):
+        cell, inputs, state = make(name, 12)
+        watched = Watched(cell, inputs, *tensors_of(state))
+        final = state
+        with watched.watching():
+            for x in inputs.unbind(0):
+                final = watched(x, final)
+        sizes = step_bytes(cell, inputs[0], state)
+        assert watched.held() == plan(12, sizes, memory=1.0).plain_bytes + sizes.state_bytes
+        assert plan(12, sizes, memory=1.0).forward_steps == 12
+
+
+def test_memory_is_never_exceeded_and_more_of_it_never_costs_time():
+    for strategy, (state, internal) in itertools.product(("hsm", "ism", "msm"), ((8, 20), (24, 24), (5, 91))):
+        least = 2 * state + internal
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            plan_for_bytes(50, least - 1, strategy=strategy, state_bytes=state, internal_bytes=internal)
+        assert refused.value.least_bytes == least
+        before = None
+        for budget in range(least, 50 * (state + internal), 5 * internal + 1):
+            found = plan_for_bytes(50, budget, strategy=strategy, state_bytes=state, internal_bytes=internal)
+            assert found.peak_bytes <= budget
+            # places are whole ones: a mixed plan may take a step or two more with a little more memory
+            assert before is None or found.forward_steps <= before * 1.03
+            before = found.forward_steps
+
+
+def test_mixed_states_are_never_worse_than_the_better_of_the_two():
+    for budget in range(200, 5000, 300):
+        costs = {
+            strategy: plan_for_bytes(100, budget, strategy=strategy, state_bytes=16, internal_bytes=40).forward_steps
+            for strategy in ("hsm", "ism", "msm")
+        }
+        assert costs["msm"] <= min(costs["hsm"], costs["ism"])
+
+
+def test_a_step_that_runs_again_draws_the_same_numbers():
+    cell, inputs, state = make("awkward", 9)
+    drawn = []
+    keep = nn.functional.dropout
+
+    def dropout(x, *rest):
+        kept = keep(x, *rest)
+        drawn.append((kept == 0).flatten().tolist())
+        return kept
+
+    nn.functional.dropout = dropout
+    try:
+        outputs, _ = bptt_checkpoint(cell, inputs, state, slots=2, strategy="hsm")
+        outputs["read"].sum().backward()
+    finally:
+        nn.functional.dropout = keep
+    # nine masks of nine steps, and none but these however often the steps ran; the trial step draws the first one
+    assert len(drawn) > 20
+    assert len({tuple(mask) for mask in drawn}) == 9
+
+
+def test_a_function_with_parameters_passed_trains_them_and_others_are_refused():
+    weight, inputs = torch.randn(FEATURES, FEATURES, requires_grad=True), torch.randn(6, BATCH, FEATURES)
+
+    def cell(x, state):
+        return torch.tanh(x + state @ weight)
+
+    state = torch.zeros(BATCH, FEATURES)
+    outputs, _ = bptt_checkpoint(cell, inputs, state, slots=2, parameters=[weight])
+    outputs.sum().backward()
+    found, weight.grad = weight.grad, None
+    plain_loop(cell, inputs, state)[0].sum().backward()
+    assert torch.equal(found, weight.grad)
+    with pytest.raises(ValueError, match="not among its parameters"):
+        bptt_checkpoint(cell, inputs.requires_grad_(), state, slots=2)
+    # what was made of a parameter outside of the loop is passed itself
+    weight.grad, made = None, weight * 2
+    outputs, _ = bptt_checkpoint(
+        lambda x, s: torch.tanh(x + s @ made), inputs.detach(), state, slots=2, parameters=[made]
+    )
+    outputs.sum().backward()
+    found, weight.grad, made = weight.grad, None, weight * 2
+    plain_loop(lambda x, s: torch.tanh(x + s @ made), inputs.detach(), state)[0].sum().backward()
+    assert torch.equal(found, weight.grad)
+
+
+def test_a_chunk_of_steps_as_a_step_trains_an_lstm():
+    torch.manual_seed(0)
+    lstm, inputs = nn.LSTM(FEATURES, HIDDEN), torch.randn(24, BATCH, FEATURES)
+    state = torch.zeros(1, BATCH, HIDDEN), torch.zeros(1, BATCH, HIDDEN)
+    outputs, (h, _) = bptt_checkpoint(lstm, inputs.unflatten(0, (-1, 4)), state, memory=0.5)
+    outputs = outputs.flatten(0, 1)
+    (outputs.square().sum() + h.sum()).backward()
+    found = [parameter.grad.clone() for parameter in lstm.parameters()]
+    lstm.zero_grad()
+    expected, (h, _) = lstm(inputs, state)
+    (expected.square().sum() + h.sum()).backward()
+    assert torch.equal(outputs, expected)
+    for one, parameter in zip(found, lstm.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad)
+
+
+def test_without_gradients_it_is_the_plain_loop():
+    cell, inputs, state = make("lstm", 6)
+    with torch.no_grad():
+        outputs, final = bptt_checkpoint(cell, inputs, state, memory=0.5)
+    expected, after = plain_loop(cell, inputs, state)
+    assert torch.equal(outputs, expected)
+    assert all(torch.equal(one, other) for one, other in zip(final, after, strict=True))
+    assert not outputs.requires_grad
+    cell.requires_grad_(False)
+    assert not bptt_checkpoint(cell, inputs, state, memory=0.5)[0].requires_grad
+
+
+def test_autocast_is_that_of_the_forward_pass():
+    def trained(run):
+        cell, inputs, state = make("gru", 8)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs, _ = run(cell, inputs, state)
+        outputs.float().square().sum().backward()
+        return outputs, cell.weight_hh.grad
+
+    (outputs, found), (expected, gradient) = (
+        trained(run) for run in (lambda *a: bptt_checkpoint(*a, slots=2, strategy="hsm"), plain_loop)
+    )
+    assert torch.equal(outputs, expected)
+    assert (found - gradient).norm() < 0.02 * gradient.norm()
+
+
+def test_second_derivatives_and_second_backward_passes_are_refused():
+    cell, inputs, state = make("gru", 5)
+    outputs, _ = bptt_checkpoint(cell, inputs, state, slots=2)
+    with pytest.raises(DoubleBackwardError, match="plain loop"):
+        torch.autograd.grad(outputs.sum(), cell.weight_hh, create_graph=True)
+    outputs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        outputs.sum().backward()
+
+
+def test_parameters_changed_before_the_backward_pass_are_noticed():
+    cell, inputs, state = make("gru", 5)
+    outputs, _ = bptt_checkpoint(cell, inputs, state, slots=2)
+    with torch.no_grad():
+        cell.weight_hh.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()
+
+
+def test_wrong_arguments_are_named():
+    cell, inputs, state = make("gru", 5)
+    for keywords, message in (
+        ({}, "pass one of the two"),
+        ({"memory": 0.5, "slots": 2}, "pass one of the two"),
+        ({"memory": 1.5}, "not in"),
+        ({"memory": 0.0}, "not in"),
+        ({"memory": True}, "neither a float"),
+        ({"memory": -3}, "no positive number"),
+        ({"slots": -1}, "at least 0"),
+        ({"slots": 0, "strategy": "ism"}, "at least 1"),
+        ({"slots": 2, "strategy": "best"}, "unknown"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bptt_checkpoint(cell, inputs, state, **keywords)
+    with pytest.raises(InfeasibleBudgetError, match="a float a part of"):
+        bptt_checkpoint(cell, inputs, state, memory=1)
+    with pytest.raises(ValueError, match="no step"):
+        bptt_checkpoint(cell, inputs[:0], state, slots=2)
+    with pytest.raises(ValueError, match="a tensor, or a structure"):
+        bptt_checkpoint(cell, inputs, (), slots=2)
+    with pytest.raises(ValueError, match="neither a state"):
+        bptt_checkpoint(lambda x, s: (s, s, s), inputs.requires_grad_(), state, slots=2)
