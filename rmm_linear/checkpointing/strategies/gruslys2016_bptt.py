@@ -41,8 +41,10 @@ Kind = Literal["hsm", "ism", "msm"]
 
 _SLOT_COUNTS = 8
 _ALL_UP_TO = 12
-# larger than any count, and small enough that three of them add up without an overflow
-_NEVER = 1 << 40
+# so that counts are 32-bit integers, which are twice as fast: a table for more steps would not fit into memory anyway
+_MOST_STEPS = 30_000
+# larger than any count, and small enough that two of them and a length add up without an overflow
+_NEVER = 1 << 29
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class Table:
     kind: Kind
     internal_units: int
     input_units: int
-    forward_steps: NDArray[np.int64]
+    forward_steps: NDArray[np.int32]
     split: NDArray[np.int32]
     keeps_internal: NDArray[np.bool_]
 
@@ -128,12 +130,16 @@ def msm_table(steps: int, units: int, internal_units: int, *, input_units: int =
 def _check(steps: int, memory: int, *, least: int) -> None:
     if steps < 1 or memory < least:
         raise ValueError(f"steps={steps}, memory={memory}: there must be at least 1 step, and {least} of memory")
+    if steps > _MOST_STEPS:
+        raise ValueError(
+            f"steps={steps} is more than a table is made for, {_MOST_STEPS}; use the closed form of Revolve"
+        )
 
 
 @lru_cache(maxsize=8)
 def _table(kind: Kind, steps: int, memory: int, internal_units: int, input_units: int) -> Table:
     # steps first while it is filled: the entries of one length depend on shorter ones only, for all memories at once
-    cost = np.full((steps + 1, memory + 1), _NEVER, dtype=np.int64)
+    cost = np.full((steps + 1, memory + 1), _NEVER, dtype=np.int32)
     split = np.zeros((steps + 1, memory + 1), dtype=np.int32)
     internal = np.zeros((steps + 1, memory + 1), dtype=np.bool_)
     # least memory for which there is a schedule at all: HSM and ISM count what one cannot do without
@@ -142,12 +148,15 @@ def _table(kind: Kind, steps: int, memory: int, internal_units: int, input_units
     for t in range(1, steps + 1):
         cost[t, least:] = t * (t + 1) // 2
         if kind != "ism" and t > 1:
-            _choose(cost, split, internal, t, 1, least, np.arange(1, t), keeps_internal=False)
+            _choose(cost, split, internal, t, 1, least, np.arange(1, t, dtype=np.int32), keeps_internal=False)
         if kind != "hsm":
             # with the input kept anyway, and then for y > 1 where it is not
-            groups = [(internal_units, np.arange(1, t + 1))]
+            groups = [(internal_units, np.arange(1, t + 1, dtype=np.int32))]
             if input_units:
-                groups = [(internal_units, np.arange(1, 2)), (internal_units + input_units, np.arange(2, t + 1))]
+                groups = [
+                    (internal_units, np.arange(1, 2, dtype=np.int32)),
+                    (internal_units + input_units, np.arange(2, t + 1, dtype=np.int32)),
+                ]
             for units, ahead in groups:
                 _choose(cost, split, internal, t, units, least, ahead, keeps_internal=True)
     for part in (cost, split, internal):
@@ -156,13 +165,13 @@ def _table(kind: Kind, steps: int, memory: int, internal_units: int, input_units
 
 
 def _choose(
-    cost: NDArray[np.int64],
+    cost: NDArray[np.int32],
     split: NDArray[np.int32],
     internal: NDArray[np.bool_],
     t: int,
     units: int,
     least: int,
-    ahead: NDArray[np.int64],
+    ahead: NDArray[np.int32],
     *,
     keeps_internal: bool,
 ) -> None:

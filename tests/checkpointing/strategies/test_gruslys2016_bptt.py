@@ -1,0 +1,169 @@
+"""Three dynamic programs, against exhaustive search and a closed form; and their schedules, run on a chain."""
+
+import itertools
+from functools import cache
+
+import pytest
+
+from rmm_linear.checkpointing.generators import chain, with_backward
+from rmm_linear.checkpointing.simulate import peak_and_cost
+from rmm_linear.checkpointing.strategies import griewank2000_revolve as revolve
+from rmm_linear.checkpointing.strategies.chain_reversal import ChainView, order_of_actions, run_actions
+from rmm_linear.checkpointing.strategies.gruslys2016_bptt import actions, hsm_table, ism_table, msm_table
+
+
+def exhaustive(steps, memory, kind, alpha=1, input_units=0):
+    """Fewest forward steps by a search over what is kept after each forward step: no recursion over splits.
+
+    A state of the search: the next step to reverse, the kept hidden and internal states, and where the net stands.
+    """
+    # positions of states: 0 is always there; an internal state of step i also has state i + 1
+    start = (steps - 1, frozenset(), frozenset(), 0)
+    best = {start: 0}
+    waiting = [start]
+    while waiting:
+        waiting.sort(key=lambda state: -best[state])
+        state = waiting.pop()
+        turn, hidden, internal, here = state
+        if turn < 0:
+            return best[state]
+        there = {0, *hidden, *(i + 1 for i in internal)}
+        following = []
+        units = len(hidden) + sum(
+            alpha + (input_units if i and i not in hidden and i - 1 not in internal else 0) for i in internal
+        )
+        for position in there - {here}:
+            following.append(((turn, hidden, internal, position), 0))
+        if turn in internal:
+            following.append(((turn - 1, hidden, internal - {turn}, 0), 0))
+        if here <= turn:
+            # one step without a trace
+            if here < turn:
+                following.append(((turn, hidden, internal, here + 1), 1))
+            else:
+                # the step that is differentiated takes a place where the paper counts it
+                if kind != "ism" or len(internal) < memory:
+                    following.append(((turn - 1, hidden, internal, 0), 1))
+            room = memory - (1 if kind == "hsm" else 0)
+            if here and here not in hidden and kind != "ism" and units + 1 <= room:
+                following.append(((turn, hidden | {here}, internal, here), 0))
+            if kind != "hsm" and here not in internal:
+                more = alpha + (input_units if here and here not in there else 0)
+                if units + more <= room:
+                    following.append(((turn, hidden, internal | {here}, here + 1), 1))
+        following += [((turn, hidden - {h}, internal, here), 0) for h in hidden]
+        for other, cost in following:
+            if best[state] + cost < best.get(other, 1 << 30):
+                best[other] = best[state] + cost
+                waiting.append(other)
+    raise AssertionError("no schedule")
+
+
+@pytest.mark.parametrize("memory", [1, 2, 3])
+def test_hidden_states_equal_exhaustive_search(memory):
+    table = hsm_table(7, 3)
+    for steps in range(1, 8):
+        assert table.forward_steps[memory, steps] == exhaustive(steps, memory, "hsm"), steps
+
+
+@pytest.mark.parametrize("memory", [1, 2, 3])
+def test_internal_states_equal_exhaustive_search(memory):
+    table = ism_table(7, 3)
+    for steps in range(1, 8):
+        assert table.forward_steps[memory, steps] == exhaustive(steps, memory, "ism"), steps
+
+
+@pytest.mark.parametrize(("alpha", "memory"), [(1, 0), (1, 2), (2, 1), (2, 2), (2, 3), (3, 4)])
+def test_mixed_states_equal_exhaustive_search(alpha, memory):
+    table = msm_table(6, memory, alpha)
+    for steps in range(1, 7):
+        assert table.forward_steps[memory, steps] == exhaustive(steps, memory, "msm", alpha), steps
+
+
+def test_hidden_states_equal_the_closed_form():
+    table = hsm_table(120, 12)
+    for steps, slots in itertools.product(range(1, 121), range(1, 13)):
+        assert table.forward_steps[slots, steps] == revolve.forward_steps(steps, slots), (steps, slots)
+
+
+def recursive(kind, alpha=1, input_units=0):
+    @cache
+    def least(t, m):
+        if t == 0:
+            return 0
+        found = [t * (t + 1) // 2] if m >= (kind != "msm") else []
+        if kind != "ism" and m >= 1 and (kind == "msm" or m >= 2):
+            found += [y + least(t - y, m - 1) + least(y, m) for y in range(1, t)]
+        if kind != "hsm":
+            for y in range(1, t + 1):
+                rest = m - alpha - (input_units if y > 1 else 0)
+                if rest >= 0 and (kind == "msm" or rest >= 1 or y == t):
+                    found.append(y + least(t - y, rest) + least(y - 1, m))
+        return min(found)
+
+    return least
+
+
+@pytest.mark.parametrize(
+    ("kind", "alpha", "input_units"), [("hsm", 1, 0), ("ism", 1, 0), ("msm", 1, 0), ("msm", 3, 0), ("msm", 3, 1)]
+)
+def test_tables_equal_the_recursions_and_schedules_take_what_tables_say(kind, alpha, input_units):
+    most = 14
+    table = {
+        "hsm": lambda: hsm_table(33, most),
+        "ism": lambda: ism_table(33, most),
+        "msm": lambda: msm_table(33, most, alpha, input_units=input_units),
+    }[kind]()
+    least = recursive(kind, alpha, input_units)
+    for steps, memory in itertools.product(range(1, 34), range(kind != "msm", most + 1)):
+        assert table.forward_steps[memory, steps] == least(steps, memory), (steps, memory)
+        taken = run_actions(actions(table, steps, memory), steps, internal_units=alpha)
+        assert taken.forward_steps == table.forward_steps[memory, steps], (steps, memory)
+        used = {"hsm": taken.most_states, "ism": taken.most_internals, "msm": taken.most_units}[kind]
+        assert used <= memory, (steps, memory)
+
+
+def test_enough_memory_costs_no_step_and_hidden_states_alone_one_each():
+    for steps in range(1, 20):
+        assert ism_table(steps, steps).forward_steps[steps, steps] == steps
+        assert hsm_table(steps, steps).forward_steps[steps, steps] == 2 * steps - 1
+        assert msm_table(steps, 3 * steps, 3).forward_steps[3 * steps, steps] == steps
+
+
+def test_a_thousand_steps_in_a_twentieth_of_the_memory_take_a_third_more_time():
+    """Section 4 of the paper: 95 % of the memory, a third more time; a backward step takes as long as two forward."""
+    assert ism_table(1000, 50).forward_steps[50, 1000] == 1950
+    assert (2 * 1000 + 1950) / 3000 < 1.32
+    found = hsm_table(1000, 100).forward_steps[[10, 20, 50, 100], 1000].tolist()
+    assert found == [4636, 3747, 2948, 2898]
+
+
+@pytest.mark.slow
+def test_the_largest_table_takes_seconds():
+    table = hsm_table(1000, 400)
+    assert table.forward_steps[400, 1000] == revolve.forward_steps(1000, 400)
+
+
+def test_on_a_uniform_chain_of_stages_the_order_takes_the_forward_steps_of_the_schedule():
+    """One op a stage: the simulator's cost is the table's plus the backward ops."""
+    graph = with_backward(chain([4] * 12))
+    view = ChainView(graph, [[op] for op in range(12)])
+    for slots in (1, 2, 3, 5, 12):
+        _, cost = peak_and_cost(graph, order_of_actions(view, revolve.revolve(12, slots)))
+        # what the step that is differentiated writes is there already, for the step after it has read it
+        assert cost <= revolve.forward_steps(12, slots) + 12
+        assert cost >= revolve.forward_steps(12, slots) + 12 - 11
+
+
+def test_wrong_arguments_are_named():
+    for wrong in (lambda: hsm_table(0, 3), lambda: ism_table(4, 0), lambda: msm_table(4, -1, 2)):
+        with pytest.raises(ValueError, match="at least"):
+            wrong()
+    with pytest.raises(ValueError, match="at least one unit"):
+        msm_table(4, 3, 0)
+    with pytest.raises(ValueError, match="not in the table"):
+        list(actions(ism_table(5, 2), 5, 3))
+    with pytest.raises(ValueError, match="not in the table"):
+        list(actions(ism_table(5, 2), 6, 2))
+    with pytest.raises(ValueError, match="turn of"):
+        run_actions([revolve.Action("reverse", 0)], 2)

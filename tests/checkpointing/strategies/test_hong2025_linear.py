@@ -1,0 +1,161 @@
+"""Both objectives of Hong et al. 2025, against recursions, brute force, and the simulator."""
+
+import itertools
+import random
+
+import pytest
+
+from rmm_linear.checkpointing.generators import chain, with_backward
+from rmm_linear.checkpointing.simulate import peak_and_cost
+from rmm_linear.checkpointing.strategies.chain_reversal import segments_of_cuts
+from rmm_linear.checkpointing.strategies.hong2025_linear import fewest_kept_bytes, least_peak, least_sum
+from rmm_linear.checkpointing.strategies.segments import order_of_segments
+
+
+def segment(sizes, i, j, gradients):
+    if gradients == "one":
+        return sum(sizes[i + 1 : j + 1]) + max(sizes[i : j + 1])
+    return max(sum(sizes[i + 1 : layer + 1]) + sizes[layer] + sizes[layer - 1] for layer in range(i + 1, j + 1))
+
+
+def by_recursion(sizes, gradients):
+    peaks = [0] * len(sizes)
+    peaks[-1] = sizes[-1]
+    for i in range(len(sizes) - 2, -1, -1):
+        peaks[i] = sizes[i] + min(max(peaks[j], segment(sizes, i, j, gradients)) for j in range(i + 1, len(sizes)))
+    return peaks[0]
+
+
+def peak_of(sizes, layers, gradients):
+    """The largest sum at any time of the backward pass: checkpoints so far, and the segment that it goes through."""
+    if len(sizes) == 1:
+        return sizes[0]
+    kept = list(itertools.accumulate(sizes[layer] for layer in layers))
+    parts = [
+        before + segment(sizes, i, j, gradients)
+        for before, (i, j) in zip(kept, itertools.pairwise(layers), strict=False)
+    ]
+    return max(*parts, kept[-1])
+
+
+def chains(count, most, seed):
+    draw = random.Random(seed)
+    for _ in range(count):
+        largest = draw.choice((1, 3, 20, 1000))
+        yield [draw.randint(0, largest) for _ in range(draw.randint(1, most))]
+
+
+def choices(inner):
+    inner = list(inner)
+    return (chosen for count in range(len(inner) + 1) for chosen in itertools.combinations(inner, count))
+
+
+@pytest.mark.parametrize("gradients", ["both", "one"])
+def test_least_peak_equals_the_recursion_on_3000_chains(gradients):
+    for sizes in chains(3000, 16, seed=0):
+        found = least_peak(sizes, gradients=gradients)
+        assert found.bytes_needed == by_recursion(sizes, gradients), sizes
+        assert found.bytes_needed == peak_of(sizes, found.layers, gradients), sizes
+
+
+@pytest.mark.parametrize("gradients", ["both", "one"])
+def test_least_peak_equals_brute_force_on_300_chains(gradients):
+    for sizes in chains(300, 9, seed=1):
+        last = len(sizes) - 1
+        ends = (0,) if last == 0 else None
+        best = min(peak_of(sizes, ends or (0, *chosen, last), gradients) for chosen in choices(range(1, last)))
+        assert least_peak(sizes, gradients=gradients).bytes_needed == best, sizes
+
+
+def test_uniform_chains_take_what_is_published():
+    """2 sqrt(n) = 20, 40, 80 is what Chen's segments take by the first objective."""
+    assert [least_peak([1] * n, gradients="one").bytes_needed for n in (100, 400, 1600)] == [16, 30, 59]
+    # a second gradient is one layer more
+    assert [least_peak([1] * n).bytes_needed for n in (100, 400, 1600)] == [17, 31, 60]
+    assert [least_sum([1] * n).bytes_needed for n in (100, 400)] == [19, 39]
+
+
+def test_least_peak_is_what_the_simulator_measures():
+    """On a chain that ends with a loss of no bytes, for what the model does not count is that a result stays."""
+    for sizes in chains(200, 14, seed=2):
+        sizes = [*sizes, 0]
+        found = least_peak(sizes)
+        graph = with_backward(chain(sizes))
+        cuts = [layer + 1 for layer in found.layers if layer + 1 < len(sizes)]
+        order = order_of_segments(graph, segments_of_cuts(len(sizes), cuts))
+        assert peak_and_cost(graph, order)[0] == found.bytes_needed, sizes
+
+
+def test_no_segments_beat_least_peak_in_the_simulator():
+    for sizes in chains(30, 8, seed=3):
+        sizes = [*sizes, 0]
+        graph = with_backward(chain(sizes))
+        for cuts in choices(range(1, len(sizes))):
+            order = order_of_segments(graph, segments_of_cuts(len(sizes), cuts))
+            # a chain whose first layer is no checkpoint of its own is not among the paper's
+            if cuts[:1] == (1,):
+                assert peak_and_cost(graph, order)[0] >= least_peak(sizes).bytes_needed, (sizes, cuts)
+
+
+def sum_of(sizes, layers):
+    edges = [-1, *layers]
+    return sum(sizes[layer] for layer in layers) + max(sum(sizes[i + 1 : j]) for i, j in itertools.pairwise(edges))
+
+
+def test_least_sum_equals_brute_force():
+    for sizes in chains(300, 9, seed=4):
+        last = len(sizes) - 1
+        found = least_sum(sizes)
+        assert found.bytes_needed == min(sum_of(sizes, (*chosen, last)) for chosen in choices(range(last))), sizes
+        assert found.bytes_needed == sum_of(sizes, found.layers)
+
+
+def test_fewest_kept_bytes_equals_brute_force_with_prices_of_their_own():
+    draw = random.Random(5)
+    for sizes in chains(200, 8, seed=6):
+        last, prices = len(sizes) - 1, [draw.randint(0, 9) for _ in sizes]
+        for cap in {0, max(sizes), sum(sizes) // 2, sum(sizes)}:
+            allowed = [
+                layers
+                for chosen in choices(range(last))
+                for layers in [(*chosen, last)]
+                if all(sum(sizes[i + 1 : j]) <= cap for i, j in itertools.pairwise([-1, *layers]))
+            ]
+            kept, layers = fewest_kept_bytes(sizes, prices, cap)
+            assert kept == min(sum(prices[layer] for layer in chosen) for chosen in allowed)
+            assert layers in allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients", ["both", "one"])
+def test_a_million_layers_take_seconds(gradients):
+    draw = random.Random(7)
+    sizes = [draw.randint(1, 1000) for _ in range(10**6)]
+    found = least_peak(sizes, gradients=gradients)
+    assert found.bytes_needed == peak_of_long(sizes, found.layers, gradients)
+
+
+def peak_of_long(sizes, layers, gradients):
+    kept, most = 0, 0
+    for i, j in itertools.pairwise(layers):
+        kept += sizes[i]
+        part = sizes[i : j + 1]
+        if gradients == "one":
+            most = max(most, kept + sum(part[1:]) + max(part))
+        else:
+            held = 0
+            for before, size in itertools.pairwise(part):
+                held += size
+                most = max(most, kept + held + size + before)
+    return max(most, kept + sizes[-1])
+
+
+def test_wrong_arguments_are_named():
+    for wrong, message in (
+        (lambda: least_peak([]), "no layers"),
+        (lambda: least_sum([3, -1]), "at least 0"),
+        (lambda: least_peak([1, 2], gradients="none"), "neither"),
+        (lambda: fewest_kept_bytes([1, 2], [1], 3), "as many of each"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
