@@ -1,0 +1,1 @@
+"""Checkpointing by published planners: what they promise, and what is measured."""
