@@ -92,9 +92,9 @@ def plain_loop(cell: Callable[..., Any], inputs: Tensor, state: Any) -> tuple[Te
 def rows(
     *,
     steps: int = 1000,
-    batch: int = 16,
-    features: int = 128,
-    hidden: int = 128,
+    batch: int = 32,
+    features: int = 256,
+    hidden: int = 256,
     repeats: int = 5,
     device: str = "cpu",
     configurations: Sequence[dict[str, Any]] = CONFIGURATIONS,

@@ -15,8 +15,9 @@ Gradients are bit-identical to those of the plain loop
 on deterministic kernels, for inputs, initial state and parameters. Autograd adds up what reaches a tensor in the order
 of arrival: for a parameter from the last step to the first, use by use, and for a state that is also an output first
 what comes from the outputs. Sums are not associative, so the same order is kept here: what has been added up so far is
-the first summand of a step's gradient. Not bit-identical are gradients under autocast (whose cache of weights a plain
-loop shares between steps), and where a parameter is also used outside of the cell (two sums are added, not one).
+the first summand of a step's gradient. (A cell is taken to use a parameter equally often in each step.) Not
+bit-identical are gradients under autocast, whose cache of weights a plain loop shares between steps, and of parameters
+that are also used outside of the cell: two sums are added then, and not one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -258,6 +259,30 @@ def _check_leaves(roots: Sequence[Tensor], known: set[int], parameters: Sequence
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
+def _uses_some_twice(nodes: Sequence[Any], parameters: Sequence[Tensor]) -> bool:
+    """Whether a step's graph reaches one of the parameters by more than one edge."""
+    ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, parameters)}
+    reached: set[Any] = set()
+    waiting, seen = list(nodes), set(nodes) | {node for node, _ in ends}
+    while waiting:
+        for edge in waiting.pop().next_functions:
+            if edge in ends:
+                if edge in reached:
+                    return True
+                reached.add(edge)
+            elif edge[0] is not None and edge[0] not in seen:
+                seen.add(edge[0])
+                waiting.append(edge[0])
+    return False
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    # not in place: two parameters may share a gradient, as the two biases of an LSTM do
+    return one + other
+
+
 @dataclass
 class _Step:
     """A step whose graph is there."""
@@ -413,7 +438,7 @@ class _Run:
                     roots.append((edge, gradient))
             differentiable = bool(roots)
             # first summands: what the outputs say of the state before this step, and what later steps say of
-            # parameters
+            # parameters, which for one that a step uses once may as well be added afterwards (and is faster)
             seeds: dict[int, Tensor] = {}
             if number:
                 for output, place in self.shared:
@@ -421,7 +446,8 @@ class _Run:
                     if of_output is not None and step.state[place].requires_grad:
                         roots.append((step.state[place], of_output[number - 1]))
                         seeds[place] = of_output[number - 1]
-            roots += [(p, total) for p, total in zip(self.parameters, totals, strict=True) if total is not None]
+            if several:
+                roots += [(p, total) for p, total in zip(self.parameters, totals, strict=True) if total is not None]
             wanted = [*([step.input] if step.input.requires_grad else []), *self.parameters]
             wanted += [leaf for leaf in step.state if leaf.requires_grad]
             if not differentiable:
@@ -436,11 +462,15 @@ class _Run:
                 of_input = found.pop(0)
                 if of_input is not None:
                     of_inputs[number] = of_input
-            totals = found[: len(totals)]
+            of_parameters = found[: len(totals)]
             del found[: len(totals)]
+            totals = of_parameters if several else list(map(_sum, totals, of_parameters))
             of_state = [found.pop(0) if leaf.requires_grad else None for leaf in step.state]
 
         now = self.generators.get() if self.preserve_rng_state else None
+        last = self.stored[self.steps - 1]
+        several = _uses_some_twice([edge.node for edge in (*last.outputs, *last.following) if edge], self.parameters)
+        del last
         try:
             reverse(self.steps - 1)
             for kind, stage in self._rest():
@@ -515,7 +545,11 @@ class _Run:
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         # the cache must be off: what a step without a graph puts there has no gradient
-        return nullcontext() if self.autocast is None else torch.autocast(**self.autocast, cache_enabled=False)
+        if self.autocast is None:
+            return nullcontext()
+        if not self.autocast["enabled"] and not torch.is_autocast_enabled(self.autocast["device_type"]):
+            return nullcontext()
+        return torch.autocast(**self.autocast, cache_enabled=False)
 
 
 class _BPTT(torch.autograd.Function):
