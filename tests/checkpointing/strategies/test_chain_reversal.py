@@ -1,0 +1,74 @@
+"""A training graph as a chain of stages."""
+
+import ast
+from pathlib import Path
+
+from rmm_linear import checkpointing
+from rmm_linear.checkpointing.generators import chain, random_layers, u_shape, with_backward
+from rmm_linear.checkpointing.strategies.chain_reversal import (
+    ChainView,
+    balanced_cuts,
+    crossing_bytes,
+    segments_of_cuts,
+    some_counts,
+    written_bytes,
+)
+
+
+def test_crossing_bytes_are_those_that_stages_after_a_cut_read():
+    for seed in range(10):
+        graph = with_backward(random_layers(15, seed=seed))
+        prices = crossing_bytes(graph)
+        assert prices[0] == prices[-1] == 0
+        for cut in range(1, graph.forward_count):
+            view = ChainView(graph, segments_of_cuts(graph.forward_count, [cut]))
+            assert prices[cut] == view.bytes_of(view.state[1])
+            crossing = {
+                index
+                for op in graph.ops[cut : graph.forward_count]
+                for index in op.reads
+                if graph.writer[index] < cut and index not in graph.outputs
+            }
+            assert prices[cut] == sum(graph.storages[index].size_bytes for index in crossing)
+
+
+def test_every_backward_op_belongs_to_one_stage_and_keeps_its_turn():
+    for graph in (with_backward(u_shape(4)), with_backward(random_layers(15, seed=3)), with_backward(chain([2] * 9))):
+        view = ChainView(graph, segments_of_cuts(graph.forward_count, [3, 5]))
+        backward = [op for stage in reversed(view.backward) for op in stage]
+        assert backward == list(range(graph.forward_count, len(graph.ops)))
+
+
+def test_only_what_the_backward_pass_reads_is_written_for_it():
+    graph = with_backward(chain([3, 5, 7]))
+    assert written_bytes(graph) == [3, 5, 7]
+    assert written_bytes(chain([3, 5, 7])) == [0, 0, 0]
+
+
+def test_cuts_are_balanced_and_move_to_cheap_places_within_their_slack():
+    flat = [0] * 13
+    assert balanced_cuts([1] * 12, flat, 4, slack=0.0) == (3, 6, 9)
+    assert balanced_cuts([1] * 12, flat, 1, slack=0.5) == ()
+    assert balanced_cuts([9, 1, 1, 1], [0] * 5, 2, slack=0.0) == (1,)
+    prices = [9] * 13
+    prices[7] = 1
+    assert balanced_cuts([1] * 12, prices, 2, slack=0.0) == (6,)
+    assert balanced_cuts([1] * 12, prices, 2, slack=0.5) == (7,)
+    # too far away
+    assert balanced_cuts([1] * 12, prices, 4, slack=0.3) == (3, 6, 9)
+
+
+def test_counts_are_all_or_a_factor_apart():
+    assert some_counts(5, all_up_to=5, number=3) == [1, 2, 3, 4, 5]
+    assert some_counts(1000, all_up_to=5, number=4) == [1, 10, 100, 1000]
+
+
+def test_planning_imports_no_torch():
+    folder = Path(checkpointing.__path__[0])
+    planning = [*(folder / "strategies").glob("*.py"), folder / "bptt_plan.py", folder / "oracle.py"]
+    planning += [folder / "contract.py", *(folder / f"{name}.py" for name in ("graph", "schedule", "simulate"))]
+    for path in planning:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if name.split(".")[0] == "torch"], path.name

@@ -1,0 +1,92 @@
+"""Segments of Chen et al. 2016: sqrt(n) on uniform chains, caps that hold, and cuts where few bytes cross."""
+
+import random
+
+import pytest
+
+from rmm_linear.checkpointing.generators import chain, random_layers, with_backward
+from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.strategies.chain_reversal import segments_of_cuts
+from rmm_linear.checkpointing.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts, orders_of_cuts
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(100, 21), (400, 41), pytest.param(1600, 81, marks=pytest.mark.slow)])
+def test_uniform_chains_take_two_square_roots_of_memory(layers, expected):
+    """2 sqrt(n) + 1: sqrt(n) - 1 kept states and a segment of sqrt(n), as published, and two gradients beside them.
+
+    The last state needs no place of its own: it is the end of the last segment.
+    """
+    leanest = ChenSqrt().frontier(with_backward(chain([10] * layers)))[-1]
+    assert leanest.peak_bytes == 10 * expected
+    # one more forward pass at most
+    assert leanest.cost < 3 * layers
+
+
+def test_more_than_one_forward_pass_is_never_added():
+    for seed in range(6):
+        graph = with_backward(random_layers(30, seed=seed, density=0.3))
+        forward = sum(op.cost for op in graph.ops[: graph.forward_count])
+        assert all(proposal.cost <= graph.cost + forward for proposal in ChenSqrt().frontier(graph))
+
+
+def test_greedy_segments_keep_their_cap():
+    draw = random.Random(0)
+    for _ in range(300):
+        sizes = [draw.randint(0, 9) for _ in range(draw.randint(1, 30))]
+        prices = [draw.randint(0, 9) for _ in range(len(sizes) + 1)]
+        cap = draw.randint(1, 40)
+        segments = segments_of_cuts(len(sizes), greedy_cuts(sizes, prices, cap))
+        assert [op for segment in segments for op in segment] == list(range(len(sizes)))
+        for segment in segments:
+            assert len(segment) == 1 or sum(sizes[op] for op in segment) <= cap
+
+
+def test_greedy_cuts_where_the_cap_is_reached_if_all_places_cost_the_same():
+    assert greedy_cuts([1] * 10, [0] * 11, 4) == (4, 8)
+    assert greedy_cuts([1] * 10, [9, 9, 9, 1, 9, 9, 9, 9, 9, 9, 9], 4)[0] == 3
+    assert greedy_cuts([5, 1, 1, 7, 1], [0] * 6, 4) == (1, 3, 4)
+
+
+def hourglasses(number):
+    """Forward graphs of two wide halves with a narrow neck between them, after each other."""
+    sizes, edges, last = [], [], None
+    for _ in range(number):
+        start = len(sizes)
+        sizes += [40, 40, 1, 40]
+        edges += [(start, start + 1), (start, start + 2), (start + 1, start + 2), (start + 2, start + 3)]
+        if last is not None:
+            edges.append((last, start))
+        last = start + 3
+    return Graph.from_edges([1.0] * len(sizes), sizes, edges)
+
+
+def test_moving_cuts_to_narrow_places_saves_memory():
+    graph = with_backward(hourglasses(8))
+    leanest = ChenSqrt().frontier(graph)[-1].peak_bytes
+    # every segment of four ops from one neck to the next, the necks kept
+    count = graph.forward_count
+    rigid = min(
+        ChenSqrt().frontier(graph)[0].peak_bytes,
+        *(
+            peak(graph, cuts)
+            for step in range(2, count)
+            for cuts in [tuple(range(step, count, step))]
+            if any(cut % 4 != 3 for cut in cuts)
+        ),
+    )
+    assert leanest < rigid
+
+
+def peak(graph, cuts):
+    from rmm_linear.checkpointing.simulate import peak_and_cost
+
+    return min(peak_and_cost(graph, order)[0] for order in orders_of_cuts(graph, cuts))
+
+
+def test_the_last_segment_is_not_computed_again_where_nothing_is_gained():
+    graph = with_backward(chain([4] * 9))
+    first = next(iter(orders_of_cuts(graph, (3, 6))))
+    assert all(first.count(op) == 1 for op in (6, 7, 8))
+    assert first.count(0) == first.count(1) == first.count(3) == 2
+    # the ends of segments are kept
+    assert first.count(2) == first.count(5) == 1
