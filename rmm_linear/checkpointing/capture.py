@@ -498,6 +498,13 @@ class _Reading:
         for place, _ in updates:
             if inputs[place].meta["val"].requires_grad:
                 raise CaptureError("the step writes into an input that is differentiated; write into a copy of it")
+        hidden = sorted({str(node.target) for node in self._joint.graph.nodes if _packet(node) in _HIDDEN_WORKSPACE})
+        if hidden:
+            warnings.warn(
+                f"{', '.join(hidden)} keeps a workspace whose size torch does not tell: the peak of a plan is too low"
+                " by it. A loop over cells (`bptt_checkpoint`) has none",
+                stacklevel=3,
+            )
         graph, nodes = self._graph(
             results, [node for node, _ in looked_at], gradients, updates, {inputs[place] for place, _ in updates}
         )
