@@ -18,6 +18,7 @@ import contextlib
 import operator
 import random
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

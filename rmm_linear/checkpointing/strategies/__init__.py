@@ -6,6 +6,7 @@ from rmm_linear.checkpointing.strategies import (
     griewank2000_revolve,
     gruslys2016_bptt,
     hong2025_linear,
+    kusumoto2019_lower_sets,
 )
 from rmm_linear.checkpointing.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
 
@@ -20,4 +21,5 @@ __all__ = [
     "griewank2000_revolve",
     "gruslys2016_bptt",
     "hong2025_linear",
+    "kusumoto2019_lower_sets",
 ]
