@@ -7,6 +7,7 @@ from rmm_linear.checkpointing.strategies import (
     gruslys2016_bptt,
     hong2025_linear,
     kusumoto2019_lower_sets,
+    nested_lower_sets,
 )
 from rmm_linear.checkpointing.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
 
@@ -22,4 +23,5 @@ __all__ = [
     "gruslys2016_bptt",
     "hong2025_linear",
     "kusumoto2019_lower_sets",
+    "nested_lower_sets",
 ]

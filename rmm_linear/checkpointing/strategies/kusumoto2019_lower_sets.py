@@ -16,13 +16,14 @@ The *time-centric* plan has the least T of those below B. The *memory-centric* o
 coarse, and freeing each value after its last use, which eq. 2 knows nothing of, helps coarse blocks most (section 4.4).
 
 Here the chains are proposals. They come from a range of caps, are brought to the training graph by
-`order_of_segments`, and the simulator says what each takes. Four things are not the paper's, each because the
+`order_of_segments`, and the simulator says what each takes. Five things are not the paper's, each because the
 simulator found better chains with it:
 
 - The first nodes of the program, any number of them, are a lower set as well, and join the approximate family.
 - Beside 2 M(V_i), the program runs with one and with three times the bytes of a block that the backward pass reads:
   with liveness, a gradient goes where it is used, and 2 M is too much for some graphs and not enough for others.
 - The last block need not be computed again: the backward pass begins with it. Chains are proposed either way.
+- Blocks of equally many nodes, in the order of the program, are proposed as well.
 - From the chains with the least peaks a local search goes on, under the simulator, as `refined` says.
 """
 
@@ -72,7 +73,8 @@ class NodeGraph:
 
         An op whose results nobody reads but one later forward op belongs to that op's node: nothing is gained by
         keeping it without the other. A node is as large as what others read of it. What must not be computed twice
-        costs nothing again. Random ops keep their order, and come before the last result.
+        costs nothing again. Random ops keep their order, and come before the last result. Without a backward pass, each
+        op is a node of its own, all of which a backward pass might read.
 
         Args:
             graph: The training graph.
@@ -81,9 +83,11 @@ class NodeGraph:
             The paper's graph; its nodes are numbered in an order in which they can run.
         """
         count = graph.forward_count
+        has_backward = count < len(graph.ops)
         outputs = set(graph.outputs)
         root = list(range(count))
-        for position in reversed(range(count)):
+        # without backward ops nothing says what they would read
+        for position in reversed(range(count if has_backward else 0)):
             op = graph.ops[position]
             readers = {reader for index in op.writes for reader in graph.readers[index]}
             if len(readers) == 1 and op.is_recomputable and not op.is_random and outputs.isdisjoint(op.writes):
@@ -102,9 +106,8 @@ class NodeGraph:
         }
         draws = [position for position in range(count) if graph.ops[position].is_random]
         ordered = set(itertools.pairwise(draws))
-        if graph.results:
-            last_result = max(graph.writer[index] for index in graph.results)
-            ordered |= {(position, last_result) for position in draws if position < last_result}
+        last_result = max((graph.writer[index] for index in graph.results), default=0)
+        ordered |= {(position, last_result) for position in [d for d in draws if d < last_result][-1:]}
         return cls(
             costs=tuple(sum(graph.ops[op].cost for op in group if graph.ops[op].is_recomputable) for group in members),
             sizes=tuple(
@@ -123,7 +126,7 @@ class NodeGraph:
                     graph.storages[index].size_bytes
                     for op in group
                     for index in graph.ops[op].writes
-                    if any(reader >= count for reader in graph.readers[index])
+                    if not has_backward or any(reader >= count for reader in graph.readers[index])
                 )
                 for group in members
             ),
@@ -599,7 +602,7 @@ class _LowerSets(Strategy):
     # caps from the least feasible one to that of a single block, each in the same ratio to the one before
     caps: ClassVar[int] = 16
     # the local search begins at so many chains, and ends after so many computations of ops were looked at
-    most_starts: ClassVar[int] = 8
+    most_starts: ClassVar[int] = 4
     looked_at: ClassVar[int] = 200_000
 
     @abstractmethod
@@ -622,7 +625,7 @@ class _LowerSets(Strategy):
         Yields:
             Indices of ops, with repetitions.
         """
-        for segments, keep_last in self._plans(graph):
+        for segments, keep_last in self.plans(graph):
             yield _order(graph, segments, keep_last)
 
     def explain(self, graph: Graph, schedule: Schedule) -> Kept:
@@ -639,13 +642,20 @@ class _LowerSets(Strategy):
             ValueError: If this strategy does not propose such a schedule.
         """
         plain = [list(range(graph.forward_count))]
-        for segments, keep_last in itertools.chain([(plain, True)], self._plans(graph)):
+        for segments, keep_last in itertools.chain([(plain, True)], self.plans(graph)):
             if tuple(_order(graph, segments, keep_last)) == schedule.order:
                 return kept_by(graph, segments, last_is_kept=keep_last)
         raise ValueError(f"{self.name} proposes no such schedule for this graph; pass what its own plan returned")
 
-    def _plans(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
-        """Segments, and whether the last one is kept."""
+    def plans(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
+        """Return the chains that are proposed.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            The forward ops of each block, and whether the last one is kept instead of computed again.
+        """
         if graph.forward_count == 0:
             return
         nodes = NodeGraph.of_forward(graph)
@@ -655,6 +665,7 @@ class _LowerSets(Strategy):
         for times in (1, 3):
             other = LowerSetProgram(nodes, family, block_bytes=[times * held for held in nodes.backward_bytes])
             chains |= dict.fromkeys(_places_of_caps(other, self.caps // 2))
+        chains |= dict.fromkeys(_even_places(program))
 
         def judge(places: Sequence[int]) -> tuple[int, float]:
             return peak_and_cost(graph, _order(graph, segments_of_blocks(nodes, program.blocks(places)), True))
@@ -676,6 +687,19 @@ def _places_of_caps(program: LowerSetProgram, caps: int) -> Iterator[tuple[int, 
     least, largest = max(1, program.least_cap), program.largest_cap
     for number in range(caps):
         yield from program.centric_places(math.ceil(least * (largest / least) ** (number / (caps - 1))))
+
+
+def _even_places(program: LowerSetProgram) -> Iterator[tuple[int, ...]]:
+    """Chains of first nodes of the program, with as many nodes a block as can be, for numbers of blocks up to all."""
+    sizes = program.lower_sets.sum(axis=1)
+    prefixes = np.array([place for place, row in enumerate(program.lower_sets) if row[: sizes[place]].all()])
+    count = int(sizes[-1])
+    # all numbers of blocks of a small graph, two in each octave of a large one
+    numbers = range(1, count + 1) if count <= 64 else sorted({round(2 ** (half / 2)) for half in range(20)})
+    for number in numbers:
+        ends = range(0, count, -(-count // min(number, count)))
+        nearest = [int(prefixes[np.abs(sizes[prefixes] - end).argmin()]) for end in (*ends, count)]
+        yield tuple(dict.fromkeys(nearest))
 
 
 def _order(graph: Graph, segments: Sequence[Sequence[int]], keep_last: bool) -> list[int]:

@@ -1,0 +1,398 @@
+"""The dynamic program over lower sets against brute force, and its proposals against segments under the simulator."""
+
+import itertools
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+from network_shapes import dense_blocks, residual_chain, transformer
+
+from rmm_linear.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.checkpointing.graph import Graph, Op, Storage
+from rmm_linear.checkpointing.schedule import Schedule, validate
+from rmm_linear.checkpointing.simulate import peak_and_cost, simulate
+from rmm_linear.checkpointing.strategies import available_strategies, get_strategy
+from rmm_linear.checkpointing.strategies.kusumoto2019_lower_sets import (
+    LowerSetProgram,
+    NodeGraph,
+    all_lower_sets,
+    ancestor_closures,
+    chain_of_blocks,
+    program_prefixes,
+    refined,
+    thinned,
+)
+from rmm_linear.checkpointing.strategies.segments import order_of_segments
+
+
+def small_graphs(count: int) -> list[NodeGraph]:
+    shapes = itertools.cycle([(3, 2), (4, 3), (5, 3), (6, 2), (6, 4), (5, 1)])
+    return [
+        NodeGraph.of_forward(random_layers(nodes, seed=seed, width=width))
+        for seed, (nodes, width) in zip(range(count), shapes, strict=False)
+    ]
+
+
+def brute_force(nodes: NodeGraph) -> list[tuple[float, int]]:
+    """(overhead, peak) of each chain of lower sets, from the definitions and by plain sets."""
+    everything = frozenset(range(len(nodes.costs)))
+    edges = set(nodes.edges)
+    lower_sets = [
+        frozenset(some)
+        for size in range(len(everything) + 1)
+        for some in itertools.combinations(sorted(everything), size)
+        if not any(u not in some and v in some for u, v in edges)
+    ]
+    found: list[tuple[float, int]] = []
+
+    def extend(lower: frozenset[int], kept: frozenset[int], overhead: float, peak: int) -> None:
+        if lower == everything:
+            found.append((overhead, peak))
+            return
+        for larger in lower_sets:
+            if lower < larger:
+                block = larger - lower
+                after = {v for u, v in edges if u in larger}
+                before_after = {u for u, v in edges if v in after}
+                boundary = {u for u, v in edges if u in larger and v not in larger}
+                held = sum(
+                    nodes.sizes[node] * times
+                    for part, times in ((kept, 1), (block, 2), (after - larger, 1), (before_after - larger, 1))
+                    for node in part
+                )
+                again = sum(nodes.costs[node] for node in block - boundary)
+                extend(larger, kept | boundary, overhead + again, max(peak, held))
+
+    extend(frozenset(), frozenset(), 0.0, 0)
+    return found
+
+
+def test_dp_equals_brute_force_on_random_graphs() -> None:
+    for nodes in small_graphs(228):
+        chains = brute_force(nodes)
+        program = LowerSetProgram(nodes, all_lower_sets(nodes))
+        assert program.least_cap == min(peak for _, peak in chains)
+        for cap in sorted({peak for _, peak in chains})[::3]:
+            overheads = [overhead for overhead, peak in chains if peak <= cap]
+            time_centric, *rest = program.centric_plans(cap)
+            memory_centric = rest[0] if rest else time_centric
+            assert time_centric.overhead == min(overheads)
+            assert memory_centric.overhead == max(overheads)
+            assert max(time_centric.peak_bytes, memory_centric.peak_bytes) <= cap
+        assert program.centric_plans(program.least_cap - 1) == ()
+
+
+def test_what_is_reported_is_what_the_returned_chain_takes() -> None:
+    for number, nodes in enumerate(small_graphs(60)):
+        for family in (all_lower_sets(nodes), ancestor_closures(nodes)):
+            program = LowerSetProgram(nodes, family)
+            for cap in (program.least_cap, (program.least_cap + program.largest_cap) // 2, program.largest_cap):
+                for plan in program.centric_plans(cap):
+                    assert plan == chain_of_blocks(nodes, plan.blocks), number
+
+
+def test_fractional_costs_are_reported_exactly() -> None:
+    """Costs with no common divisor share levels of the table; the overhead is the chain's own all the same."""
+    draw = random.Random(3)
+    graph = Graph.from_edges([draw.uniform(0.1, 9.0) for _ in range(60)], [4] * 60, [(i, i + 1) for i in range(59)])
+    nodes = NodeGraph.of_forward(graph)
+    program = LowerSetProgram(nodes, ancestor_closures(nodes))
+    for cap in np.linspace(program.least_cap, program.largest_cap, 7).astype(int).tolist():
+        for plan in program.centric_plans(cap):
+            again = chain_of_blocks(nodes, plan.blocks)
+            assert plan.overhead == pytest.approx(again.overhead, rel=1e-12)
+            assert plan.peak_bytes == again.peak_bytes <= cap
+
+
+def test_coarse_levels_lose_at_most_a_few_of_them() -> None:
+    """60 nodes have 5000 levels to share; scaled to multiples of one number, the program is exact."""
+    draw = random.Random(5)
+    edges = [(i, i + 1) for i in range(59)]
+    exact_costs = [draw.randint(1, 60) for _ in range(60)]
+    sizes = [draw.randint(1, 9) for _ in range(60)]
+    exact = NodeGraph.of_forward(Graph.from_edges([float(c) for c in exact_costs], sizes, edges))
+    shifted = NodeGraph.of_forward(Graph.from_edges([c + 1e-9 * math.pi for c in exact_costs], sizes, edges))
+    for divisor in (1.5, 3, 6):
+        programs = [LowerSetProgram(nodes, ancestor_closures(nodes)) for nodes in (exact, shifted)]
+        cap = int(programs[0].largest_cap / divisor)
+        best, close = (program.centric_plans(cap)[0].overhead for program in programs)
+        assert best - 1e-6 <= close <= best * 1.02
+
+
+def test_approximate_is_never_better_than_exact() -> None:
+    worse = 0
+    for nodes in small_graphs(228):
+        exact = LowerSetProgram(nodes, all_lower_sets(nodes))
+        approximate = LowerSetProgram(nodes, ancestor_closures(nodes))
+        assert approximate.least_cap >= exact.least_cap
+        for cap in np.linspace(approximate.least_cap, exact.largest_cap, 4).astype(int).tolist():
+            assert approximate.centric_plans(cap)[0].overhead >= exact.centric_plans(cap)[0].overhead
+            assert approximate.centric_plans(cap)[-1].overhead <= exact.centric_plans(cap)[-1].overhead
+        worse += approximate.least_cap > exact.least_cap
+    # a test of a family that happens to be all lower sets would say nothing
+    assert worse > 20
+
+
+def test_approximate_equals_exact_on_chains() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        sizes = [draw.randint(1, 20) for _ in range(draw.randint(1, 14))]
+        nodes = NodeGraph.of_forward(chain(sizes, [float(draw.randint(1, 9)) for _ in sizes]))
+        assert np.array_equal(ancestor_closures(nodes), all_lower_sets(nodes))
+        assert np.array_equal(ancestor_closures(nodes), program_prefixes(nodes))
+        exact, approximate = (
+            LowerSetProgram(nodes, family) for family in (all_lower_sets(nodes), ancestor_closures(nodes))
+        )
+        assert exact.least_cap == approximate.least_cap
+        assert exact.centric_plans(exact.least_cap + 9) == approximate.centric_plans(exact.least_cap + 9)
+
+
+def test_lower_sets_are_all_there_are_and_closed() -> None:
+    for nodes in small_graphs(30):
+        count = len(nodes.costs)
+        closed = {
+            some
+            for some in itertools.product((False, True), repeat=count)
+            if not any(some[v] and not some[u] for u, v in nodes.edges)
+        }
+        rows = [tuple(row) for row in all_lower_sets(nodes).tolist()]
+        assert set(rows) == closed
+        assert len(rows) == len(closed)
+        for family in (ancestor_closures(nodes), program_prefixes(nodes), all_lower_sets(nodes)):
+            assert {tuple(row) for row in family.tolist()} <= closed
+            sizes = family.sum(axis=1)
+            assert (np.diff(sizes) >= 0).all()
+            assert sizes[0] == 0
+            assert sizes[-1] == count
+
+
+def test_too_many_lower_sets_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"more than 1500 lower sets.*kusumoto2019_approximate"):
+        get_strategy("kusumoto2019_exact").frontier(with_backward(star(12)))
+    assert get_strategy("kusumoto2019_approximate").frontier(with_backward(star(12)))
+
+
+def test_thinned_family_keeps_both_ends_and_the_smallest_boundaries() -> None:
+    nodes = NodeGraph.of_forward(chain([9, 9, 1, 9, 9, 1, 9, 9, 1, 9]))
+    family = ancestor_closures(nodes)
+    rows = thinned(nodes, family, 5)
+    assert rows.sum(axis=1).tolist() == [0, 3, 6, 9, 10]
+    assert thinned(nodes, family, 11) is family
+
+
+def test_family_without_its_ends_is_refused() -> None:
+    nodes = NodeGraph.of_forward(chain([1, 1]))
+    for rows in (ancestor_closures(nodes)[1:], ancestor_closures(nodes)[:-1]):
+        with pytest.raises(ValueError, match="begin with the empty one and end with all"):
+            LowerSetProgram(nodes, rows)
+
+
+def test_blocks_that_are_no_chain_are_refused() -> None:
+    nodes = NodeGraph.of_forward(chain([1, 1, 1]))
+    with pytest.raises(ValueError, match="each node once"):
+        chain_of_blocks(nodes, [[0, 1]])
+    with pytest.raises(ValueError, match="depends on a later one"):
+        chain_of_blocks(nodes, [[1], [0, 2]])
+
+
+def equal_count_segments(graph: Graph) -> tuple[int, float]:
+    """The best of all segmentations of the forward order into segments of equally many ops (Chen 2016)."""
+    count = graph.forward_count
+    found = []
+    for number in range(1, count + 1):
+        each = -(-count // number)
+        segments = [list(range(first, min(first + each, count))) for first in range(0, count, each)]
+        found.append(peak_and_cost(graph, order_of_segments(graph, segments)))
+    return min(found)
+
+
+def networks() -> dict[str, Graph]:
+    graphs = {
+        f"random {nodes} {width} {seed}": with_backward(random_layers(nodes, seed=seed, width=width))
+        for nodes, width in ((8, 3), (10, 4), (14, 2), (24, 4))
+        for seed in range(5)
+    }
+    graphs |= {f"U {depth}": with_backward(u_shape(depth, size=4096, seed=depth)) for depth in (3, 8)}
+    graphs |= {f"residual {blocks}": residual_chain(blocks) for blocks in (3, 10)}
+    graphs |= {"dense": dense_blocks(2, 5), "chain": with_backward(chain([7, 3, 9, 1, 5] * 8)), "star": star_graph()}
+    return graphs
+
+
+def star_graph() -> Graph:
+    return with_backward(star(7, seed=2))
+
+
+def test_peak_is_never_above_that_of_segments_of_equal_count() -> None:
+    strategy = get_strategy("kusumoto2019_approximate")
+    lower = 0
+    graphs = networks()
+    for name, graph in graphs.items():
+        least = strategy.frontier(graph)[-1].peak_bytes
+        bar, _ = equal_count_segments(graph)
+        assert least <= bar, name
+        lower += least < bar
+    assert lower >= len(graphs) // 4
+
+
+def test_memory_centric_plans_alone_are_below_segments_of_equal_count_on_networks() -> None:
+    """What the paper claims, of the plain program of the paper, without what was added to it."""
+    for graph in (residual_chain(16), with_backward(chain([10] * 100)), dense_blocks(4, 8)):
+        nodes = NodeGraph.of_forward(graph)
+        program = LowerSetProgram(nodes, ancestor_closures(nodes))
+        ratio = program.largest_cap / program.least_cap
+        peaks = []
+        for number in range(16):
+            plan = program.centric_plans(math.ceil(program.least_cap * ratio ** (number / 15)))[-1]
+            peaks.append(peak_and_cost(graph, order_of_segments(graph, plan.blocks))[0])
+        assert min(peaks) < equal_count_segments(graph)[0]
+
+
+@pytest.mark.parametrize("name", ["kusumoto2019_exact", "kusumoto2019_approximate"])
+def test_all_proposals_can_run_and_frontier_is_deterministic(name: str) -> None:
+    assert name in available_strategies()
+    for graph in (
+        with_backward(random_layers(9, seed=4)),
+        with_backward(u_shape(4, size=64)),
+        with_backward(chain([3])),
+        chain([3, 4, 5]),
+    ):
+        orders = list(get_strategy(name).orders(graph))
+        for order in orders:
+            validate(graph, Schedule.from_order(graph, order))
+        assert orders == list(get_strategy(name).orders(graph))
+
+
+def test_random_ops_keep_their_order_where_lower_sets_would_swap_them() -> None:
+    """Two branches that draw, interleaved: the ancestors of one draw alone would leave the other's behind."""
+    ops = [
+        Op("x", 1.0, (), (0,)),
+        Op("draw a", 1.0, (0,), (1,), is_random=True),
+        Op("draw b", 1.0, (0,), (2,), is_random=True),
+        Op("b", 1.0, (2,), (3,)),
+        Op("draw c", 1.0, (1,), (4,), is_random=True),
+        Op("loss", 1.0, (3, 4), (5,)),
+        Op("backward", 1.0, (1, 2, 3, 4, 5), (6,), is_backward=True),
+        Op("backward of x", 1.0, (0, 6), (7,), is_backward=True),
+    ]
+    graph = Graph(tuple(ops), tuple(Storage(str(i), 8) for i in range(8)), (5, 7), (5,))
+    assert NodeGraph.of_forward(graph).order_edges == ((1, 2), (2, 4), (4, 5))
+    for name in ("kusumoto2019_exact", "kusumoto2019_approximate"):
+        for order in get_strategy(name).orders(graph):
+            validate(graph, Schedule.from_order(graph, order))
+
+
+def test_draw_that_the_result_does_not_need_stays_before_it() -> None:
+    ops = [
+        Op("x", 1.0, (), (0,)),
+        Op("draw", 1.0, (0,), (1,), is_random=True),
+        Op("loss", 1.0, (0,), (2,)),
+        Op("backward", 1.0, (0, 1, 2), (3,), is_backward=True),
+    ]
+    graph = Graph(tuple(ops), tuple(Storage(str(i), 8) for i in range(4)), (2, 3), (2,))
+    orders = list(get_strategy("kusumoto2019_exact").orders(graph))
+    assert orders
+    for order in orders:
+        validate(graph, Schedule.from_order(graph, order))
+
+
+def test_ops_that_only_the_next_one_reads_are_one_node() -> None:
+    ops = [
+        Op("a", 2.0, (), (0, 1)),
+        Op("b", 3.0, (0, 1), (2,)),
+        Op("c", 5.0, (2,), (3,), is_recomputable=False),
+        Op("d", 7.0, (3,), (4, 5)),
+        Op("loss", 1.0, (4,), (6,)),
+        Op("backward", 1.0, (2, 5, 6), (7,), is_backward=True),
+    ]
+    sizes = (100, 200, 16, 32, 64, 128, 4, 8)
+    graph = Graph(tuple(ops), tuple(Storage(str(i), size) for i, size in enumerate(sizes)), (6, 7), (6,))
+    nodes = NodeGraph.of_forward(graph)
+    # c must not run twice, and d has a storage that the backward pass reads: neither joins the op after it
+    assert nodes.ops == ((0, 1), (2,), (3,), (4,))
+    assert nodes.edges == ((0, 1), (1, 2), (2, 3))
+    assert nodes.costs == (5.0, 0.0, 7.0, 1.0)
+    assert nodes.sizes == (16, 32, 192, 4)
+    assert nodes.backward_bytes == (16, 0, 128, 4)
+    for order in get_strategy("kusumoto2019_exact").orders(graph):
+        validate(graph, Schedule.from_order(graph, order))
+
+
+def test_local_search_only_gets_better_and_stops_in_time() -> None:
+    nodes = NodeGraph.of_forward(chain([5] * 12))
+    program = LowerSetProgram(nodes, ancestor_closures(nodes))
+    calls = []
+
+    def judge(places: list[int]) -> tuple[int, float]:
+        calls.append(tuple(places))
+        blocks = program.blocks(places)
+        return max(map(len, blocks)) + len(blocks), float(sum(len(block) ** 2 for block in blocks))
+
+    found = list(refined(program, (0, 12), judge, evaluations=200))
+    scores = [judge(places) for places in found]
+    assert len(scores) > 1
+    assert scores == sorted(set(scores), reverse=True)
+    # three blocks of four nodes, or four of three
+    assert scores[-1][0] == 7
+    calls.clear()
+    list(refined(program, (0, 12), judge, evaluations=5))
+    assert len(calls) == 5
+    assert len(set(calls)) == 5
+
+
+def test_explain_names_what_is_kept() -> None:
+    graph = with_backward(chain([10] * 16))
+    strategy = get_strategy("kusumoto2019_approximate")
+    least = strategy.frontier(graph)[-1]
+    schedule = strategy.plan(graph, least.peak_bytes)
+    kept = strategy.explain(graph, schedule)
+    assert [name for block in kept.blocks for name in block] == [str(node) for node in range(16)]
+    # the boundary of the first nodes of a chain is the last of them
+    ends = list(itertools.accumulate(len(block) for block in kept.blocks))[:-1]
+    assert kept.lower_sets == tuple((end, (str(end - 1),)) for end in ends)
+    assert f"L_1: {ends[0]} ops, {ends[0]} of them new; keeps {ends[0] - 1}" in str(kept)
+    # what the text says is kept is what is in memory when the forward pass ends and read later
+    order = schedule.order
+    first_backward = next(place for place, op in enumerate(order) if graph.ops[op].is_backward)
+    written, alive = set(range(16)), set()
+    for op in order[first_backward:]:
+        alive |= {index for index in graph.ops[op].reads if index in written and index < 16}
+        written -= set(graph.ops[op].writes)
+    last = {int(name) for name in kept.blocks[-1]} if kept.last_is_kept else set()
+    assert alive == {end - 1 for end in ends} | last
+    assert strategy.explain(graph, Schedule.plain(graph)).lower_sets == ()
+    with pytest.raises(ValueError, match="proposes no such schedule"):
+        strategy.explain(graph, Schedule.from_order(graph, [0, *range(32)]))
+
+
+def test_budget_is_kept_under_the_simulator() -> None:
+    graph = residual_chain(8)
+    strategy = get_strategy("kusumoto2019_approximate")
+    plain = simulate(graph, Schedule.plain(graph)).peak_bytes
+    for share in (0.5, 0.7, 0.9):
+        assert simulate(graph, strategy.plan(graph, int(plain * share))).peak_bytes <= plain * share
+
+
+def test_transformer_is_no_worse_than_block_by_block() -> None:
+    """The bar that users know, one segment a block: a point of the frontier is below it in peak and in cost."""
+    graph, blocks = transformer(3, rows=128, width=32, heads=2, length=32)
+    peak, cost = peak_and_cost(graph, order_of_segments(graph, blocks))
+    frontier = get_strategy("kusumoto2019_approximate").frontier(graph)
+    assert any(proposal.peak_bytes <= peak and proposal.cost < cost for proposal in frontier)
+
+
+@pytest.mark.slow
+def test_transformer_of_16_blocks_is_better_than_block_by_block() -> None:
+    graph, blocks = transformer()
+    peak, cost = peak_and_cost(graph, order_of_segments(graph, blocks))
+    frontier = get_strategy("kusumoto2019_approximate").frontier(graph)
+    assert any(proposal.peak_bytes <= peak and proposal.cost < cost for proposal in frontier)
+
+
+@pytest.mark.slow
+def test_frontier_of_600_nodes_takes_at_most_ten_seconds() -> None:
+    for graph in (with_backward(chain([10] * 600)), with_backward(random_layers(600, seed=0))):
+        begin = time.process_time()
+        get_strategy("kusumoto2019_approximate").frontier(graph)
+        assert time.process_time() - begin < 10

@@ -1,0 +1,65 @@
+"""Two-level recomputation: every order can run, and long chains take less than one level can give."""
+
+import pytest
+from network_shapes import dense_blocks, residual_chain, transformer
+
+from rmm_linear.checkpointing.generators import chain, random_layers, u_shape, with_backward
+from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.schedule import Schedule, validate
+from rmm_linear.checkpointing.simulate import peak_and_cost
+from rmm_linear.checkpointing.strategies import get_strategy
+from rmm_linear.checkpointing.strategies.nested_lower_sets import order_of_nested_segments
+from rmm_linear.checkpointing.strategies.segments import order_of_segments
+
+
+def cut(graph: Graph, fine: int, coarse: int) -> list[list[list[int]]]:
+    ops = list(range(graph.forward_count))
+    segments = [ops[first : first + fine] for first in range(0, len(ops), fine)]
+    return [segments[first : first + coarse] for first in range(0, len(segments), coarse)]
+
+
+def test_nested_orders_can_run_on_all_shapes() -> None:
+    graphs = [with_backward(random_layers(17, seed=seed, width=4)) for seed in range(10)]
+    graphs += [with_backward(u_shape(6)), dense_blocks(2, 3), residual_chain(4), transformer(2)[0], chain([1, 2, 3])]
+    for graph in graphs:
+        for fine, coarse in ((1, 2), (2, 2), (3, 2), (2, 5), (5, 1), (100, 1)):
+            order = order_of_nested_segments(graph, cut(graph, fine, coarse))
+            validate(graph, Schedule.from_order(graph, order))
+
+
+def test_forward_ops_of_a_chain_run_at_most_three_times() -> None:
+    graph = with_backward(chain([1] * 27))
+    order = order_of_nested_segments(graph, cut(graph, 3, 3))
+    counts = [order.count(op) for op in range(27)]
+    # twice where the coarse run leaves its inner boundary behind, once where a boundary or the last segment is kept
+    assert counts == [3, 3, 2, 3, 3, 2, 2, 2, 1] * 2 + [3, 3, 2, 3, 3, 2, 1, 1, 1]
+
+
+def test_one_coarse_segment_for_each_fine_one_is_one_level() -> None:
+    graph = with_backward(chain([1] * 12))
+    order = order_of_nested_segments(graph, cut(graph, 3, 1))
+    assert max(order.count(op) for op in range(12)) == 2
+
+
+def test_segments_that_miss_an_op_are_refused() -> None:
+    graph = with_backward(chain([1] * 4))
+    with pytest.raises(ValueError, match="each forward op once"):
+        order_of_nested_segments(graph, [[[0, 1]], [[3]]])
+
+
+def test_two_levels_lower_the_peak_of_a_long_chain() -> None:
+    graph = with_backward(chain([10] * 100))
+    one = get_strategy("kusumoto2019_approximate").frontier(graph)[-1]
+    two = get_strategy("nested_lower_sets").frontier(graph)[-1]
+    assert two.peak_bytes < 0.9 * one.peak_bytes
+    assert two.cost < 1.25 * one.cost
+
+
+@pytest.mark.slow
+def test_two_levels_lower_the_peak_of_a_transformer() -> None:
+    graph, blocks = transformer()
+    bar, _ = peak_and_cost(graph, order_of_segments(graph, blocks))
+    frontier = get_strategy("nested_lower_sets").frontier(graph)
+    for proposal in frontier:
+        validate(graph, Schedule.from_order(graph, proposal.order))
+    assert frontier[-1].peak_bytes < 0.85 * bar
