@@ -2,7 +2,14 @@
 
 import pytest
 
-from rmm_linear.checkpointing.strategies.chain_reversal import run_actions
+from rmm_linear.checkpointing.generators import chain, with_backward
+from rmm_linear.checkpointing.simulate import peak_and_cost
+from rmm_linear.checkpointing.strategies.chain_reversal import (
+    ChainView,
+    order_of_actions,
+    run_actions,
+    segments_of_cuts,
+)
 from rmm_linear.checkpointing.strategies.griewank2000_revolve import forward_steps, repetitions, revolve, split
 
 
@@ -35,6 +42,17 @@ def test_long_chains_need_no_table():
     assert taken.forward_steps == forward_steps(steps, 60)
     assert repetitions(steps, 60) == 3
     assert repetitions(40_000, 60) == 4
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_each_snapshot_is_one_more_state_in_the_simulator(width):
+    """Snapshots, a stage's internals, two gradients, the chain's result, and the state of the step after the stage."""
+    graph = with_backward(chain([4] * 24))
+    view = ChainView(graph, segments_of_cuts(24, list(range(width, 24, width))))
+    for slots in (1, 2, 3, 4, 6):
+        peak, _ = peak_and_cost(graph, order_of_actions(view, revolve(24 // width, slots)))
+        # the initial state is computed and not given: slots - 1 are held
+        assert peak == 4 * (slots - 1 + width + 2 + 1 + 1)
 
 
 def test_known_values():
