@@ -174,6 +174,7 @@ def test_every_check_catches_some_mutant():
     assert set(itertools.chain.from_iterable(MUTANTS.values())) == set(CHECKS)
 
 
+@pytest.mark.slow
 def test_the_search_over_all_orders_passes_and_is_optimal():
     assert failing(Exhaustive) == set()
 
