@@ -4,16 +4,16 @@ The paper's graph has the intermediate values of the forward pass for nodes: nod
 to hold. A *lower set* L holds with each node all that it depends on; its *boundary* dL are the nodes of L that a node
 outside reads. A plan is a chain L_1 < L_2 < ... < L_k = V. The forward pass keeps the boundaries; the backward pass
 goes through the blocks V_i = L_i \ L_(i-1) from the last, and computes each again from the boundaries before it
-(section 3). With U_i the union of the first i boundaries, this takes
+(section 3). With U_i the union of the first i boundaries, this takes, by what is called eqs. 1 and 2 below,
 
     overhead  T = sum over i of T(V_i \ dL_i)                                                               (eq. 1)
     peak      M = max over i of M(U_(i-1)) + 2 M(V_i) + M(succ(L_i) \ L_i) + M(pred(succ(L_i)) \ L_i)        (eq. 2)
 
 which a dynamic program over (L, t) minimises: of all chains that end in L after an overhead of t, with no block above
-the cap B, only the one with the least M(U) matters (section 4.1). Over all lower sets the program is exact, and there
-may be exponentially many; the approximate one looks at {} and V and the ancestors of each node alone (section 4.3).
+the cap B, only the one with the least M(U) matters. Over all lower sets the program is exact, and there
+may be exponentially many; the approximate one looks at {} and V and the ancestors of each node alone.
 The *time-centric* plan has the least T of those below B. The *memory-centric* one has the largest: its blocks are
-coarse, and freeing each value after its last use, which eq. 2 knows nothing of, helps coarse blocks most (section 4.4).
+coarse, and freeing each value after its last use, which eq. 2 knows nothing of, helps coarse blocks most.
 
 Here the chains are proposals. They come from a range of caps, are brought to the training graph by
 `order_of_segments`, and the simulator says what each takes. Five things are not the paper's, each because the
