@@ -4,7 +4,7 @@ import pytest
 from network_shapes import dense_blocks, residual_chain, transformer
 
 from rmm_linear.checkpointing.generators import chain, random_layers, u_shape, with_backward
-from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.graph import Graph, Op, Storage
 from rmm_linear.checkpointing.schedule import Schedule, validate
 from rmm_linear.checkpointing.simulate import peak_and_cost
 from rmm_linear.checkpointing.strategies import get_strategy
@@ -39,6 +39,19 @@ def test_one_coarse_segment_for_each_fine_one_is_one_level() -> None:
     graph = with_backward(chain([1] * 12))
     order = order_of_nested_segments(graph, cut(graph, 3, 1))
     assert max(order.count(op) for op in range(12)) == 2
+
+
+def test_what_the_backward_pass_does_not_read_is_not_computed_again() -> None:
+    ops = [
+        Op("a", 1.0, (), (0,)),
+        Op("b", 1.0, (0,), (1,)),
+        Op("c", 1.0, (1,), (2,)),
+        Op("loss", 1.0, (2,), (3,)),
+        Op("backward", 1.0, (0, 2, 3), (4,), is_backward=True),
+    ]
+    graph = Graph(tuple(ops), tuple(Storage(str(i), 8) for i in range(5)), (3, 4), (3,))
+    # c is kept, a is computed again, and b stays between them
+    assert order_of_nested_segments(graph, [[[0, 1, 2]], [[3]]]) == [0, 1, 2, 3, 0, 4]
 
 
 def test_segments_that_miss_an_op_are_refused() -> None:
