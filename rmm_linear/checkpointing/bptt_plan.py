@@ -174,7 +174,8 @@ def _plan_for_bytes(
     most = {
         "hsm": min(steps, 1 + budget_bytes // max(1, state_bytes)),
         "ism": min(steps, 1 + budget_bytes // max(1, internal_bytes)),
-        "msm": 1 + min(budget_bytes // unit, steps * (internal_bytes // unit + 2)),
+        # a table's places are not all taken at one time: those of a quarter more may still fit
+        "msm": 1 + min(budget_bytes * 5 // (4 * unit), steps * (internal_bytes // unit + 2)),
     }[strategy]
     family = _Family(strategy, steps, max(most, least), unit, state_bytes, internal_bytes)
     best = _plan(family, least)

@@ -24,6 +24,26 @@ class TestHong2025(StrategyContract):
         return get_strategy("hong2025_linear")
 
 
+class TestKusumoto2019Approximate(StrategyContract):
+    def make(self):
+        return get_strategy("kusumoto2019_approximate")
+
+
+class TestKusumoto2019Exact(StrategyContract):
+    def make(self):
+        return get_strategy("kusumoto2019_exact")
+
+
+class TestNestedLowerSets(StrategyContract):
+    def make(self):
+        return get_strategy("nested_lower_sets")
+
+
+class TestAuto(StrategyContract):
+    def make(self):
+        return get_strategy("auto")
+
+
 def test_every_strategy_has_its_contract():
     tested = {
         contract().make().name for contract in StrategyContract.__subclasses__() if contract.__module__ == __name__
