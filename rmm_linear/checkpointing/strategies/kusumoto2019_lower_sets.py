@@ -600,10 +600,10 @@ class _LowerSets(Strategy):
     """What the exact and the approximate program have in common: caps, search, and the way to the training graph."""
 
     # caps from the least feasible one to that of a single block, each in the same ratio to the one before
-    caps: ClassVar[int] = 16
+    caps: ClassVar[int] = 12
     # the local search begins at so many chains, and ends after so many computations of ops were looked at
     most_starts: ClassVar[int] = 4
-    looked_at: ClassVar[int] = 200_000
+    looked_at: ClassVar[int] = 100_000
 
     @abstractmethod
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
