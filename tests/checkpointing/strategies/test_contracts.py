@@ -30,6 +30,8 @@ class TestKusumoto2019Approximate(StrategyContract):
 
 
 class TestKusumoto2019Exact(StrategyContract):
+    small = True
+
     def make(self):
         return get_strategy("kusumoto2019_exact")
 
@@ -40,6 +42,8 @@ class TestNestedLowerSets(StrategyContract):
 
 
 class TestAuto(StrategyContract):
+    small = True
+
     def make(self):
         return get_strategy("auto")
 
