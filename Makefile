@@ -14,10 +14,16 @@ BENCH_FLAGS ?=
 GPU_FLAGS ?=
 PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
+# Tests run side by side, one process a core, each with one thread; those of a class or a file stay together.
+PARALLEL := OMP_NUM_THREADS=1
+PYTEST_PARALLEL := -n auto --dist loadscope
+
 # With an interpreter given, the sources are found by their path and there is nothing to set up.
 READY := $(STAMP)
 ifneq ($(PY),$(VENV)/bin/python)
 READY :=
+PARALLEL :=
+PYTEST_PARALLEL :=
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
@@ -48,11 +54,11 @@ glue: $(READY)
 	$(PY) -m experiments.glue.run --config demo --grid --report $(GLUE_FLAGS)
 
 test: $(READY)
-	$(PY) -m pytest $(PYTEST_FLAGS)
+	$(PARALLEL) $(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_FLAGS)
 
 # -m "" lifts the default selection, which leaves the slow tests out
 check: lint
-	$(PY) -m pytest -m "" $(PYTEST_FLAGS)
+	$(PARALLEL) $(PY) -m pytest $(PYTEST_PARALLEL) -m "" $(PYTEST_FLAGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

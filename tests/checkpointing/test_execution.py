@@ -16,12 +16,15 @@ from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.checkpointing import (
     Schedule,
     apply_schedule,
+    available_strategies,
     capture,
     checkpoint_model,
     checkpoint_step,
+    get_strategy,
     remove_checkpointing,
     simulate,
 )
+from rmm_linear.checkpointing.execute import Runner
 from rmm_linear.checkpointing.strategies.segments import order_of_segments
 from rmm_linear.errors import CaptureError, DoubleBackwardError, InfeasibleBudgetError, ScheduleError
 
@@ -183,6 +186,29 @@ def test_bits_and_bytes_are_as_promised(case):
         peaks.append(simulate(graph, schedule).peak_bytes)
         assert measured.peak == peaks[-1]
     assert min(peaks[1:]) < peaks[0]
+
+
+@pytest.mark.parametrize("strategy", available_strategies())
+def test_what_every_strategy_proposes_runs_as_promised(strategy):
+    torch.manual_seed(0)
+    layers = [layer for width in (24, 8, 16, 4) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
+    model, x, one = nn.Sequential(*layers), torch.randn(64, 12), torch.ones(())
+    model(x)
+    captured = capture(model, (x,), step=lambda model, x: model(x).square().mean())
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)
+    reference(x).square().mean().backward()
+    frontier = get_strategy(strategy).frontier(captured.graph)
+    assert len(frontier) > 1
+    for proposal in frontier:
+        runner = Runner(captured, Schedule.from_order(captured.graph, proposal.order))
+        model.zero_grad()
+        torch.manual_seed(1)
+        with MeasuredPeak(list(model.parameters()), x, one) as measured:
+            runner([*model.parameters(), x]).backward(one)
+        assert measured.peak == proposal.peak_bytes
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_gradients_add_up_and_memory_goes_with_the_loss():
