@@ -1,5 +1,6 @@
 """Plan what a training step keeps and what it computes again, and run the plan."""
 
+from rmm_linear.checkpointing.bptt import bptt_checkpoint
 from rmm_linear.checkpointing.capture import Capture, capture
 from rmm_linear.checkpointing.graph import Graph, Op, Storage
 from rmm_linear.checkpointing.planned import (
@@ -28,6 +29,7 @@ __all__ = [
     "Storage",
     "apply_schedule",
     "available_strategies",
+    "bptt_checkpoint",
     "capture",
     "checkpoint_model",
     "checkpoint_sequential",
