@@ -350,7 +350,7 @@ def test_candidates_without_padding_use_the_models_mask(network):
         ({"layers_at_once": True}, "layers_at_once=True is not a positive int"),
         ({"runs": [lambda: None]}, "no layer was measured; run a forward and a backward pass"),
     ],
-    ids=str,
+    ids=["no runs", "no configurations", "zero layers", "a bool of layers", "no layer runs"],
 )
 def test_bad_arguments_are_named(network, change, message):
     arguments = {"runs": runs_of(network)[:1], "configs": CONFIGS, **change}
