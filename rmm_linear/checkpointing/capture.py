@@ -46,6 +46,13 @@ from rmm_linear.errors import CaptureError
 _UPDATES_BUFFERS = {
     torch.ops.aten._native_batch_norm_legit_functional.default,
 }
+# With a reduction they return one number in memory as large as that of all numbers, which hollow tensors don't tell.
+_REDUCED_IN_PLACE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
 _NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
 # Kernels with a workspace that torch says nothing about.
 _HIDDEN_WORKSPACE = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"}
@@ -609,7 +616,7 @@ class _Reading:
         used: dict[int, list[fx.Node]] = {}
         for part, tensor in parts:
             used.setdefault(tensor.untyped_storage()._cdata, []).append(part)
-        sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_of(node)}
+        sizes = {tensor.untyped_storage()._cdata: _bytes_in_earnest(node, tensor) for tensor in tensors_of(node)}
         for memory in list(fresh):
             if memory not in used:
                 del fresh[memory]
@@ -652,6 +659,16 @@ class _Reading:
 
 def _packet(node: fx.Node) -> str:
     return getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
+
+
+def _bytes_in_earnest(node: fx.Node, tensor: Tensor) -> int:
+    """Bytes of the memory that a hollow tensor stands for."""
+    if node.target in _REDUCED_IN_PLACE:
+        numbers = torch.broadcast_shapes(
+            *(each.shape for source in node.all_input_nodes for each in tensors_of(source))
+        )
+        return max(tensor.untyped_storage().nbytes(), numbers.numel() * tensor.element_size())
+    return tensor.untyped_storage().nbytes()
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

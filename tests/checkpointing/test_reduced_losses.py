@@ -1,0 +1,45 @@
+"""Losses whose result lies in more memory than it needs: what is counted is what is there."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from measured_peak import MeasuredPeak
+from torch import Tensor, nn
+
+from rmm_linear.checkpointing.capture import capture
+from rmm_linear.checkpointing.execute import Runner
+from rmm_linear.checkpointing.schedule import Schedule
+from rmm_linear.checkpointing.simulate import simulate
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse": F.mse_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "bce": lambda x, y, **options: F.binary_cross_entropy(x.sigmoid(), y, **options),
+    "bce, weighted": lambda x, y, **options: F.binary_cross_entropy(x.sigmoid(), y, torch.ones(16), **options),
+    "soft_margin": F.soft_margin_loss,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+    "nll": lambda x, y, **options: F.nll_loss(x, torch.zeros(17, dtype=torch.int64), **options),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_simulated_peak_of_a_loss_is_the_measured_one(name: str, reduction: str) -> None:
+    model, x, y = nn.Linear(16, 16), torch.randn(17, 16), torch.rand(17, 16)
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return LOSSES[name](model(x), y, reduction=reduction)
+
+    captured = capture(model, (x, y), step=step)
+    schedule = Schedule.plain(captured.graph)
+    inputs = [*model.parameters(), x, y]
+    constants = [value for value in vars(captured.module).values() if isinstance(value, Tensor)]
+    tangent = torch.ones_like(step(model, x, y))
+    run = Runner(captured, schedule)
+    with MeasuredPeak(inputs, constants, tangent) as measured:
+        run(inputs).backward(tangent)
+    assert simulate(captured.graph, schedule).peak_bytes == measured.peak
