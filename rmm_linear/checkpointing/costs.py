@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
@@ -10,6 +11,11 @@ from torch.utils.flop_counter import flop_registry
 # FLOPs that a device does in the time in which it moves a byte, and the FLOPs of a launch's time.
 _FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 150.0}
 _LAUNCH_BYTES = {"cpu": 2.0**14, "cuda": 2.0**23}
+# matrix products of attention kernels that torch has no formula for, and the place of the query among their arguments
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (2, 0),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (5, 1),
+}
 _UNITS = {"roofline": "bytes moved in the same time", "flops": "flops", "bytes": "bytes", "ops": "ops"}
 
 
@@ -66,5 +72,9 @@ def _moved_bytes(leaf: Any) -> int:
 
 def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:
     packet = getattr(node.target, "_overloadpacket", None)
+    if packet in _ATTENTION:
+        products, first = _ATTENTION[packet]
+        query, key = args[first : first + 2]
+        return 2.0 * products * query.numel() * key.shape[-2]
     formula = flop_registry.get(packet) or flop_registry.get(node.target)
     return float(formula(*args, **kwargs, out_val=node.meta["val"])) if formula else 0.0
