@@ -7,7 +7,7 @@ import argparse
 import csv
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.glue import allocated
@@ -131,11 +131,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(text: str) -> str:
+def filled(text: str, blocks: Mapping[str, Callable[[], str]] | None = None) -> str:
     """Return a text with its blocks filled.
 
     Args:
         text: Markdown with markers.
+        blocks: What makes each block; those of README.md by default.
 
     Returns:
         The same text with what the results say between the markers.
@@ -143,7 +144,7 @@ def filled(text: str) -> str:
     Raises:
         ValueError: If a block has no markers.
     """
-    for name, make in BLOCKS.items():
+    for name, make in (BLOCKS if blocks is None else blocks).items():
         pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
         if not pattern.search(text):
             markers = f"<!-- begin: {name} --> and <!-- end: {name} -->"
