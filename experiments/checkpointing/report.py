@@ -166,7 +166,7 @@ def planned_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> s
 
 
 def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> str:
-    """Return each strategy's least peak whose extra time is at most a third: a line a model.
+    """Return each strategy's least peak whose extra time is at most a third, "-" where it refuses: a line a model.
 
     Args:
         rows: Rows of the frontiers.

@@ -89,12 +89,16 @@ def frontiers(graph: Graph, names: Sequence[str]) -> tuple[Frontiers, dict[str, 
         names: The strategies.
 
     Returns:
-        What each can do, and the seconds that it took.
+        What each can do, and the seconds that it took; nothing of a strategy that refuses the graph.
     """
     found, seconds = {}, {}
     for name in names:
         start = time.perf_counter()
-        found[name] = get_strategy(name).frontier(graph)
+        try:
+            found[name] = get_strategy(name).frontier(graph)
+        except ValueError as error:
+            print(f"{name} refuses a graph of {len(graph.ops)} ops: {error}", flush=True)
+            continue
         seconds[name] = time.perf_counter() - start
     return found, seconds
 

@@ -16,6 +16,7 @@ from experiments import readme
 from experiments.checkpointing import baselines, instruments, models, report, run
 from experiments.glue.errors import HarnessError
 from rmm_linear.checkpointing import Schedule, capture, simulate
+from rmm_linear.checkpointing.strategies.base import Strategy
 
 COMMITTED = (run.RESULTS / report.MEASURED_FILE).exists()
 # three blocks of a tiny ResNet: batch norm, residuals, strides
@@ -189,6 +190,24 @@ def test_measured_flops_are_those_that_were_planned(tiny_rows: Any) -> None:
         if row["method"] == "planned":
             found = [each["extra_flops"] for each in small if each["peak_bytes"] == row["peak_bytes"]]
             assert row["extra_flops"] in found
+
+
+def test_a_strategy_that_refuses_a_graph_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def frontier(self, graph: Any) -> Any:
+            raise ValueError("too many ops")
+
+    class PlainOnly(Strategy):
+        name = "plain only"
+
+        def orders(self, graph: Any) -> Any:
+            return ()
+
+    model, batch = TINY.at(TINY.small)
+    graph = capture(model, batch, step=TINY.step).graph
+    monkeypatch.setattr(run, "get_strategy", lambda name: Refusing() if name == "b" else PlainOnly())
+    found, seconds = run.frontiers(graph, ["a", "b"])
+    assert set(found) == set(seconds) == {"a"}
 
 
 def _row(**changes: Any) -> dict[str, Any]:
