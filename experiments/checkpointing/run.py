@@ -125,7 +125,7 @@ def frontier_rows(captured: Capture, shape: str, names: Sequence[str]) -> tuple[
 
     Args:
         captured: The captured step.
-        shape: What to call its size.
+        shape: What to call its size; "full" is planned with the gradients freed as well.
         names: The strategies.
 
     Returns:
@@ -134,7 +134,10 @@ def frontier_rows(captured: Capture, shape: str, names: Sequence[str]) -> tuple[
     flops = op_flops(captured)
     rows = []
     every: list[Frontiers] = []
-    for gradients, graph in (("kept", captured.graph), ("freed", without_gradients(captured.graph))):
+    graphs = {"kept": captured.graph}
+    if shape == "full":
+        graphs["freed"] = without_gradients(captured.graph)
+    for gradients, graph in graphs.items():
         plain = simulate(graph, Schedule.plain(graph))
         found, seconds = frontiers(graph, names)
         every.append(found)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from experiments import readme
@@ -19,10 +18,10 @@ from rmm_linear.checkpointing import Schedule, capture, simulate
 from rmm_linear.checkpointing.strategies.base import Strategy
 
 COMMITTED = (run.RESULTS / report.MEASURED_FILE).exists()
-# three blocks of a tiny ResNet: batch norm, residuals, strides
+# two blocks of a tiny ResNet: batch norm, residuals, strides
 TINY = replace(
     models.WORKLOADS[0],
-    build=lambda **options: models.ResNet((1, 1, 1), **options),
+    build=lambda **options: models.ResNet((1, 1), **options),
     small=models.Shape({"width": 0.125}, 4, 32),
     full=models.Shape({}, 8, 64),
 )
@@ -46,7 +45,7 @@ def test_models_have_the_published_number_of_parameters(build: Any, parameters: 
 
 
 def test_shapes_are_the_published_ones() -> None:
-    with FakeTensorMode():
+    with torch.device("meta"):
         assert models.UNet()(torch.empty(1, 1, 572, 572)).shape == (1, 2, 388, 388)
         images = torch.empty(2, 3, 224, 224)
         assert models.ResNet((3, 4, 6, 3)).stages(torch.empty(2, 64, 56, 56)).shape == (2, 2048, 7, 7)
@@ -138,7 +137,7 @@ def test_checkpointed_blocks_keep_less_and_leave_the_model_as_it_was(pattern: st
     plain = measuring.row("eager", "", measuring.plain)
     with baselines.checkpointed_blocks(measuring.model, pattern) as count:
         row = measuring.row("blocks", "", measuring.plain)
-    assert count == 3
+    assert count == 2
     assert row["peak_bytes"] < plain["peak_bytes"]
     assert 0.1 < row["extra_flops"] < 1 / 3
     assert row["same_gradients"]
@@ -158,7 +157,8 @@ def test_a_measurement_tells_wrong_gradients() -> None:
 
 @pytest.fixture(scope="module")
 def tiny_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    names = [name for name in run.available_strategies() if name != "auto"] or ["auto"]
+    # a few: every strategy has tests of its own
+    names = [name for name in run.available_strategies() if name != "auto"][:3] or ["auto"]
     return run.run_workload(TINY, names=names, repeats=1, budgets=(0.3,))
 
 
