@@ -14,17 +14,14 @@ What the captured step is:
   differentiated. Otherwise everything returned can.
 """
 
-import contextlib
 import operator
 import random
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -33,13 +30,10 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.checkpointing.costs import cost_of, unit_of
 from rmm_linear.checkpointing.graph import Graph, Op, Storage
+from rmm_linear.checkpointing.tracing import Arguments, Returned, Traced, trace
 from rmm_linear.errors import CaptureError
 
 # Reads buffers that it updates, but computes what others read from the batch alone: it may run again after the update.
@@ -53,72 +47,9 @@ _REDUCED_IN_PLACE = {
     torch.ops.aten.binary_cross_entropy.default,
     torch.ops.aten.soft_margin_loss.default,
 }
-_NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
 # Kernels with a workspace that torch says nothing about.
 _HIDDEN_WORKSPACE = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"}
-# What a step may return beside tensors.
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """How a step is called: what is a tensor in its arguments, and all else.
-
-    Attributes:
-        spec: The structure of (args, kwargs).
-        constants: Leaves that are no tensors, with None in the tensors' places.
-        tensors: Places of the tensors among the leaves.
-    """
-
-    spec: Any
-    constants: tuple[Any, ...]
-    tensors: tuple[int, ...]
-
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple["Arguments", list[Tensor]]:
-        """Take arguments apart.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-
-        Returns:
-            The structure, and the tensors.
-        """
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return cls(spec, constants, places), [leaves[place] for place in places]
-
-    def together(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put arguments together again.
-
-        Args:
-            tensors: The tensors, in the order of `tensors`.
-
-        Returns:
-            Positional and keyword arguments.
-        """
-        leaves = list(self.constants)
-        for place, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
-@dataclass(frozen=True)
-class Returned:
-    """One leaf of what a step returns.
-
-    Attributes:
-        kind: "result" (computed), "input" (an input, as it is) or "constant" (no tensor).
-        index: Which result or input.
-        value: The constant.
-    """
-
-    kind: str
-    index: int = 0
-    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -160,175 +91,6 @@ class Capture:
     module: fx.GraphModule
 
 
-class _Step(nn.Module):
-    """The step as a function of tensors alone, which returns results alone."""
-
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        model: nn.Module,
-        names: tuple[Sequence[str], Sequence[str]],
-        arguments: Arguments,
-        numbers: Sequence[Any],
-    ) -> None:
-        super().__init__()
-        # None: write them down
-        self.numbers: Sequence[Any] | None = numbers
-        # in a list: the model's parameters come in as arguments, and are not this module's own
-        self._hidden = [model]
-        self._step = step
-        self._names = [*names[0], *names[1]]
-        self._arguments = arguments
-        self.returned: tuple[Returned, ...] = ()
-        self.returned_spec: Any = None
-        self.differentiable: tuple[bool, ...] = ()
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        (model,) = self._hidden
-        count = len(self._names)
-        args, kwargs = self._arguments.together(tensors[count:])
-        caller = _Caller(self._step, model)
-        state = {f"model.{name}": tensor for name, tensor in zip(self._names, tensors[:count], strict=True)}
-        with _Numbers(self.numbers) as self._looked_at:
-            value = torch.func.functional_call(caller, state, args, kwargs)
-        leaves, self.returned_spec = pytree.tree_flatten(value)
-        results: list[Tensor] = []
-        returned: list[Returned] = []
-        found: dict[int, Returned] = {id(tensor): Returned("input", place) for place, tensor in enumerate(tensors)}
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
-        scalars = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() == 1 and leaf.requires_grad]
-        differentiable: list[bool] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, _PLAIN):
-                    raise _UnknownResultError(
-                        f"the step returns a {type(leaf).__name__}, whose tensors a plan can't hand over: return"
-                        " tensors in tuples, lists and dicts (a cache of keys and values: config.use_cache = False)"
-                    )
-                returned.append(Returned("constant", value=leaf))
-                continue
-            if id(leaf) not in found:
-                found[id(leaf)] = Returned("result", len(results))
-                is_loss = leaf.requires_grad and (not scalars or any(leaf is scalar for scalar in scalars))
-                # two results in one memory: the second one gets memory of its own
-                result = leaf.clone() if leaf.untyped_storage()._cdata in storages else leaf
-                storages.add(leaf.untyped_storage()._cdata)
-                differentiable.append(is_loss)
-                results.append(result if is_loss else result.detach())
-            returned.append(found[id(leaf)])
-        self.returned = tuple(returned)
-        self.differentiable = tuple(differentiable)
-        # a fresh tensor each: what is looked at may be an input, or returned as well
-        return *results, *(tensor.detach().clone() for tensor in self._looked_at.tensors)
-
-    def find_numbers(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Run, and return the numbers that Python looked at."""
-        self.forward(*tensors)
-        return tuple(self._looked_at.found)
-
-
-class _Numbers(TorchDispatchMode):
-    """Answers with numbers of the sample where Python looks into a tensor; without any, writes them down."""
-
-    def __init__(self, numbers: Sequence[Any] | None) -> None:
-        super().__init__()
-        self.numbers = numbers
-        self.tensors: list[Tensor] = []
-        self.found: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            return func(*args, **(kwargs or {}))
-        if self.numbers is None:
-            self.found.append(func(*args))
-            return self.found[-1]
-        self.tensors.append(args[0])
-        if len(self.tensors) > len(self.numbers):
-            raise _UnknownNumberError
-        return self.numbers[len(self.tensors) - 1]
-
-
-class _UnknownNumberError(Exception):
-    pass
-
-
-class _UnknownResultError(Exception):
-    pass
-
-
-class _Caller(nn.Module):
-    def __init__(self, step: Callable[..., Any], model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self._step = step
-        self.train(model.training)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self.model, *args, **kwargs)
-
-    def train(self, mode: bool = True) -> "_Caller":
-        # the model's own modes stay
-        self.training = mode
-        return self
-
-
-@contextlib.contextmanager
-def _as_eager_runs_it() -> Iterator[None]:
-    """Trace what eager mode runs: while tracing, torch replaces some ops by Python code with other roundings."""
-    # Batch norms alone are left replaced: their buffers' updates would be lost otherwise.
-    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    removed: list[tuple[Any, Any, Any]] = []
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        if namespace != "aten" or "batch_norm" in packet:
-            continue
-        op: Any = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
-        for key in keys:
-            if op is not None and key in op.py_kernels:
-                removed.append((op, key, op.py_kernels.pop(key)))
-                op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for op, key, kernel in removed:
-            op.py_kernels[key] = kernel
-            op._dispatch_cache.clear()
-
-
-class _Blocks:
-    """Which module runs at which sequence number of autograd: forward ops and their backward ops share one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._spans: list[tuple[int, int, str]] = []
-        self._open: list[tuple[str, int]] = []
-        self._handles = []
-        for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self._open.append((name, torch._C._autograd._get_sequence_nr()))
-
-        return hook
-
-    def _leave(self, *_: Any) -> None:
-        name, first = self._open.pop()
-        self._spans.append((first, torch._C._autograd._get_sequence_nr(), name))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def of_sequence_numbers(self) -> dict[int, str]:
-        found: dict[int, str] = {}
-        # inner modules end before the modules that hold them
-        for first, last, name in reversed(self._spans):
-            found.update(dict.fromkeys(range(first, last), name))
-        return found
-
-
 def capture(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -358,100 +120,15 @@ def capture(
     """
     arguments, tensors = Arguments.of(args, kwargs or {})
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    function = _Step(step or _call, model, (list(parameters), list(buffers)), arguments, ())
-    inputs = (*parameters.values(), *buffers.values(), *tensors)
-    # without its cache: what that returns the second time no longer shares memory as the op's results do
-    mode = FakeTensorMode()
-    mode.cache_enabled = False
-    hollow = tuple(_hollow(tensor, mode) if tensor.is_meta else mode.from_tensor(tensor) for tensor in inputs)
     python_state = random.getstate()
-    blocks = _Blocks(model)
-    try:
-        try:
-            joint = _joint_graph(function, hollow)
-        except _UnknownNumberError:
-            function.numbers = _numbers_of_sample(function, inputs)
-            joint = _joint_graph(function, hollow)
-    except Exception as error:
-        explained: CaptureError = _explained(error)
-        raise explained from error
-    finally:
-        blocks.remove()
+    traced = trace(model, step, {**parameters, **buffers}, arguments, tensors)
     if random.getstate() != python_state:
         random.setstate(python_state)
         raise CaptureError(
             "the step draws from Python's `random`, whose outcome a capture would freeze (LayerDrop does this): switch"
             " it off, or draw from torch"
         )
-    return _Reading(joint, function, (tuple(parameters), tuple(buffers)), arguments, blocks, costs).capture()
-
-
-def _joint_graph(function: _Step, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(_as_eager_runs_it())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        return aot_export_joint_with_descriptors(stack, function, inputs).graph_module
-
-
-def _numbers_of_sample(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The numbers that Python looks at when the step runs on the sample."""
-    # Most follow from token ids and masks alone. So what is floating-point stays hollow, if that will do, and the rest
-    # has its contents; otherwise the step runs in earnest as far as the loss, and keeps nothing.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    partly = [_hollow(tensor, mode) if tensor.is_floating_point() else tensor.detach().clone() for tensor in inputs]
-    try:
-        return _looked_at(function, partly)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        return _looked_at(function, [tensor.detach().clone() for tensor in inputs])
-
-
-def _looked_at(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    devices = {tensor.device.index for tensor in inputs if tensor.is_cuda}
-    try:
-        function.numbers = None
-        with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
-            return function.find_numbers(inputs)
-    finally:
-        function.numbers = ()
-
-
-def _hollow(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A tensor of the same shape without contents; on the CPU for one that is on no device."""
-    device = "cpu" if tensor.is_meta else tensor.device
-    with mode:
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
-        )
-
-
-def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
-
-
-def _explained(error: Exception) -> CaptureError:
-    """Say where a capture failed, and what to do."""
-    if isinstance(error, _UnknownResultError):
-        return CaptureError(str(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame for frame in frames if not any(part in frame.filename for part in ("/torch/", "rmm_linear/checkpoint"))
-    ]
-    where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
-    kinds = (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        GuardOnDataDependentSymNode,
-        _UnknownNumberError,
-    )
-    if isinstance(error, kinds):
-        return CaptureError(
-            f"the step depends on the contents of a tensor{where}; a capture has none. Checkpoint the blocks without"
-            " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`"
-        )
-    return CaptureError(
-        f"the step can't be captured{where}: {type(error).__name__}: {error}. Checkpoint the parts that can one by one"
-    )
+    return _Reading(traced, (tuple(parameters), tuple(buffers)), arguments, costs).capture()
 
 
 class _Reading:
@@ -459,15 +136,12 @@ class _Reading:
 
     def __init__(
         self,
-        joint: fx.GraphModule,
-        function: _Step,
+        traced: Traced,
         names: tuple[tuple[str, ...], tuple[str, ...]],
         arguments: Arguments,
-        blocks: _Blocks,
         costs: str,
     ) -> None:
-        self._joint, self._function, self._names, self._arguments = joint, function, names, arguments
-        self._blocks = blocks.of_sequence_numbers()
+        self._traced, self._joint, self._names, self._arguments = traced, traced.joint, names, arguments
         self._costs = costs
         # memory of the hollow tensors -> our storage; None for what is outside of the budget
         self._storage_of: dict[int, int | None] = {}
@@ -487,7 +161,7 @@ class _Reading:
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
-        differentiable = self._function.differentiable
+        differentiable = self._traced.differentiable
         if not any(differentiable):
             raise ValueError(
                 "nothing that the step returns depends on a parameter that is trained: there is no backward pass to"
@@ -496,7 +170,7 @@ class _Reading:
         results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
         looked_at = tuple(
             (ends[PlainAOTOutput(len(differentiable) + place)], number)
-            for place, number in enumerate(self._function.numbers or ())
+            for place, number in enumerate(self._traced.numbers)
         )
         gradients = tuple(ends.get(GradAOTOutput(PlainAOTInput(place))) for place in range(count))
         place_of: dict[Any, int] = {PlainAOTInput(place): place for place in range(count)}
@@ -529,8 +203,8 @@ class _Reading:
             buffer_names=self._names[1],
             arguments=self._arguments,
             looked_at=looked_at,
-            returned=self._function.returned,
-            returned_spec=self._function.returned_spec,
+            returned=self._traced.returned,
+            returned_spec=self._traced.returned_spec,
             module=self._joint,
         )
 
@@ -652,7 +326,7 @@ class _Reading:
             and isinstance(target, torch._ops.OpOverload)
             and not (reads_updated and target not in _UPDATES_BUFFERS),
             is_random=torch.Tag.nondeterministic_seeded in tags,
-            block=self._blocks.get(node.meta.get("seq_nr", -1), ""),
+            block=self._traced.blocks.get(node.meta.get("seq_nr", -1), ""),
             kind=name.removesuffix(".default"),
         )
 

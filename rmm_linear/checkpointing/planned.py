@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.checkpointing.budget import budget_in_bytes
-from rmm_linear.checkpointing.capture import Arguments, capture
+from rmm_linear.checkpointing.capture import capture
 from rmm_linear.checkpointing.execute import OtherBranchError, Runner
 from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.replaced_forward import own_forward, refuse_twice, replace_forward
@@ -28,6 +28,8 @@ from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import Simulation, simulate
 from rmm_linear.checkpointing.strategies import get_strategy
 from rmm_linear.checkpointing.timeline import draw
+from rmm_linear.checkpointing.tracing import Arguments
+from rmm_linear.errors import CaptureError
 
 # Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
 _MANY_VARIANTS = 8
@@ -281,6 +283,11 @@ class PlannedStep:
         return self.plans[-1]
 
     def _prepare(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runner:
+        if len(self._runners.get(key, [])) >= _MANY_VARIANTS:
+            raise CaptureError(
+                f"Python looks at a number in a tensor that was another one in each of {_MANY_VARIANTS} steps: take it"
+                " (`.item()`, `float(...)`, a branch) out of what is planned"
+            )
         with own_forward(self._model):
             captured = capture(self._model, args, kwargs, step=self._step, costs=self._costs)
         plan = self._plan(captured.graph)

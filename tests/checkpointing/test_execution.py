@@ -332,6 +332,22 @@ def test_a_branch_on_a_number_is_checked_and_both_ways_are_right():
         assert torch.equal(mine.grad, other.grad), name
 
 
+def test_a_number_that_is_always_another_one_is_refused():
+    class Looks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum() * (2 if x.sum().item() > 0.25 else 3)
+
+    model = Looks(16, 4)
+    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+
+    def train():
+        for seed in range(9):
+            model(X + seed).backward()
+
+    with pytest.raises(CaptureError, match="another one in each of 8 steps"):
+        train()
+
+
 def test_autocast_is_captured_and_is_another_variant():
     model = Blocks(drop=0.0)
     reference = copy.deepcopy(model)

@@ -1,0 +1,392 @@
+"""Trace a training step with hollow tensors, which have shapes and no contents, into the joint graph of torch.
+
+The ops are those that eager mode runs, and no in-place writes are left. What the step takes and returns is taken apart
+here; what the graph means for planners is `rmm_linear.checkpointing.capture`'s part.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rmm_linear.errors import CaptureError
+
+_NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
+# What a step may return beside tensors.
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How a step is called: what is a tensor in its arguments, and all else.
+
+    Attributes:
+        spec: The structure of (args, kwargs).
+        constants: Leaves that are no tensors, with None in the tensors' places.
+        tensors: Places of the tensors among the leaves.
+    """
+
+    spec: Any
+    constants: tuple[Any, ...]
+    tensors: tuple[int, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple["Arguments", list[Tensor]]:
+        """Take arguments apart.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The structure, and the tensors.
+        """
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(spec, constants, places), [leaves[place] for place in places]
+
+    def together(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put arguments together again.
+
+        Args:
+            tensors: The tensors, in the order of `tensors`.
+
+        Returns:
+            Positional and keyword arguments.
+        """
+        leaves = list(self.constants)
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """One leaf of what a step returns.
+
+    Attributes:
+        kind: "result" (computed), "input" (an input, as it is) or "constant" (no tensor).
+        index: Which result or input.
+        value: The constant.
+    """
+
+    kind: str
+    index: int = 0
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step as torch's joint graph.
+
+    Attributes:
+        joint: Forward pass, loss and backward pass; "desc" in the meta of its ends says what each is.
+        returned: What the step returns, leaf by leaf.
+        returned_spec: The structure of what it returns.
+        differentiable: For each result, whether its gradient is an input of the graph.
+        numbers: Numbers in tensors that Python looked at; the graph returns those tensors after the results.
+        blocks: The module that belongs to each sequence number of autograd.
+    """
+
+    joint: fx.GraphModule
+    returned: tuple[Returned, ...]
+    returned_spec: Any
+    differentiable: tuple[bool, ...]
+    numbers: tuple[Any, ...]
+    blocks: dict[int, str]
+
+
+def trace(
+    model: nn.Module,
+    step: Callable[..., Any] | None,
+    state: Mapping[str, Tensor],
+    arguments: Arguments,
+    tensors: Sequence[Tensor],
+) -> Traced:
+    """Trace a step.
+
+    Args:
+        model: The model.
+        step: Called as `step(model, *args, **kwargs)`; the model itself if None.
+        state: Parameters and buffers by name, the first inputs of the graph.
+        arguments: How the step is called.
+        tensors: The tensors among its arguments, the other inputs.
+
+    Returns:
+        The graph.
+
+    Raises:
+        CaptureError: If the step can't be traced; it names the line, and what can be done.
+    """
+    function = _Step(step or _call, model, list(state), arguments)
+    inputs = (*state.values(), *tensors)
+    # without its cache: what that returns the second time no longer shares memory as the op's results do
+    mode = FakeTensorMode()
+    mode.cache_enabled = False
+    hollow = tuple(_hollow(tensor, mode) if tensor.is_meta else mode.from_tensor(tensor) for tensor in inputs)
+    blocks = _Blocks(model)
+    try:
+        try:
+            joint = _joint_graph(function, hollow)
+        except _UnknownNumberError:
+            function.numbers = _numbers_of_sample(function, inputs)
+            joint = _joint_graph(function, hollow)
+    except Exception as error:
+        explained: CaptureError = _explained(error)
+        raise explained from error
+    finally:
+        blocks.remove()
+    return Traced(
+        joint,
+        function.returned,
+        function.returned_spec,
+        function.differentiable,
+        tuple(function.numbers or ()),
+        blocks.of_sequence_numbers(),
+    )
+
+
+class _Step(nn.Module):
+    """The step as a function of tensors alone, which returns results alone."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: nn.Module,
+        names: Sequence[str],
+        arguments: Arguments,
+    ) -> None:
+        super().__init__()
+        # what Python will see where it looks into tensors; None: look, and write down
+        self.numbers: Sequence[Any] | None = ()
+        # in a list: the model's parameters come in as arguments, and are not this module's own
+        self._hidden = [model]
+        self._step = step
+        self._names = names
+        self._arguments = arguments
+        self.returned: tuple[Returned, ...] = ()
+        self.returned_spec: Any = None
+        self.differentiable: tuple[bool, ...] = ()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (model,) = self._hidden
+        count = len(self._names)
+        args, kwargs = self._arguments.together(tensors[count:])
+        caller = _Caller(self._step, model)
+        state = {f"model.{name}": tensor for name, tensor in zip(self._names, tensors[:count], strict=True)}
+        with _Numbers(self.numbers) as self._looked_at:
+            value = torch.func.functional_call(caller, state, args, kwargs)
+        leaves, self.returned_spec = pytree.tree_flatten(value)
+        results: list[Tensor] = []
+        returned: list[Returned] = []
+        found: dict[int, Returned] = {id(tensor): Returned("input", place) for place, tensor in enumerate(tensors)}
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        scalars = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() == 1 and leaf.requires_grad]
+        differentiable: list[bool] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                if not isinstance(leaf, _PLAIN):
+                    raise _UnknownResultError(
+                        f"the step returns a {type(leaf).__name__}, whose tensors a plan can't hand over: return"
+                        " tensors in tuples, lists and dicts (a cache of keys and values: config.use_cache = False)"
+                    )
+                returned.append(Returned("constant", value=leaf))
+                continue
+            if id(leaf) not in found:
+                found[id(leaf)] = Returned("result", len(results))
+                is_loss = leaf.requires_grad and (not scalars or any(leaf is scalar for scalar in scalars))
+                # two results in one memory: the second one gets memory of its own
+                result = leaf.clone() if leaf.untyped_storage()._cdata in storages else leaf
+                storages.add(leaf.untyped_storage()._cdata)
+                differentiable.append(is_loss)
+                results.append(result if is_loss else result.detach())
+            returned.append(found[id(leaf)])
+        self.returned = tuple(returned)
+        self.differentiable = tuple(differentiable)
+        # a fresh tensor each: what is looked at may be an input, or returned as well
+        return *results, *(tensor.detach().clone() for tensor in self._looked_at.tensors)
+
+    def find_numbers(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Run, and return the numbers that Python looked at."""
+        self.forward(*tensors)
+        return tuple(self._looked_at.found)
+
+
+class _Numbers(TorchDispatchMode):
+    """Answers with numbers of the sample where Python looks into a tensor; without any, writes them down."""
+
+    def __init__(self, numbers: Sequence[Any] | None) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.tensors: list[Tensor] = []
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        if self.numbers is None:
+            self.found.append(func(*args))
+            return self.found[-1]
+        self.tensors.append(args[0])
+        if len(self.tensors) > len(self.numbers):
+            raise _UnknownNumberError
+        return self.numbers[len(self.tensors) - 1]
+
+
+class _UnknownNumberError(Exception):
+    pass
+
+
+class _UnknownResultError(Exception):
+    pass
+
+
+class _Caller(nn.Module):
+    def __init__(self, step: Callable[..., Any], model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._step = step
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self.model, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> "_Caller":
+        # the model's own modes stay
+        self.training = mode
+        return self
+
+
+@contextlib.contextmanager
+def _as_eager_runs_it() -> Iterator[None]:
+    """Trace what eager mode runs: while tracing, torch replaces some ops by Python code with other roundings."""
+    # Batch norms alone are left replaced: their buffers' updates would be lost otherwise.
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    removed: list[tuple[Any, Any, Any]] = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace != "aten" or "batch_norm" in packet:
+            continue
+        op: Any = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+        for key in keys:
+            if op is not None and key in op.py_kernels:
+                removed.append((op, key, op.py_kernels.pop(key)))
+                op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+class _Blocks:
+    """Which module runs at which sequence number of autograd: forward ops and their backward ops share one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._spans: list[tuple[int, int, str]] = []
+        self._open: list[tuple[str, int]] = []
+        self._handles = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._open.append((name, torch._C._autograd._get_sequence_nr()))
+
+        return hook
+
+    def _leave(self, *_: Any) -> None:
+        name, first = self._open.pop()
+        self._spans.append((first, torch._C._autograd._get_sequence_nr(), name))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def of_sequence_numbers(self) -> dict[int, str]:
+        found: dict[int, str] = {}
+        # inner modules end before the modules that hold them
+        for first, last, name in reversed(self._spans):
+            found.update(dict.fromkeys(range(first, last), name))
+        return found
+
+
+def _joint_graph(function: _Step, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_as_eager_runs_it())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        return aot_export_joint_with_descriptors(stack, function, inputs).graph_module
+
+
+def _numbers_of_sample(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The numbers that Python looks at when the step runs on the sample."""
+    # Most follow from token ids and masks alone. So what is floating-point stays hollow, if that will do, and the rest
+    # has its contents; otherwise the step runs in earnest as far as the loss, and keeps nothing.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    partly = [_hollow(tensor, mode) if tensor.is_floating_point() else tensor.detach().clone() for tensor in inputs]
+    try:
+        return _looked_at(function, partly)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return _looked_at(function, [tensor.detach().clone() for tensor in inputs])
+
+
+def _looked_at(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    devices = {tensor.device.index for tensor in inputs if tensor.is_cuda}
+    try:
+        function.numbers = None
+        with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+            return function.find_numbers(inputs)
+    finally:
+        function.numbers = ()
+
+
+def _hollow(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor of the same shape without contents; on the CPU for one that is on no device."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
+
+
+def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _explained(error: Exception) -> CaptureError:
+    """Say where a capture failed, and what to do."""
+    if isinstance(error, _UnknownResultError):
+        return CaptureError(str(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames if not any(part in frame.filename for part in ("/torch/", "rmm_linear/checkpoint"))
+    ]
+    where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+    kinds = (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+        _UnknownNumberError,
+    )
+    if isinstance(error, kinds):
+        return CaptureError(
+            f"the step depends on the contents of a tensor{where}; a capture has none. Checkpoint the blocks without"
+            " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`"
+        )
+    return CaptureError(
+        f"the step can't be captured{where}: {type(error).__name__}: {error}. Checkpoint the parts that can one by one"
+    )
