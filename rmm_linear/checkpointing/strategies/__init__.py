@@ -3,6 +3,7 @@
 from rmm_linear.checkpointing.strategies import (
     auto,
     chen2016_sqrt,
+    cost_per_byte,
     griewank2000_revolve,
     gruslys2016_bptt,
     hong2025_linear,
@@ -18,6 +19,7 @@ __all__ = [
     "available_strategies",
     "chen2016_sqrt",
     "choose",
+    "cost_per_byte",
     "get_strategy",
     "griewank2000_revolve",
     "gruslys2016_bptt",

@@ -7,7 +7,7 @@ from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.strategies.base import Strategy, get_strategy, register
 
 # What the others propose on real models is no better than these, or an exact search takes too long.
-_ASKED = ("chen2016_sqrt", "hong2025_linear", "kusumoto2019_approximate", "nested_lower_sets")
+_ASKED = ("chen2016_sqrt", "cost_per_byte", "hong2025_linear", "kusumoto2019_approximate", "nested_lower_sets")
 
 
 @register

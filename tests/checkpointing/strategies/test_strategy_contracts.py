@@ -41,6 +41,11 @@ class TestNestedLowerSets(StrategyContract):
         return get_strategy("nested_lower_sets")
 
 
+class TestCostPerByte(StrategyContract):
+    def make(self):
+        return get_strategy("cost_per_byte")
+
+
 class TestAuto(StrategyContract):
     small = True
 

@@ -1,0 +1,31 @@
+"""What is dear per byte is kept."""
+
+from rmm_linear.checkpointing import get_strategy
+from rmm_linear.checkpointing.generators import chain, with_backward
+
+
+def convolutions(blocks):
+    """A chain of a dear op, a cheap one as large, and a cheaper one."""
+    return with_backward(chain([64] * 3 * blocks, [90.0, 3.0, 1.0] * blocks))
+
+
+def test_dear_ops_are_computed_once_and_segments_go_further():
+    graph = convolutions(16)
+    frontier = get_strategy("cost_per_byte").frontier(graph)
+    plain = frontier[0].peak_bytes
+    # all that is cheap computed again: a third of the memory for 4 of 94 parts of the forward time
+    third = [point for point in frontier if point.peak_bytes < 0.45 * plain]
+    assert third[0].cost < graph.cost * 1.03
+    chen = [point for point in get_strategy("chen2016_sqrt").frontier(graph) if point.peak_bytes < 0.45 * plain]
+    assert third[0].cost < chen[0].cost
+    # and beyond, where dear ops must be computed again as well
+    assert frontier[-1].peak_bytes <= 0.3 * plain
+
+
+def test_dear_ops_run_once_where_the_price_is_between():
+    graph = convolutions(8)
+    frontier = get_strategy("cost_per_byte").frontier(graph)
+    dear = {position for position, op in enumerate(graph.ops) if op.cost == 90.0 and not op.is_backward}
+    # the order in which all that is cheap is computed again, and nothing else
+    spared = [point for point in frontier if all(point.order.count(op) == 1 for op in dear)]
+    assert min(point.peak_bytes for point in spared) < 0.5 * frontier[0].peak_bytes
