@@ -28,4 +28,4 @@ def test_dear_ops_run_once_where_the_price_is_between():
     dear = {position for position, op in enumerate(graph.ops) if op.cost == 90.0 and not op.is_backward}
     # the order in which all that is cheap is computed again, and nothing else
     spared = [point for point in frontier if all(point.order.count(op) == 1 for op in dear)]
-    assert min(point.peak_bytes for point in spared) < 0.5 * frontier[0].peak_bytes
+    assert min(point.peak_bytes for point in spared) <= 0.5 * frontier[0].peak_bytes
