@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import (
@@ -49,6 +50,8 @@ _REDUCED_IN_PLACE = {
 }
 # Kernels with a workspace that torch says nothing about.
 _HIDDEN_WORKSPACE = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"}
+# Seed and offset of a GPU's generator.
+_DEVICE_STATE_BYTES = 16
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -63,6 +66,7 @@ class Capture:
         inputs: Placeholders of the inputs: parameters, then buffers, then tensors among the arguments.
         tangents: Placeholder of the gradient of each differentiable result; None where none was asked for.
         results: The node of each result.
+        has_gradient: For each result, whether it requires a gradient in the plain step.
         gradients: The node of each input's gradient, None where there is none.
         updates: Pairs of an input's index and the node of its new contents.
         parameter_names: Names of the parameters among the inputs, in order.
@@ -80,6 +84,7 @@ class Capture:
     inputs: tuple[fx.Node, ...]
     tangents: tuple[fx.Node | None, ...]
     results: tuple[fx.Node, ...]
+    has_gradient: tuple[bool, ...]
     gradients: tuple[fx.Node | None, ...]
     updates: tuple[tuple[int, fx.Node], ...]
     parameter_names: tuple[str, ...]
@@ -120,15 +125,29 @@ def capture(
     """
     arguments, tensors = Arguments.of(args, kwargs or {})
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    python_state = random.getstate()
+    python_state, numpy_state = random.getstate(), _numpy_state()
     traced = trace(model, step, {**parameters, **buffers}, arguments, tensors)
-    if random.getstate() != python_state:
+    if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
         random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
         raise CaptureError(
-            "the step draws from Python's `random`, whose outcome a capture would freeze (LayerDrop does this): switch"
-            " it off, or draw from torch"
+            "the step draws from Python's `random` or from numpy, whose outcome a capture would freeze (LayerDrop does"
+            " this): switch it off, or draw from torch"
         )
-    return _Reading(traced, (tuple(parameters), tuple(buffers)), arguments, costs).capture()
+    try:
+        return _Reading(traced, (tuple(parameters), tuple(buffers)), arguments, costs).capture()
+    except ValueError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the step's graph has something that plans don't know: {type(error).__name__}: {error}. Checkpoint the"
+            " parts without it one by one (`checkpoint_model(block, ...)`)"
+        ) from error
+
+
+def _numpy_state() -> Any:
+    # its third part is the position in the generator's block of numbers, which every draw moves
+    return np.random.get_state()  # noqa: NPY002
 
 
 class _Reading:
@@ -161,6 +180,8 @@ class _Reading:
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
+        self._make_dense(output, inputs, count)
+        ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         differentiable = self._traced.differentiable
         if not any(differentiable):
             raise ValueError(
@@ -197,6 +218,7 @@ class _Reading:
             inputs=inputs,
             tangents=tuple(tangents.get(place) for place in range(len(differentiable))),
             results=results,
+            has_gradient=self._traced.has_gradient,
             gradients=gradients,
             updates=updates,
             parameter_names=self._names[0],
@@ -207,6 +229,24 @@ class _Reading:
             returned_spec=self._traced.returned_spec,
             module=self._joint,
         )
+
+    def _make_dense(self, output: fx.Node, inputs: Sequence[fx.Node], count: int) -> None:
+        """Copy gradients that autograd would copy, for their layout is not their parameter's: the copies count."""
+        own: dict[Any, fx.Node] = {PlainAOTInput(place): inputs[place] for place in range(count)}
+        returned = list(output.args[0])  # type: ignore[arg-type]
+        for place, (key, node) in enumerate(zip(output.meta["desc"], returned, strict=True)):
+            if node is None or not isinstance(key, GradAOTOutput):
+                continue
+            gradient, tensor = node.meta["val"], own[key.grad_of].meta["val"]
+            if not tensor.is_leaf or gradient.stride() == tensor.stride() or gradient.numel() <= 1:
+                continue
+            with self._joint.graph.inserting_before(output):
+                copy = self._joint.graph.call_function(dense_copy, (node, own[key.grad_of]))
+            with tensor.fake_mode:
+                copy.meta["val"] = torch.empty_like(tensor, memory_format=torch.preserve_format)
+            copy.meta["seq_nr"] = node.meta.get("seq_nr", -1)
+            returned[place] = copy
+        output.args = (returned,)
 
     @staticmethod
     def _refuse_unknown(found: Mapping[Any, Any], known: tuple[type, ...], verb: str) -> None:
@@ -232,6 +272,14 @@ class _Reading:
         for node in self._joint.graph.nodes:
             if node.op == "output":
                 break
+            if node.op == "get_attr":
+                constant = getattr(self._joint, str(node.target))
+                if isinstance(constant, Tensor) and constant.requires_grad:
+                    raise CaptureError(
+                        f"the step uses a tensor of shape {tuple(constant.shape)} that needs a gradient and is neither"
+                        " a parameter of the model nor an argument: make it one of the two"
+                    )
+                node.meta.setdefault("val", constant)
             if node.op in ("placeholder", "get_attr"):
                 for tensor in tensors_of(node):
                     self._storage_of[tensor.untyped_storage()._cdata] = None
@@ -314,7 +362,20 @@ class _Reading:
         name = str(target)
         tags = getattr(target, "tags", ())
         namespace = getattr(target, "namespace", "")
-        reads_updated = any(source in updated for source in node.all_input_nodes)
+        memories = {tensor.untyped_storage()._cdata for source in updated for tensor in tensors_of(source)}
+        reads_updated = any(
+            tensor.untyped_storage()._cdata in memories
+            for source in node.all_input_nodes
+            for tensor in tensors_of(source)
+        )
+        if reads_updated and is_backward and "batch_norm" not in name:
+            raise CaptureError(
+                f"the backward pass reads a buffer that the step has written into ({name}): read a copy of it (`clone`)"
+            )
+        is_random = torch.Tag.nondeterministic_seeded in tags
+        state_bytes = _state_bytes(node) if is_random else 0
+        # seeds and the like are smaller than the random state that a second computation would need
+        is_worth_it = not is_random or sum(self._storages[index].size_bytes for index in writes) > state_bytes
         return Op(
             name=node.name,
             cost=cost_of(node, self._costs),
@@ -322,13 +383,33 @@ class _Reading:
             writes=writes,
             temporary_bytes=temporary_bytes,
             is_backward=is_backward,
-            is_recomputable=namespace not in _COLLECTIVES
+            is_recomputable=is_worth_it
+            and namespace not in _COLLECTIVES
             and isinstance(target, torch._ops.OpOverload)
             and not (reads_updated and target not in _UPDATES_BUFFERS),
-            is_random=torch.Tag.nondeterministic_seeded in tags,
+            is_random=is_random,
+            state_bytes=state_bytes,
             block=self._traced.blocks.get(node.meta.get("seq_nr", -1), ""),
             kind=name.removesuffix(".default"),
         )
+
+
+def dense_copy(gradient: Tensor, like: Tensor) -> Tensor:
+    """Copy a gradient into the layout of its parameter.
+
+    Args:
+        gradient: Any layout.
+        like: The parameter.
+
+    Returns:
+        New memory.
+    """
+    return torch.empty_like(like, memory_format=torch.preserve_format).copy_(gradient)
+
+
+def _state_bytes(node: fx.Node) -> int:
+    device = next((tensor.device.type for tensor in tensors_of(node)), "cpu")
+    return torch.get_rng_state().nbytes if device == "cpu" else _DEVICE_STATE_BYTES
 
 
 def _packet(node: fx.Node) -> str:

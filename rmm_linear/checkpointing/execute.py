@@ -62,7 +62,7 @@ def program_of(capture: Capture, schedule: Schedule) -> Program:
 class _Writer:
     def __init__(self, capture: Capture, schedule: Schedule) -> None:
         self._capture, self._schedule = capture, schedule
-        self._globals: dict[str, Any] = {"_state": _random_state, "_replay": _replay, "_check": _check}
+        self._globals: dict[str, Any] = {"_state": _saved_random_state, "_replay": _replay, "_check": _check}
         self._constants: dict[int, str] = {}
         self._kept_alive: list[Any] = []
         # the name of each value that is in memory: inputs, tangents, members of live storages
@@ -70,6 +70,7 @@ class _Writer:
         self._lines: list[str] = []
         self._live: dict[int, None] = {}
         self._states: dict[int, str] = {}
+        self._spent: list[str] = []
         self._numbers = {node: number for number, node in enumerate(capture.module.graph.nodes)}
         self._members = {node for members in capture.members for node in members}
         self._read: set[fx.Node] = set()
@@ -178,6 +179,9 @@ class _Writer:
         else:
             self._lines.append(call)
         self._forget(temporary)
+        for state in self._spent:
+            self._lines.append(f"{state} = None")
+        self._spent.clear()
 
     def _drawn(self, op: int, node: fx.Node, call: str) -> str:
         self._times_left[op] -= 1
@@ -190,7 +194,7 @@ class _Writer:
         state = self._states[op]
         device_name = self._constant(next((tensor.device for tensor in tensors_of(node)), torch.device("cpu")))
         if not self._times_left[op]:
-            del self._states[op]
+            self._spent.append(self._states.pop(op))
         return f"_replay({state}, {device_name}, {function}, {arguments}"
 
     def _forget(self, temporary: dict[fx.Node, str]) -> None:
@@ -264,6 +268,11 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
+def _saved_random_state(device: torch.device) -> Tensor:
+    # a copy that torch dispatches, so that whoever measures memory sees it
+    return _random_state(device).clone()
+
+
 def _set_random_state(state: Tensor, device: torch.device) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
@@ -276,7 +285,9 @@ class OtherBranchError(Exception):
 
 
 def _check(tensor: Tensor, number: Any) -> None:
-    if tensor.item() != number:
+    found = tensor.item()
+    # no number at all is the same as no number at all
+    if found != number and (found == found or number == number):
         raise OtherBranchError
 
 
@@ -307,7 +318,9 @@ class _Run(torch.autograd.Function):
         ctx.checked = checked
         ctx.save_for_backward(*(inputs[place] for place in checked))
         ctx.unchecked = {place: inputs[place] for place in program.read_in_backward if place in runner.updated}
-        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
+        # what needs no gradient in the plain step, and its numbers of other kinds, need none here
+        needed = zip(results, runner.capture.has_gradient, strict=True)
+        ctx.mark_non_differentiable(*(result for result, has_gradient in needed if not has_gradient))
         return tuple(results)
 
     @staticmethod
@@ -337,6 +350,12 @@ class _Run(torch.autograd.Function):
             elif node is not None and tangent is not None:
                 (hollow,) = tensors_of(node)
                 tangent = tangent.to(hollow.dtype)
+                if tangent.stride() != hollow.stride():
+                    # the program's views are those of the layout that was captured
+                    like = torch.empty_strided(
+                        hollow.shape, hollow.stride(), dtype=tangent.dtype, device=tangent.device
+                    )
+                    tangent = like.copy_(tangent)
             given.append(tangent)
         inputs: list[Tensor | None] = [None] * len(capture.inputs)
         for place, tensor in zip(ctx.checked, ctx.saved_tensors, strict=True):
@@ -346,7 +365,15 @@ class _Run(torch.autograd.Function):
         saved, ctx.saved = ctx.saved, None
         with _as_kernels(inputs):
             gradients = runner.program.backward(inputs, saved, given)
-        return (None, *gradients)
+        arrived = {place for place, tangent in enumerate(tangents) if tangent is not None}
+        # an input that only other results depend on gets none, as in the plain step, and no zeros
+        return (
+            None,
+            *(
+                gradient if sources & arrived else None
+                for gradient, sources in zip(gradients, runner.sources, strict=True)
+            ),
+        )
 
 
 @contextmanager
@@ -362,6 +389,16 @@ def _as_kernels(inputs: Sequence[Tensor | None]) -> Iterator[None]:
         yield
 
 
+def _sources(capture: Capture) -> list[set[int]]:
+    places = {node: place for place, node in enumerate(capture.tangents) if node is not None}
+    found: dict[fx.Node, set[int]] = {}
+    for node in capture.module.graph.nodes:
+        found[node] = set().union(*(found[source] for source in node.all_input_nodes))
+        if node in places:
+            found[node].add(places[node])
+    return [set() if node is None else found[node] for node in capture.gradients]
+
+
 class Runner:
     """A captured step with a schedule, to be called with tensors.
 
@@ -375,6 +412,8 @@ class Runner:
         self.schedule = schedule
         self.program = program_of(capture, schedule)
         self.updated = frozenset(place for place, _ in capture.updates)
+        # for each input's gradient, the results whose gradients it follows from
+        self.sources = _sources(capture)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Run the forward part.

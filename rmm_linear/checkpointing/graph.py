@@ -48,6 +48,7 @@ class Op:
         is_backward: Whether it depends on the gradient of the loss.
         is_recomputable: Whether it may run a second time; communication and ops with effects may not.
         is_random: Whether it draws random numbers: such ops keep their order, and draw the same ones again.
+        state_bytes: Size of the random state that is kept from its first computation to its last, if it has several.
         block: The module that it belongs to, as a dotted path; empty where unknown.
         kind: The operation, for instance "aten.mm".
     """
@@ -60,6 +61,7 @@ class Op:
     is_backward: bool = False
     is_recomputable: bool = True
     is_random: bool = False
+    state_bytes: int = 0
     block: str = ""
     kind: str = ""
 

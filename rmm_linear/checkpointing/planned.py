@@ -5,14 +5,18 @@
 
 The forward pass of the model (or of a training step with its loss, `checkpoint_step`) is captured for the shapes of the
 sample, a strategy plans it, and from then on the planned program runs in its place: same outputs, gradients and
-buffers, bit for bit. Other shapes, and other branches, are captured and planned when they first occur. In eval mode,
-under `no_grad`, and where nothing is trained, the model runs as it was written.
+buffers, bit for bit. Other shapes, other branches, and a model whose modules, hooks or plain attributes have changed,
+are captured and planned when they first occur. In eval mode, under `no_grad`, and where nothing is trained, the model
+runs as it was written.
+
+Not the same to the last bit: on a CPU, what an op writes in place into a part of a tensor (nn.GRU's gates do) may be
+rounded otherwise, since it lies in memory otherwise; and several forward passes of a planned model in one backward pass
+may add their gradients up in another order.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,10 @@ from rmm_linear.errors import CaptureError
 
 # Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
 _MANY_VARIANTS = 8
+# Entries of a module's lists and dicts that are looked at.
+_FEW = 16
+# The oldest are forgotten.
+_MOST_VARIANTS = 32
 _MIB = 2**20
 # ops of this library: seeds and sketches
 _OURS = "rmm_linear."
@@ -247,12 +255,18 @@ class PlannedStep:
 
         Returns:
             What the step returns.
+
+        Raises:
+            CaptureError: If a shape or branch that is new can't be captured.
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._as_written(args, kwargs)
+        state, modules = self._state()
         arguments, tensors = Arguments.of(args, kwargs)
-        inputs = [*self._state(), *tensors]
-        key = self._key(arguments, inputs)
+        inputs = [*state, *tensors]
+        if not any(tensor.requires_grad for tensor in inputs):
+            return self._as_written(args, kwargs)
+        key = self._key(modules, arguments, inputs)
         runners = self._runners.get(key, [])
         if not runners and not self._model.training:
             return self._as_written(args, kwargs)
@@ -266,7 +280,13 @@ class PlannedStep:
             # the branch taken last is the likeliest next
             runners.insert(0, runners.pop(place))
             return result
-        return self._prepare(key, args, kwargs)(inputs)
+        try:
+            return self._prepare(key, args, kwargs)(inputs)
+        except OtherBranchError:
+            raise CaptureError(
+                "Python looks at a number in a tensor that is drawn at random, or not the same twice: take the branch"
+                " out of what is planned, or switch it off (LayerDrop)"
+            ) from None
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CheckpointPlan:
         """Capture and plan the step for a sample, without running it.
@@ -278,8 +298,9 @@ class PlannedStep:
         Returns:
             The plan.
         """
+        state, modules = self._state()
         arguments, tensors = Arguments.of(args, kwargs)
-        self._prepare(self._key(arguments, [*self._state(), *tensors]), args, kwargs)
+        self._prepare(self._key(modules, arguments, [*state, *tensors]), args, kwargs)
         return self.plans[-1]
 
     def _prepare(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runner:
@@ -294,10 +315,13 @@ class PlannedStep:
         runner = Runner(captured, plan.schedule)
         self._runners.setdefault(key, []).insert(0, runner)
         self.plans.append(plan)
+        if len(self._runners) > _MOST_VARIANTS:
+            del self._runners[next(iter(self._runners))]
+            del self.plans[0]
         if len(self.plans) == _MANY_VARIANTS:
             warnings.warn(
-                f"a planned step has been captured for {_MANY_VARIANTS} different shapes or branches, which takes a"
-                " second or more each: pad batches to few different lengths",
+                f"a planned step has been captured for {_MANY_VARIANTS} different shapes, plain arguments or branches,"
+                " which takes a second or more each: pad batches to few lengths, pass numbers that change as tensors",
                 stacklevel=4,
             )
         return runner
@@ -312,35 +336,47 @@ class PlannedStep:
         with own_forward(self._model):
             return self._model(*args, **kwargs) if self._step is None else self._step(self._model, *args, **kwargs)
 
-    @cached_property
-    def _owners(self) -> list[tuple[dict[str, Any], str]]:
-        """Where parameters and buffers are, each once, in the order of `named_parameters` and `named_buffers`."""
-        owners: list[tuple[dict[str, Any], str]] = []
-        for kind in ("_parameters", "_buffers"):
-            seen: set[int] = set()
-            for module in self._model.modules():
-                for name, tensor in getattr(module, kind).items():
-                    if tensor is not None and id(tensor) not in seen:
-                        seen.add(id(tensor))
-                        owners.append((getattr(module, kind), name))
-        return owners
+    def _state(self) -> tuple[list[Tensor], Any]:
+        """Parameters and buffers, each once, in the order of `named_parameters` and `named_buffers`; and a key."""
+        # A plan is of the modules as they were: replaced, converted or reconfigured ones, other hooks, tied or frozen
+        # weights give another key, and are planned anew.
+        places: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        key: list[Any] = []
+        for module in self._model.modules():
+            own = vars(module)
+            key.append((id(module), type(module), *filter(None, map(_plain, own.items()))))
+            for kind, seen, tensors in zip(("_parameters", "_buffers"), places, found, strict=True):
+                for name, tensor in own[kind].items():
+                    if tensor is not None:
+                        # the same number for the same tensor: weights that are tied later make another key
+                        key.append((name, seen.setdefault(id(tensor), len(seen))))
+                        if len(seen) > len(tensors):
+                            tensors.append(tensor)
+        return [*found[0], *found[1]], tuple(key)
 
-    @cached_property
-    def _modules(self) -> list[nn.Module]:
-        return list(self._model.modules())
-
-    def _state(self) -> list[Tensor]:
-        return [tensors[name] for tensors, name in self._owners]
-
-    def _key(self, arguments: Arguments, inputs: Sequence[Tensor]) -> Any:
+    def _key(self, modules: Any, arguments: Arguments, inputs: Sequence[Tensor]) -> Any:
         kinds = sorted({tensor.device.type for tensor in inputs})
         return (
+            modules,
             str(arguments.spec),
             repr(arguments.constants),
             tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs),
-            tuple(module.training for module in self._modules),
             tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
         )
+
+
+def _plain(attribute: tuple[str, Any]) -> tuple[str, Any] | None:
+    """What of a module's attribute a plan depends on: plain values, and which hooks there are."""
+    name, value = attribute
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return attribute
+    if isinstance(value, dict) and name.endswith("_hooks"):
+        return name, tuple(value)
+    if isinstance(value, (list, tuple, set, dict)) and 0 < len(value) <= _FEW:
+        parts = (*value, *value.values()) if isinstance(value, dict) else value
+        return (name, repr(value)) if all(isinstance(part, (bool, int, float, str)) for part in parts) else None
+    return None
 
 
 def _remade_step(

@@ -227,6 +227,10 @@ def validate(graph: Graph, schedule: Schedule) -> None:
             if has_backward and not op.is_backward and graph.results and not results_missing:
                 raise ScheduleError(f"{where}: {op.name!r} draws after the forward pass has ended", number)
             last_random = step.target
+        elif not op.is_recomputable and not op.is_backward and has_backward and graph.results and not results_missing:
+            raise ScheduleError(
+                f"{where}: {op.name!r}, which must not run twice, runs after the forward pass has ended", number
+            )
         if op.is_backward and results_missing:
             name = graph.ops[min(results_missing)].name
             raise ScheduleError(f"{where}: backward op {op.name!r} runs before {name!r}, a result", number)

@@ -1,10 +1,12 @@
 """What a schedule takes: bytes at every step, and time.
 
 While an op runs, memory holds what was there before, all that it writes (also what is there already, when it runs a
-second time, and what nobody reads), and its temporaries. The peak is the largest such sum. Measured peaks equal it to
+second time, and what nobody reads), and its temporaries. An op that draws random numbers and runs several times has the
+random state kept for it. The peak is the largest such sum. Measured peaks equal it to
 the byte (`rmm_linear.checkpointing.execute` runs schedules; the tests measure with an instrument of their own).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +59,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         ScheduleError: If the schedule cannot run; see `validate`.
     """
     validate(graph, schedule)
+    times = Counter(schedule.order)
+    left = times.copy()
     live: set[int] = set()
     held = peak = peak_step = 0
     live_at_peak: tuple[int, ...] = ()
@@ -76,6 +80,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         if forward_bytes is None and forward_steps:
             forward_bytes = held
         op = graph.ops[step.target]
+        if times[step.target] > 1 and step.target not in computed:
+            held += op.state_bytes
         during = held + op.temporary_bytes + sum(graph.storages[index].size_bytes for index in op.writes)
         held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
         live.update(op.writes)
@@ -85,6 +91,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         cost += op.cost
         first_cost += 0.0 if step.target in computed else op.cost
         computed.add(step.target)
+        left[step.target] -= 1
+        if times[step.target] > 1 and not left[step.target]:
+            held -= op.state_bytes
         if missing:
             missing.discard(step.target)
             forward_steps = 0 if missing else number + 1
@@ -111,10 +120,16 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
         Peak in bytes, and cost of all computations.
     """
     sizes = [storage.size_bytes for storage in graph.storages]
+    times = Counter(order)
+    left = times.copy()
     live: set[int] = set()
     held = peak = 0
     for op_index, freed in zip(order, frees_of_order(graph, order), strict=True):
         op = graph.ops[op_index]
+        repeats = times[op_index] > 1
+        if repeats and left[op_index] == times[op_index]:
+            held += op.state_bytes
+        left[op_index] -= 1
         written = sum(sizes[index] for index in op.writes)
         peak = max(peak, held + op.temporary_bytes + written)
         for index in op.writes:
@@ -124,4 +139,6 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
         for index in freed:
             live.discard(index)
             held -= sizes[index]
+        if repeats and not left[op_index]:
+            held -= op.state_bytes
     return peak, sum(graph.ops[index].cost for index in order)

@@ -1,5 +1,6 @@
 """What is in memory over a step, by kind, drawn for the plain program and for a plan side by side."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,12 +28,17 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {kind: [] for kind in KINDS}
     computed: set[int] = set()
     outputs = set(graph.outputs)
+    times = Counter(schedule.order)
+    left = times.copy()
     for step in schedule.steps:
         if step.kind == "free":
             held[kind_of.pop(step.target)] -= graph.storages[step.target].size_bytes
             continue
         op = graph.ops[step.target]
         temporary = op.temporary_bytes
+        repeats = times[step.target] > 1
+        if repeats and step.target not in computed:
+            held["activations"] += op.state_bytes
         for index in op.writes:
             size = graph.storages[index].size_bytes
             if index in kind_of:
@@ -49,6 +55,9 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
         computed.add(step.target)
         for kind in KINDS:
             found[kind].append(held[kind] + (temporary if kind == "temporary" else 0))
+        left[step.target] -= 1
+        if repeats and not left[step.target]:
+            held["activations"] -= op.state_bytes
     return found
 
 

@@ -14,7 +14,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,8 +55,17 @@ class Arguments:
 
         Returns:
             The structure, and the tensors.
+
+        Raises:
+            CaptureError: If an argument is neither a tensor nor a plain value.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                raise CaptureError(
+                    f"an argument is a {type(leaf).__name__}, whose contents a plan can't follow from step to step:"
+                    " pass tensors and plain values, in tuples, lists and dicts"
+                )
         places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(spec, constants, places), [leaves[place] for place in places]
@@ -94,6 +109,7 @@ class Traced:
         returned: What the step returns, leaf by leaf.
         returned_spec: The structure of what it returns.
         differentiable: For each result, whether its gradient is an input of the graph.
+        has_gradient: For each result, whether it requires a gradient in the plain step.
         numbers: Numbers in tensors that Python looked at; the graph returns those tensors after the results.
         blocks: The module that belongs to each sequence number of autograd.
     """
@@ -102,6 +118,7 @@ class Traced:
     returned: tuple[Returned, ...]
     returned_spec: Any
     differentiable: tuple[bool, ...]
+    has_gradient: tuple[bool, ...]
     numbers: tuple[Any, ...]
     blocks: dict[int, str]
 
@@ -131,10 +148,11 @@ def trace(
     function = _Step(step or _call, model, list(state), arguments)
     inputs = (*state.values(), *tensors)
     # without its cache: what that returns the second time no longer shares memory as the op's results do
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     hollow = tuple(_hollow(tensor, mode) if tensor.is_meta else mode.from_tensor(tensor) for tensor in inputs)
     blocks = _Blocks(model)
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
     try:
         try:
             joint = _joint_graph(function, hollow)
@@ -146,11 +164,18 @@ def trace(
         raise explained from error
     finally:
         blocks.remove()
+        changed = _restored(attributes)
+    if changed:
+        raise CaptureError(
+            f"the step sets {', '.join(changed)} to a tensor, which a plan would leave as it is: return what is needed"
+            " after the step; make what is computed once a buffer before"
+        )
     return Traced(
         joint,
         function.returned,
         function.returned_spec,
         function.differentiable,
+        function.has_gradient,
         tuple(function.numbers or ()),
         blocks.of_sequence_numbers(),
     )
@@ -177,6 +202,7 @@ class _Step(nn.Module):
         self.returned: tuple[Returned, ...] = ()
         self.returned_spec: Any = None
         self.differentiable: tuple[bool, ...] = ()
+        self.has_gradient: tuple[bool, ...] = ()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (model,) = self._hidden
@@ -191,12 +217,13 @@ class _Step(nn.Module):
         returned: list[Returned] = []
         found: dict[int, Returned] = {id(tensor): Returned("input", place) for place, tensor in enumerate(tensors)}
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
-        scalars = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() == 1 and leaf.requires_grad]
+        scalars = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.dim() and leaf.requires_grad]
         differentiable: list[bool] = []
+        has_gradient: list[bool] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 if not isinstance(leaf, _PLAIN):
-                    raise _UnknownResultError(
+                    raise _NotFollowedError(
                         f"the step returns a {type(leaf).__name__}, whose tensors a plan can't hand over: return"
                         " tensors in tuples, lists and dicts (a cache of keys and values: config.use_cache = False)"
                     )
@@ -209,10 +236,11 @@ class _Step(nn.Module):
                 result = leaf.clone() if leaf.untyped_storage()._cdata in storages else leaf
                 storages.add(leaf.untyped_storage()._cdata)
                 differentiable.append(is_loss)
+                has_gradient.append(leaf.requires_grad)
                 results.append(result if is_loss else result.detach())
             returned.append(found[id(leaf)])
         self.returned = tuple(returned)
-        self.differentiable = tuple(differentiable)
+        self.differentiable, self.has_gradient = tuple(differentiable), tuple(has_gradient)
         # a fresh tensor each: what is looked at may be an input, or returned as well
         return *results, *(tensor.detach().clone() for tensor in self._looked_at.tensors)
 
@@ -230,9 +258,16 @@ class _Numbers(TorchDispatchMode):
         self.numbers = numbers
         self.tensors: list[Tensor] = []
         self.found: list[Any] = []
+        self._drew_nothing = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._local_scalar_dense.default:
+            if self.numbers is None and torch.Tag.nondeterministic_seeded in func.tags:
+                is_hollow = any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+                # a hollow tensor draws nothing: what is drawn in earnest after it is not what the step draws
+                if self._drew_nothing and not is_hollow:
+                    raise DataDependentOutputException(func)
+                self._drew_nothing |= is_hollow
             return func(*args, **(kwargs or {}))
         if self.numbers is None:
             self.found.append(func(*args))
@@ -247,7 +282,7 @@ class _UnknownNumberError(Exception):
     pass
 
 
-class _UnknownResultError(Exception):
+class _NotFollowedError(Exception):
     pass
 
 
@@ -259,7 +294,15 @@ class _Caller(nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self.model, *args, **kwargs)
+        before = {name: id(buffer) for name, buffer in self.model.named_buffers()}
+        value = self._step(self.model, *args, **kwargs)
+        for name, buffer in self.model.named_buffers():
+            if before.get(name) != id(buffer):
+                raise _NotFollowedError(
+                    f"the step puts another tensor in the place of buffer {name!r}, which a plan would lose: write into"
+                    " the one that is there (`copy_`, `add_`)"
+                )
+        return value
 
     def train(self, mode: bool = True) -> "_Caller":
         # the model's own modes stay
@@ -324,6 +367,24 @@ class _Blocks:
         return found
 
 
+def _restored(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> list[str]:
+    """Give modules their attributes back, and name those that held tensors of the trace."""
+    changed = []
+    for module, before in attributes:
+        for name, value in list(vars(module).items()):
+            if name in before and value is before[name]:
+                continue
+            is_traced = any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(value))
+            # torch's own recurrent layers list their parameters there, and write it anew with each of them
+            if is_traced and name != "_flat_weights":
+                changed.append(f"`{type(module).__name__}.{name}`")
+            if name in before:
+                vars(module)[name] = before[name]
+            else:
+                del vars(module)[name]
+    return changed
+
+
 def _joint_graph(function: _Step, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
@@ -369,7 +430,7 @@ def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _explained(error: Exception) -> CaptureError:
     """Say where a capture failed, and what to do."""
-    if isinstance(error, _UnknownResultError):
+    if isinstance(error, _NotFollowedError):
         return CaptureError(str(error))
     frames = traceback.extract_tb(error.__traceback__)
     own = [

@@ -377,7 +377,141 @@ def test_copies_and_pickles_plan_for_themselves():
             assert torch.equal(mine.grad, theirs.grad)
 
 
+class Running(nn.Module):
+    """Reads a view of a buffer that it then updates, as running normalisations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        h = torch.tanh(self.layers[0](x))
+        h = torch.tanh(h - self.mean.view(1, -1))
+        for layer in self.layers[1:]:
+            h = torch.tanh(layer(h))
+        self.mean.mul_(0.9).add_(1.0)
+        return h.square().mean()
+
+
+def test_what_reads_a_buffer_before_its_update_is_not_computed_after_it():
+    model = Running()
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        checkpoint_model(model, X, budget=1)
+    reference = copy.deepcopy(model)
+    checkpoint_model(model, X, budget=caught.value.least_bytes)
+    for _ in range(3):
+        model(X).backward()
+        reference(X).backward()
+    assert torch.equal(model.mean, reference.mean)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return h, torch.fft.fft(h), torch.tanh(self.b(x)), h.detach(), h.argmax(-1)
+
+
+def test_results_keep_what_they_are_and_unused_ones_send_nothing_back():
+    model = Several()
+    reference = copy.deepcopy(model)
+    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    for each in (model, reference):
+        h, spectrum, _, target, index = each(X)
+        assert [tensor.requires_grad for tensor in (h, spectrum, target, index)] == [True, True, False, False]
+        ((h.transpose(1, 2) - target.transpose(1, 2)).square().sum() + spectrum.abs().mean()).backward()
+    assert model.b.weight.grad is None
+    assert torch.equal(model.a.weight.grad, reference.a.weight.grad)
+
+
+def test_changed_models_are_planned_anew():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    planned = vars(model)["forward"].run
+    model(X)
+    assert len(planned.plans) == 1
+    model[1].p = 0.0
+    assert torch.equal(model(X), remove_checkpointing(copy.deepcopy(model))(X))
+    model[2] = nn.Linear(16, 4)
+    assert model(X).shape == (12, 5, 4)
+    model[0].register_forward_hook(lambda module, args, output: output * 0)
+    assert torch.equal(model(X)[0, 0], model[2].bias)
+    handle = model[2].weight
+    model[2].weight = nn.Parameter(torch.zeros_like(handle))
+    model(X).sum().backward()
+    assert model[2].weight.grad is not None
+    convert_linears(model, config=RMMConfig(ratio=0.5, min_rows=1))
+    model(X)
+    assert any(op.kind.startswith("rmm_linear.") for op in planned.plans[-1].graph.ops)
+    model.requires_grad_(False)
+    assert not model(X).requires_grad
+
+
+def test_gradients_that_autograd_would_copy_are_counted():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(64, 8)), nn.Parameter(torch.randn(64, 8))
+            self.c = nn.Parameter(torch.randn(500, 4))
+
+        def forward(self, x):
+            return F.linear(x, torch.cat([self.a, self.b], 1)).square().mean() + self.c.sum()
+
+    model, x, one = Joined(), torch.randn(30, 16), torch.ones(())
+    step = checkpoint_step(model, None, x, budget="100%", strategy="chen2016_sqrt")
+    with MeasuredPeak(list(model.parameters()), x, one) as measured:
+        step(x).backward(one)
+    assert measured.peak == step.plans[0].peak_bytes
+
+
+def test_tensors_that_a_step_closes_over_are_read_and_never_trained():
+    weights, model = torch.rand(16), nn.Linear(16, 16)
+    step = checkpoint_step(model, lambda m, x: (m(x) * weights).sum(), X, budget="100%", strategy="chen2016_sqrt")
+    assert torch.equal(step(X), (model(X) * weights).sum())
+    trained = nn.Parameter(weights)
+    with pytest.raises(CaptureError, match="needs a gradient and is neither a parameter"):
+        checkpoint_step(model, lambda m, x: (m(x) * trained).sum(), X, budget="100%", strategy="chen2016_sqrt")
+
+
 # Bad input
+
+
+def test_state_that_a_plan_would_lose_is_refused():
+    class Assigns(nn.Linear):
+        def forward(self, x):
+            self.n = self.n + 1
+            return super().forward(x).sum() / self.n
+
+    class Remembers(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            self.aux = h.mean()
+            return h.sum()
+
+    class DrawsInNumpy(nn.Linear):
+        def forward(self, x):
+            import numpy
+
+            return super().forward(x).sum() * numpy.random.rand()  # noqa: NPY002
+
+    model = Assigns(16, 4)
+    model.register_buffer("n", torch.zeros(()))
+    with pytest.raises(CaptureError, match="another tensor in the place of buffer 'model.n'|of buffer 'n'"):
+        capture(model, (X,))
+    model = Remembers(16, 4)
+    with pytest.raises(CaptureError, match="sets `Remembers.aux` to a tensor"):
+        capture(model, (X,))
+    assert not hasattr(model, "aux")
+    with pytest.raises(CaptureError, match="or from numpy"):
+        capture(DrawsInNumpy(16, 4), (X,))
+    with pytest.raises(CaptureError, match="an argument is a object|an argument is a ndarray"):
+        capture(nn.Linear(16, 4), (X.numpy(),))
 
 
 def test_changing_a_weight_before_the_backward_pass_is_noticed():
