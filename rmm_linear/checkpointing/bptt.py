@@ -37,6 +37,11 @@ from rmm_linear.memory import SavedTensors
 State = Any
 Cell = Callable[[Tensor, State], Any]
 
+_WRITES_IN_PLACE = (
+    "the cell writes in place into its state or its input, which steps that run again have to find as they were; make"
+    " new tensors: h = 0.9 * h in place of h *= 0.9"
+)
+
 
 class StepBytes(NamedTuple):
     """What one step of a cell leaves behind.
@@ -84,8 +89,10 @@ def bptt_checkpoint(
         >>> outputs.square().mean().backward()
 
     Warning:
-        The cell runs more than once for a step: what it does beside computing (running statistics, counters, prints)
-        happens again. It must not depend on anything that changes before the backward pass ends.
+        The cell runs more than once for a step: what it does beside computing (counters, prints) happens again. It
+        must not depend on anything that changes before the backward pass ends. A module that updates a buffer
+        (running statistics) or writes in place into its state or input is refused; what a cell keeps elsewhere is not
+        seen.
 
     Args:
         cell: Takes one step's input and a state, and returns the next state, or a pair (output, next state). A state
@@ -109,8 +116,8 @@ def bptt_checkpoint(
 
     Raises:
         ValueError: If not exactly one of `memory` and `slots` is given, one is out of range, the sequence is empty,
-            the state holds no tensor, or the cell returns something else than a state, or uses a tensor that needs a
-            gradient and is not among its parameters.
+            the state holds no tensor, or the cell returns something else than a state, uses a tensor that needs a
+            gradient and is not among its parameters, updates a buffer, or writes into its state or input.
         InfeasibleBudgetError: If the memory does not hold one step; it names the least that would do.
         DoubleBackwardError: In the backward pass of a backward pass; a second derivative would need what is not kept.
     """
@@ -184,17 +191,36 @@ def step_bytes(
         Its bytes.
 
     Raises:
-        ValueError: If the cell returns no state, or uses a tensor that needs a gradient and is none of its parameters.
+        ValueError: If the cell returns no state, uses a tensor that needs a gradient and is none of its parameters,
+            updates a buffer, which is given its contents back, or writes in place into its state or input.
+        RuntimeError: What the cell itself raises.
     """
     leaves, structure = pytree.tree_flatten(state)
     own = list(cell.parameters()) if isinstance(cell, nn.Module) else []
-    buffers = list(cell.buffers()) if isinstance(cell, nn.Module) else []
+    buffers = _Buffers(cell)
     generator = _Generators(input.device)
     before = generator.get()
-    step = _leaf(input, needs_gradient=input.requires_grad)
-    states = [_leaf(leaf, needs_gradient=True) for leaf in leaves]
-    with torch.enable_grad(), SavedTensors(*own, *buffers, *parameters, step, *states) as kept:
-        outputs, following, _ = _split(cell(step, pytree.tree_unflatten(states, structure)), structure)
+    # copies: what a cell writes into them is not written into the caller's
+    step = _leaf(input.detach().clone(), needs_gradient=input.requires_grad)
+    states = [_leaf(leaf.detach().clone(), needs_gradient=True) for leaf in leaves]
+    versions = [tensor._version for tensor in (step, *states)]
+    try:
+        with torch.enable_grad(), SavedTensors(*own, *buffers.tensors, *parameters, step, *states) as kept:
+            outputs, following, _ = _split(cell(step, pytree.tree_unflatten(states, structure)), structure)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise ValueError(f"{_WRITES_IN_PLACE} (torch says: {str(error).splitlines()[0]})") from error
+    finally:
+        updated = buffers.put_back()
+    if updated:
+        raise ValueError(
+            f"the cell updates {', '.join(map(repr, updated))}, among its buffers: steps run more than once, and each"
+            " time would update again. Keep it in the state, or update it outside of the cell (a batch norm: eval(), or"
+            " track_running_stats=False)"
+        )
+    if versions != [tensor._version for tensor in (step, *states)]:
+        raise ValueError(_WRITES_IN_PLACE)
     drew = not all(torch.equal(one, other) for one, other in zip(before, generator.get(), strict=True))
     generator.set(before)
     _check_leaves([*outputs, *following], {id(tensor) for tensor in (*own, *parameters, step, *states)}, parameters)
@@ -203,6 +229,50 @@ def step_bytes(
     internal = kept.bytes - sum(after[pointer] for pointer in seen)
     generator_bytes = sum(part.nbytes for part in before) if drew and preserve_rng_state else 0
     return StepBytes(sum(after.values()) + generator_bytes, internal)
+
+
+class _Buffers:
+    """The buffers of a cell, and what is in them before it runs."""
+
+    def __init__(self, cell: Cell) -> None:
+        modules = dict(cell.named_modules()) if isinstance(cell, nn.Module) else {}
+        self._modules = {prefix + "." if prefix else "": module for prefix, module in modules.items()}
+        self._before = {name: (t, t._version, t.detach().clone()) for name, t in self._now().items()}
+
+    def _now(self) -> dict[str, Tensor]:
+        return {
+            prefix + name: tensor
+            for prefix, module in self._modules.items()
+            for name, tensor in module._buffers.items()
+            if tensor is not None
+        }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor, _, _ in self._before.values()]
+
+    def put_back(self) -> list[str]:
+        """Undo what the cell did to its buffers, and return the names of those that it changed."""
+        now = self._now()
+        changed = []
+        for name, (tensor, version, contents) in self._before.items():
+            # batch norm writes without raising the version; a write of equal contents raises nothing else
+            if now.get(name) is not tensor or tensor._version != version or not _same_bits(tensor, contents):
+                changed.append(name)
+                with torch.no_grad():
+                    tensor.copy_(contents)
+        changed += [name for name in now if name not in self._before]
+        for name in changed:
+            prefix, dot, last = name.rpartition(".")
+            self._modules[prefix + dot]._buffers[last] = self._before[name][0] if name in self._before else None
+        return changed
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta:
+        return True
+    # as bytes, in which NaN equals itself
+    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 class _Generators:

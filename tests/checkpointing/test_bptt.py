@@ -339,3 +339,92 @@ def test_wrong_arguments_are_named():
         bptt_checkpoint(cell, inputs, (), slots=2)
     with pytest.raises(ValueError, match="neither a state"):
         bptt_checkpoint(lambda x, s: (s, s, s), inputs.requires_grad_(), state, slots=2)
+
+
+class Counting(nn.Module):
+    """A cell that does something to a buffer, or to what it is given, in each step."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.gru, self.norm, self.change = nn.GRUCell(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), change
+        self.norm.requires_grad_(False).eval()
+        self.register_buffer("t", torch.tensor([0.0, float("nan")]))
+        self.register_buffer("later", None)
+
+    def forward(self, x, state):
+        h, n = state
+        self.change(self, x, h, n)
+        h = self.norm(self.gru(x, h)) + self.t[0]
+        return h, (h, n + 1)
+
+
+def counting(change):
+    torch.manual_seed(0)
+    return Counting(change), torch.randn(6, BATCH, FEATURES), (torch.randn(BATCH, HIDDEN), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("t", lambda cell, x, h, n: cell.t.add_(1)),
+        ("t", lambda cell, x, h, n: cell.t.mul_(1)),
+        ("t", lambda cell, x, h, n: setattr(cell, "t", cell.t + 1)),
+        ("later", lambda cell, x, h, n: setattr(cell, "later", n.detach())),
+        ("norm.running_mean", lambda cell, x, h, n: cell.norm.train()),
+    ],
+)
+def test_a_cell_that_updates_a_buffer_is_refused_and_left_as_it_was(name, change):
+    cell, inputs, state = counting(change)
+    # what a batch norm counts steps in raises its version, its statistics do not
+    cell.norm.num_batches_tracked = None
+    before = {key: (buffer, buffer.clone()) for key, buffer in cell.named_buffers()}
+    for run in (lambda: bptt_checkpoint(cell, inputs, state, slots=2), lambda: step_bytes(cell, inputs[0], state)):
+        with pytest.raises(ValueError, match=f"updates '{name}'.*Keep it in the state"):
+            run()
+    after = dict(cell.named_buffers())
+    assert after.keys() == before.keys()
+    for key, (buffer, contents) in before.items():
+        assert after[key] is buffer
+        torch.testing.assert_close(buffer, contents, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_cell_that_fails_leaves_its_buffers_as_they_were():
+    def fail(cell, x, h, n):
+        cell.t.add_(1)
+        raise RuntimeError("of its own")
+
+    cell, inputs, state = counting(fail)
+    with pytest.raises(RuntimeError, match="of its own"):
+        bptt_checkpoint(cell, inputs, state, slots=2)
+    assert cell.t[0] == 0
+
+
+def test_buffers_that_stay_are_no_reason_to_refuse():
+    cell, inputs, state = counting(lambda *_: None)
+    bptt_checkpoint(cell, inputs, state, slots=2)[0].sum().backward()
+    assert cell.gru.weight_hh.grad is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cell, x, h, n: h.mul_(0.9),
+        lambda cell, x, h, n: h[:, 0].zero_(),
+        lambda cell, x, h, n: x.mul_(2),
+        lambda cell, x, h, n: torch.no_grad()(h.mul_)(0.9),
+    ],
+)
+def test_a_cell_that_writes_in_place_into_what_it_is_given_is_refused(change):
+    cell, inputs, state = counting(change)
+    before = [tensor.clone() for tensor in (inputs, *state)]
+    with pytest.raises(ValueError, match="writes in place into its state or its input.*make new tensors"):
+        bptt_checkpoint(cell, inputs, state, slots=2)
+    assert all(torch.equal(one, other) for one, other in zip((inputs, *state), before, strict=True))
+
+
+def test_an_integer_state_that_is_written_in_place_is_refused():
+    cell, inputs, (h, n) = counting(lambda cell, x, h, n: n.add_(1))
+    n = n.long()
+    with pytest.raises(ValueError, match="writes in place into its state"):
+        bptt_checkpoint(cell, inputs, (h, n), slots=2)
+    assert not n.any()
