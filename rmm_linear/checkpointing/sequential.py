@@ -70,7 +70,8 @@ def checkpoint_sequential(
     Raises:
         CaptureError: If the model can't be captured.
         InfeasibleBudgetError: If no segments fit; it names the least budget for which some do.
-        ValueError: If the model is no nn.Sequential or is checkpointed already, or the budget or strategy is unknown.
+        ValueError: If the model is no nn.Sequential, is checkpointed already, or updates buffers in its forward pass
+            (batch norm), which a segment that runs again would do twice; or the budget or strategy is unknown.
 
     Example:
         >>> import torch
@@ -90,7 +91,15 @@ def checkpoint_sequential(
     if strategy not in (*STRATEGIES, "auto"):
         raise ValueError(f"strategy={strategy!r} cuts no sequences; choose one of {', '.join(STRATEGIES)}, auto")
     budget_in_bytes(budget, 1)
-    graph = capture(model, (sample,), costs=costs).graph
+    captured = capture(model, (sample,), costs=costs)
+    if captured.updates:
+        names = (*captured.parameter_names, *captured.buffer_names)
+        updated = ", ".join(names[place] if place < len(names) else "its input" for place, _ in captured.updates)
+        raise ValueError(
+            f"the forward pass writes into {updated}, and would do so twice where a segment runs again; use"
+            " checkpoint_model, which updates buffers once"
+        )
+    graph = captured.graph
     plain_peak, plain_cost = peak_and_cost(graph, range(len(graph.ops)))
     budget_bytes = budget_in_bytes(budget, plain_peak)
     groups = _ops_of_modules(graph, list(model._modules))
@@ -128,6 +137,7 @@ class SegmentedForward:
 
     def __init__(self, model: nn.Sequential, plan: SegmentPlan) -> None:
         self._model, self.plan = model, plan
+        self._modes = _modes_of_buffers(model)
 
     def __call__(self, x: Any) -> Any:
         """Run the modules, segment by segment.
@@ -137,7 +147,23 @@ class SegmentedForward:
 
         Returns:
             Output of the last one.
+
+        Raises:
+            ValueError: If the model is no longer what was planned: it has more modules or fewer, or a module with
+                buffers, which it may update when it trains, is in another mode.
         """
+        planned = self.plan.segments[-1][1]
+        if len(self._model) != planned:
+            raise ValueError(
+                f"the sequence has {len(self._model)} modules, and had {planned} when it was planned; plan again:"
+                " remove_checkpointing(model), then checkpoint_sequential"
+            )
+        if self._model.training and torch.is_grad_enabled() and _modes_of_buffers(self._model) != self._modes:
+            raise ValueError(
+                "modules with buffers were in another mode (train, eval) when the sequence was planned, and may update"
+                " them now; plan again in the mode in which it is trained: remove_checkpointing(model), then"
+                " checkpoint_sequential"
+            )
         for number, (first, end) in enumerate(self.plan.segments):
             modules = list(self._model)[first:end]
             if self._model.training and torch.is_grad_enabled() and number < self.plan.checkpointed:
@@ -145,6 +171,10 @@ class SegmentedForward:
             else:
                 x = _run(modules, x)
         return x
+
+
+def _modes_of_buffers(model: nn.Module) -> tuple[bool, ...]:
+    return tuple(module.training for module in model.modules() if any(True for _ in module.buffers(recurse=False)))
 
 
 def _run(modules: list[nn.Module], x: Any) -> Any:

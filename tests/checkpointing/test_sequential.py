@@ -79,3 +79,33 @@ def test_what_is_wrong_is_named():
     checkpoint_sequential(model, X, budget=caught.value.least_bytes)
     with pytest.raises(ValueError, match="checkpointed already"):
         checkpoint_sequential(model, X, budget="50%")
+
+
+def test_a_sequence_that_updates_buffers_is_refused_and_checkpoint_model_named():
+    model = nn.Sequential(*stack(4), nn.Sequential(nn.BatchNorm1d(16)), nn.GELU())
+    with pytest.raises(ValueError, match=r"writes into 4\.0\.running_mean.*twice.*use checkpoint_model"):
+        checkpoint_sequential(model, X, budget="80%")
+    assert "forward" not in vars(model)
+    # in eval mode it updates nothing, until it is trained after all
+    model[4].eval()
+    checkpoint_sequential(model, X, budget="80%")
+    model(X).sum().backward()
+    assert not model[4][0].running_mean.any()
+    model.train()
+    with pytest.raises(ValueError, match="another mode"):
+        model(X)
+    assert not model[4][0].running_mean.any()
+
+
+def test_modules_that_were_appended_after_planning_are_not_left_out():
+    model = stack(6)
+    checkpoint_sequential(model, X, budget="60%")
+    model.append(nn.Linear(16, 3))
+    with pytest.raises(ValueError, match="has 7 modules, and had 6 when it was planned; plan again"):
+        model(X)
+    model.eval()
+    with pytest.raises(ValueError, match="plan again"):
+        model(X)
+    remove_checkpointing(model)
+    checkpoint_sequential(model.train(), X, budget="60%")
+    assert model(X).shape == (2000, 3)
