@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from typing import Any
 
 from rmm_linear.checkpointing import (
@@ -18,6 +19,7 @@ from rmm_linear.checkpointing.strategies import Proposal, choose
 from rmm_linear.cli.profile import DTYPES
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
+from rmm_linear.errors import InfeasibleBudgetError
 
 HELP = "plan what a model keeps and what it computes again, to train within a byte budget"
 _SWEEP = (100, 90, 80, 70, 60, 50, 40, 30, 20, 10)
@@ -53,7 +55,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         What to print, and the exit status.
 
     Raises:
-        ValueError: If the model or an option is not usable, or no schedule fits the budget.
+        ValueError: If the model or an option is not usable.
+        InfeasibleBudgetError: If no schedule fits the budget; it names a budget that can be met.
         ImportError: If transformers, or for a figure matplotlib, is not installed.
     """
     from rmm_linear.integrations.hf_models import build_model, random_batch
@@ -78,7 +81,14 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     frontier = strategy.frontier(graph)
     plain_bytes = simulate(exact, Schedule.plain(exact)).peak_bytes
     budget_bytes = budget_in_bytes(options.budget, plain_bytes)
-    schedule = choose(graph, frontier, budget_bytes, strategy.name)
+    try:
+        schedule = choose(graph, frontier, budget_bytes, strategy.name)
+    except InfeasibleBudgetError as error:
+        raise InfeasibleBudgetError(
+            _in_mebibytes(error, graph, plain_bytes, strategy.name),
+            budget_bytes=error.budget_bytes,
+            least_bytes=error.least_bytes,
+        ) from error
     plan = CheckpointPlan.of(graph, schedule, budget_bytes)
     if options.figure:
         plan.figure(options.figure)
@@ -102,6 +112,23 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             f" {plan.plain.peak_bytes / _MIB:.2f} MiB; with the plan: {plan.peak_bytes / _MIB:.2f} MiB"
         )
     return "\n\n".join([heading, str(plan), _sweep(graph, frontier, plain_bytes)]), 0
+
+
+def _in_mebibytes(error: InfeasibleBudgetError, graph: Graph, plain_bytes: int, strategy: str) -> str:
+    """The error in units that people read, with what there is no way around, and a budget that can be met."""
+
+    def shown(size_bytes: int) -> str:
+        return f"{size_bytes / _MIB:.2f} MiB ({100 * size_bytes / plain_bytes:.1f} %)"
+
+    at_the_end = sum(graph.storages[index].size_bytes for index in set(graph.outputs))
+    tenths = math.ceil(1000 * error.least_bytes / plain_bytes)
+    while budget_in_bytes(f"{tenths / 10:g}%", plain_bytes) < error.least_bytes:
+        tenths += 1
+    return (
+        f"{strategy} has no schedule within {shown(error.budget_bytes)} of the plain peak, {plain_bytes / _MIB:.2f}"
+        f" MiB; the least budget that it can meet is {shown(error.least_bytes)}, and gradients and results alone take"
+        f" {shown(at_the_end)}; pass --budget {tenths / 10:g}%"
+    )
 
 
 def _sweep(graph: Graph, frontier: tuple[Proposal, ...], plain_bytes: int) -> str:

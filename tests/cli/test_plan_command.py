@@ -1,6 +1,7 @@
 """`rmm-linear plan`: the plan is the library's, and a mistake is one line."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -67,3 +68,28 @@ def test_a_mistake_is_one_line(folder, capsys, options, message):
     assert message in error
     assert error.startswith("rmm-linear: error: ")
     assert error.count("\n") == 1
+
+
+def test_a_budget_that_is_too_small_is_told_in_percent_with_one_that_is_not(folder, capsys):
+    assert main(["plan", folder, *OPTIONS, "--budget", "1%"]) == 2
+    error = capsys.readouterr().err
+    found = re.search(
+        r"within ([\d.]+) MiB \(1\.0 %\) of the plain peak, ([\d.]+) MiB; the least budget that it can meet is"
+        r" ([\d.]+) MiB \(([\d.]+) %\), and gradients and results alone take ([\d.]+) MiB \(([\d.]+) %\);"
+        r" pass --budget ([\d.]+)%$",
+        error,
+    )
+    assert found, error
+    given, plain, least, percent, results, of_results, suggested = map(float, found.groups())
+    plan = json.loads(run(capsys, folder, *OPTIONS, "--budget", f"{suggested:g}%", "--json"))
+    assert plan["planned_peak_bytes"] / 2**20 == pytest.approx(least, abs=0.006)
+    assert plan["plain_peak_bytes"] / 2**20 == pytest.approx(plain, abs=0.006)
+    assert 0 <= suggested - 100 * plan["planned_peak_bytes"] / plan["plain_peak_bytes"] < 0.11
+    assert percent == pytest.approx(100 * least / plain, abs=0.5)
+    # the gradients of all parameters, the logits and the loss
+    model = hf_models.build_model(folder)
+    size = sum(parameter.nbytes for parameter in model.parameters()) + 4 * 48 * 50 * 4 + 4
+    assert results == pytest.approx(size / 2**20, abs=0.006)
+    assert of_results == pytest.approx(100 * results / plain, abs=0.5)
+    assert given < results < least
+    assert main(["plan", folder, *OPTIONS, "--budget", f"{suggested - 0.2:g}%"]) == 2
