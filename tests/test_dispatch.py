@@ -40,7 +40,7 @@ def test_plain_torch_runs_on_a_cpu_without_a_word():
         for choice in ("auto", "torch"):
             with use_kernels(choice):
                 assert torch.equal(sketch(X), reference.hadamard_sketch(
-                    X, torch.tensor(3), None, blocks=2, kept=10, scale=50**-0.5, dtype=torch.float32
+                    X, torch.tensor(3), None, blocks=2, kept=10, scale=1 / 8, dtype=torch.float32
                 ))  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(monkeypatch):
     assert len(calls) == 1
     # another kernel is tried all the same
     with pytest.warns(RuntimeWarning, match="hadamard_sketch_and_sums failed"):
-        ops.hadamard_gradient(X, torch.tensor(3), blocks=2, kept=10, half=False)
+        ops.hadamard_sketch_and_sums(X, torch.tensor(3), None, blocks=2, kept=10, gradient=True)
 
 
 def test_a_kernel_that_is_asked_for_and_fails_raises(monkeypatch):

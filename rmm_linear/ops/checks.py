@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rmm_linear.ops.dispatch import KERNELS, chosen, kernel_status, use_kernels
 from rmm_linear.ops.grad_weight import sketched_grad_weight
-from rmm_linear.ops.projections import hadamard_gradient, hadamard_sketch, random_projection
+from rmm_linear.ops.projections import hadamard_sketch, hadamard_sketch_and_sums, random_projection, sampled_mean
 from rmm_linear.ops.rows import gather_rows, importance_rows
 from rmm_linear.ops.storage import dequantize, quantize
 
@@ -78,11 +78,14 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
         codes = quantize(stored, seed, None, kind=_KIND, group=_GROUP)
     calls: dict[str, _Call] = {
         "hadamard_sketch": lambda: (hadamard_sketch(x, seed, mean, **geometry, gradient=False),),
-        "hadamard_sketch_and_sums": lambda: hadamard_gradient(g, seed, **geometry, half=True),
+        "hadamard_sketch_and_sums": lambda: hadamard_sketch_and_sums(
+            g, seed, None, **geometry, gradient=True, half=True
+        ),
         "random_projection": lambda: (random_projection(x, seed, mean, rank=rank, gaussian=False, gradient=False),),
         "gather_rows": lambda: (gather_rows(x, index, mean),),
         # the draws themselves would differ in whole rows where a norm is rounded otherwise
         "row_norms": lambda: (importance_rows(x, seed, mean, None, rank=rank, winner_take_all=False)[1].mean(),),
+        "sampled_mean": lambda: (sampled_mean(x),),
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
         "sketched_grad_weight": lambda: (sketched_grad_weight(sketched, stored, dtype=dtype),),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import HALVES, chosen, product_scale, run, wants_half
+from rmm_linear.ops.dispatch import HALVES, chosen, odd_factor, product_scale, run, wants_half
 from rmm_linear.ops.registration import define
 from rmm_linear_kernels.sketched_grad_weight import reference as _grad_weight
 
@@ -23,7 +23,7 @@ def _shifted(mean: Tensor | None, stored: Tensor, ones: Tensor | None) -> Tensor
 
 @define(
     "sketched_grad_weight(Tensor sketched_g, Tensor sketched_x, Tensor? column_sum, Tensor? mean, Tensor? ones,"
-    " float scale, ScalarType? dtype) -> Tensor"
+    " float scale, ScalarType? dtype, SymInt divisor=1) -> Tensor"
 )
 def _sketched_grad_weight(
     sketched_g: Tensor,
@@ -33,7 +33,9 @@ def _sketched_grad_weight(
     ones: Tensor | None,
     scale: float,
     dtype: torch.dtype | None,
+    divisor: int = 1,
 ) -> Tensor:
+    scale *= odd_factor(divisor)
     operands = sketched_g, sketched_x, column_sum, _shifted(mean, sketched_x, ones)
     # cuBLAS is the faster one until a measurement says otherwise: Triton's runs where it is asked for
     if chosen() == "triton" and sketched_g.dtype in HALVES and sketched_x.dtype == sketched_g.dtype:
@@ -50,6 +52,7 @@ def _(
     ones: Tensor | None,
     scale: float,
     dtype: torch.dtype | None,
+    divisor: int = 1,
 ) -> Tensor:
     return sketched_g.new_empty((sketched_g.shape[1], sketched_x.shape[1]), dtype=dtype)
 
@@ -63,6 +66,7 @@ def sketched_grad_weight(
     ones: Tensor | None = None,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
+    divisor: int = 1,
 ) -> Tensor:
     """Return scale * (S^T g)^T (S^T x), plus column_sum (mean - (S^T x)^T ones)^T where the input was centred.
 
@@ -74,13 +78,15 @@ def sketched_grad_weight(
         ones: S^T 1 over the rows, shape (rank,), where the sketch of g was not centred (see
             `rmm_linear.sketches.centered`), or None.
         scale: Factor of the first term.
+        divisor: The first term is divided by it, and times the power of 2 next to it, which `sketched_g` is over
+            already (see `odd_factor`): a whole number that may follow from the rows, as a factor may not.
         dtype: Dtype of the result; that of `sketched_g` if None.
 
     Returns:
         Shape (out, in).
     """
     return torch.ops.rmm_linear.sketched_grad_weight.default(
-        sketched_g, sketched_x, column_sum, mean, ones, scale, dtype
+        sketched_g, sketched_x, column_sum, mean, ones, scale, dtype, divisor
     )
 
 

@@ -44,12 +44,14 @@ class GradientPass(NamedTuple):
             and is not free.
         ones: S^T 1 over the storage scale and the number of rows, shape (rank,), float32 (float64 for float64).
         scale: Factor that `sketched` lacks.
+        divisor: What else it lacks, as `ops.sketched_grad_weight` takes it.
     """
 
     sketched: Tensor
     column_sum: Tensor | None
     ones: Tensor
     scale: float
+    divisor: int = 1
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -127,6 +129,19 @@ class Sketch(ABC):
             does not read that one: `LowBit` puts other values in its place.
         """
 
+    def compress_with_sum(self, x: Tensor, seed: Tensor, *, mean: Tensor | None) -> tuple[SavedSketch, Tensor]:
+        """Sketch the input and sum it over its rows: in one reading of it, where a subclass can.
+
+        Args:
+            x: Activations, shape (rows, in), any float dtype.
+            seed: 0-d int64 on x's device.
+            mean: Shape (in,), or None, as for `compress`.
+
+        Returns:
+            What `compress` returns; and the sum of x itself, shape (in,), float32 (float64 for float64).
+        """
+        return self.compress(x, seed, mean=mean), x.sum(0, dtype=accumulate_dtype(x.dtype))
+
     @abstractmethod
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) for the S that `compress` used, scaled to go with the stored sketch.
@@ -197,7 +212,8 @@ class Sketch(ABC):
         else:
             sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g, self.ratio)
         stored = self.stored_input(saved, dtype=sketched.dtype)
-        grad_weight = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype)
+        divisor = 1 if read is None else read.divisor
+        grad_weight = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype, divisor=divisor)
         if not need_bias:
             return grad_weight, None
         found = None if read is None else read.column_sum

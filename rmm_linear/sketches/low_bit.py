@@ -98,6 +98,24 @@ class LowBit(Sketch):
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest))
 
+    def compress_with_sum(self, x: Tensor, seed: Tensor, *, mean: Tensor | None) -> tuple[SavedSketch, Tensor]:
+        """Read x as the inner sketch does; see `Sketch.compress_with_sum`.
+
+        Args:
+            x: Activations, shape (rows, in).
+            seed: 0-d int64.
+            mean: Shape (in,), or None.
+
+        Returns:
+            What `compress` returns, and the sum of x.
+        """
+        if self.inner is None:
+            return super().compress_with_sum(x, seed, mean=mean)
+        inner, column_sum = self.inner.compress_with_sum(x, seed, mean=mean)
+        values, *rest = inner.tensors
+        codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
+        return SavedSketch(seed, (*codes, *rest)), column_sum
+
     def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values that the codes stand for; see `Sketch.stored_input`.
 

@@ -11,11 +11,12 @@ NAMES = (
     "dequantize",
     "draw_seed",
     "gather_rows",
-    "hadamard_gradient",
     "hadamard_sketch",
+    "hadamard_sketch_and_sums",
     "importance_rows",
     "quantize",
     "random_projection",
+    "sampled_mean",
     "sketched_grad_weight",
     "trigonometric_sketch",
     "uniform_row_sketch",
@@ -39,7 +40,10 @@ def calls(rows, dtype):
             for kind in ("dct", "dft"):
                 yield "trigonometric_sketch", (x, seed, centre, rank, kind, gradient)
     for half in (False, True):
-        yield "hadamard_gradient", (x, seed, blocks, kept, half, 4.0 if half else 1.0)
+        yield "hadamard_sketch_and_sums", (x, seed, None, blocks, kept, True, half, 4.0 if half else 1.0)
+    for centre in (None, mean):
+        yield "hadamard_sketch_and_sums", (x, seed, centre, blocks, kept, False, False, 1.0)
+    yield "sampled_mean", (x,)
     index = torch.arange(rank, dtype=torch.int32)
     scales = torch.rand(rank).to(accumulate)
     for centre in (None, mean):
@@ -61,6 +65,7 @@ def calls(rows, dtype):
         yield "sketched_grad_weight", (factor, x[:rank], None, None, None, 1.0, result)
         yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, None, 64.0, result)
         yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, ones, 1.0, result)
+        yield "sketched_grad_weight", (factor, x[:rank], None, None, None, 2.0, result, 6)
 
 
 def run(name, arguments):
@@ -137,10 +142,13 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
         elif name == "gather_rows":
             assert results[0].dtype == (dtype if arguments[3] is None else accumulate)
         elif name == "sketched_grad_weight":
-            assert results[0].dtype == (arguments[-1] or accumulate)
-        elif name == "hadamard_gradient":
-            is_half = arguments[-2] and dtype in (torch.bfloat16, torch.float16)
-            assert results[0].dtype == (dtype if is_half else accumulate)
+            assert results[0].dtype == (arguments[6] or accumulate)
+        elif name == "sampled_mean":
+            assert results[0].dtype == accumulate
+        elif name == "hadamard_sketch_and_sums":
+            gradient, half = arguments[5:7]
+            is_half = half and dtype in (torch.bfloat16, torch.float16)
+            assert results[0].dtype == (dtype if is_half or not gradient else accumulate)
             assert [result.dtype for result in results[1:]] == [accumulate, accumulate]
         elif name == "quantize":
             assert [result.dtype for result in results] == [torch.uint8, torch.bfloat16, torch.bfloat16]

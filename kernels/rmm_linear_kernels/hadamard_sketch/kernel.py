@@ -392,13 +392,14 @@ def hadamard_sketch(
 
 
 def hadamard_sketch_and_sums(
-    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sketch, the column sum of x and sqrt(kept) * S^T 1, out of one reading of x.
+    """Return the sketch of x - 1 mean^T, the column sum of x itself and sqrt(kept) * S^T 1: x is read once.
 
     Args:
         x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
         seed: 0-d int64 on x's device.
+        mean: Shape (features,), subtracted from every row before it is sketched, or None.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
         scale: Factor on the +-1 combinations of the sketch.
@@ -409,10 +410,10 @@ def hadamard_sketch_and_sums(
         (blocks * kept,), float32.
     """
     if x.numel() == 0:
-        return reference.hadamard_sketch_and_sums(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+        return reference.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     sums = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
     ones = torch.empty((blocks * kept,), dtype=torch.float32, device=x.device)
-    out = _launch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums, ones=ones)
+    out = _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums, ones=ones)
     # one sum after the other: the same in every run, which atomic additions are not
     return out, sums.sum(0), ones
 
@@ -443,8 +444,8 @@ def builds() -> list[Build]:
     """Return the specialisations that training compiles.
 
     Returns:
-        For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with its mean and the one of g with its sums; and
-        the other dtypes, small and large blocks at one ratio.
+        For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with a mean and its sums and the one of g with its
+        sums; and the other dtypes, small and large blocks, and x without centring at one ratio.
     """
     found = []
     for kept in (32, 16, 6):
@@ -455,12 +456,19 @@ def builds() -> list[Build]:
         found.append(_named("g", dtype, 64, 32, 3072))
     found.extend(_named("x", torch.bfloat16, order, kept, 768) for order, kept in ((64, 58), (60, 30), (128, 2)))
     found.append(_named("g", torch.float32, 128, 2, 3072))
+    found.append(_named("uncentred x", torch.bfloat16, 64, 32, 768))
     return found
 
 
 def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int) -> Build:
-    """The sketch of 8192 rows of x with its mean, or of g with its sums."""
+    """The sketch of 8192 rows of x with a mean and its sums, of g with its sums, or of x without either."""
     constants = _constants(
-        order=order, kept=kept, blocks=8192 // order, features=features, dtype=dtype, mean=of == "x", sums=of == "g"
+        order=order,
+        kept=kept,
+        blocks=8192 // order,
+        features=features,
+        dtype=dtype,
+        mean=of == "x",
+        sums=of in ("x", "g"),
     )
     return _build(f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}", dtype, dtype, constants)
