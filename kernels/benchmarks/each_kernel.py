@@ -209,6 +209,28 @@ def _sketch_cases(
             lambda rank=rank: hadamard(out, rank),
             value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0) / rows)),
         )
+    rank = roofline.rank_of(rows, 0.25)
+    yield Case(
+        "hadamard_sketch",
+        "hadamard_sketch_and_sums",
+        "hadamard_sketch with sums of x, ratio 0.25, centred",
+        rows,
+        features,
+        0,
+        roofline.hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
+        lambda: hadamard(features, rank, centred=True),
+        value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0) / rows)),
+    )
+    yield Case(
+        "sampled_mean",
+        "sampled_mean",
+        "sampled_mean",
+        rows,
+        features,
+        0,
+        roofline.sampled_mean(features, sample=min(rows, roofline.SAMPLE)),
+        lambda: {"x": normal(rows, features)},
+    )
     for gaussian, ratio in itertools.product((True, False), (0.25, 0.1)):
         rank = max(1, int(ratio * rows))
 

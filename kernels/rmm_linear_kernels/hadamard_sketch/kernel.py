@@ -293,8 +293,8 @@ def _constants(
     wide = dtype == torch.float32
     chunks = -(-order // _CHUNK)
     tile = _WIDE_TILE if wide else _TILE
-    if wide and chunks > 1:
-        # three parts, a loop and the sums: more would not fit the registers
+    if (wide and chunks > 1) or triton.next_power_of_2(kept) > _CHUNK // 2:
+        # three parts, a loop and the sums, or twice as many results: more would not fit the registers
         tile //= 2
     tiles = 1
     # more than one tile a program as soon as there are programs enough
@@ -445,7 +445,7 @@ def builds() -> list[Build]:
 
     Returns:
         For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with a mean and its sums and the one of g with its
-        sums; and the other dtypes, small and large blocks, and x without centring at one ratio.
+        sums; and the other dtypes, small and large blocks, large ratios, and x without centring.
     """
     found = []
     for kept in (32, 16, 6):
@@ -456,6 +456,8 @@ def builds() -> list[Build]:
         found.append(_named("g", dtype, 64, 32, 3072))
     found.extend(_named("x", torch.bfloat16, order, kept, 768) for order, kept in ((64, 58), (60, 30), (128, 2)))
     found.append(_named("g", torch.float32, 128, 2, 3072))
+    # what takes the most registers: float32 at a large ratio, with programs of several tiles
+    found.extend(_named(of, torch.float32, order, kept, 4096) for of, order, kept in (("x", 64, 58), ("g", 60, 54)))
     found.append(_named("uncentred x", torch.bfloat16, 64, 32, 768))
     return found
 
