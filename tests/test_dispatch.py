@@ -220,6 +220,43 @@ def test_each_float16_scale_is_a_power_of_two_around_the_sketchs_size():
         assert ops.product_scale(torch.bfloat16, ratio) == 1
 
 
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "ratio"), [(128, 0.1), (128, 0.3), (128, 0.9), (110, 0.4), (100, 0.02)])
+def test_a_lonely_row_of_a_block_is_rounded_by_no_factor(rows, ratio, dtype, center, monkeypatch):
+    """One row of x and of g other than zero a block: its part is its own product times p / p, in every draw.
+
+    All combinations of such a row are the row itself, but for their sign: what a factor that is no power of 2 rounds
+    off one of them, it rounds off all of them.
+    """
+    for place in ("rmm_linear.ops.is_for_kernels", "rmm_linear.ops.dispatch.is_for_kernels"):
+        monkeypatch.setattr(place, lambda g: True)
+    torch.manual_seed(0)
+    sketched = RMMConfig(ratio=ratio, center=False).sketch_object
+    blocks, kept = sketched.geometry(rows)
+    x, g = torch.zeros(rows, 6), torch.zeros(rows, 5)
+    # the first row of each block
+    x[:blocks], g[:blocks] = torch.randn(blocks, 6), torch.randn(blocks, 5)
+    x, g = x.to(dtype), g.to(dtype)
+    exact = g.double().t() @ x.double()
+    for seed in range(3):
+        saved = sketched.compress(x, torch.tensor(seed))
+        read = sketched.one_pass(g, saved)
+        assert read.sketched.dtype == dtype
+        assert (read.divisor == kept) and 2**-0.5 <= ops.odd_factor(kept) <= 2**0.5
+        if center:
+            # the product takes the factor beside a mean as well
+            total, mean = torch.randn(5), torch.randn(6)
+            found = ops.sketched_grad_weight(
+                read.sketched, saved.tensors[0], total, mean, scale=read.scale, dtype=torch.float32, divisor=kept
+            )
+            found = found.double() - torch.outer(total, mean).double()
+        else:
+            found, _ = sketched.backward(g, saved, dtype=torch.float32)
+        # float32 sums of 57 equal terms, and a rounding of 2**-9 would be 2e-3
+        assert (found.double() - exact).abs().max() < 5e-6 * exact.abs().max()
+
+
 def test_a_callers_mistake_is_no_fault_of_the_kernel(monkeypatch):
     def kernel(x, seed, mean, **options):
         raise ValueError("too large")
