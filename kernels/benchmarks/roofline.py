@@ -325,7 +325,10 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
     rank = rank_of(rows, ratio)
     return [
         ("hadamard_sketch of x", hadamard_sketch(rows, features, rank)),
-        ("hadamard_sketch of x - 1 m^T, with sums", hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True)),
+        (
+            "hadamard_sketch of x - 1 m^T, with sums",
+            hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
+        ),
         ("hadamard_sketch of g, with sums", hadamard_sketch(rows, out, rank, with_sum=True)),
         ("sampled_mean", sampled_mean(features)),
         ("random_projection of x", random_projection(rows, features, rank)),

@@ -10,8 +10,10 @@ The stored sketch of x is S^T x times the storage scale c, about sqrt(rank / row
 the size of x's own, where S^T x itself would overflow float16. The sketch of g is S^T g / c, in float32 (float64 for
 float64), where there is room; on a GPU, where the product of the two has to run on the tensor cores, in g's own dtype,
 and in float16 over a power of two near 1 / ratio. The product is the same. The Hadamard sketch's entries in half
-precision are +-1 combinations times powers of two, whose factor rounds nothing; the product has the rest of it. The flag `gradient` of the sketching ops tells which of the two is
-wanted, and not a factor: a factor that depends on the number of rows would make a compiled model recompile for each.
+precision are +-1 combinations times powers of two, whose factor rounds nothing; the product has the rest of it.
+
+The flag `gradient` of the sketching ops tells which of the two sketches is wanted, and not a factor: a factor that
+depends on the number of rows would make a compiled model recompile for each.
 """
 
 import rmm_linear.ops.flops  # noqa: F401  registers its formulas

@@ -7,8 +7,8 @@ to zero, so that the second is (g - 1 nu^T)^T x for every m, and any vector will
 decides the variance alone: the closed form is the inner sketch's on x - 1 m^T and g - 1 nu^T. mu itself would be best,
 and is not known before x has been read. So m is about mu, out of 256 rows (of all, where there are no more), and x is
 read once, for its sketch and its sum. `rmm_linear_kernels.sampled_mean` tells which rows, why they can't go far wrong,
-and what m costs next to mu: less than one percent of the variance for rows alike. All sketches and devices take the same
-m, whether they read x once or twice.
+and what m costs next to mu: less than one percent of the variance for rows alike. All sketches and devices take the
+same m, whether they read x once or twice.
 
 Where g is read once, its mean is not known before it is sketched, and need not be: with X the sketch of x - 1 m^T,
 S^T (g - 1 nu^T) = S^T g - (S^T 1) nu^T changes the product by a matrix of rank one, and n nu is the column sum of g:

@@ -131,9 +131,7 @@ class Hadamard(ObliviousSketch):
         if not ops.is_for_kernels(x):
             return super().compress_with_sum(x, seed, mean=mean)
         blocks, kept = self.geometry(x.shape[0])
-        stored, column_sum, _ = ops.hadamard_sketch_and_sums(
-            x, seed, mean, blocks=blocks, kept=kept, gradient=False
-        )
+        stored, column_sum, _ = ops.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, gradient=False)
         return SavedSketch(seed, (stored,)), column_sum
 
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:

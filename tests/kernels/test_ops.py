@@ -24,6 +24,12 @@ NAMES = (
 ROWS = (0, 1, 67, 128)
 
 
+def calls_on(device, rows, dtype):
+    """`calls`, with tensors on a device."""
+    for name, arguments in calls(rows, dtype):
+        yield name, tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in arguments)
+
+
 def calls(rows, dtype):
     """Every op but draw_seed, with each of its flags, and with and without its optional tensors: (name, arguments)."""
     x = torch.randn(rows, 6).to(dtype)
@@ -90,20 +96,21 @@ def test_these_are_all_ops():
         pytest.param(128, torch.float16, marks=pytest.mark.slow),
     ],
 )
-def test_opcheck(rows, dtype):
+def test_opcheck(rows, dtype, device):
     """Schema, shapes and dtypes of the fake kernels, and AOT dispatch with fixed and with dynamic sizes."""
     checked = set()
-    for name, arguments in calls(rows, dtype):
+    for name, arguments in calls_on(device, rows, dtype):
         outcome = torch.library.opcheck(getattr(torch.ops.rmm_linear, name).default, arguments)
         assert set(outcome.values()) == {"SUCCESS"}, (name, outcome)
         checked.add(name)
     assert len(checked) >= 6
 
 
-def test_opcheck_of_draw_seed():
+def test_opcheck_of_draw_seed(device):
     # its results differ from call to call, which the comparison of eager and traced runs cannot allow for
     checks = ("test_schema", "test_faketensor")
-    outcome = torch.library.opcheck(torch.ops.rmm_linear.draw_seed.default, (torch.randn(3, 4),), test_utils=checks)
+    x = torch.randn(3, 4, device=device)
+    outcome = torch.library.opcheck(torch.ops.rmm_linear.draw_seed.default, (x,), test_utils=checks)
     assert set(outcome.values()) == {"SUCCESS"}
     assert torch.Tag.nondeterministic_seeded in torch.ops.rmm_linear.draw_seed.default.tags
 

@@ -27,7 +27,7 @@ def test_each_part_of_the_rows_has_one(rows):
     assert ((found >= part * rows // SAMPLE) & (found <= (part + 1) * rows // SAMPLE)).all()
     # parts of less than two rows may share one
     assert (found.diff() >= (0 if rows < 2 * SAMPLE else 1)).all()
-    assert 0 <= found[0]
+    assert found[0] >= 0
     assert found[-1] < rows
 
 

@@ -1,21 +1,21 @@
 """About the column mean of x, out of 256 of its rows: what is taken off x before it is sketched.
 
-Any vector m may be taken off that S does not depend on (`rmm_linear.sketches.centered`): m only has to be so near to the
-mean mu that rows ||m - mu||^2 is small next to the centred energy P = sum_i ||x_i - mu||^2. Up to 256 rows, m is mu.
+Any vector m may be taken off that S does not depend on (`rmm_linear.sketches.centered`): m only has to be so near to
+the mean mu that rows ||m - mu||^2 is small next to the centred energy P = sum_i ||x_i - mu||^2. Up to 256 rows, m = mu.
 
 Where the rows lie. One in each of 256 equal parts of all rows, at a place in it that a hash of the part's number
 decides. A stride, or multiples of an irrational number, may fall into step with the length of a sequence and meet first
-tokens only, whose activations are often a hundred times as large as others (floor(rows * frac(j * 0.618...)) does so for
-batches of 233 or 610 sequences); the hash falls into step with nothing, and the parts keep the sample even.
+tokens only, whose activations are often a hundred times as large as others: floor(rows * frac(j * 0.618...)) does so
+for batches of 233 or 610 sequences. The hash falls into step with nothing, and the parts keep the sample even.
 
 What is made of them. The rows are dealt to 8 groups in turn, and m is, in every column, the mean of the two middle ones
 of the groups' means. The plain mean of the 256 would do for rows alike, where it adds P / 256 to P; but one huge row
 among them, which has 1 / rows of the weight in mu, would have 1 / 256 of it in m, and add up to rows / 256^2 of its own
 energy: twelve percent for 8192 rows, four times itself for a quarter of a million. Up to three such rows, in three
 groups, move the middle not beyond the means of the other five, however large they are. What that costs: 1.57 / 256 of P
-in place of 1 / 256 at most for rows alike (0.6 %), and two percent for columns that are zero but in one row of fifty,
-whose mean the middle misses. The bound for any rows and any coincidence: where m is above mu, four groups' means are,
-and by Cauchy and Schwarz rows (m - mu)^2 is at most rows / 128 of the sampled rows' own energy.
+in place of 1 / 256 at most for rows alike (0.6 %), and two percent at most for columns that are zero but in one row of
+fifty, whose mean the middle misses. The bound for any rows and any coincidence: where m is above mu, four groups' means
+are, and by Cauchy and Schwarz rows (m - mu)^2 is at most rows / 128 of the sampled rows' own energy.
 """
 
 import torch
