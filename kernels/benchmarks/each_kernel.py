@@ -2,7 +2,8 @@
 
     python kernels/benchmarks/each_kernel.py [--only hadamard] [--repeats 20] [--results DIR]
 
-Every repetition times a device copy, the twin, the kernel and, for products, torch.mm, one after the other, on inputs
+Every repetition times a device copy, the twin, the kernel and its rival (torch.mm for products, the two kernels of
+which one takes the place), one after the other, on inputs
 that take turns and are larger together than the device's cache. Times are medians with 20/80 quantiles. The copy moves
 as many bytes as the kernel has to (`roofline.py`): a kernel that is bound by memory is as good as it can be at a time
 over the copy's of 1. Errors are root mean squares against a float64 computation, relative to its result; a kernel fails
@@ -28,7 +29,8 @@ from measuring import device_of, hardware_name, milliseconds, quantiles, rotatin
 from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
 from torch import Tensor
 
-from rmm_linear_kernels.low_bit.reference import BITS, dequantize, quantize
+from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
+from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 
 TINY_SHAPES = ((256, 48, 80),)
 RATIOS = (0.5, 0.25, 0.1)
@@ -173,6 +175,7 @@ def cases(shapes: tuple[tuple[int, int, int], ...], *, device: torch.device, dty
         yield from _sketch_cases(shape, normal, seed, dtype)
         yield from _row_cases(shape, normal, seed, dtype)
         yield from _low_bit_cases(shape, normal, seed)
+        yield from _quantized_sketch_cases(shape, normal, seed)
         yield from _product_cases(shape, normal, seed, dtype)
 
 
@@ -310,6 +313,56 @@ def _low_bit_cases(shape: tuple[int, int, int], normal: Callable[[int, int], Ten
         yield Case("low_bit", "dequantize", f"dequantize {kind}, {rank} rows", rows, features, 0, cost, make)
 
 
+def _quantized_sketch_cases(
+    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor
+) -> Iterator[Case]:
+    rows, features, _ = shape
+    blocks = -(-rows // roofline.BLOCK_ROWS)
+    for kind, ratio, centred in (
+        *itertools.product(("int8", FP8), (0.5, 0.25), (False,)),
+        ("int8", 0.5, True),
+    ):
+        rank = roofline.rank_of(rows, ratio)
+        group = roofline.GROUP_BITS // BITS[kind]
+
+        def sketched(rank: int = rank, kind: str = kind, group: int = group, centred: bool = centred) -> Arguments:
+            x, kept = normal(rows, features), rank // blocks
+            mean = x.float().mean(0) if centred else None
+            return {
+                "x": x, "seed": seed, "mean": mean, "blocks": blocks, "kept": kept, "scale": kept**-0.5, "kind": kind,
+                "group": group, "dtype": x.dtype,
+            }  # fmt: skip
+
+        def in_two_steps(arguments: Arguments) -> Tensor:
+            """What it competes with: the sketch by way of the memory."""
+            module = "kernel" if seed.is_cuda else "reference"
+            sketch, rounding = (
+                implementation(op, function, module) or implementation(op, function, "reference")
+                for op, function in (("hadamard_sketch", "hadamard_sketch"), ("low_bit", "quantize"))
+            )
+            assert sketch is not None
+            assert rounding is not None
+            y = call(sketch, arguments)
+            return rounding(y, seed, None, kind=arguments["kind"], group=arguments["group"])[0]
+
+        def read_back(result: tuple[Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
+            how = {name: arguments[name] for name in ("kind", "group")}
+            return dequantize(*result, seed, **how, features=arguments["x"].shape[1])
+
+        yield Case(
+            "hadamard_sketch_quantized",
+            "hadamard_sketch_quantized",
+            f"hadamard_sketch_quantized to {kind}, ratio {ratio:g}" + (", centred" if centred else ""),
+            rows,
+            features,
+            0,
+            roofline.hadamard_sketch_quantized(rows, features, rank, BITS[kind], with_mean=centred),
+            sketched,
+            rival=in_two_steps,
+            value=read_back,
+        )
+
+
 def _product_cases(
     shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor, dtype: torch.dtype
 ) -> Iterator[Case]:
@@ -388,6 +441,11 @@ def _twin_of(case: Case) -> Callable[[Arguments], Any]:
     return lambda arguments: call(reference, arguments)
 
 
+def _sketch_of(arguments: Arguments) -> Arguments:
+    """The arguments of the sketch that is rounded."""
+    return {name: value for name, value in arguments.items() if name not in ("kind", "group")}
+
+
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:
     """Return how far the twin and the kernel are from a float64 computation.
 
@@ -402,6 +460,8 @@ def measured_errors(case: Case, device: torch.device) -> tuple[float, float | No
     if case.function == "quantize":
         # Rounding is the op: what was rounded is the truth.
         exact = arguments["y"].double()
+    elif case.function == "hadamard_sketch_quantized":
+        exact = hadamard_sketch(**_sketch_of(_exact(arguments)))
     else:
         exact = case.value(twin(_exact(arguments)), arguments)
     twin_error = _error(case.value(twin(arguments), arguments), exact)

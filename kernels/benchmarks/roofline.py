@@ -160,6 +160,24 @@ def sampled_mean(features: int, *, sample: int = SAMPLE) -> Cost:
     return Cost(_HALF * sample * features + _WIDE * features, sample * features)
 
 
+def hadamard_sketch_quantized(rows: int, features: int, rank: int, bits: int, *, with_mean: bool = False) -> Cost:
+    """Return the cost of the Hadamard sketch in a few bits, which is written as codes alone.
+
+    Args:
+        rows: Rows read.
+        features: Their length.
+        rank: Rows of the sketch.
+        bits: Bits of a code.
+        with_mean: Also read a mean.
+
+    Returns:
+        The cost.
+    """
+    mean = _WIDE * features if with_mean else 0
+    moved = _HALF * rows * features + _codes(rank, features, bits) + _SEED + mean
+    return Cost(moved, (2 * BLOCK_ROWS + 8) * rank * features)
+
+
 def random_projection(rows: int, features: int, rank: int) -> Cost:
     """Return the cost of a dense random projection that is made in registers.
 
@@ -336,6 +354,7 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
         ("row_gather, row_norms", row_norms(rows, features)),
         ("low_bit, quantize to int8", quantize(rank, features, 8)),
         ("low_bit, quantize to int4", quantize(rank, features, 4)),
+        ("hadamard_sketch_quantized to int8", hadamard_sketch_quantized(rows, features, rank, 8)),
         ("low_bit, dequantize int8", dequantize(rank, features, 8)),
         ("sketched_grad_weight", sketched_grad_weight(rank, features, out)),
         ("sketched_grad_weight from int8", sketched_grad_weight(rank, features, out, bits=8)),
@@ -351,6 +370,7 @@ _FORMULAS = (
     ("row_gather, gather_rows", "4 rank in + 4 rank", "rank in"),
     ("row_gather, row_norms", "2 rows in + 8 rows", "2 rows in"),
     ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
+    ("hadamard_sketch_quantized to b bits", "2 rows in + rank in b (1/8 + 1/256)", "136 rank in"),
     ("low_bit, dequantize b bits", "rank in b (1/8 + 1/256) + 4 rank in", "4 rank in"),
     ("sketched_grad_weight", "2 (rank out + rank in + out in)", "2 rank in out"),
     ("sketched_grad_weight from b bits", "2 (rank out + out in) + rank in b (1/8 + 1/256)", "2 rank in out"),

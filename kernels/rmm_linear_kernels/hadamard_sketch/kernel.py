@@ -106,7 +106,7 @@ def _multiplied_places(seed, place, DEGREE: tl.constexpr, POLYNOMIAL: tl.constex
 
 
 @triton.jit
-def _entries(
+def block_entries(
     seed,
     first,
     block,
@@ -143,7 +143,7 @@ def _entries(
 def _paley_entries(
     seed, columns, block, PRIME: tl.constexpr, SQUARES: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """As `_entries` for an order with a factor of Paley's: blocks of less than 64 rows, one element at a time."""
+    """As `block_entries` for an order with a factor of Paley's: blocks of less than 64 rows, one element at a time."""
     place = tl.arange(0, CHUNK)
     base: tl.constexpr = PRIME + 1 if PRIME % 4 == 3 else 2 * (PRIME + 1)
     negative = _parity((columns // base)[:, None] & (place // base)[None, :])
@@ -162,7 +162,7 @@ def _sums_of_entries(entries, present, CHUNK: tl.constexpr, DTYPE: tl.constexpr)
 
 
 @triton.jit
-def _product(mixing, x, IS_WIDE: tl.constexpr, UPCAST: tl.constexpr):
+def mixed(mixing, x, IS_WIDE: tl.constexpr, UPCAST: tl.constexpr):
     """Mixing @ x with float32 sums; x in its own dtype, or cut into three if it is float32."""
     if UPCAST:
         # the interpreter's arithmetic is that of numpy, which has no bfloat16
@@ -235,7 +235,7 @@ def _hadamard_sketch_kernel(
     # rows of this block
     present = shortest + (block < longer).to(tl.int32)
     if PRIME == 0:
-        mixing = _entries(seed, 0, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+        mixing = block_entries(seed, 0, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
     else:
         columns = _ranked_columns(seed, ORDER, ORDER_2, KEPT_2)
         mixing = _paley_entries(seed, columns, block, PRIME, SQUARES, CHUNK, DTYPE)
@@ -252,7 +252,7 @@ def _hadamard_sketch_kernel(
                 mask=(row < rows)[:, None] & (following < features)[None, :],
                 other=0.0,
             )
-        product = _product(mixing, tile_of_x, IS_WIDE, UPCAST)
+        product = mixed(mixing, tile_of_x, IS_WIDE, UPCAST)
         if HAS_SUMS:
             sums = tl.sum(tile_of_x.to(tl.float32), axis=0)
         # blocks of more than CHUNK rows, which have one tile a program
@@ -263,8 +263,8 @@ def _hadamard_sketch_kernel(
                 mask=(further < rows)[:, None] & is_feature[None, :],
                 other=0.0,
             )
-            signs = _entries(seed, chunk * CHUNK, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
-            product += _product(signs, part, IS_WIDE, UPCAST)
+            signs = block_entries(seed, chunk * CHUNK, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+            product += mixed(signs, part, IS_WIDE, UPCAST)
             if HAS_MEAN or HAS_ONES:
                 ones += _sums_of_entries(signs, present - chunk * CHUNK, CHUNK, DTYPE)
             if HAS_SUMS:

@@ -130,7 +130,7 @@ def _entries_kernel(
     SEED, OUT, DEGREE: tl.constexpr, POLYNOMIAL: tl.constexpr, KEPT_2: tl.constexpr, CHUNK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    entries = kernel._entries(tl.load(SEED), 0, 0, 64, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+    entries = kernel.block_entries(tl.load(SEED), 0, 0, 64, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
     place = tl.arange(0, KEPT_2)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(OUT + place, entries.to(tl.float32))
 
