@@ -1,5 +1,6 @@
 """Which implementation an op runs, and what happens where a kernel cannot."""
 
+import importlib
 import math
 import subprocess
 import sys
@@ -322,11 +323,141 @@ def test_public_name():
     assert rmm_linear.use_kernels is dispatch.use_kernels
 
 
+def twins_for_kernels(monkeypatch):
+    """The twins run where the kernels would, on CPU tensors that pass for those of a GPU; (name, shapes) of each."""
+    calls = []
+
+    def loaded(name):
+        module = importlib.import_module(f"rmm_linear_kernels.{dispatch.KERNELS[name]}.reference")
+
+        def kernel(*args, **kwargs):
+            calls.append((name, [tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]))
+            return getattr(module, name)(*args, **kwargs)
+
+        return kernel
+
+    monkeypatch.setattr(
+        dispatch, "_reason_against", lambda name, x: "asked for" if dispatch.chosen() == "torch" else None
+    )
+    monkeypatch.setattr(dispatch, "_loaded", loaded)
+    for place in ("ops", "ops.dispatch", "ops.grad_weight"):
+        monkeypatch.setattr(f"rmm_linear.{place}.is_for_kernels", lambda g: True)
+    return calls
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("storage", ["int8", "int4", "int3"])
+def test_a_sketch_is_rounded_in_its_own_pass_where_a_program_holds_its_groups(storage, center, monkeypatch):
+    sketched = RMMConfig(ratio=0.5, storage=storage, center=center).sketch_object
+    seed = torch.tensor(5)
+    for rows, is_held in ((128, storage == "int8"), (130, False)):
+        x = torch.randn(rows, 8)
+        expected = sketched.compress(x, seed)
+        with monkeypatch.context() as patch:
+            calls = twins_for_kernels(patch)
+            found = sketched.compress(x, seed)
+        # in float32, nothing is rounded in between
+        for one, other in zip(found.tensors, expected.tensors, strict=True):
+            assert torch.equal(one, other)
+        names = [name for name, _ in calls]
+        if center:
+            assert names == ["sampled_mean", "hadamard_sketch_and_sums", "quantize"]
+        else:
+            assert names == (["hadamard_sketch_quantized"] if is_held else ["hadamard_sketch", "quantize"])
+        # on a CPU there is one way
+        assert sketched.compress(x, seed).tensors[0].equal(expected.tensors[0])
+
+
+def test_a_sketch_in_half_precision_is_rounded_once_in_one_pass(monkeypatch):
+    x, seed = torch.randn(256, 8).bfloat16(), torch.tensor(5)
+    sketched = RMMConfig(ratio=0.5, storage="int8", center=False).sketch_object
+    twins_for_kernels(monkeypatch)
+    codes, steps, _ = sketched.compress(x, seed).tensors
+    wide = ops.hadamard_sketch(x.float(), seed, None, blocks=4, kept=32, gradient=False)
+    assert torch.equal(codes, ops.quantize(wide, seed, None, kind="int8", group=128)[0])
+    narrow = ops.hadamard_sketch(x, seed, None, blocks=4, kept=32, gradient=False)
+    assert not torch.equal(codes, ops.quantize(narrow, seed, None, kind="int8", group=128)[0])
+
+
+def test_codes_are_read_for_small_products_that_fill_a_gpu_or_are_short():
+    for rank, out, features, kind, expected in (
+        (4096, 256, 4096, "int8", True),
+        (4096, 256, 2048, "int4", True),
+        (4096, 256, 1024, "int8", False),
+        (4096, 257, 8192, "int8", False),
+        (4096, 64, 8192, "fp8", True),
+        (4096, 64, 4096, "int8", False),
+        (512, 64, 768, "int2", True),
+        (513, 64, 768, "int2", False),
+        (512, 3072, 768, "int8", False),
+        (512, 64, 768, "int3", False),
+        (0, 1, 1, "int8", True),
+    ):
+        assert ops.reads_codes(rank, out, features, kind) == expected, (rank, out, features, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("storage", ["int8", "int3", "fp8"])
+def test_the_product_reads_codes_where_it_should(storage, center, dtype, monkeypatch):
+    """Whichever way: what is decoded is the same, and only the mean's shift is summed otherwise."""
+    sketched = RMMConfig(ratio=0.5, storage=storage, center=center).sketch_object
+    x, g = (torch.randn(256, 24) + 2).to(dtype), (torch.randn(256, 20) - 1).to(dtype)
+    calls = twins_for_kernels(monkeypatch)
+    saved = sketched.compress(x, torch.tensor(5))
+    found = {}
+    for choice, rule in (("torch", True), ("auto", True), ("auto", False), ("triton", False)):
+        monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes, rule=rule: rule)
+        calls.clear()
+        with use_kernels(choice):
+            found[choice, rule], _ = sketched.backward(g, saved)
+        products = [shapes[0] for name, shapes in calls if name == "sketched_grad_weight_low_bit"]
+        is_read = dtype != torch.float32 and storage != "int3" and (choice == "triton" or (choice == "auto" and rule))
+        assert products == ([(128, 1)] * center + [(128, 20)] if is_read else [])
+        assert ("dequantize" in [name for name, _ in calls]) == (not is_read and choice != "torch")
+    expected = found.pop(("torch", True))
+    assert torch.equal(found["auto", False], expected)
+    for estimate in found.values():
+        # the twin decodes to float32 on a CPU, the way by memory to the gradient's half precision
+        tolerance = {torch.float32: 0, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+        assert (estimate - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_mean_s_shift_is_that_of_the_decoded_sketch(dtype, monkeypatch):
+    """With a shift as large as all else."""
+    twins_for_kernels(monkeypatch)
+    sketched_g, column_sum = torch.randn(96, 20).to(dtype), 10 * torch.randn(20)
+    mean, ones = torch.randn(24), torch.randn(96) / 10
+    seed = torch.tensor(5)
+    codes = ops.Codes(*ops.quantize(torch.randn(96, 24), seed, None, kind="int4", group=32), seed, "int4", 32)
+    found = []
+    for choice in ("triton", "torch"):
+        with use_kernels(choice):
+            product = ops.sketched_grad_weight(
+                sketched_g, codes, column_sum, mean, ones=ones, scale=0.5, dtype=torch.float32
+            )
+            found.append(product)
+    assert (found[0] - found[1]).norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4) * found[1].norm()
+
+
+def test_a_tile_more_is_decoded_for_the_mean_s_shift(monkeypatch):
+    asked = []
+    twins_for_kernels(monkeypatch)
+    monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes: bool(asked.append(sizes)))
+    x, g = torch.randn(256, 24).bfloat16(), torch.randn(256, 20).bfloat16()
+    for center in (False, True):
+        sketched = RMMConfig(ratio=0.5, storage="int8", center=center).sketch_object
+        sketched.backward(g, sketched.compress(x, torch.tensor(5)))
+    assert asked == [(128, 20, 24, "int8"), (128, 84, 24, "int8")]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "config",
     [
         RMMConfig(ratio=0.4),
+        RMMConfig(ratio=0.5, storage="int8"),
         RMMConfig(ratio=0.4, center=False, sketch="crs"),
         RMMConfig(ratio=0.4, storage="int4", keep_tokens=(0,)),
         RMMConfig(ratio=1.0, storage="int8"),

@@ -28,7 +28,7 @@ from rmm_linear.ops.dispatch import (
     use_kernels,
     wants_half,
 )
-from rmm_linear.ops.grad_weight import as_operand, product_operand, sketched_grad_weight
+from rmm_linear.ops.grad_weight import as_operand, product_operand, reads_codes, sketched_grad_weight
 from rmm_linear.ops.projections import (
     hadamard_sketch,
     hadamard_sketch_and_sums,
@@ -38,7 +38,7 @@ from rmm_linear.ops.projections import (
 )
 from rmm_linear.ops.rows import gather_rows, importance_rows, uniform_row_sketch
 from rmm_linear.ops.seeds import data_parallel_rank, draw_seed
-from rmm_linear.ops.storage import dequantize, quantize
+from rmm_linear.ops.storage import Codes, dequantize, hadamard_sketch_quantized, quantize
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamard_order
 from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
 from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance
@@ -59,6 +59,7 @@ __all__ = [
     "ENVIRONMENT",
     "SCALE_DTYPE",
     "STORAGE_BITS",
+    "Codes",
     "KernelCheck",
     "as_operand",
     "check_kernels",
@@ -71,6 +72,7 @@ __all__ = [
     "hadamard_order",
     "hadamard_sketch",
     "hadamard_sketch_and_sums",
+    "hadamard_sketch_quantized",
     "importance_rows",
     "is_for_kernels",
     "kernel_status",
@@ -81,6 +83,7 @@ __all__ = [
     "projection_slab",
     "quantize",
     "random_projection",
+    "reads_codes",
     "rounding_variance",
     "row_norms",
     "row_weights",

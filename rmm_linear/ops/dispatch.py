@@ -25,6 +25,7 @@ CHOICES = ("auto", "triton", "torch")
 KERNELS = {
     "hadamard_sketch": "hadamard_sketch",
     "hadamard_sketch_and_sums": "hadamard_sketch",
+    "hadamard_sketch_quantized": "hadamard_sketch_quantized",
     "random_projection": "random_projection",
     "gather_rows": "row_gather",
     "row_norms": "row_gather",
@@ -32,6 +33,7 @@ KERNELS = {
     "quantize": "low_bit",
     "dequantize": "low_bit",
     "sketched_grad_weight": "sketched_grad_weight",
+    "sketched_grad_weight_low_bit": "sketched_grad_weight",
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 HALVES = (torch.bfloat16, torch.float16)

@@ -131,6 +131,18 @@ class Centered(Sketch):
         """
         return self.inner.stored_input(SavedSketch(saved.seed, saved.tensors[:-1]), dtype=dtype)
 
+    def operand(self, saved: SavedSketch, dtype: torch.dtype) -> Tensor | ops.Codes:
+        """Return the inner sketch's; see `Sketch.operand`.
+
+        Args:
+            saved: What `compress` returned.
+            dtype: Dtype in which it will be multiplied.
+
+        Returns:
+            Shape (rank, in), or the codes of it.
+        """
+        return self.inner.operand(SavedSketch(saved.seed, saved.tensors[:-1]), dtype)
+
     def backward(
         self,
         g: Tensor,
@@ -157,7 +169,7 @@ class Centered(Sketch):
         read = self.inner.one_pass(g, SavedSketch(saved.seed, saved.tensors[:-1])) if need_weight else None
         if read is not None:
             assert read.column_sum is not None
-            stored, mean = self.stored_input(saved, dtype=read.sketched.dtype), saved.tensors[-1]
+            stored, mean = self.operand(saved, read.sketched.dtype), saved.tensors[-1]
             estimate = ops.sketched_grad_weight(
                 read.sketched,
                 stored,
@@ -177,7 +189,7 @@ class Centered(Sketch):
             assert total is not None
             sketched = self.sketch_gradient(g, saved, mean=total / torch.sym_max(1, g.shape[0]))
             sketched, scale = ops.as_operand(sketched, g, self.ratio)
-            stored, mean = self.stored_input(saved, dtype=sketched.dtype), saved.tensors[-1]
+            stored, mean = self.operand(saved, sketched.dtype), saved.tensors[-1]
             grad_weight = ops.sketched_grad_weight(sketched, stored, total, mean, scale=scale, dtype=dtype)
         return grad_weight, column_sum if need_bias else None
 

@@ -134,6 +134,26 @@ class Hadamard(ObliviousSketch):
         stored, column_sum, _ = ops.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, gradient=False)
         return SavedSketch(seed, (stored,)), column_sum
 
+    def compress_low_bit(
+        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int
+    ) -> tuple[Tensor, ...] | None:
+        """Sketch and round on a GPU, without the sketch in memory; see `Sketch.compress_low_bit`.
+
+        Args:
+            x: Activations, shape (rows, in).
+            seed: 0-d int64.
+            mean: Shape (in,), or None.
+            kind: How S^T x is held.
+            group: Rows of S^T x that share a step.
+
+        Returns:
+            Codes, steps and offsets; None on a CPU.
+        """
+        if not ops.is_for_kernels(x):
+            return None
+        blocks, kept = self.geometry(x.shape[0])
+        return ops.hadamard_sketch_quantized(x, seed, mean, blocks=blocks, kept=kept, kind=kind, group=group)
+
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Read g once on a GPU; see `Sketch.one_pass`.
 

@@ -94,6 +94,9 @@ class LowBit(Sketch):
         """
         if self.inner is None:
             return SavedSketch(seed, ops.quantize(x, seed, mean, kind=self.storage, group=self.group))
+        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group)
+        if found is not None:
+            return SavedSketch(seed, found)
         values, *rest = self.inner.compress(x, seed, mean=mean).tensors
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest))
@@ -129,6 +132,19 @@ class LowBit(Sketch):
         codes, steps, offsets = saved.tensors[:_PARTS]
         wanted = dtype if dtype in (torch.bfloat16, torch.float16) else None
         return ops.dequantize(codes, steps, offsets, saved.seed, kind=self.storage, group=self.group, dtype=wanted)
+
+    def operand(self, saved: SavedSketch, dtype: torch.dtype) -> Tensor | ops.Codes:
+        """Return the codes as they are; see `Sketch.operand`.
+
+        Args:
+            saved: What `compress` returned.
+            dtype: Dtype in which they will be multiplied.
+
+        Returns:
+            What `ops.sketched_grad_weight` decodes.
+        """
+        codes, steps, offsets = saved.tensors[:_PARTS]
+        return ops.Codes(codes, steps, offsets, saved.seed, self.storage, self.group)
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`.

@@ -13,11 +13,13 @@ NAMES = (
     "gather_rows",
     "hadamard_sketch",
     "hadamard_sketch_and_sums",
+    "hadamard_sketch_quantized",
     "importance_rows",
     "quantize",
     "random_projection",
     "sampled_mean",
     "sketched_grad_weight",
+    "sketched_grad_weight_low_bit",
     "trigonometric_sketch",
     "uniform_row_sketch",
 )
@@ -62,6 +64,10 @@ def calls(rows, dtype):
     for kind in ("int8", "int4", "int3", "int2", "fp8"):
         for centre in (None, mean):
             yield "quantize", (x, seed, centre, kind, 32)
+            yield "hadamard_sketch_quantized", (x, seed, centre, blocks, kept, kind, 32)
+            if rows == 128:
+                # in one pass
+                yield "hadamard_sketch_quantized", (x, seed, centre, 2, 16, kind, 32)
         codes = torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32)
         for result in (None, torch.bfloat16):
             yield "dequantize", (*codes, seed, kind, 32, result)
@@ -72,6 +78,10 @@ def calls(rows, dtype):
         yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, None, 64.0, result)
         yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, ones, 1.0, result)
         yield "sketched_grad_weight", (factor, x[:rank], None, None, None, 2.0, result, 6)
+        stored = *torch.ops.rmm_linear.quantize.default(x[:rank], seed, None, "int4", 32), seed
+        yield "sketched_grad_weight_low_bit", (factor, *stored, None, None, None, "int4", 32, 1.0, result)
+        yield "sketched_grad_weight_low_bit", (factor, *stored, column_sum, mean, ones, "int4", 32, 64.0, result)
+        yield "sketched_grad_weight_low_bit", (factor, *stored, None, None, None, "int4", 32, 2.0, result, 6)
 
 
 def run(name, arguments):
@@ -148,8 +158,10 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
             assert [result.dtype for result in results] == [torch.int32, accumulate]
         elif name == "gather_rows":
             assert results[0].dtype == (dtype if arguments[3] is None else accumulate)
-        elif name == "sketched_grad_weight":
-            assert results[0].dtype == (arguments[6] or accumulate)
+        elif name in ("sketched_grad_weight", "sketched_grad_weight_low_bit"):
+            # a divisor may follow
+            dtype_of_result = arguments[6 if name == "sketched_grad_weight" else 11]
+            assert results[0].dtype == (dtype_of_result or accumulate)
         elif name == "sampled_mean":
             assert results[0].dtype == accumulate
         elif name == "hadamard_sketch_and_sums":
@@ -157,7 +169,7 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
             is_half = half and dtype in (torch.bfloat16, torch.float16)
             assert results[0].dtype == (dtype if is_half or not gradient else accumulate)
             assert [result.dtype for result in results[1:]] == [accumulate, accumulate]
-        elif name == "quantize":
+        elif name in ("quantize", "hadamard_sketch_quantized"):
             assert [result.dtype for result in results] == [torch.uint8, torch.bfloat16, torch.bfloat16]
         elif name == "dequantize":
             assert results[0].dtype == (arguments[-1] or torch.float32)
