@@ -348,10 +348,13 @@ def twins_for_kernels(monkeypatch):
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("storage", ["int8", "int4", "int3"])
 def test_a_sketch_is_rounded_in_its_own_pass_where_a_program_holds_its_groups(storage, center, monkeypatch):
-    sketched = RMMConfig(ratio=0.5, storage=storage, center=center).sketch_object
     seed = torch.tensor(5)
-    for rows, is_held in ((128, storage == "int8"), (130, False)):
-        x = torch.randn(rows, 8)
+    # Blocks of 63 rows: the factor of what is stored is a power of 2 there as well. 320 rows: about the mean is out of
+    # 256 of them.
+    for ratio, rows, is_held in ((0.5, 128, True), (0.5, 130, False), (0.51, 126, True), (0.5, 320, True)):
+        is_held &= storage == "int8"
+        sketched = RMMConfig(ratio=ratio, storage=storage, center=center).sketch_object
+        x = torch.randn(rows, 8) + 1
         expected = sketched.compress(x, seed)
         with monkeypatch.context() as patch:
             calls = twins_for_kernels(patch)
@@ -360,10 +363,9 @@ def test_a_sketch_is_rounded_in_its_own_pass_where_a_program_holds_its_groups(st
         for one, other in zip(found.tensors, expected.tensors, strict=True):
             assert torch.equal(one, other)
         names = [name for name, _ in calls]
-        if center:
-            assert names == ["sampled_mean", "hadamard_sketch_and_sums", "quantize"]
-        else:
-            assert names == (["hadamard_sketch_quantized"] if is_held else ["hadamard_sketch", "quantize"])
+        sketch_kernel = "hadamard_sketch_and_sums" if center else "hadamard_sketch"
+        about_the_mean = ["sampled_mean"] * center
+        assert names == about_the_mean + (["hadamard_sketch_quantized"] if is_held else [sketch_kernel, "quantize"])
         # on a CPU there is one way
         assert sketched.compress(x, seed).tensors[0].equal(expected.tensors[0])
 
@@ -421,6 +423,42 @@ def test_the_product_reads_codes_where_it_should(storage, center, dtype, monkeyp
         # the twin decodes to float32 on a CPU, the way by memory to the gradient's half precision
         tolerance = {torch.float32: 0, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
         assert (estimate - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("ratio", "rows", "kept"), [(0.5, 320, 32), (0.25, 320, 16), (0.51, 315, 32), (0.3, 320, 19)])
+@pytest.mark.parametrize("storage", ["int8", "fp8", "int4"])
+def test_a_centred_layer_in_low_bits_has_the_gradients_of_plain_torch(storage, ratio, rows, kept, dtype, monkeypatch):
+    """End to end, whichever way the product goes, and whether or not the rows kept of a block are a power of 2."""
+    config = RMMConfig(ratio=ratio, storage=storage, min_rows=1)
+    assert config.center
+    assert config.sketch_object.inner.inner.geometry(rows) == (5, kept)
+    x, g = (torch.randn(rows, 24) + torch.randn(24)).to(dtype), (torch.randn(rows, 20) + 0.3).to(dtype)
+    weight, bias = torch.randn(20, 24).to(dtype).requires_grad_(), torch.randn(20).to(dtype).requires_grad_()
+
+    def gradients(seed):
+        output = rmm_linear.functional.linear(x, weight, bias, config=config, seed=seed)
+        return [gradient.double() for gradient in torch.autograd.grad(output, (weight, bias), g)]
+
+    expected = [gradients(seed) for seed in range(3)]
+    # a factor on the sketched part would show: it is no small one
+    exact = g.double().t() @ x.double()
+    assert all((weights - exact).norm() > 0.2 * exact.norm() for weights, _ in expected)
+    calls = twins_for_kernels(monkeypatch)
+    is_held = kept != 19 and storage != "int4"
+    of_x = ["sampled_mean"] + (["hadamard_sketch_quantized"] if is_held else ["hadamard_sketch_and_sums", "quantize"])
+    for choice, rule in (("auto", True), ("auto", False), ("triton", False)):
+        monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes, rule=rule: rule)
+        calls.clear()
+        with use_kernels(choice):
+            found = [gradients(seed) for seed in range(3)]
+        product = ["sketched_grad_weight_low_bit"] * 2 if rule or choice == "triton" else ["dequantize"]
+        assert [name for name, _ in calls] == [*of_x, "hadamard_sketch_and_sums", *product] * 3
+        for (weights, biases), (expected_weights, expected_biases) in zip(found, expected, strict=True):
+            # Sketches that were rounded to half precision, or were not, have another code next to an edge.
+            tolerance = {"int8": 0.01, "fp8": 0.05, "int4": 0.05}[storage]
+            assert (weights - expected_weights).norm() < tolerance * expected_weights.norm()
+            assert (biases - expected_biases).norm() < 0.005 * expected_biases.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -321,6 +321,7 @@ def _quantized_sketch_cases(
     for kind, ratio, centred in (
         *itertools.product(("int8", FP8), (0.5, 0.25), (False,)),
         ("int8", 0.5, True),
+        ("int8", 0.25, True),
     ):
         rank = roofline.rank_of(rows, ratio)
         group = roofline.GROUP_BITS // BITS[kind]
@@ -330,7 +331,7 @@ def _quantized_sketch_cases(
             mean = x.float().mean(0) if centred else None
             return {
                 "x": x, "seed": seed, "mean": mean, "blocks": blocks, "kept": kept, "scale": kept**-0.5, "kind": kind,
-                "group": group, "dtype": x.dtype,
+                "group": group, "with_sum": centred, "dtype": x.dtype,
             }  # fmt: skip
 
         def in_two_steps(arguments: Arguments) -> Tensor:
@@ -338,16 +339,23 @@ def _quantized_sketch_cases(
             module = "kernel" if seed.is_cuda else "reference"
             sketch, rounding = (
                 implementation(op, function, module) or implementation(op, function, "reference")
-                for op, function in (("hadamard_sketch", "hadamard_sketch"), ("low_bit", "quantize"))
+                for op, function in (
+                    ("hadamard_sketch", "hadamard_sketch_and_sums" if arguments["with_sum"] else "hadamard_sketch"),
+                    ("low_bit", "quantize"),
+                )
             )
             assert sketch is not None
             assert rounding is not None
             y = call(sketch, arguments)
+            y = y[0] if arguments["with_sum"] else y
             return rounding(y, seed, None, kind=arguments["kind"], group=arguments["group"])[0]
 
-        def read_back(result: tuple[Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
+        def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
             how = {name: arguments[name] for name in ("kind", "group")}
-            return dequantize(*result, seed, **how, features=arguments["x"].shape[1])
+            *codes, column_sum = result
+            y = dequantize(*codes, seed, **how, features=arguments["x"].shape[1]).double()
+            # one more row
+            return torch.cat((y, column_sum.double().unsqueeze(0) / rows)) if arguments["with_sum"] else y
 
         yield Case(
             "hadamard_sketch_quantized",
@@ -356,7 +364,7 @@ def _quantized_sketch_cases(
             rows,
             features,
             0,
-            roofline.hadamard_sketch_quantized(rows, features, rank, BITS[kind], with_mean=centred),
+            roofline.hadamard_sketch_quantized(rows, features, rank, BITS[kind], with_mean=centred, with_sum=centred),
             sketched,
             rival=in_two_steps,
             value=read_back,
@@ -441,9 +449,11 @@ def _twin_of(case: Case) -> Callable[[Arguments], Any]:
     return lambda arguments: call(reference, arguments)
 
 
-def _sketch_of(arguments: Arguments) -> Arguments:
-    """The arguments of the sketch that is rounded."""
-    return {name: value for name, value in arguments.items() if name not in ("kind", "group")}
+def _exact_sketch(arguments: Arguments) -> Tensor:
+    """The sketch that is rounded, and the mean of x where its sum is wanted, float64."""
+    exact = _exact(arguments)
+    sketch, x = call(hadamard_sketch, exact), exact["x"]
+    return torch.cat((sketch, x.mean(0, keepdim=True))) if arguments["with_sum"] else sketch
 
 
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:
@@ -461,7 +471,7 @@ def measured_errors(case: Case, device: torch.device) -> tuple[float, float | No
         # Rounding is the op: what was rounded is the truth.
         exact = arguments["y"].double()
     elif case.function == "hadamard_sketch_quantized":
-        exact = hadamard_sketch(**_sketch_of(_exact(arguments)))
+        exact = _exact_sketch(arguments)
     else:
         exact = case.value(twin(_exact(arguments)), arguments)
     twin_error = _error(case.value(twin(arguments), arguments), exact)

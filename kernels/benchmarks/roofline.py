@@ -160,7 +160,9 @@ def sampled_mean(features: int, *, sample: int = SAMPLE) -> Cost:
     return Cost(_HALF * sample * features + _WIDE * features, sample * features)
 
 
-def hadamard_sketch_quantized(rows: int, features: int, rank: int, bits: int, *, with_mean: bool = False) -> Cost:
+def hadamard_sketch_quantized(
+    rows: int, features: int, rank: int, bits: int, *, with_sum: bool = False, with_mean: bool = False
+) -> Cost:
     """Return the cost of the Hadamard sketch in a few bits, which is written as codes alone.
 
     Args:
@@ -168,13 +170,15 @@ def hadamard_sketch_quantized(rows: int, features: int, rank: int, bits: int, *,
         features: Their length.
         rank: Rows of the sketch.
         bits: Bits of a code.
+        with_sum: Also write the sum of the rows of every group of blocks that share a step, in float32.
         with_mean: Also read a mean.
 
     Returns:
         The cost.
     """
+    sums = _WIDE * -(-rank * bits // GROUP_BITS) * features if with_sum else 0
     mean = _WIDE * features if with_mean else 0
-    moved = _HALF * rows * features + _codes(rank, features, bits) + _SEED + mean
+    moved = _HALF * rows * features + _codes(rank, features, bits) + _SEED + sums + mean
     return Cost(moved, (2 * BLOCK_ROWS + 8) * rank * features)
 
 
@@ -355,6 +359,10 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
         ("low_bit, quantize to int8", quantize(rank, features, 8)),
         ("low_bit, quantize to int4", quantize(rank, features, 4)),
         ("hadamard_sketch_quantized to int8", hadamard_sketch_quantized(rows, features, rank, 8)),
+        (
+            "hadamard_sketch_quantized of x - 1 m^T to int8, with sums",
+            hadamard_sketch_quantized(rows, features, rank, 8, with_sum=True, with_mean=True),
+        ),
         ("low_bit, dequantize int8", dequantize(rank, features, 8)),
         ("sketched_grad_weight", sketched_grad_weight(rank, features, out)),
         ("sketched_grad_weight from int8", sketched_grad_weight(rank, features, out, bits=8)),
@@ -371,6 +379,7 @@ _FORMULAS = (
     ("row_gather, row_norms", "2 rows in + 8 rows", "2 rows in"),
     ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
     ("hadamard_sketch_quantized to b bits", "2 rows in + rank in b (1/8 + 1/256)", "136 rank in"),
+    ("hadamard_sketch_quantized of x - 1 m^T, with sums", "2 rows in + rank in b (1/8 + 1/128)", "136 rank in"),
     ("low_bit, dequantize b bits", "rank in b (1/8 + 1/256) + 4 rank in", "4 rank in"),
     ("sketched_grad_weight", "2 (rank out + rank in + out in)", "2 rank in out"),
     ("sketched_grad_weight from b bits", "2 (rank out + out in) + rank in b (1/8 + 1/256)", "2 rank in out"),

@@ -84,7 +84,7 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
             g, seed, None, **geometry, gradient=True, half=True
         ),
         "hadamard_sketch_quantized": lambda: _without_edges(
-            *hadamard_sketch_quantized(x, seed, mean, **geometry, **options), seed
+            *hadamard_sketch_quantized(x, seed, mean, **geometry, **options, with_sum=True), seed
         ),
         "random_projection": lambda: (random_projection(x, seed, mean, rank=rank, gaussian=False, gradient=False),),
         "gather_rows": lambda: (gather_rows(x, index, mean),),
@@ -101,10 +101,12 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
     yield from ((name, calls[name]) for name in KERNELS if name in calls)
 
 
-def _without_edges(codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+def _without_edges(
+    codes: Tensor, steps: Tensor, offsets: Tensor, column_sum: Tensor, seed: Tensor
+) -> tuple[Tensor, ...]:
     """Codes but for those that a sum, rounded otherwise, moves to the other side of an edge: sums of squares of all."""
     values = dequantize(codes, steps, offsets, seed, kind=_KIND, group=_GROUP)
-    return (values.double().square().sum(0).sqrt(),)
+    return values.double().square().sum(0).sqrt(), column_sum
 
 
 def _checked(name: str, call: _Call, reason: str | None, device: torch.device, repeats: int) -> KernelCheck:

@@ -143,8 +143,8 @@ class Sketch(ABC):
         return self.compress(x, seed, mean=mean), x.sum(0, dtype=accumulate_dtype(x.dtype))
 
     def compress_low_bit(
-        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int
-    ) -> tuple[Tensor, ...] | None:
+        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int, need_sum: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         """Sketch the input and round the sketch to a few bits in one pass, where there is one.
 
         Args:
@@ -153,10 +153,12 @@ class Sketch(ABC):
             mean: Shape (in,), or None.
             kind: How S^T x is held; see `LowBit`.
             group: Rows of S^T x that share, in a column, a step and an offset.
+            need_sum: Whether the sum of x itself is wanted.
 
         Returns:
             Codes, steps and offsets (see `ops.quantize`) in place of the first tensor of `compress`, then its others;
-            None where the two steps are as good: always, unless a subclass says otherwise.
+            and the sum as `compress_with_sum` returns it, None where not wanted. None in place of both where the two
+            steps are as good: always, unless a subclass says otherwise.
         """
         return None
 

@@ -135,8 +135,8 @@ class Hadamard(ObliviousSketch):
         return SavedSketch(seed, (stored,)), column_sum
 
     def compress_low_bit(
-        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int
-    ) -> tuple[Tensor, ...] | None:
+        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int, need_sum: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         """Sketch and round on a GPU, without the sketch in memory; see `Sketch.compress_low_bit`.
 
         Args:
@@ -145,14 +145,18 @@ class Hadamard(ObliviousSketch):
             mean: Shape (in,), or None.
             kind: How S^T x is held.
             group: Rows of S^T x that share a step.
+            need_sum: Whether the sum of x itself is wanted.
 
         Returns:
-            Codes, steps and offsets; None on a CPU.
+            Codes, steps and offsets, and the sum or None; None on a CPU.
         """
         if not ops.is_for_kernels(x):
             return None
         blocks, kept = self.geometry(x.shape[0])
-        return ops.hadamard_sketch_quantized(x, seed, mean, blocks=blocks, kept=kept, kind=kind, group=group)
+        *codes, column_sum = ops.hadamard_sketch_quantized(
+            x, seed, mean, blocks=blocks, kept=kept, kind=kind, group=group, with_sum=need_sum
+        )
+        return tuple(codes), column_sum if need_sum else None
 
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Read g once on a GPU; see `Sketch.one_pass`.

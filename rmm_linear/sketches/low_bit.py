@@ -94,9 +94,9 @@ class LowBit(Sketch):
         """
         if self.inner is None:
             return SavedSketch(seed, ops.quantize(x, seed, mean, kind=self.storage, group=self.group))
-        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group)
+        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group, need_sum=False)
         if found is not None:
-            return SavedSketch(seed, found)
+            return SavedSketch(seed, found[0])
         values, *rest = self.inner.compress(x, seed, mean=mean).tensors
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest))
@@ -114,6 +114,11 @@ class LowBit(Sketch):
         """
         if self.inner is None:
             return super().compress_with_sum(x, seed, mean=mean)
+        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group, need_sum=True)
+        if found is not None:
+            tensors, column_sum = found
+            assert column_sum is not None
+            return SavedSketch(seed, tensors), column_sum
         inner, column_sum = self.inner.compress_with_sum(x, seed, mean=mean)
         values, *rest = inner.tensors
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)

@@ -64,10 +64,11 @@ def calls(rows, dtype):
     for kind in ("int8", "int4", "int3", "int2", "fp8"):
         for centre in (None, mean):
             yield "quantize", (x, seed, centre, kind, 32)
-            yield "hadamard_sketch_quantized", (x, seed, centre, blocks, kept, kind, 32)
+            # what is centred has its sum as well
+            yield "hadamard_sketch_quantized", (x, seed, centre, blocks, kept, kind, 32, centre is not None)
             if rows == 128:
                 # in one pass
-                yield "hadamard_sketch_quantized", (x, seed, centre, 2, 16, kind, 32)
+                yield "hadamard_sketch_quantized", (x, seed, centre, 2, 16, kind, 32, centre is not None)
         codes = torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32)
         for result in (None, torch.bfloat16):
             yield "dequantize", (*codes, seed, kind, 32, result)
@@ -170,7 +171,8 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
             assert results[0].dtype == (dtype if is_half or not gradient else accumulate)
             assert [result.dtype for result in results[1:]] == [accumulate, accumulate]
         elif name in ("quantize", "hadamard_sketch_quantized"):
-            assert [result.dtype for result in results] == [torch.uint8, torch.bfloat16, torch.bfloat16]
+            assert [result.dtype for result in results[:3]] == [torch.uint8, torch.bfloat16, torch.bfloat16]
+            assert [result.dtype for result in results[3:]] == [accumulate] * (name != "quantize")
         elif name == "dequantize":
             assert results[0].dtype == (arguments[-1] or torch.float32)
         else:

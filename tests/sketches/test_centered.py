@@ -11,6 +11,7 @@ from rmm_linear.ops import dispatch
 from rmm_linear.sketches import SKETCHES, Centered, Hadamard, LowBit
 from rmm_linear.sketches.contract import SketchContract
 from rmm_linear_kernels.hadamard_sketch import reference as hadamard
+from rmm_linear_kernels.hadamard_sketch_quantized import reference as quantized
 from rmm_linear_kernels.sampled_mean import reference
 
 ROWS = 389
@@ -92,36 +93,44 @@ class Readers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("storage", [None, "int4"])
+@pytest.mark.parametrize(
+    ("storage", "ratio", "rows", "op", "kernel"),
+    [
+        (None, 0.3, ROWS, "hadamard_sketch_and_sums", "hadamard_sketch_and_sums"),
+        ("int4", 0.3, ROWS, "hadamard_sketch_quantized", "hadamard_sketch_and_sums"),
+        ("int8", 0.5, 384, "hadamard_sketch_quantized", "hadamard_sketch_quantized"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_x_is_read_once(storage, dtype, monkeypatch):
+def test_x_is_read_once(storage, ratio, rows, op, kernel, dtype, monkeypatch):
     """With the twins in the kernels' place: 256 rows for m, one pass for sketch and sum; and so is g."""
     launched = []
     twins = {
         "sampled_mean": reference.sampled_mean,
         "hadamard_sketch_and_sums": hadamard.hadamard_sketch_and_sums,
+        "hadamard_sketch_quantized": quantized.hadamard_sketch_quantized,
     }
 
     def loaded(name):
-        def kernel(x, *args, **kwargs):
+        def launch(x, *args, **kwargs):
             launched.append((name, x.data_ptr()))
             return twins[name](x, *args, **kwargs)
 
         if name in twins:
-            return kernel
+            return launch
         return dispatch.importlib.import_module(f"rmm_linear_kernels.{dispatch.KERNELS[name]}.reference").__dict__[name]
 
     monkeypatch.setattr(dispatch, "_reason_against", lambda name, x: None)
     monkeypatch.setattr(dispatch, "_loaded", loaded)
     for place in ("rmm_linear.ops.is_for_kernels", "rmm_linear.ops.dispatch.is_for_kernels"):
         monkeypatch.setattr(place, lambda x: True)
-    x, g = pair(dtype=dtype)
-    sketch = RMMConfig(ratio=0.3, storage=storage).sketch_object
+    x, g = pair(rows, dtype)
+    sketch = RMMConfig(ratio=ratio, storage=storage).sketch_object
     with Readers(x) as readers:
         saved = sketch.compress(x, torch.tensor(5))
     of_x = [name for name, where in launched if where == x.data_ptr()]
-    assert of_x == ["sampled_mean", "hadamard_sketch_and_sums"]
-    assert readers.names == [f"rmm_linear.{name}.default" for name in of_x]
+    assert of_x == ["sampled_mean", kernel]
+    assert readers.names == ["rmm_linear.sampled_mean.default", f"rmm_linear.{op}.default"]
     launched.clear()
     with Readers(g) as readers:
         sketch.backward(g, saved)

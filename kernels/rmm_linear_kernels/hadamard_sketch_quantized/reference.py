@@ -21,7 +21,8 @@ def hadamard_sketch_quantized(
     scale: float,
     kind: str,
     group: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    with_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
 
     Args:
@@ -33,10 +34,13 @@ def hadamard_sketch_quantized(
         scale: Factor on the +-1 combinations.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of the sketch that share, in a column, a step and an offset.
+        with_sum: Also sum x itself over its rows.
 
     Returns:
-        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them.
+        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and the
+        column sum (features,), (0,) without it, float32 (float64 for float64).
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
-    return quantize(sketch, seed, None, kind=kind, group=group)
+    column_sum = x.sum(0, dtype=wide) if with_sum else x.new_empty(0, dtype=wide)
+    return *quantize(sketch, seed, None, kind=kind, group=group), column_sum

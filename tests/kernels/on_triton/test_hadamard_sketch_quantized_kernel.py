@@ -39,8 +39,9 @@ def uneven(rows: int, features: int, device: torch.device, dtype: torch.dtype = 
     return framed(x), x.float().mean(0)
 
 
-def options(kind: str, kept: int, group: int, rows: int) -> dict:
-    return {"blocks": -(-rows // 64), "kept": kept, "scale": 0.125, "kind": kind, "group": group}
+def options(kind: str, kept: int, group: int, rows: int, *, with_sum: bool = False) -> dict:
+    blocks = -(-rows // 64)
+    return {"blocks": blocks, "kept": kept, "scale": 0.125, "kind": kind, "group": group, "with_sum": with_sum}
 
 
 def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
@@ -49,10 +50,11 @@ def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
 
 
 def assert_the_twin_s(found, expected, *, kind: str, group: int, share: float = 1e-3) -> None:
-    """Steps and offsets to rounding; codes equal, where these are, but for a share of them that is on an edge."""
+    """Sums, steps and offsets to rounding; codes equal, where these are, but for a share of them that is on an edge."""
     for one, other in zip(found, expected, strict=True):
         assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    codes, steps, offsets = found
+    codes, steps, offsets, column_sum = found
+    torch.testing.assert_close(column_sum, expected[3], rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(steps, expected[1], rtol=2**-7, atol=1e-30)
     torch.testing.assert_close(offsets, expected[2], rtol=2**-7, atol=1e-6)
     same = steps == expected[1]
@@ -70,7 +72,8 @@ def assert_the_twin_s(found, expected, *, kind: str, group: int, share: float = 
 def test_codes_steps_and_offsets_are_the_twin_s(kind, kept, group, rows, centred, device):
     x, mean = uneven(rows, 69, device)
     seed = torch.tensor(11, device=device)
-    how = options(kind, kept, group, rows)
+    # a mean and the sum are for centring; each goes without the other as well
+    how = options(kind, kept, group, rows, with_sum=centred != (rows == 366))
     assert holds(rows, blocks=how["blocks"], kept=kept, kind=kind, group=group)
     mean = mean if centred else None
     found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
@@ -113,7 +116,7 @@ def test_what_is_not_finite_stays_in_its_column_and_group(kind, device):
     broken = torch.zeros(2, 9, dtype=torch.bool, device=device)
     broken[0, 2:4] = True
     assert torch.equal(~found[1].isfinite(), broken)
-    values = dequantize(*found, seed, kind=kind, group=64, features=9)
+    values = dequantize(*found[:3], seed, kind=kind, group=64, features=9)
     assert not values[:64, 2:4].isfinite().any()
     assert values[64:].isfinite().all()
 
@@ -125,9 +128,22 @@ def test_values_are_within_half_a_step_of_the_sketch(device):
     how = options("int8", 16, 32, 187)
     found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
     sketch = hadamard_sketch(x, seed, mean, blocks=3, kept=16, scale=0.125, dtype=torch.float32)
-    values = dequantize(*found, seed, kind="int8", group=32, features=37)
+    values = dequantize(*found[:3], seed, kind="int8", group=32, features=37)
     step = found[1].float()[torch.arange(48, device=device) // 32]
     assert ((values - sketch).abs() <= 0.5001 * step + 1e-5).all()
+
+
+@pytest.mark.parametrize("rows", [192, 380])
+def test_the_sum_is_that_of_all_rows_and_no_other(rows, device):
+    """A group and half of one: what stands in for the other half is not counted again, infinite or not."""
+    x = torch.arange(rows, device=device)[:, None] + torch.arange(0, 70, 10, device=device)
+    x = framed(x.half())
+    x[-1, 2], x[0, 3] = torch.nan, torch.inf
+    how = options("int8", 32, 64, rows, with_sum=True)
+    found = kernel.hadamard_sketch_quantized(x, torch.tensor(3, device=device), x[5].float(), **how)[3]
+    assert torch.equal(found[[0, 1, 4, 5, 6]], x.float().sum(0)[[0, 1, 4, 5, 6]])
+    assert found[2].isnan()
+    assert found[3] == torch.inf
 
 
 @pytest.mark.parametrize(
@@ -136,13 +152,14 @@ def test_values_are_within_half_a_step_of_the_sketch(device):
 )
 def test_what_no_program_holds_is_sketched_first(rows, features, kept, kind, device):
     x, seed = torch.randn(rows, features, device=device), torch.tensor(3, device=device)
-    how = options(kind, kept, 63 if kind == "int3" else 64, rows)
+    how = options(kind, kept, 63 if kind == "int3" else 64, rows, with_sum=rows != 130)
     found = kernel.hadamard_sketch_quantized(x, seed, None, **how)
     expected = reference.hadamard_sketch_quantized(x, seed, None, **how)
     for one, other in zip(found, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
     if rows * features:
         torch.testing.assert_close(found[1], expected[1], rtol=2**-7, atol=0)
+        torch.testing.assert_close(found[3], expected[3], rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_program_holds():
