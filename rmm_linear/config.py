@@ -39,8 +39,8 @@ class RMMConfig:
     Attributes:
         ratio: Rows kept over rows, in (0, 1]; the paper's rho. 1.0 makes the layer exact, unless it has a `storage`.
         sketch: Name of the sketch; `rmm_linear.sketches.available_sketches()` lists them.
-        center: Keep the column mean of the input exactly and sketch only the rest: less variance for one more pass
-            over the input and 4 bytes a feature.
+        center: Keep the column mean of the input exactly and sketch the rest: less variance for 4 bytes a feature. The
+            Hadamard sketch reads the input once all the same on a GPU; others, and a CPU, once more for the mean.
         min_rows: Inputs of fewer rows (poolers, classification heads) are kept as they are: there is little to save
             and much noise to add.
         storage: Hold what is kept in "int8", "int4", "int3", "int2" or "fp8", rounded at random and so still unbiased,

@@ -1,23 +1,29 @@
-"""On a GPU: no host synchronisation, and CUDA graphs that draw a new S at every replay."""
+"""On a GPU: no host synchronisation, CUDA graphs that draw a new S at every replay, and compiled models.
+
+`tests/kernels/test_ops.py` checks the operators' registrations on a GPU as well.
+"""
 
 import pytest
 import torch
+from torch import nn
 
-from rmm_linear import RMMConfig
+from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.functional import linear
 from rmm_linear.sketches import STORAGES, available_sketches
 from rmm_linear_kernels.low_bit import reference
 
 pytestmark = pytest.mark.gpu
 
+DEVICE = torch.device("cuda")
 ROWS, FEATURES, OUTPUTS = 300, 32, 16
 
 
-def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(4, ROWS // 4, FEATURES, device="cuda")
-    weight = torch.randn(OUTPUTS, FEATURES, device="cuda", requires_grad=True)
-    bias = torch.randn(OUTPUTS, device="cuda", requires_grad=True)
-    return x, weight, bias, torch.randn(4, ROWS // 4, OUTPUTS, device="cuda")
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+    weight, bias = normal(OUTPUTS, FEATURES).requires_grad_(), normal(OUTPUTS).requires_grad_()
+    return normal(4, ROWS // 4, FEATURES), weight, bias, normal(4, ROWS // 4, OUTPUTS)
 
 
 CONFIGS = [
@@ -27,19 +33,67 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_step_waits_for_the_device(config, center):
-    x, weight, bias, g = tensors()
+def test_no_step_waits_for_the_device(config, center, dtype):
+    x, weight, bias, g = tensors(dtype)
+    x.requires_grad_()
     config = config.replace(center=center)
     # the first call loads libraries, which may wait
-    torch.autograd.grad(linear(x, weight, bias, config=config), (weight, bias), g)
+    torch.autograd.grad(linear(x, weight, bias, config=config), (x, weight, bias), g)
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.autograd.grad(linear(x, weight, bias, config=config), (weight, bias), g)
+        torch.autograd.grad(linear(x, weight, bias, config=config), (x, weight, bias), g)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def converted(config: RMMConfig, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(FEATURES, 48), nn.GELU(), nn.Linear(48, OUTPUTS)).to(DEVICE, dtype)
+    convert_linears(model, config=config)
+    return model
+
+
+STEPS = [
+    RMMConfig(ratio=0.3, min_rows=1),
+    RMMConfig(ratio=0.3, min_rows=1, center=False),
+    RMMConfig(ratio=0.3, min_rows=1, sketch="gaussian"),
+    # not those whose draws depend on the input: they would follow a rounding that the compiler did otherwise
+    RMMConfig(ratio=0.3, min_rows=1, sketch="rows_without_replacement"),
+    RMMConfig(ratio=0.4, min_rows=1, storage="int4", keep_tokens=(0,)),
+    RMMConfig(ratio=1.0, min_rows=1, storage="int8"),
+]
+# difference of two gradients of rounded activations, over their size
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("config", STEPS, ids=str)
+def test_a_converted_model_compiles_to_one_graph_with_the_eager_gradients(config, dtype):
+    """Inductor, forward and backward, with the seeds that the model draws itself."""
+    torch._dynamo.reset()
+    model = converted(config, dtype)
+    x, _, _, g = tensors(dtype)
+    found = []
+    for run in (model, torch.compile(model, fullgraph=True)):
+        for _ in range(2):
+            torch.manual_seed(5)
+            inputs = x.clone().requires_grad_()
+            output = run(inputs)
+            gradients = torch.autograd.grad(output, (inputs, *model.parameters()), g)
+        found.append((output, *gradients))
+        assert all(gradient.dtype == dtype and gradient.isfinite().all() for gradient in gradients)
+    # a code may fall on the other side of a step
+    tolerance = max(TOLERANCE[dtype], 0.01 if config.storage else 0.0)
+    for eager, compiled in zip(*found, strict=True):
+        assert (eager.double() - compiled.double()).norm() <= tolerance * eager.double().norm()
+    # another seed, another sketch
+    torch.manual_seed(6)
+    other = torch.autograd.grad(run(x), model[0].weight, g)[0]
+    assert (other.double() - found[1][2].double()).norm() > 2e-3 * other.double().norm()
 
 
 @pytest.mark.parametrize("kind", STORAGES)
@@ -77,3 +131,41 @@ def test_each_replay_of_a_cuda_graph_draws_its_own_sketch(config):
     projections = torch.stack([(draw * exact).sum() / exact.square().sum() for draw in draws])
     # 6 standard errors: one run in 5e8 fails by chance
     assert abs(projections.mean() - 1) < 6 * projections.std() / len(draws) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("config", STEPS, ids=str)
+def test_a_captured_step_follows_its_input(config, dtype):
+    """Forward and backward of a converted model in one CUDA graph: replayed on other inputs, they are theirs."""
+    model = converted(config, dtype)
+    x, _, _, g = tensors(dtype)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        output = model(x)
+        return output, *torch.autograd.grad(output, tuple(model.parameters()), g)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        x.copy_(torch.randn_like(x))
+        g.copy_(torch.randn_like(g))
+        graph.replay()
+        exact = nn.Sequential(nn.Linear(FEATURES, 48), nn.GELU(), nn.Linear(48, OUTPUTS)).to(DEVICE, dtype)
+        exact.load_state_dict(model.state_dict())
+        output = exact(x)
+        expected = (output, *torch.autograd.grad(output, tuple(exact.parameters()), g))
+        for index, (found, wanted) in enumerate(zip(captured, expected, strict=True)):
+            assert found.isfinite().all()
+            # the output and the gradients of both biases are exact; a weight's gradient has this one's noise
+            if index in (0, 2, 4):
+                assert (found.double() - wanted.double()).norm() <= TOLERANCE[dtype] * wanted.double().norm()
+            else:
+                slope = (found.double() * wanted.double()).sum() / wanted.double().square().sum()
+                assert 0.3 < slope < 1.7

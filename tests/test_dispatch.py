@@ -1,5 +1,6 @@
 """Which implementation an op runs, and what happens where a kernel cannot."""
 
+import importlib
 import math
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def test_plain_torch_runs_on_a_cpu_without_a_word():
         for choice in ("auto", "torch"):
             with use_kernels(choice):
                 assert torch.equal(sketch(X), reference.hadamard_sketch(
-                    X, torch.tensor(3), None, blocks=2, kept=10, scale=50**-0.5, dtype=torch.float32
+                    X, torch.tensor(3), None, blocks=2, kept=10, scale=1 / 8, dtype=torch.float32
                 ))  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(monkeypatch):
     assert len(calls) == 1
     # another kernel is tried all the same
     with pytest.warns(RuntimeWarning, match="hadamard_sketch_and_sums failed"):
-        ops.hadamard_gradient(X, torch.tensor(3), blocks=2, kept=10, half=False)
+        ops.hadamard_sketch_and_sums(X, torch.tensor(3), None, blocks=2, kept=10, gradient=True)
 
 
 def test_a_kernel_that_is_asked_for_and_fails_raises(monkeypatch):
@@ -220,6 +221,44 @@ def test_each_float16_scale_is_a_power_of_two_around_the_sketchs_size():
         assert ops.product_scale(torch.bfloat16, ratio) == 1
 
 
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "ratio"), [(128, 0.1), (128, 0.3), (128, 0.9), (110, 0.4), (100, 0.02)])
+def test_a_lonely_row_of_a_block_is_rounded_by_no_factor(rows, ratio, dtype, center, monkeypatch):
+    """One row of x and of g other than zero a block: its part is its own product times p / p, in every draw.
+
+    All combinations of such a row are the row itself, but for their sign: what a factor that is no power of 2 rounds
+    off one of them, it rounds off all of them.
+    """
+    for place in ("rmm_linear.ops.is_for_kernels", "rmm_linear.ops.dispatch.is_for_kernels"):
+        monkeypatch.setattr(place, lambda g: True)
+    torch.manual_seed(0)
+    sketched = RMMConfig(ratio=ratio, center=False).sketch_object
+    blocks, kept = sketched.geometry(rows)
+    x, g = torch.zeros(rows, 6), torch.zeros(rows, 5)
+    # the first row of each block
+    x[:blocks], g[:blocks] = torch.randn(blocks, 6), torch.randn(blocks, 5)
+    x, g = x.to(dtype), g.to(dtype)
+    exact = g.double().t() @ x.double()
+    for seed in range(3):
+        saved = sketched.compress(x, torch.tensor(seed))
+        read = sketched.one_pass(g, saved)
+        assert read.sketched.dtype == dtype
+        assert read.divisor == kept
+        assert 2**-0.5 <= ops.odd_factor(kept) <= 2**0.5
+        if center:
+            # the product takes the factor beside a mean as well
+            total, mean = torch.randn(5), torch.randn(6)
+            found = ops.sketched_grad_weight(
+                read.sketched, saved.tensors[0], total, mean, scale=read.scale, dtype=torch.float32, divisor=kept
+            )
+            found = found.double() - torch.outer(total, mean).double()
+        else:
+            found, _ = sketched.backward(g, saved, dtype=torch.float32)
+        # float32 sums of 57 equal terms, and a rounding of 2**-9 would be 2e-3
+        assert (found.double() - exact).abs().max() < 5e-6 * exact.abs().max()
+
+
 def test_a_callers_mistake_is_no_fault_of_the_kernel(monkeypatch):
     def kernel(x, seed, mean, **options):
         raise ValueError("too large")
@@ -284,11 +323,179 @@ def test_public_name():
     assert rmm_linear.use_kernels is dispatch.use_kernels
 
 
+def twins_for_kernels(monkeypatch):
+    """The twins run where the kernels would, on CPU tensors that pass for those of a GPU; (name, shapes) of each."""
+    calls = []
+
+    def loaded(name):
+        module = importlib.import_module(f"rmm_linear_kernels.{dispatch.KERNELS[name]}.reference")
+
+        def kernel(*args, **kwargs):
+            calls.append((name, [tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]))
+            return getattr(module, name)(*args, **kwargs)
+
+        return kernel
+
+    monkeypatch.setattr(
+        dispatch, "_reason_against", lambda name, x: "asked for" if dispatch.chosen() == "torch" else None
+    )
+    monkeypatch.setattr(dispatch, "_loaded", loaded)
+    for place in ("ops", "ops.dispatch", "ops.grad_weight"):
+        monkeypatch.setattr(f"rmm_linear.{place}.is_for_kernels", lambda g: True)
+    return calls
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("storage", ["int8", "int4", "int3"])
+def test_a_sketch_is_rounded_in_its_own_pass_where_a_program_holds_its_groups(storage, center, monkeypatch):
+    seed = torch.tensor(5)
+    # Blocks of 63 rows: the factor of what is stored is a power of 2 there as well. 320 rows: about the mean is out of
+    # 256 of them.
+    for ratio, rows, is_held in ((0.5, 128, True), (0.5, 130, False), (0.51, 126, True), (0.5, 320, True)):
+        is_held &= storage == "int8"
+        sketched = RMMConfig(ratio=ratio, storage=storage, center=center).sketch_object
+        x = torch.randn(rows, 8) + 1
+        expected = sketched.compress(x, seed)
+        with monkeypatch.context() as patch:
+            calls = twins_for_kernels(patch)
+            found = sketched.compress(x, seed)
+        # in float32, nothing is rounded in between
+        for one, other in zip(found.tensors, expected.tensors, strict=True):
+            assert torch.equal(one, other)
+        names = [name for name, _ in calls]
+        sketch_kernel = "hadamard_sketch_and_sums" if center else "hadamard_sketch"
+        about_the_mean = ["sampled_mean"] * center
+        assert names == about_the_mean + (["hadamard_sketch_quantized"] if is_held else [sketch_kernel, "quantize"])
+        # on a CPU there is one way
+        assert sketched.compress(x, seed).tensors[0].equal(expected.tensors[0])
+
+
+def test_a_sketch_in_half_precision_is_rounded_once_in_one_pass(monkeypatch):
+    x, seed = torch.randn(256, 8).bfloat16(), torch.tensor(5)
+    sketched = RMMConfig(ratio=0.5, storage="int8", center=False).sketch_object
+    twins_for_kernels(monkeypatch)
+    codes, steps, _ = sketched.compress(x, seed).tensors
+    wide = ops.hadamard_sketch(x.float(), seed, None, blocks=4, kept=32, gradient=False)
+    assert torch.equal(codes, ops.quantize(wide, seed, None, kind="int8", group=128)[0])
+    narrow = ops.hadamard_sketch(x, seed, None, blocks=4, kept=32, gradient=False)
+    assert not torch.equal(codes, ops.quantize(narrow, seed, None, kind="int8", group=128)[0])
+
+
+def test_codes_are_read_for_small_products_that_fill_a_gpu_or_are_short():
+    for rank, out, features, kind, expected in (
+        (4096, 256, 4096, "int8", True),
+        (4096, 256, 2048, "int4", True),
+        (4096, 256, 1024, "int8", False),
+        (4096, 257, 8192, "int8", False),
+        (4096, 64, 8192, "fp8", True),
+        (4096, 64, 4096, "int8", False),
+        (512, 64, 768, "int2", True),
+        (513, 64, 768, "int2", False),
+        (512, 3072, 768, "int8", False),
+        (512, 64, 768, "int3", False),
+        (0, 1, 1, "int8", True),
+    ):
+        assert ops.reads_codes(rank, out, features, kind) == expected, (rank, out, features, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("storage", ["int8", "int3", "fp8"])
+def test_the_product_reads_codes_where_it_should(storage, center, dtype, monkeypatch):
+    """Whichever way: what is decoded is the same, and only the mean's shift is summed otherwise."""
+    sketched = RMMConfig(ratio=0.5, storage=storage, center=center).sketch_object
+    x, g = (torch.randn(256, 24) + 2).to(dtype), (torch.randn(256, 20) - 1).to(dtype)
+    calls = twins_for_kernels(monkeypatch)
+    saved = sketched.compress(x, torch.tensor(5))
+    found = {}
+    for choice, rule in (("torch", True), ("auto", True), ("auto", False), ("triton", False)):
+        monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes, rule=rule: rule)
+        calls.clear()
+        with use_kernels(choice):
+            found[choice, rule], _ = sketched.backward(g, saved)
+        products = [shapes[0] for name, shapes in calls if name == "sketched_grad_weight_low_bit"]
+        is_read = dtype != torch.float32 and storage != "int3" and (choice == "triton" or (choice == "auto" and rule))
+        assert products == ([(128, 1)] * center + [(128, 20)] if is_read else [])
+        assert ("dequantize" in [name for name, _ in calls]) == (not is_read and choice != "torch")
+    expected = found.pop(("torch", True))
+    assert torch.equal(found["auto", False], expected)
+    for estimate in found.values():
+        # the twin decodes to float32 on a CPU, the way by memory to the gradient's half precision
+        tolerance = {torch.float32: 0, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+        assert (estimate - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("ratio", "rows", "kept"), [(0.5, 320, 32), (0.25, 320, 16), (0.51, 315, 32), (0.3, 320, 19)])
+@pytest.mark.parametrize("storage", ["int8", "fp8", "int4"])
+def test_a_centred_layer_in_low_bits_has_the_gradients_of_plain_torch(storage, ratio, rows, kept, dtype, monkeypatch):
+    """End to end, whichever way the product goes, and whether or not the rows kept of a block are a power of 2."""
+    config = RMMConfig(ratio=ratio, storage=storage, min_rows=1)
+    assert config.center
+    assert config.sketch_object.inner.inner.geometry(rows) == (5, kept)
+    x, g = (torch.randn(rows, 24) + torch.randn(24)).to(dtype), (torch.randn(rows, 20) + 0.3).to(dtype)
+    weight, bias = torch.randn(20, 24).to(dtype).requires_grad_(), torch.randn(20).to(dtype).requires_grad_()
+
+    def gradients(seed):
+        output = rmm_linear.functional.linear(x, weight, bias, config=config, seed=seed)
+        return [gradient.double() for gradient in torch.autograd.grad(output, (weight, bias), g)]
+
+    expected = [gradients(seed) for seed in range(3)]
+    # a factor on the sketched part would show: it is no small one
+    exact = g.double().t() @ x.double()
+    assert all((weights - exact).norm() > 0.2 * exact.norm() for weights, _ in expected)
+    calls = twins_for_kernels(monkeypatch)
+    is_held = kept != 19 and storage != "int4"
+    of_x = ["sampled_mean"] + (["hadamard_sketch_quantized"] if is_held else ["hadamard_sketch_and_sums", "quantize"])
+    for choice, rule in (("auto", True), ("auto", False), ("triton", False)):
+        monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes, rule=rule: rule)
+        calls.clear()
+        with use_kernels(choice):
+            found = [gradients(seed) for seed in range(3)]
+        product = ["sketched_grad_weight_low_bit"] * 2 if rule or choice == "triton" else ["dequantize"]
+        assert [name for name, _ in calls] == [*of_x, "hadamard_sketch_and_sums", *product] * 3
+        for (weights, biases), (expected_weights, expected_biases) in zip(found, expected, strict=True):
+            # Sketches that were rounded to half precision, or were not, have another code next to an edge.
+            tolerance = {"int8": 0.01, "fp8": 0.05, "int4": 0.05}[storage]
+            assert (weights - expected_weights).norm() < tolerance * expected_weights.norm()
+            assert (biases - expected_biases).norm() < 0.005 * expected_biases.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_mean_s_shift_is_that_of_the_decoded_sketch(dtype, monkeypatch):
+    """With a shift as large as all else."""
+    twins_for_kernels(monkeypatch)
+    sketched_g, column_sum = torch.randn(96, 20).to(dtype), 10 * torch.randn(20)
+    mean, ones = torch.randn(24), torch.randn(96) / 10
+    seed = torch.tensor(5)
+    codes = ops.Codes(*ops.quantize(torch.randn(96, 24), seed, None, kind="int4", group=32), seed, "int4", 32)
+    found = []
+    for choice in ("triton", "torch"):
+        with use_kernels(choice):
+            product = ops.sketched_grad_weight(
+                sketched_g, codes, column_sum, mean, ones=ones, scale=0.5, dtype=torch.float32
+            )
+            found.append(product)
+    assert (found[0] - found[1]).norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4) * found[1].norm()
+
+
+def test_a_tile_more_is_decoded_for_the_mean_s_shift(monkeypatch):
+    asked = []
+    twins_for_kernels(monkeypatch)
+    monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes: bool(asked.append(sizes)))
+    x, g = torch.randn(256, 24).bfloat16(), torch.randn(256, 20).bfloat16()
+    for center in (False, True):
+        sketched = RMMConfig(ratio=0.5, storage="int8", center=center).sketch_object
+        sketched.backward(g, sketched.compress(x, torch.tensor(5)))
+    assert asked == [(128, 20, 24, "int8"), (128, 84, 24, "int8")]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "config",
     [
         RMMConfig(ratio=0.4),
+        RMMConfig(ratio=0.5, storage="int8"),
         RMMConfig(ratio=0.4, center=False, sketch="crs"),
         RMMConfig(ratio=0.4, storage="int4", keep_tokens=(0,)),
         RMMConfig(ratio=1.0, storage="int8"),

@@ -2,7 +2,8 @@
 
     python kernels/benchmarks/each_kernel.py [--only hadamard] [--repeats 20] [--results DIR]
 
-Every repetition times a device copy, the twin, the kernel and, for products, torch.mm, one after the other, on inputs
+Every repetition times a device copy, the twin, the kernel and its rival (torch.mm for products, the two kernels of
+which one takes the place), one after the other, on inputs
 that take turns and are larger together than the device's cache. Times are medians with 20/80 quantiles. The copy moves
 as many bytes as the kernel has to (`roofline.py`): a kernel that is bound by memory is as good as it can be at a time
 over the copy's of 1. Errors are root mean squares against a float64 computation, relative to its result; a kernel fails
@@ -28,7 +29,8 @@ from measuring import device_of, hardware_name, milliseconds, quantiles, rotatin
 from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
 from torch import Tensor
 
-from rmm_linear_kernels.low_bit.reference import BITS, dequantize, quantize
+from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
+from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 
 TINY_SHAPES = ((256, 48, 80),)
 RATIOS = (0.5, 0.25, 0.1)
@@ -173,6 +175,7 @@ def cases(shapes: tuple[tuple[int, int, int], ...], *, device: torch.device, dty
         yield from _sketch_cases(shape, normal, seed, dtype)
         yield from _row_cases(shape, normal, seed, dtype)
         yield from _low_bit_cases(shape, normal, seed)
+        yield from _quantized_sketch_cases(shape, normal, seed)
         yield from _product_cases(shape, normal, seed, dtype)
 
 
@@ -209,6 +212,28 @@ def _sketch_cases(
             lambda rank=rank: hadamard(out, rank),
             value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0) / rows)),
         )
+    rank = roofline.rank_of(rows, 0.25)
+    yield Case(
+        "hadamard_sketch",
+        "hadamard_sketch_and_sums",
+        "hadamard_sketch with sums of x, ratio 0.25, centred",
+        rows,
+        features,
+        0,
+        roofline.hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
+        lambda: hadamard(features, rank, centred=True),
+        value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0) / rows)),
+    )
+    yield Case(
+        "sampled_mean",
+        "sampled_mean",
+        "sampled_mean",
+        rows,
+        features,
+        0,
+        roofline.sampled_mean(features, sample=min(rows, roofline.SAMPLE)),
+        lambda: {"x": normal(rows, features)},
+    )
     for gaussian, ratio in itertools.product((True, False), (0.25, 0.1)):
         rank = max(1, int(ratio * rows))
 
@@ -286,6 +311,64 @@ def _low_bit_cases(shape: tuple[int, int, int], normal: Callable[[int, int], Ten
         cost = roofline.dequantize(rank, features, BITS[kind])
         make = lambda kind=kind: _stored(normal(rank, features), seed, kind)  # noqa: E731
         yield Case("low_bit", "dequantize", f"dequantize {kind}, {rank} rows", rows, features, 0, cost, make)
+
+
+def _quantized_sketch_cases(
+    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor
+) -> Iterator[Case]:
+    rows, features, _ = shape
+    blocks = -(-rows // roofline.BLOCK_ROWS)
+    for kind, ratio, centred in (
+        *itertools.product(("int8", FP8), (0.5, 0.25), (False,)),
+        ("int8", 0.5, True),
+        ("int8", 0.25, True),
+    ):
+        rank = roofline.rank_of(rows, ratio)
+        group = roofline.GROUP_BITS // BITS[kind]
+
+        def sketched(rank: int = rank, kind: str = kind, group: int = group, centred: bool = centred) -> Arguments:
+            x, kept = normal(rows, features), rank // blocks
+            mean = x.float().mean(0) if centred else None
+            return {
+                "x": x, "seed": seed, "mean": mean, "blocks": blocks, "kept": kept, "scale": kept**-0.5, "kind": kind,
+                "group": group, "with_sum": centred, "dtype": x.dtype,
+            }  # fmt: skip
+
+        def in_two_steps(arguments: Arguments) -> Tensor:
+            """What it competes with: the sketch by way of the memory."""
+            module = "kernel" if seed.is_cuda else "reference"
+            sketch, rounding = (
+                implementation(op, function, module) or implementation(op, function, "reference")
+                for op, function in (
+                    ("hadamard_sketch", "hadamard_sketch_and_sums" if arguments["with_sum"] else "hadamard_sketch"),
+                    ("low_bit", "quantize"),
+                )
+            )
+            assert sketch is not None
+            assert rounding is not None
+            y = call(sketch, arguments)
+            y = y[0] if arguments["with_sum"] else y
+            return rounding(y, seed, None, kind=arguments["kind"], group=arguments["group"])[0]
+
+        def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
+            how = {name: arguments[name] for name in ("kind", "group")}
+            *codes, column_sum = result
+            y = dequantize(*codes, seed, **how, features=arguments["x"].shape[1]).double()
+            # one more row
+            return torch.cat((y, column_sum.double().unsqueeze(0) / rows)) if arguments["with_sum"] else y
+
+        yield Case(
+            "hadamard_sketch_quantized",
+            "hadamard_sketch_quantized",
+            f"hadamard_sketch_quantized to {kind}, ratio {ratio:g}" + (", centred" if centred else ""),
+            rows,
+            features,
+            0,
+            roofline.hadamard_sketch_quantized(rows, features, rank, BITS[kind], with_mean=centred, with_sum=centred),
+            sketched,
+            rival=in_two_steps,
+            value=read_back,
+        )
 
 
 def _product_cases(
@@ -366,6 +449,13 @@ def _twin_of(case: Case) -> Callable[[Arguments], Any]:
     return lambda arguments: call(reference, arguments)
 
 
+def _exact_sketch(arguments: Arguments) -> Tensor:
+    """The sketch that is rounded, and the mean of x where its sum is wanted, float64."""
+    exact = _exact(arguments)
+    sketch, x = call(hadamard_sketch, exact), exact["x"]
+    return torch.cat((sketch, x.mean(0, keepdim=True))) if arguments["with_sum"] else sketch
+
+
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:
     """Return how far the twin and the kernel are from a float64 computation.
 
@@ -380,6 +470,8 @@ def measured_errors(case: Case, device: torch.device) -> tuple[float, float | No
     if case.function == "quantize":
         # Rounding is the op: what was rounded is the truth.
         exact = arguments["y"].double()
+    elif case.function == "hadamard_sketch_quantized":
+        exact = _exact_sketch(arguments)
     else:
         exact = case.value(twin(_exact(arguments)), arguments)
     twin_error = _error(case.value(twin(arguments), arguments), exact)

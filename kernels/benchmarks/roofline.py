@@ -29,6 +29,8 @@ GOALS = {
 _HALF, _WIDE, _SEED = 2, 4, 8
 # Bits of the codes that share a step and an offset, of two bytes each, in low-bit storage: `LowBit`'s.
 GROUP_BITS = 1024
+# Rows out of which the mean is guessed that is taken off x.
+SAMPLE = 256
 # Share of the data sheet's rates that a large copy and a large matrix product reach.
 COPY_SHARE, PRODUCT_SHARE = 0.9, 0.75
 
@@ -143,6 +145,41 @@ def hadamard_sketch(rows: int, features: int, rank: int, *, with_sum: bool = Fal
     sums = _WIDE * -(-rows // BLOCK_ROWS) * features if with_sum else 0
     mean = _WIDE * features if with_mean else 0
     return Cost(_HALF * (rows + rank) * features + _SEED + sums + mean, 2 * BLOCK_ROWS * rank * features)
+
+
+def sampled_mean(features: int, *, sample: int = SAMPLE) -> Cost:
+    """Return the cost of about the mean of all rows, out of a few.
+
+    Args:
+        features: Length of a row.
+        sample: Rows read.
+
+    Returns:
+        The cost.
+    """
+    return Cost(_HALF * sample * features + _WIDE * features, sample * features)
+
+
+def hadamard_sketch_quantized(
+    rows: int, features: int, rank: int, bits: int, *, with_sum: bool = False, with_mean: bool = False
+) -> Cost:
+    """Return the cost of the Hadamard sketch in a few bits, which is written as codes alone.
+
+    Args:
+        rows: Rows read.
+        features: Their length.
+        rank: Rows of the sketch.
+        bits: Bits of a code.
+        with_sum: Also write the sum of the rows of every group of blocks that share a step, in float32.
+        with_mean: Also read a mean.
+
+    Returns:
+        The cost.
+    """
+    sums = _WIDE * -(-rank * bits // GROUP_BITS) * features if with_sum else 0
+    mean = _WIDE * features if with_mean else 0
+    moved = _HALF * rows * features + _codes(rank, features, bits) + _SEED + sums + mean
+    return Cost(moved, (2 * BLOCK_ROWS + 8) * rank * features)
 
 
 def random_projection(rows: int, features: int, rank: int) -> Cost:
@@ -263,9 +300,9 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
     """Return the predicted time of the sketched layer, forward and backward.
 
     Two products as before; a sketch of x; one pass over g for its sketch and the sums of its blocks, and these sums'
-    sum; the smaller product. Where the layer centres, also the sum of x for the mean; the stored sketch read once for
-    the means' shift; and the outer product of the column sum and the mean, written before the smaller product, which
-    cuBLAS then reads and adds to.
+    sum; the smaller product. Where the layer centres, also a few rows of x for about its mean; the sums of x's blocks,
+    which come with its sketch, and their sum; the stored sketch read once for the means' shift; and the outer product
+    of the column sum and the mean, written before the smaller product, which cuBLAS then reads and adds to.
 
     Args:
         gpu: Where.
@@ -282,14 +319,15 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
     parts = [
         product(rows, features, out),
         product(rows, out, features),
-        hadamard_sketch(rows, features, rank, with_mean=center),
+        hadamard_sketch(rows, features, rank, with_sum=center, with_mean=center),
         hadamard_sketch(rows, out, rank, with_sum=True),
         Cost(_WIDE * (blocks + 1) * out, blocks * out),
         sketched_grad_weight(rank, features, out, with_mean=center),
     ]
     if center:
         written = _HALF * out * features
-        parts += [column_sum(rows, features), Cost(_HALF * rank * features, 2 * rank * features)]
+        parts += [sampled_mean(features), Cost(_WIDE * (blocks + 1) * features, blocks * features)]
+        parts += [Cost(_HALF * rank * features, 2 * rank * features)]
         parts += [Cost(written, out * features), Cost(written, 0)]
     return sum(part.seconds(gpu) for part in parts)
 
@@ -309,12 +347,22 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
     rank = rank_of(rows, ratio)
     return [
         ("hadamard_sketch of x", hadamard_sketch(rows, features, rank)),
+        (
+            "hadamard_sketch of x - 1 m^T, with sums",
+            hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
+        ),
         ("hadamard_sketch of g, with sums", hadamard_sketch(rows, out, rank, with_sum=True)),
+        ("sampled_mean", sampled_mean(features)),
         ("random_projection of x", random_projection(rows, features, rank)),
         ("row_gather, gather_rows", gather_rows(features, rank)),
         ("row_gather, row_norms", row_norms(rows, features)),
         ("low_bit, quantize to int8", quantize(rank, features, 8)),
         ("low_bit, quantize to int4", quantize(rank, features, 4)),
+        ("hadamard_sketch_quantized to int8", hadamard_sketch_quantized(rows, features, rank, 8)),
+        (
+            "hadamard_sketch_quantized of x - 1 m^T to int8, with sums",
+            hadamard_sketch_quantized(rows, features, rank, 8, with_sum=True, with_mean=True),
+        ),
         ("low_bit, dequantize int8", dequantize(rank, features, 8)),
         ("sketched_grad_weight", sketched_grad_weight(rank, features, out)),
         ("sketched_grad_weight from int8", sketched_grad_weight(rank, features, out, bits=8)),
@@ -323,11 +371,15 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
 
 _FORMULAS = (
     ("hadamard_sketch of x", "2 in (rows + rank)", "128 rank in"),
+    ("hadamard_sketch of x - 1 m^T, with sums", "2 in (rows + rank) + 4 in rows / 64", "128 rank in"),
     ("hadamard_sketch of g, with sums", "2 out (rows + rank) + 4 out rows / 64", "128 rank out"),
+    ("sampled_mean", "512 in", "256 in"),
     ("random_projection of x", "2 in (rows + rank)", "2 rows rank in"),
     ("row_gather, gather_rows", "4 rank in + 4 rank", "rank in"),
     ("row_gather, row_norms", "2 rows in + 8 rows", "2 rows in"),
     ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
+    ("hadamard_sketch_quantized to b bits", "2 rows in + rank in b (1/8 + 1/256)", "136 rank in"),
+    ("hadamard_sketch_quantized of x - 1 m^T, with sums", "2 rows in + rank in b (1/8 + 1/128)", "136 rank in"),
     ("low_bit, dequantize b bits", "rank in b (1/8 + 1/256) + 4 rank in", "4 rank in"),
     ("sketched_grad_weight", "2 (rank out + rank in + out in)", "2 rank in out"),
     ("sketched_grad_weight from b bits", "2 (rank out + out in) + rank in b (1/8 + 1/256)", "2 rank in out"),

@@ -6,11 +6,14 @@ for every sequence length. All ops run with autocast off: a caller inside an aut
 within one, say) must not have its float32 sums lowered. `rmm_linear.ops.dispatch` chooses between a Triton kernel and
 its plain-torch twin when an op runs.
 
-The stored sketch of x is S^T x times c = sqrt(rank / rows), in x's dtype: its entries then have the size of x's own,
-where S^T x itself would overflow float16. The sketch of g is S^T g / c, in float32 (float64 for float64), where there
-is room; on a GPU, where the product of the two has to run on the tensor cores, in g's own dtype, and in float16 over a
-power of two near 1 / ratio. The product is the same. The flag `gradient` of the sketching ops tells which of the two is
-wanted, and not a factor: a factor that depends on the number of rows would make a compiled model recompile for each.
+The stored sketch of x is S^T x times the storage scale c, about sqrt(rank / rows), in x's dtype: its entries then have
+the size of x's own, where S^T x itself would overflow float16. The sketch of g is S^T g / c, in float32 (float64 for
+float64), where there is room; on a GPU, where the product of the two has to run on the tensor cores, in g's own dtype,
+and in float16 over a power of two near 1 / ratio. The product is the same. The Hadamard sketch's entries in half
+precision are +-1 combinations times powers of two, whose factor rounds nothing; the product has the rest of it.
+
+The flag `gradient` of the sketching ops tells which of the two sketches is wanted, and not a factor: a factor that
+depends on the number of rows would make a compiled model recompile for each.
 """
 
 import rmm_linear.ops.flops  # noqa: F401  registers its formulas
@@ -20,15 +23,22 @@ from rmm_linear.ops.dispatch import (
     chosen,
     is_for_kernels,
     kernel_status,
+    odd_factor,
     product_scale,
     use_kernels,
     wants_half,
 )
-from rmm_linear.ops.grad_weight import as_operand, product_operand, sketched_grad_weight
-from rmm_linear.ops.projections import hadamard_gradient, hadamard_sketch, random_projection, trigonometric_sketch
+from rmm_linear.ops.grad_weight import as_operand, product_operand, reads_codes, sketched_grad_weight
+from rmm_linear.ops.projections import (
+    hadamard_sketch,
+    hadamard_sketch_and_sums,
+    random_projection,
+    sampled_mean,
+    trigonometric_sketch,
+)
 from rmm_linear.ops.rows import gather_rows, importance_rows, uniform_row_sketch
 from rmm_linear.ops.seeds import data_parallel_rank, draw_seed
-from rmm_linear.ops.storage import dequantize, quantize
+from rmm_linear.ops.storage import Codes, dequantize, hadamard_sketch_quantized, quantize
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamard_order
 from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
 from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance
@@ -49,6 +59,7 @@ __all__ = [
     "ENVIRONMENT",
     "SCALE_DTYPE",
     "STORAGE_BITS",
+    "Codes",
     "KernelCheck",
     "as_operand",
     "check_kernels",
@@ -58,23 +69,27 @@ __all__ = [
     "draw_seed",
     "gather_rows",
     "hadamard_dense",
-    "hadamard_gradient",
     "hadamard_order",
     "hadamard_sketch",
+    "hadamard_sketch_and_sums",
+    "hadamard_sketch_quantized",
     "importance_rows",
     "is_for_kernels",
     "kernel_status",
+    "odd_factor",
     "packed_width",
     "product_operand",
     "product_scale",
     "projection_slab",
     "quantize",
     "random_projection",
+    "reads_codes",
     "rounding_variance",
     "row_norms",
     "row_weights",
     "sample_rows",
     "sample_rows_winner_take_all",
+    "sampled_mean",
     "sketched_grad_weight",
     "trigonometric_dense",
     "trigonometric_sketch",

@@ -4,15 +4,16 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rmm_linear.ops.dispatch import KERNELS, chosen, kernel_status, use_kernels
 from rmm_linear.ops.grad_weight import sketched_grad_weight
-from rmm_linear.ops.projections import hadamard_gradient, hadamard_sketch, random_projection
+from rmm_linear.ops.projections import hadamard_sketch, hadamard_sketch_and_sums, random_projection, sampled_mean
 from rmm_linear.ops.rows import gather_rows, importance_rows
-from rmm_linear.ops.storage import dequantize, quantize
+from rmm_linear.ops.storage import Codes, dequantize, hadamard_sketch_quantized, quantize
 
 _Call = Callable[[], tuple[Tensor, ...]]
 # rows, features, outputs: large enough for a GPU's time to be more than its launches
@@ -70,24 +71,42 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
 
     x, g, mean = normal(rows, features), normal(rows, outputs), normal(features, dtype=torch.float32)
     seed = torch.full((), 7, dtype=torch.int64, device=device)
-    geometry = {"blocks": rows // _BLOCK, "kept": _KEPT}
+    geometry: dict[str, Any] = {"blocks": rows // _BLOCK, "kept": _KEPT}
     rank = geometry["blocks"] * _KEPT
+    options: dict[str, Any] = {"kind": _KIND, "group": _GROUP}
     stored, sketched = normal(rank, features), normal(rank, outputs)
     index = torch.arange(rank, device=device, dtype=torch.int32)
     with use_kernels("torch"):
         codes = quantize(stored, seed, None, kind=_KIND, group=_GROUP)
     calls: dict[str, _Call] = {
         "hadamard_sketch": lambda: (hadamard_sketch(x, seed, mean, **geometry, gradient=False),),
-        "hadamard_sketch_and_sums": lambda: hadamard_gradient(g, seed, **geometry, half=True),
+        "hadamard_sketch_and_sums": lambda: hadamard_sketch_and_sums(
+            g, seed, None, **geometry, gradient=True, half=True
+        ),
+        "hadamard_sketch_quantized": lambda: _without_edges(
+            *hadamard_sketch_quantized(x, seed, mean, **geometry, **options, with_sum=True), seed
+        ),
         "random_projection": lambda: (random_projection(x, seed, mean, rank=rank, gaussian=False, gradient=False),),
         "gather_rows": lambda: (gather_rows(x, index, mean),),
         # the draws themselves would differ in whole rows where a norm is rounded otherwise
         "row_norms": lambda: (importance_rows(x, seed, mean, None, rank=rank, winner_take_all=False)[1].mean(),),
+        "sampled_mean": lambda: (sampled_mean(x),),
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
         "sketched_grad_weight": lambda: (sketched_grad_weight(sketched, stored, dtype=dtype),),
+        "sketched_grad_weight_low_bit": lambda: (
+            sketched_grad_weight(sketched, Codes(*codes, seed, **options), dtype=dtype),
+        ),
     }
     yield from ((name, calls[name]) for name in KERNELS if name in calls)
+
+
+def _without_edges(
+    codes: Tensor, steps: Tensor, offsets: Tensor, column_sum: Tensor, seed: Tensor
+) -> tuple[Tensor, ...]:
+    """Codes but for those that a sum, rounded otherwise, moves to the other side of an edge: sums of squares of all."""
+    values = dequantize(codes, steps, offsets, seed, kind=_KIND, group=_GROUP)
+    return values.double().square().sum(0).sqrt(), column_sum
 
 
 def _checked(name: str, call: _Call, reason: str | None, device: torch.device, repeats: int) -> KernelCheck:
@@ -105,7 +124,7 @@ def _checked(name: str, call: _Call, reason: str | None, device: torch.device, r
     if reason is not None or found is None:
         return KernelCheck(name, "torch", reason, failed, None, None, torch_milliseconds)
     error = max(_difference(one, other) for one, other in zip(found, expected, strict=True))
-    runs = "cublas" if name == "sketched_grad_weight" and chosen() == "auto" else "triton"
+    runs = "cublas" if name.startswith("sketched_grad_weight") and chosen() == "auto" else "triton"
     return KernelCheck(name, runs, None, False, error, milliseconds, torch_milliseconds)
 
 

@@ -25,12 +25,15 @@ CHOICES = ("auto", "triton", "torch")
 KERNELS = {
     "hadamard_sketch": "hadamard_sketch",
     "hadamard_sketch_and_sums": "hadamard_sketch",
+    "hadamard_sketch_quantized": "hadamard_sketch_quantized",
     "random_projection": "random_projection",
     "gather_rows": "row_gather",
     "row_norms": "row_gather",
+    "sampled_mean": "sampled_mean",
     "quantize": "low_bit",
     "dequantize": "low_bit",
     "sketched_grad_weight": "sketched_grad_weight",
+    "sketched_grad_weight_low_bit": "sketched_grad_weight",
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 HALVES = (torch.bfloat16, torch.float16)
@@ -118,6 +121,34 @@ def product_scale(dtype: torch.dtype, ratio: float) -> float:
         The largest power of 2 up to 2 / ratio for float16, and 1 for all others.
     """
     return 2.0 ** math.floor(math.log2(2 / ratio)) if dtype == torch.float16 else 1.0
+
+
+def near_power_of_2(number: float) -> float:
+    """Return the power of 2 next to a number, in proportion.
+
+    Args:
+        number: More than 0.
+
+    Returns:
+        Between `number` / sqrt(2) and `number` * sqrt(2).
+    """
+    return 2.0 ** round(math.log2(number))
+
+
+def odd_factor(divisor: int) -> float:
+    """Return what is left of a division when the power of 2 next to the divisor has been divided by.
+
+    A half-precision operand of the product is divided by that power alone, which is exact. The other part of the factor
+    would round all of its elements by up to 2**-9, and the combinations of a row that is alone in its block all alike,
+    so that the error would not average out: it is the product's, in float32.
+
+    Args:
+        divisor: More than 0.
+
+    Returns:
+        The power of 2 over the divisor.
+    """
+    return near_power_of_2(divisor) / divisor
 
 
 def is_for_kernels(g: Tensor) -> bool:

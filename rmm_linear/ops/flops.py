@@ -6,27 +6,27 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 # the operators have to exist
-from rmm_linear.ops import grad_weight, projections  # noqa: F401
+from rmm_linear.ops import grad_weight, projections, storage  # noqa: F401
 
 _OPS = torch.ops.rmm_linear
 _Shape = tuple[int, ...]
 
 
-@register_flop_formula(_OPS.hadamard_sketch)
+@register_flop_formula([_OPS.hadamard_sketch, _OPS.hadamard_sketch_and_sums, _OPS.hadamard_sketch_quantized])
 def _hadamard_sketch(
     x: _Shape, seed: _Shape, mean: _Shape | None, blocks: int, kept: int, *args: Any, **kwargs: Any
 ) -> int:
     return 2 * x[0] * kept * x[1]
 
 
-@register_flop_formula(_OPS.hadamard_gradient)
-def _hadamard_gradient(g: _Shape, seed: _Shape, blocks: int, kept: int, *args: Any, **kwargs: Any) -> int:
-    return 2 * g[0] * kept * g[1]
-
-
 @register_flop_formula([_OPS.random_projection, _OPS.trigonometric_sketch])
 def _dense_sketch(x: _Shape, seed: _Shape, mean: _Shape | None, rank: int, *args: Any, **kwargs: Any) -> int:
     return 2 * x[0] * rank * x[1]
+
+
+@register_flop_formula(_OPS.sketched_grad_weight_low_bit)
+def _sketched_grad_weight_low_bit(sketched_g: _Shape, codes: _Shape, steps: _Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * sketched_g[0] * sketched_g[1] * steps[1]
 
 
 @register_flop_formula(_OPS.sketched_grad_weight)

@@ -1,11 +1,37 @@
-"""Low-bit storage: values to codes and back."""
+"""Low-bit storage: values, or what is sketched on the way, to codes; and back."""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rmm_linear.ops.dispatch import run
-from rmm_linear.ops.registration import define
+from rmm_linear.ops.projections import _hadamard_scales
+from rmm_linear.ops.registration import define, result_dtype
+from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
+from rmm_linear_kernels.hadamard_sketch_quantized import reference as _quantized
+from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
 from rmm_linear_kernels.low_bit import reference as _low_bit
+
+
+class Codes(NamedTuple):
+    """Values in low bits, and what it takes to read them.
+
+    Attributes:
+        codes: As `quantize` returns them, shape (rows, ceil(features * bits / 8)).
+        steps: As `quantize` returns them, shape (groups, features).
+        offsets: As `quantize` returns them.
+        seed: The seed that `quantize` had.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows that share a step.
+    """
+
+    codes: Tensor
+    steps: Tensor
+    offsets: Tensor
+    seed: Tensor
+    kind: str
+    group: int
 
 
 @define("quantize(Tensor y, Tensor seed, Tensor? mean, str kind, int group) -> (Tensor, Tensor, Tensor)")
@@ -15,7 +41,12 @@ def _quantize(y: Tensor, seed: Tensor, mean: Tensor | None, kind: str, group: in
 
 @torch.library.register_fake("rmm_linear::quantize")
 def _(y: Tensor, seed: Tensor, mean: Tensor | None, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, features = y.shape
+    return _empty(y, y.shape[0], kind, group)
+
+
+def _empty(y: Tensor, rows: int, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, steps and offsets of so many rows, as wide as y."""
+    features = y.shape[1]
     codes = y.new_empty((rows, _low_bit.packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty(((rows + group - 1) // group, features), dtype=_low_bit.SCALE_DTYPE)
     return codes, steps, steps.new_empty(0) if kind == _low_bit.FP8 else torch.empty_like(steps)
@@ -36,6 +67,72 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
         (0,) for fp8.
     """
     return torch.ops.rmm_linear.quantize.default(y, seed, mean, kind, group)
+
+
+@define(
+    "hadamard_sketch_quantized(Tensor x, Tensor seed, Tensor? mean, SymInt blocks, SymInt kept, str kind, int group,"
+    " bool with_sum) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _hadamard_sketch_quantized(
+    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, kind: str, group: int, with_sum: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # here, where sizes are numbers: a compiled model would otherwise be compiled anew for either answer
+    rows = x.shape[0]
+    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": _hadamard_scales(rows, blocks, kept)[0]}
+    if rows and holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
+        twin = _quantized.hadamard_sketch_quantized
+        options |= {"kind": kind, "group": group, "with_sum": with_sum}
+        return run("hadamard_sketch_quantized", twin, x, seed, mean, **options)
+    options["dtype"] = x.dtype
+    if with_sum:
+        summing = _hadamard.hadamard_sketch_and_sums
+        sketch, column_sum, _ = run("hadamard_sketch_and_sums", summing, x, seed, mean, **options)
+    else:
+        sketch = run("hadamard_sketch", _hadamard.hadamard_sketch, x, seed, mean, **options)
+        column_sum = x.new_empty(0, dtype=result_dtype(x, True))
+    return *run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group), column_sum
+
+
+@torch.library.register_fake("rmm_linear::hadamard_sketch_quantized")
+def _(
+    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, kind: str, group: int, with_sum: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    column_sum = x.new_empty((x.shape[1] if with_sum else 0,), dtype=result_dtype(x, True))
+    return *_empty(x, blocks * kept, kind, group), column_sum
+
+
+def hadamard_sketch_quantized(
+    x: Tensor,
+    seed: Tensor,
+    mean: Tensor | None,
+    *,
+    blocks: int,
+    kept: int,
+    kind: str,
+    group: int,
+    with_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the codes of the Hadamard sketch S^T (x - 1 mean^T), times the storage scale, without the sketch itself.
+
+    Where the groups are whole blocks that one program holds, the sketch goes from float32 to codes and never into
+    memory. Otherwise it is `quantize` of `hadamard_sketch`, which rounds it to x's dtype in between. x is read once in
+    either case.
+
+    Args:
+        x: Input, shape (rows, features), any float dtype.
+        seed: 0-d int64, of the sketch and of the rounding.
+        mean: Shape (features,), or None.
+        blocks: Number of strided blocks.
+        kept: Hadamard rows kept of each block.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows of the sketch that share, in a column, a step and an offset.
+        with_sum: Also sum x itself over its rows.
+
+    Returns:
+        Codes, steps and offsets of (blocks * kept, features) values, see `quantize`; and the column sum (features,),
+        (0,) without it, float32 (float64 for float64).
+    """
+    return torch.ops.rmm_linear.hadamard_sketch_quantized.default(x, seed, mean, blocks, kept, kind, group, with_sum)
 
 
 @define(

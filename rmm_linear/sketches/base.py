@@ -44,12 +44,14 @@ class GradientPass(NamedTuple):
             and is not free.
         ones: S^T 1 over the storage scale and the number of rows, shape (rank,), float32 (float64 for float64).
         scale: Factor that `sketched` lacks.
+        divisor: What else it lacks, as `ops.sketched_grad_weight` takes it.
     """
 
     sketched: Tensor
     column_sum: Tensor | None
     ones: Tensor
     scale: float
+    divisor: int = 1
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -127,6 +129,39 @@ class Sketch(ABC):
             does not read that one: `LowBit` puts other values in its place.
         """
 
+    def compress_with_sum(self, x: Tensor, seed: Tensor, *, mean: Tensor | None) -> tuple[SavedSketch, Tensor]:
+        """Sketch the input and sum it over its rows: in one reading of it, where a subclass can.
+
+        Args:
+            x: Activations, shape (rows, in), any float dtype.
+            seed: 0-d int64 on x's device.
+            mean: Shape (in,), or None, as for `compress`.
+
+        Returns:
+            What `compress` returns; and the sum of x itself, shape (in,), float32 (float64 for float64).
+        """
+        return self.compress(x, seed, mean=mean), x.sum(0, dtype=accumulate_dtype(x.dtype))
+
+    def compress_low_bit(
+        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int, need_sum: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+        """Sketch the input and round the sketch to a few bits in one pass, where there is one.
+
+        Args:
+            x: Activations, shape (rows, in), any float dtype.
+            seed: 0-d int64, of the sketch and of the rounding.
+            mean: Shape (in,), or None.
+            kind: How S^T x is held; see `LowBit`.
+            group: Rows of S^T x that share, in a column, a step and an offset.
+            need_sum: Whether the sum of x itself is wanted.
+
+        Returns:
+            Codes, steps and offsets (see `ops.quantize`) in place of the first tensor of `compress`, then its others;
+            and the sum as `compress_with_sum` returns it, None where not wanted. None in place of both where the two
+            steps are as good: always, unless a subclass says otherwise.
+        """
+        return None
+
     @abstractmethod
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) for the S that `compress` used, scaled to go with the stored sketch.
@@ -152,6 +187,18 @@ class Sketch(ABC):
             Shape (rank, in), any float dtype.
         """
         return saved.tensors[0]
+
+    def operand(self, saved: SavedSketch, dtype: torch.dtype) -> Tensor | ops.Codes:
+        """Return the sketch of x as the product with that of g takes it.
+
+        Args:
+            saved: What `compress` returned.
+            dtype: Dtype in which it will be multiplied.
+
+        Returns:
+            `stored_input`, or the codes of it.
+        """
+        return self.stored_input(saved, dtype=dtype)
 
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Sketch g and sum it over its rows in one reading of it, where that is faster than two.
@@ -196,8 +243,9 @@ class Sketch(ABC):
             sketched, scale = read.sketched, read.scale
         else:
             sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g, self.ratio)
-        stored = self.stored_input(saved, dtype=sketched.dtype)
-        grad_weight = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype)
+        stored = self.operand(saved, sketched.dtype)
+        divisor = 1 if read is None else read.divisor
+        grad_weight = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype, divisor=divisor)
         if not need_bias:
             return grad_weight, None
         found = None if read is None else read.column_sum

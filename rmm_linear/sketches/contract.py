@@ -46,7 +46,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.functional import linear
 from rmm_linear.memory import SavedTensors
 from rmm_linear.sketches.base import Sketch, accumulate_dtype
-from rmm_linear.sketches.centered import Centered
+from rmm_linear.sketches.centered import Centered, centred_input
 
 FALSE_ALARM = 1e-6
 """False-alarm rate of each randomised comparison, or family of them, by the normal approximation."""
@@ -370,7 +370,7 @@ class SketchContract:
         """
         if not isinstance(sketch, Centered) or x.shape[0] == 0:
             return x, g, None
-        return x - x.mean(0), g - g.mean(0), torch.outer(g.sum(0), x.mean(0))
+        return centred_input(x), g - g.mean(0), torch.outer(g.sum(0), x.mean(0))
 
     # Step 1: in every draw the two verbs do what S says.
 

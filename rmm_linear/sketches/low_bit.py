@@ -94,9 +94,35 @@ class LowBit(Sketch):
         """
         if self.inner is None:
             return SavedSketch(seed, ops.quantize(x, seed, mean, kind=self.storage, group=self.group))
+        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group, need_sum=False)
+        if found is not None:
+            return SavedSketch(seed, found[0])
         values, *rest = self.inner.compress(x, seed, mean=mean).tensors
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest))
+
+    def compress_with_sum(self, x: Tensor, seed: Tensor, *, mean: Tensor | None) -> tuple[SavedSketch, Tensor]:
+        """Read x as the inner sketch does; see `Sketch.compress_with_sum`.
+
+        Args:
+            x: Activations, shape (rows, in).
+            seed: 0-d int64.
+            mean: Shape (in,), or None.
+
+        Returns:
+            What `compress` returns, and the sum of x.
+        """
+        if self.inner is None:
+            return super().compress_with_sum(x, seed, mean=mean)
+        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group, need_sum=True)
+        if found is not None:
+            tensors, column_sum = found
+            assert column_sum is not None
+            return SavedSketch(seed, tensors), column_sum
+        inner, column_sum = self.inner.compress_with_sum(x, seed, mean=mean)
+        values, *rest = inner.tensors
+        codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
+        return SavedSketch(seed, (*codes, *rest)), column_sum
 
     def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values that the codes stand for; see `Sketch.stored_input`.
@@ -111,6 +137,19 @@ class LowBit(Sketch):
         codes, steps, offsets = saved.tensors[:_PARTS]
         wanted = dtype if dtype in (torch.bfloat16, torch.float16) else None
         return ops.dequantize(codes, steps, offsets, saved.seed, kind=self.storage, group=self.group, dtype=wanted)
+
+    def operand(self, saved: SavedSketch, dtype: torch.dtype) -> Tensor | ops.Codes:
+        """Return the codes as they are; see `Sketch.operand`.
+
+        Args:
+            saved: What `compress` returned.
+            dtype: Dtype in which they will be multiplied.
+
+        Returns:
+            What `ops.sketched_grad_weight` decodes.
+        """
+        codes, steps, offsets = saved.tensors[:_PARTS]
+        return ops.Codes(codes, steps, offsets, saved.seed, self.storage, self.group)
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`.

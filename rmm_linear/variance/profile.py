@@ -22,7 +22,7 @@ from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory.unchanged import drop_gradients, unchanged
 from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch
-from rmm_linear.sketches.centered import centred
+from rmm_linear.sketches.centered import centred, centred_input
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
 from rmm_linear.variance.gradient_noise import DealtRows, _rows, batch_sequences, dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe
@@ -83,7 +83,7 @@ def _variances(parts: DealtRows, configs: Sequence[RMMConfig]) -> dict[RMMConfig
     centred_ones = [sketch for sketch in objects.values() if isinstance(sketch, Centered)]
     found = _of_uncentred(x, g, [sketch for sketch in objects.values() if not isinstance(sketch, Centered)])
     if centred_ones:
-        inner = _of_uncentred(centred(x), centred(g), [sketch.inner for sketch in centred_ones])
+        inner = _of_uncentred(centred_input(x), centred(g), [sketch.inner for sketch in centred_ones])
         found |= {sketch: inner[sketch.inner] for sketch in centred_ones}
     return {
         config: found[objects[config]] + beside.get(config.kept_rows, 0.0) if config in objects else 0.0

@@ -27,8 +27,10 @@ def test_a_processor_times_the_twins_of_every_op_that_has_a_kernel(each_kernel, 
     assert status == 0
     assert {row["op"] for row in rows} == {
         "hadamard_sketch",
+        "hadamard_sketch_quantized",
         "random_projection",
         "row_gather",
+        "sampled_mean",
         "low_bit",
         "sketched_grad_weight",
     }
@@ -39,7 +41,11 @@ def test_a_processor_times_the_twins_of_every_op_that_has_a_kernel(each_kernel, 
         assert row["note"] == "kernels need a GPU"
         assert row["commit"]
         # bfloat16 has eight bits, and int4's steps are wide
-        assert 0 <= float(row["twin_error"]) < (0.2 if "quantize to int4" in row["name"] else 0.01)
+        assert (
+            0
+            <= float(row["twin_error"])
+            < (0.2 if "to int4" in row["name"] else 0.05 if "to fp8" in row["name"] else 0.01)
+        )
 
 
 def launchers(factor: float):

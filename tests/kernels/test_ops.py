@@ -11,16 +11,25 @@ NAMES = (
     "dequantize",
     "draw_seed",
     "gather_rows",
-    "hadamard_gradient",
     "hadamard_sketch",
+    "hadamard_sketch_and_sums",
+    "hadamard_sketch_quantized",
     "importance_rows",
     "quantize",
     "random_projection",
+    "sampled_mean",
     "sketched_grad_weight",
+    "sketched_grad_weight_low_bit",
     "trigonometric_sketch",
     "uniform_row_sketch",
 )
 ROWS = (0, 1, 67, 128)
+
+
+def calls_on(device, rows, dtype):
+    """`calls`, with tensors on a device."""
+    for name, arguments in calls(rows, dtype):
+        yield name, tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in arguments)
 
 
 def calls(rows, dtype):
@@ -39,7 +48,10 @@ def calls(rows, dtype):
             for kind in ("dct", "dft"):
                 yield "trigonometric_sketch", (x, seed, centre, rank, kind, gradient)
     for half in (False, True):
-        yield "hadamard_gradient", (x, seed, blocks, kept, half, 4.0 if half else 1.0)
+        yield "hadamard_sketch_and_sums", (x, seed, None, blocks, kept, True, half, 4.0 if half else 1.0)
+    for centre in (None, mean):
+        yield "hadamard_sketch_and_sums", (x, seed, centre, blocks, kept, False, False, 1.0)
+    yield "sampled_mean", (x,)
     index = torch.arange(rank, dtype=torch.int32)
     scales = torch.rand(rank).to(accumulate)
     for centre in (None, mean):
@@ -52,6 +64,11 @@ def calls(rows, dtype):
     for kind in ("int8", "int4", "int3", "int2", "fp8"):
         for centre in (None, mean):
             yield "quantize", (x, seed, centre, kind, 32)
+            # what is centred has its sum as well
+            yield "hadamard_sketch_quantized", (x, seed, centre, blocks, kept, kind, 32, centre is not None)
+            if rows == 128:
+                # in one pass
+                yield "hadamard_sketch_quantized", (x, seed, centre, 2, 16, kind, 32, centre is not None)
         codes = torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32)
         for result in (None, torch.bfloat16):
             yield "dequantize", (*codes, seed, kind, 32, result)
@@ -61,6 +78,11 @@ def calls(rows, dtype):
         yield "sketched_grad_weight", (factor, x[:rank], None, None, None, 1.0, result)
         yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, None, 64.0, result)
         yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, ones, 1.0, result)
+        yield "sketched_grad_weight", (factor, x[:rank], None, None, None, 2.0, result, 6)
+        stored = *torch.ops.rmm_linear.quantize.default(x[:rank], seed, None, "int4", 32), seed
+        yield "sketched_grad_weight_low_bit", (factor, *stored, None, None, None, "int4", 32, 1.0, result)
+        yield "sketched_grad_weight_low_bit", (factor, *stored, column_sum, mean, ones, "int4", 32, 64.0, result)
+        yield "sketched_grad_weight_low_bit", (factor, *stored, None, None, None, "int4", 32, 2.0, result, 6)
 
 
 def run(name, arguments):
@@ -85,20 +107,21 @@ def test_these_are_all_ops():
         pytest.param(128, torch.float16, marks=pytest.mark.slow),
     ],
 )
-def test_opcheck(rows, dtype):
+def test_opcheck(rows, dtype, device):
     """Schema, shapes and dtypes of the fake kernels, and AOT dispatch with fixed and with dynamic sizes."""
     checked = set()
-    for name, arguments in calls(rows, dtype):
+    for name, arguments in calls_on(device, rows, dtype):
         outcome = torch.library.opcheck(getattr(torch.ops.rmm_linear, name).default, arguments)
         assert set(outcome.values()) == {"SUCCESS"}, (name, outcome)
         checked.add(name)
     assert len(checked) >= 6
 
 
-def test_opcheck_of_draw_seed():
+def test_opcheck_of_draw_seed(device):
     # its results differ from call to call, which the comparison of eager and traced runs cannot allow for
     checks = ("test_schema", "test_faketensor")
-    outcome = torch.library.opcheck(torch.ops.rmm_linear.draw_seed.default, (torch.randn(3, 4),), test_utils=checks)
+    x = torch.randn(3, 4, device=device)
+    outcome = torch.library.opcheck(torch.ops.rmm_linear.draw_seed.default, (x,), test_utils=checks)
     assert set(outcome.values()) == {"SUCCESS"}
     assert torch.Tag.nondeterministic_seeded in torch.ops.rmm_linear.draw_seed.default.tags
 
@@ -136,14 +159,20 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
             assert [result.dtype for result in results] == [torch.int32, accumulate]
         elif name == "gather_rows":
             assert results[0].dtype == (dtype if arguments[3] is None else accumulate)
-        elif name == "sketched_grad_weight":
-            assert results[0].dtype == (arguments[-1] or accumulate)
-        elif name == "hadamard_gradient":
-            is_half = arguments[-2] and dtype in (torch.bfloat16, torch.float16)
-            assert results[0].dtype == (dtype if is_half else accumulate)
+        elif name in ("sketched_grad_weight", "sketched_grad_weight_low_bit"):
+            # a divisor may follow
+            dtype_of_result = arguments[6 if name == "sketched_grad_weight" else 11]
+            assert results[0].dtype == (dtype_of_result or accumulate)
+        elif name == "sampled_mean":
+            assert results[0].dtype == accumulate
+        elif name == "hadamard_sketch_and_sums":
+            gradient, half = arguments[5:7]
+            is_half = half and dtype in (torch.bfloat16, torch.float16)
+            assert results[0].dtype == (dtype if is_half or not gradient else accumulate)
             assert [result.dtype for result in results[1:]] == [accumulate, accumulate]
-        elif name == "quantize":
-            assert [result.dtype for result in results] == [torch.uint8, torch.bfloat16, torch.bfloat16]
+        elif name in ("quantize", "hadamard_sketch_quantized"):
+            assert [result.dtype for result in results[:3]] == [torch.uint8, torch.bfloat16, torch.bfloat16]
+            assert [result.dtype for result in results[3:]] == [accumulate] * (name != "quantize")
         elif name == "dequantize":
             assert results[0].dtype == (arguments[-1] or torch.float32)
         else:

@@ -45,6 +45,10 @@ def test_bytes_are_those_of_the_tensors(roofline) -> None:
         stored = low_bit.quantize(y, seed, None, kind=kind, group=group)
         weight = sum(part.nbytes for part in stored) + seed.nbytes
         assert roofline.quantize(rank, features, bits).moved_bytes == y.nbytes + weight
+        assert roofline.hadamard_sketch_quantized(rows, features, rank, bits).moved_bytes == x.nbytes + weight
+        sums, mean = torch.zeros(stored[1].shape), torch.zeros(features)
+        centred = roofline.hadamard_sketch_quantized(rows, features, rank, bits, with_sum=True, with_mean=True)
+        assert centred.moved_bytes == x.nbytes + weight + sums.nbytes + mean.nbytes
         value = low_bit.dequantize(*stored, seed, kind=kind, group=group, features=features)
         assert roofline.dequantize(rank, features, bits).moved_bytes == weight + value.nbytes
         g = torch.zeros(rank, out).bfloat16()

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import DoubleBackwardError, RMMConfig, RMMLinear, convert_linears, summary
 from rmm_linear.functional import linear
 from rmm_linear.memory import measure_kept_bytes
+from rmm_linear.ops.dispatch import near_power_of_2
 from rmm_linear.sketches import CRS, STORAGES, Centered, Hadamard, LowBit, available_sketches
 from rmm_linear.sketches.contract import Estimates, SketchContract, assert_unbiased
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize
@@ -28,8 +29,11 @@ class LowBitContract(SketchContract):
         return sketch.stored_input(sketch.compress(x, self._seed(seed))).double()
 
     def scale(self, sketch, rows: int) -> float:
-        """What S^T x is stored times."""
-        return 1.0 if low_bit_of(sketch).inner is None else (sketch.rank(rows) / max(1, rows)) ** 0.5
+        """What S^T x is stored times: +-1 combinations of the rows times a power of 2."""
+        if low_bit_of(sketch).inner is None:
+            return 1.0
+        blocks, kept = low_bit_of(sketch).inner.geometry(max(1, rows))
+        return kept**0.5 * near_power_of_2((blocks / max(1, rows)) ** 0.5)
 
     def _expected(self, sketch, x, g, seed):
         dense = sketch.dense(x, self._seed(seed).unsqueeze(0))[0]

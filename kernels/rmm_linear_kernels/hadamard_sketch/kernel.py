@@ -106,7 +106,7 @@ def _multiplied_places(seed, place, DEGREE: tl.constexpr, POLYNOMIAL: tl.constex
 
 
 @triton.jit
-def _entries(
+def block_entries(
     seed,
     first,
     block,
@@ -143,7 +143,7 @@ def _entries(
 def _paley_entries(
     seed, columns, block, PRIME: tl.constexpr, SQUARES: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """As `_entries` for an order with a factor of Paley's: blocks of less than 64 rows, one element at a time."""
+    """As `block_entries` for an order with a factor of Paley's: blocks of less than 64 rows, one element at a time."""
     place = tl.arange(0, CHUNK)
     base: tl.constexpr = PRIME + 1 if PRIME % 4 == 3 else 2 * (PRIME + 1)
     negative = _parity((columns // base)[:, None] & (place // base)[None, :])
@@ -162,7 +162,7 @@ def _sums_of_entries(entries, present, CHUNK: tl.constexpr, DTYPE: tl.constexpr)
 
 
 @triton.jit
-def _product(mixing, x, IS_WIDE: tl.constexpr, UPCAST: tl.constexpr):
+def mixed(mixing, x, IS_WIDE: tl.constexpr, UPCAST: tl.constexpr):
     """Mixing @ x with float32 sums; x in its own dtype, or cut into three if it is float32."""
     if UPCAST:
         # the interpreter's arithmetic is that of numpy, which has no bfloat16
@@ -235,7 +235,7 @@ def _hadamard_sketch_kernel(
     # rows of this block
     present = shortest + (block < longer).to(tl.int32)
     if PRIME == 0:
-        mixing = _entries(seed, 0, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+        mixing = block_entries(seed, 0, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
     else:
         columns = _ranked_columns(seed, ORDER, ORDER_2, KEPT_2)
         mixing = _paley_entries(seed, columns, block, PRIME, SQUARES, CHUNK, DTYPE)
@@ -252,7 +252,7 @@ def _hadamard_sketch_kernel(
                 mask=(row < rows)[:, None] & (following < features)[None, :],
                 other=0.0,
             )
-        product = _product(mixing, tile_of_x, IS_WIDE, UPCAST)
+        product = mixed(mixing, tile_of_x, IS_WIDE, UPCAST)
         if HAS_SUMS:
             sums = tl.sum(tile_of_x.to(tl.float32), axis=0)
         # blocks of more than CHUNK rows, which have one tile a program
@@ -263,8 +263,8 @@ def _hadamard_sketch_kernel(
                 mask=(further < rows)[:, None] & is_feature[None, :],
                 other=0.0,
             )
-            signs = _entries(seed, chunk * CHUNK, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
-            product += _product(signs, part, IS_WIDE, UPCAST)
+            signs = block_entries(seed, chunk * CHUNK, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+            product += mixed(signs, part, IS_WIDE, UPCAST)
             if HAS_MEAN or HAS_ONES:
                 ones += _sums_of_entries(signs, present - chunk * CHUNK, CHUNK, DTYPE)
             if HAS_SUMS:
@@ -293,8 +293,8 @@ def _constants(
     wide = dtype == torch.float32
     chunks = -(-order // _CHUNK)
     tile = _WIDE_TILE if wide else _TILE
-    if wide and chunks > 1:
-        # three parts, a loop and the sums: more would not fit the registers
+    if (wide and chunks > 1) or triton.next_power_of_2(kept) > _CHUNK // 2:
+        # three parts, a loop and the sums, or twice as many results: more would not fit the registers
         tile //= 2
     tiles = 1
     # more than one tile a program as soon as there are programs enough
@@ -392,13 +392,14 @@ def hadamard_sketch(
 
 
 def hadamard_sketch_and_sums(
-    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sketch, the column sum of x and sqrt(kept) * S^T 1, out of one reading of x.
+    """Return the sketch of x - 1 mean^T, the column sum of x itself and sqrt(kept) * S^T 1: x is read once.
 
     Args:
         x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
         seed: 0-d int64 on x's device.
+        mean: Shape (features,), subtracted from every row before it is sketched, or None.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
         scale: Factor on the +-1 combinations of the sketch.
@@ -409,10 +410,10 @@ def hadamard_sketch_and_sums(
         (blocks * kept,), float32.
     """
     if x.numel() == 0:
-        return reference.hadamard_sketch_and_sums(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+        return reference.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     sums = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
     ones = torch.empty((blocks * kept,), dtype=torch.float32, device=x.device)
-    out = _launch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums, ones=ones)
+    out = _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums, ones=ones)
     # one sum after the other: the same in every run, which atomic additions are not
     return out, sums.sum(0), ones
 
@@ -443,8 +444,8 @@ def builds() -> list[Build]:
     """Return the specialisations that training compiles.
 
     Returns:
-        For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with its mean and the one of g with its sums; and
-        the other dtypes, small and large blocks at one ratio.
+        For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with a mean and its sums and the one of g with its
+        sums; and the other dtypes, small and large blocks, large ratios, and x without centring.
     """
     found = []
     for kept in (32, 16, 6):
@@ -455,12 +456,21 @@ def builds() -> list[Build]:
         found.append(_named("g", dtype, 64, 32, 3072))
     found.extend(_named("x", torch.bfloat16, order, kept, 768) for order, kept in ((64, 58), (60, 30), (128, 2)))
     found.append(_named("g", torch.float32, 128, 2, 3072))
+    # what takes the most registers: float32 at a large ratio, with programs of several tiles
+    found.extend(_named(of, torch.float32, order, kept, 4096) for of, order, kept in (("x", 64, 58), ("g", 60, 54)))
+    found.append(_named("uncentred x", torch.bfloat16, 64, 32, 768))
     return found
 
 
 def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int) -> Build:
-    """The sketch of 8192 rows of x with its mean, or of g with its sums."""
+    """The sketch of 8192 rows of x with a mean and its sums, of g with its sums, or of x without either."""
     constants = _constants(
-        order=order, kept=kept, blocks=8192 // order, features=features, dtype=dtype, mean=of == "x", sums=of == "g"
+        order=order,
+        kept=kept,
+        blocks=8192 // order,
+        features=features,
+        dtype=dtype,
+        mean=of == "x",
+        sums=of in ("x", "g"),
     )
     return _build(f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}", dtype, dtype, constants)

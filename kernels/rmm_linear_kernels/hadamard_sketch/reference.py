@@ -242,13 +242,14 @@ def hadamard_sketch(
 
 
 def hadamard_sketch_and_sums(
-    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sketch, the column sum of x and sqrt(kept) * S^T 1.
+    """Return the sketch of x - 1 mean^T, the column sum of x itself and sqrt(kept) * S^T 1.
 
     Args:
         x: Input, shape (rows, features), any float dtype.
         seed: 0-d int64.
+        mean: Shape (features,), subtracted from every row before it is sketched, or None.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
         scale: Factor on the +-1 combinations of the sketch.
@@ -260,7 +261,7 @@ def hadamard_sketch_and_sums(
     """
     rows = x.shape[0]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    sketch = hadamard_sketch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+    sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     ones = x.new_zeros(blocks * kept, dtype=compute)
     if rows:
         ones = _mixing(seed, rows, blocks, kept, compute).sum(-1).flatten()

@@ -190,9 +190,58 @@ def _codes(value, of_row, of_column, IS_FP8: tl.constexpr, LEVELS: tl.constexpr)
 
 
 @triton.jit
-def _store_codes(
+def store_scales(
+    low, high, total, STEPS, OFFSETS, is_column, LEVELS: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store the step and the offset of a group of each column; the rest is what `codes_of` wants of them."""
+    # Low and high are the extremes, of the sizes for fp8, and total the sum of the sizes, over any parts of the rows.
+    # Of a number and NaN, either extreme is the number. A sum of what is not negative is NaN where one of it is.
+    total = tl.sum(total, 0)
+    has_nan = total != total
+    highest = spread(tl.where(has_nan, float("nan"), tl.max(high, 0)))
+    if IS_FP8:
+        step_bits = _rounded_outwards(tl.div_rn(highest, tl.full((BLOCK,), _LARGEST_FP8_VALUE, tl.float32)), True)
+        offset = tl.zeros_like(highest)
+    else:
+        offset_bits = _rounded_outwards(spread(tl.where(has_nan, float("nan"), tl.min(low, 0))), False)
+        offset = widened(offset_bits)
+        # divided first: the difference of 3e38 and -3e38 overflows
+        levels = tl.full((BLOCK,), LEVELS, tl.float32)
+        step_bits = _rounded_outwards(tl.div_rn(highest, levels) - tl.div_rn(offset, levels), True)
+        tl.store(OFFSETS, offset_bits.to(tl.int16), is_column)
+    tl.store(STEPS, step_bits.to(tl.int16), is_column)
+    step = widened(step_bits)
+    factor, divisor, inverse = _divisor(step)
+    # each divided by itself: the difference may overflow
+    quotient = tl.where(step == 0, 0.0, tl.div_rn(offset, step))
+    return spread(factor), spread(divisor), spread(inverse), spread(quotient)
+
+
+@triton.jit
+def codes_of(
+    y,
+    factor,
+    divisor,
+    inverse,
+    quotient,
+    of_row,
+    of_column,
+    IS_FP8: tl.constexpr,
+    LEVELS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The codes of some rows of a group, int32, out of what `store_scales` and `random_part` returned."""
+    value = _divided(y, factor[None, :], divisor[None, :], inverse[None, :], INTERPRETED)
+    if not IS_FP8:
+        value -= quotient[None, :]
+    return _codes(value, of_row[:, None], of_column[None, :], IS_FP8, LEVELS)
+
+
+@triton.jit
+def store_codes(
     codes, CODES, width, row, first_column, is_row, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    """Pack and store the codes of some rows and columns, int32."""
     words = _packed_words(codes, BITS, ROWS, COLUMNS)
     WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
     WORDS: tl.constexpr = COLUMNS * BITS // (8 * WORD_BYTES)
@@ -249,39 +298,19 @@ def _quantize_kernel(
             low, high, total = value, value, tl.abs(y)
         else:
             low, high, total = tl.minimum(low, value), tl.maximum(high, value), total + tl.abs(y)
-    # Of a number and NaN, either extreme is the number. A sum of what is not negative is NaN where one of it is.
-    total = tl.sum(total, 0)
-    has_nan = total != total
-    highest = spread(tl.where(has_nan, float("nan"), tl.max(high, 0)))
     scales = group.to(tl.int64) * features + column
-    if IS_FP8:
-        step_bits = _rounded_outwards(tl.div_rn(highest, tl.full((BLOCK,), _LARGEST_FP8_VALUE, tl.float32)), True)
-        offset = tl.zeros_like(highest)
-    else:
-        offset_bits = _rounded_outwards(spread(tl.where(has_nan, float("nan"), tl.min(low, 0))), False)
-        offset = widened(offset_bits)
-        # divided first: the difference of 3e38 and -3e38 overflows
-        levels = tl.full((BLOCK,), LEVELS, tl.float32)
-        step_bits = _rounded_outwards(tl.div_rn(highest, levels) - tl.div_rn(offset, levels), True)
-        tl.store(OFFSETS + scales, offset_bits.to(tl.int16), is_column)
-    tl.store(STEPS + scales, step_bits.to(tl.int16), is_column)
-    step = widened(step_bits)
-    factor, divisor, inverse = _divisor(step)
-    # each divided by itself: the difference may overflow
-    quotient = tl.where(step == 0, 0.0, tl.div_rn(offset, step))
-    factor, divisor, inverse, quotient = spread(factor), spread(divisor), spread(inverse), spread(quotient)
+    factor, divisor, inverse, quotient = store_scales(
+        low, high, total, STEPS + scales, OFFSETS + scales, is_column, LEVELS, IS_FP8, BLOCK
+    )
 
     for start in tl.static_range(0, GROUP, CHUNK):
         if GROUP > CHUNK:
             row = first_row + start + tl.arange(0, CHUNK)
             y = _centred(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
         of_row = random_part(seed, row)
-        value = _divided(y, factor[None, :], divisor[None, :], inverse[None, :], INTERPRETED)
-        if not IS_FP8:
-            value -= quotient[None, :]
-        codes = _codes(value, of_row[:, None], of_column[None, :], IS_FP8, LEVELS)
+        codes = codes_of(y, factor, divisor, inverse, quotient, of_row, of_column, IS_FP8, LEVELS, INTERPRETED)
         # A column that is not there is 0, and 0 are its codes: the bits that a row's last byte has left.
-        _store_codes(codes, CODES, width, row, first_column, row <= last_row, BITS, CHUNK, BLOCK)
+        store_codes(codes, CODES, width, row, first_column, row <= last_row, BITS, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -68,17 +68,20 @@ def test_dtypes(dtype, out, device, nan_poison):
 @pytest.mark.parametrize(("rows", "ratio"), [(1, 0.9), (45, 0.5), (300, 0.3), (300, 0.02)])
 def test_sums_come_with_the_sketch(rows, ratio, dtype, device, nan_poison):
     blocks, kept = Hadamard(ratio).geometry(rows)
-    x, _ = operands(rows, 129, dtype, device)
+    x, mean = operands(rows, 129, dtype, device)
     seed = torch.tensor(3, device=device)
     arguments = {"blocks": blocks, "kept": kept, "scale": 0.25}
-    sketch, sums, ones = kernel.hadamard_sketch_and_sums(x, seed, **arguments, dtype=dtype)
-    alone = kernel.hadamard_sketch(x, seed, None, **arguments, dtype=dtype)
-    truth = reference.hadamard_sketch_and_sums(x.double(), seed, **arguments, dtype=torch.float64)
-    twin = reference.hadamard_sketch_and_sums(x, seed, **arguments, dtype=dtype)
-    assert torch.equal(sketch, alone)
-    assert_as_good_as_the_twin(sums, twin[1], truth[1])
-    # whole numbers
-    assert torch.equal(ones.double(), truth[2])
+    for centre in (None, mean) if dtype == torch.float32 else (mean,):
+        sketch, sums, ones = kernel.hadamard_sketch_and_sums(x, seed, centre, **arguments, dtype=dtype)
+        alone = kernel.hadamard_sketch(x, seed, centre, **arguments, dtype=dtype)
+        # of x itself, whatever is taken off for the sketch
+        truth = reference.hadamard_sketch_and_sums(x.double(), seed, centre, **arguments, dtype=torch.float64)
+        twin = reference.hadamard_sketch_and_sums(x, seed, centre, **arguments, dtype=dtype)
+        assert torch.equal(sketch, alone)
+        assert_as_good_as_the_twin(sketch, twin[0], truth[0])
+        assert_as_good_as_the_twin(sums, twin[1], truth[1])
+        # whole numbers
+        assert torch.equal(ones.double(), truth[2])
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every other column", "expanded rows", "expanded columns"])
@@ -106,7 +109,8 @@ def test_programs_of_several_tiles(device, nan_poison, monkeypatch):
         arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
         found = kernel.hadamard_sketch(x, seed, mean, **arguments)
         torch.testing.assert_close(found, reference.hadamard_sketch(x, seed, mean, **arguments), rtol=1e-5, atol=1e-4)
-        sums = kernel.hadamard_sketch_and_sums(x, seed, **arguments)[1]
+        sketch, sums, _ = kernel.hadamard_sketch_and_sums(x, seed, mean, **arguments)
+        assert torch.equal(sketch, found)
         torch.testing.assert_close(sums, x.sum(0), rtol=1e-5, atol=1e-4)
 
 
@@ -126,7 +130,7 @@ def _entries_kernel(
     SEED, OUT, DEGREE: tl.constexpr, POLYNOMIAL: tl.constexpr, KEPT_2: tl.constexpr, CHUNK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    entries = kernel._entries(tl.load(SEED), 0, 0, 64, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+    entries = kernel.block_entries(tl.load(SEED), 0, 0, 64, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
     place = tl.arange(0, KEPT_2)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(OUT + place, entries.to(tl.float32))
 
@@ -172,7 +176,7 @@ def test_nothing_comes_of_nothing(device):
         arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
         x = torch.empty(rows, features, device=device)
         assert kernel.hadamard_sketch(x, seed, None, **arguments).shape == (blocks * kept, features)
-        sketch, sums, ones = kernel.hadamard_sketch_and_sums(x, seed, **arguments)
+        sketch, sums, ones = kernel.hadamard_sketch_and_sums(x, seed, None, **arguments)
         assert (sketch.shape, sums.tolist(), ones.shape) == (
             (blocks * kept, features),
             [0.0] * features,

@@ -1,0 +1,1 @@
+"""The strided-block Hadamard sketch in low bits, without the sketch itself."""

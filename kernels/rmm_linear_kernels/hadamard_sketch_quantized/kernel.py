@@ -1,0 +1,259 @@
+"""The Hadamard sketch in low bits on a GPU: x is read, codes are written, and the sketch stays in registers.
+
+Row `block * kept + c` of the sketch is combination c of a block, so that a group of rows with a step of its own is a
+whole number of neighbouring blocks, if `kept` divides it. A program sketches these blocks for a tile of features, one
+after the other, finds the extremes of all, and rounds them; and sums them over their rows, where wanted.
+"""
+
+# a tuple of tiles grows in a loop that the compiler unrolls
+# mypy: disable-error-code="assignment"
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..builds import TYPE_NAMES, Build
+from ..hadamard_sketch import reference as hadamard
+from ..hadamard_sketch.kernel import block_entries, hadamard_sketch, hadamard_sketch_and_sums, mixed
+from ..interpreter import IS_INTERPRETED
+from ..low_bit import reference as low_bit
+from ..low_bit.kernel import codes_of, quantize, random_part, store_codes, store_scales
+from .shapes import ORDER, holds
+
+# Features of a program: more than rows are kept of a block, or the warps would share a product otherwise.
+_TILE = 64
+# 64 values of the sketch a thread
+_WARPS = 4
+# float32, in three parts, would spill on gfx942.
+_HALVES = (torch.bfloat16, torch.float16)
+# Arguments that follow from the number of rows: a kernel compiled for one number serves all.
+_ANY_ROWS = ("rows", "blocks", "shortest", "longer", "sign_stride")
+
+
+@triton.jit(do_not_specialize=[*_ANY_ROWS, "scale"])
+def _hadamard_sketch_quantized_kernel(
+    X,
+    SEED,
+    MEAN,
+    CODES,
+    STEPS,
+    OFFSETS,
+    SUMS,
+    rows,
+    features,
+    width,
+    blocks,
+    shortest,
+    longer,
+    sign_stride,
+    row_stride,
+    column_stride,
+    mean_stride,
+    scale,
+    DEGREE: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    LEVELS: tl.constexpr = 2**BITS - 1
+    tiles = tl.cdiv(features, TILE)
+    # programs next to each other in time read neighbouring parts of the same rows
+    group = tl.program_id(0) // tiles
+    first_feature = (tl.program_id(0) % tiles) * TILE
+    first_block = group * BLOCKS
+    feature = first_feature + tl.arange(0, TILE)
+    is_feature = feature < features
+    place, kept_place = tl.arange(0, CHUNK), tl.arange(0, KEPT)
+    seed = tl.load(SEED)
+    x_columns = X + feature.to(tl.int64)[None, :] * column_stride
+    mean = tl.zeros((TILE,), tl.float32)
+    if HAS_MEAN:
+        mean = tl.load(MEAN + feature.to(tl.int64) * mean_stride, mask=is_feature, other=0.0).to(tl.float32)
+    of_column = random_part(seed, blocks * KEPT + feature)
+    # of all rows at once: a thread or two a row, where every block's would be drawn by all threads
+    of_rows = random_part(seed, first_block * KEPT + tl.arange(0, BLOCKS * KEPT))
+    if HAS_SUMS:
+        sums = tl.zeros((KEPT, TILE), tl.float32)
+    products = ()
+    for index in tl.static_range(BLOCKS):
+        # The last block stands in for those that are not there: it changes no extreme, and masks nothing.
+        block = tl.minimum(first_block + index, blocks - 1)
+        row = (place * blocks + block).to(tl.int64)
+        x = tl.load(x_columns + row[:, None] * row_stride, mask=(row < rows)[:, None] & is_feature[None, :], other=0.0)
+        entries = block_entries(seed, 0, block, sign_stride, DEGREE, POLYNOMIAL, KEPT, CHUNK, DTYPE)
+        if HAS_MEAN:
+            present = shortest + (block < longer).to(tl.int32)
+            entries = tl.where(place[None, :] < present, entries, 0.0)
+        product = mixed(entries, x, False, UPCAST)
+        if HAS_SUMS:
+            # By the tensor cores, in as many equal rows as the sketch has: x is there for them in the same layout. Sums
+            # along its columns would take 12 to 24 % more instructions, most of them to exchange parts of sums.
+            with_block = sums + mixed(tl.full((KEPT, CHUNK), 1.0, DTYPE), x, False, UPCAST)
+            sums = tl.where(first_block + index < blocks, with_block, sums)
+        if HAS_MEAN:
+            # As many columns of S^T 1 as there are features: what is equal to the other product in shape is shared by
+            # the warps in the same way, and nothing has to be exchanged.
+            product -= tl.dot(entries, tl.full((CHUNK, TILE), 1.0, DTYPE)) * mean[None, :]
+        product *= scale
+        value = tl.abs(product) if IS_FP8 else product
+        if index == 0:
+            low, high, total = value, value, tl.abs(product)
+        else:
+            low, high, total = tl.minimum(low, value), tl.maximum(high, value), total + tl.abs(product)
+        products += (product,)
+    scales = group.to(tl.int64) * features + feature
+    factor, divisor, inverse, quotient = store_scales(
+        low, high, total, STEPS + scales, OFFSETS + scales, is_feature, LEVELS, IS_FP8, TILE
+    )
+    if HAS_SUMS:
+        # any of the equal rows
+        tl.store(SUMS + scales, tl.max(sums, 0), mask=is_feature)
+    for index in tl.static_range(BLOCKS):
+        block = first_block + index
+        row = block * KEPT + kept_place
+        of_row = tl.gather(of_rows, index * KEPT + kept_place, 0)
+        codes = codes_of(products[index], factor, divisor, inverse, quotient, of_row, of_column, IS_FP8, LEVELS, UPCAST)
+        # A feature that is not there is 0, and 0 are its codes: the bits that a row's last byte has left.
+        is_row = tl.zeros((KEPT,), tl.int32) + block < blocks
+        store_codes(codes, CODES, width, row, first_feature, is_row, BITS, KEPT, TILE)
+
+
+def _constants(*, kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool, sums: bool) -> dict[str, Any]:
+    """Constants of the kernel; the launcher and `builds` share them."""
+    degree = ORDER.bit_length() - 1
+    return {
+        "DEGREE": degree,
+        "POLYNOMIAL": hadamard.POLYNOMIALS[degree],
+        "KEPT": kept,
+        "BLOCKS": group // kept,
+        "CHUNK": ORDER,
+        "TILE": _TILE,
+        "BITS": low_bit.BITS[kind],
+        "IS_FP8": kind == low_bit.FP8,
+        "HAS_MEAN": mean,
+        "HAS_SUMS": sums,
+        "UPCAST": IS_INTERPRETED,
+        "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
+    }
+
+
+def hadamard_sketch_quantized(
+    x: Tensor,
+    seed: Tensor,
+    mean: Tensor | None,
+    *,
+    blocks: int,
+    kept: int,
+    scale: float,
+    kind: str,
+    group: int,
+    with_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
+
+    What `shapes.holds` denies, and what comes in float32, is sketched into memory first, in float32.
+
+    Args:
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        seed: 0-d int64 on x's device, of the sketch and of the rounding.
+        mean: Shape (features,), subtracted from every row, or None.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows of the sketch that share, in a column, a step and an offset.
+        with_sum: Also sum x itself over its rows, in the same reading.
+
+    Returns:
+        Codes (blocks * kept, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the
+        same shape and dtype, (0,) for fp8: those of the reference, but where a sum that is rounded otherwise falls on
+        the other side of an edge. The column sum (features,), (0,) without it, float32.
+    """
+    rows, features = x.shape
+    if x.numel() == 0 or x.dtype not in _HALVES or not holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
+        options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
+        if with_sum:
+            sketch, column_sum, _ = hadamard_sketch_and_sums(x, seed, mean, **options)
+        else:
+            sketch, column_sum = hadamard_sketch(x, seed, mean, **options), seed.new_empty(0, dtype=torch.float32)
+        return *quantize(sketch, seed, None, kind=kind, group=group), column_sum
+    rank = blocks * kept
+    codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
+    steps = torch.empty((triton.cdiv(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
+    offsets = steps.new_empty(0) if kind == low_bit.FP8 else torch.empty_like(steps)
+    sums = torch.empty(steps.shape if with_sum else (0, 0), dtype=torch.float32, device=x.device)
+    _hadamard_sketch_quantized_kernel[(steps.shape[0] * triton.cdiv(features, _TILE),)](
+        x,
+        seed,
+        mean,
+        codes,
+        steps.view(torch.int16),
+        offsets.view(torch.int16),
+        sums if with_sum else None,
+        rows,
+        features,
+        codes.shape[1],
+        blocks,
+        rows // blocks,
+        rows % blocks,
+        hadamard.sign_stride(-(-rows // blocks)),
+        x.stride(0),
+        x.stride(1),
+        0 if mean is None else mean.stride(0),
+        scale,
+        **_constants(kept=kept, dtype=x.dtype, kind=kind, group=group, mean=mean is not None, sums=with_sum),
+        num_warps=_WARPS,
+    )
+    # one sum after the other: the same in every run, which atomic additions are not
+    return codes, steps, offsets, sums.sum(0)
+
+
+def builds() -> list[Build]:
+    """Return what a training run compiles: ratios 0.5 and 0.25 of full blocks.
+
+    Returns:
+        Both kinds in bfloat16, with a mean and sums and without either; int8 in float16 at one ratio, with them.
+    """
+    found = []
+    for kind, kept in itertools.product(("int8", low_bit.FP8), (32, 16)):
+        found += [_build(kind, kept, torch.bfloat16, centred) for centred in (False, True)]
+    return [*found, _build("int8", 32, torch.float16, True)]
+
+
+def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
+    group = 1024 // low_bit.BITS[kind]
+    types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
+    constants: dict[str, Any] = {
+        "column_stride": 1,
+        **_constants(kept=kept, dtype=dtype, kind=kind, group=group, mean=centred, sums=centred),
+    }
+    if centred:
+        types |= {"MEAN": "*fp32", "SUMS": "*fp32"}
+        constants["mean_stride"] = 1
+    else:
+        constants |= {"MEAN": None, "SUMS": None}
+    pointers, sizes = tuple(types), ("features", "width", "row_stride")
+    types |= dict.fromkeys((*_ANY_ROWS, *sizes), "i32") | {"scale": "fp32"}
+    if not centred:
+        types["mean_stride"] = "i32"
+    return Build(
+        f"hadamard_sketch_quantized {kind} {TYPE_NAMES[dtype]} kept={kept}{' centred' * centred}",
+        _hadamard_sketch_quantized_kernel,
+        types,
+        constants,
+        (*pointers, *sizes),
+        num_warps=_WARPS,
+        uses_tensor_cores=True,
+    )

@@ -1,0 +1,46 @@
+"""The strided-block Hadamard sketch rounded to a few bits, in plain torch: one op after the other.
+
+The sketch goes from one to the other in float32. A sketch that is kept in half precision before it is rounded to codes
+(`hadamard_sketch` into the dtype of x, then `low_bit.quantize`) is rounded once more.
+"""
+
+import torch
+from torch import Tensor
+
+from ..hadamard_sketch.reference import hadamard_sketch
+from ..low_bit.reference import quantize
+
+
+def hadamard_sketch_quantized(
+    x: Tensor,
+    seed: Tensor,
+    mean: Tensor | None,
+    *,
+    blocks: int,
+    kept: int,
+    scale: float,
+    kind: str,
+    group: int,
+    with_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
+
+    Args:
+        x: Input, shape (rows, features), any float dtype, any strides.
+        seed: 0-d int64, of the sketch and of the rounding.
+        mean: Shape (features,), subtracted from every row, or None.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows of the sketch that share, in a column, a step and an offset.
+        with_sum: Also sum x itself over its rows.
+
+    Returns:
+        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and the
+        column sum (features,), (0,) without it, float32 (float64 for float64).
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
+    column_sum = x.sum(0, dtype=wide) if with_sum else x.new_empty(0, dtype=wide)
+    return *quantize(sketch, seed, None, kind=kind, group=group), column_sum

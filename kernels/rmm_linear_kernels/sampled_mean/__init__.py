@@ -1,0 +1,1 @@
+"""About the mean of all rows, out of a few of them."""

@@ -1,0 +1,183 @@
+"""The Hadamard sketch in low bits against its plain-torch twin: the same bits, but for values on an edge."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rmm_linear_kernels.hadamard_sketch.kernel import hadamard_sketch
+from rmm_linear_kernels.hadamard_sketch_quantized import kernel, reference
+from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
+from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize
+
+pytestmark = pytest.mark.usefixtures("nan_poison")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# kind, kept, rows of a group, rows of x: one group and a part of one; blocks of 63 and 64 rows; the library's groups
+CASES = [
+    ("int8", 32, 64, 187),
+    ("int8", 16, 32, 187),
+    (FP8, 16, 32, 191),
+    (FP8, 32, 64, 192),
+    ("int4", 32, 64, 187),
+    ("int2", 16, 64, 366),
+    ("int8", 32, 128, 380),
+]
+
+
+def framed(x: Tensor) -> Tensor:
+    """The same values in the middle of NaN: what is read from beside them shows."""
+    larger = torch.full((x.shape[0] + 2, x.shape[1] + 2), torch.nan, dtype=x.dtype, device=x.device)
+    larger[1:-1, 1:-1] = x
+    return larger[1:-1, 1:-1]
+
+
+def uneven(rows: int, features: int, device: torch.device, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+    """Columns of different sizes and means, one of them constant, and the means."""
+    x = torch.randn(rows, features) * torch.logspace(-2, 1, features) + 3 * torch.randn(features)
+    x[:, -1] = 0
+    x = x.to(device, dtype)
+    return framed(x), x.float().mean(0)
+
+
+def options(kind: str, kept: int, group: int, rows: int, *, with_sum: bool = False) -> dict:
+    blocks = -(-rows // 64)
+    return {"blocks": blocks, "kept": kept, "scale": 0.125, "kind": kind, "group": group, "with_sum": with_sum}
+
+
+def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
+    shifts = torch.arange(0, 8, BITS[kind], device=codes.device, dtype=torch.uint8)
+    return ((codes.unsqueeze(-1) >> shifts) & (2 ** BITS[kind] - 1)).flatten(1)[:, :features]
+
+
+def assert_the_twin_s(found, expected, *, kind: str, group: int, share: float = 1e-3) -> None:
+    """Sums, steps and offsets to rounding; codes equal, where these are, but for a share of them that is on an edge."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    codes, steps, offsets, column_sum = found
+    torch.testing.assert_close(column_sum, expected[3], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(steps, expected[1], rtol=2**-7, atol=1e-30)
+    torch.testing.assert_close(offsets, expected[2], rtol=2**-7, atol=1e-6)
+    same = steps == expected[1]
+    if kind != FP8:
+        same &= offsets == expected[2]
+    assert same.float().mean() > 0.98
+    rows = torch.arange(codes.shape[0], device=codes.device) // group
+    features = steps.shape[1]
+    differ = (unpacked(codes, features, kind) != unpacked(expected[0], features, kind)) & same[rows]
+    assert int(differ.sum()) <= share * differ.numel(), int(differ.sum())
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(("kind", "kept", "group", "rows"), CASES)
+def test_codes_steps_and_offsets_are_the_twin_s(kind, kept, group, rows, centred, device):
+    x, mean = uneven(rows, 69, device)
+    seed = torch.tensor(11, device=device)
+    # a mean and the sum are for centring; each goes without the other as well
+    how = options(kind, kept, group, rows, with_sum=centred != (rows == 366))
+    assert holds(rows, blocks=how["blocks"], kept=kept, kind=kind, group=group)
+    mean = mean if centred else None
+    found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
+    assert_the_twin_s(found, reference.hadamard_sketch_quantized(x, seed, mean, **how), kind=kind, group=group)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype, device):
+    x, mean = uneven(187, 37, device, dtype)
+    seed = torch.tensor(-5, device=device)
+    how = options("int8", 32, 64, 187)
+    found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
+    assert_the_twin_s(found, reference.hadamard_sketch_quantized(x, seed, mean, **how), kind="int8", group=64)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every other column", "expanded rows"])
+def test_any_strides(layout, device):
+    x = {
+        "transposed": torch.randn(11, 128, device=device).half().t(),
+        "every other column": torch.randn(128, 22, device=device).half()[:, ::2],
+        "expanded rows": torch.randn(1, 11, device=device).half().expand(128, 11),
+    }[layout]
+    mean, seed = torch.randn(22, device=device)[::2], torch.tensor(3, device=device)
+    how = options("int4", 16, 32, 128)
+    found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
+    for one, other in zip(
+        found, kernel.hadamard_sketch_quantized(x.contiguous(), seed, mean.clone(), **how), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["int8", FP8])
+def test_what_is_not_finite_stays_in_its_column_and_group(kind, device):
+    x, _ = uneven(192, 9, device)
+    x[0, 2], x[0, 3] = torch.nan, torch.inf
+    how = options(kind, 32, 64, 192)
+    seed = torch.tensor(3, device=device)
+    found = kernel.hadamard_sketch_quantized(x, seed, None, **how)
+    # row 0 belongs to block 0, and that to group 0
+    broken = torch.zeros(2, 9, dtype=torch.bool, device=device)
+    broken[0, 2:4] = True
+    assert torch.equal(~found[1].isfinite(), broken)
+    values = dequantize(*found[:3], seed, kind=kind, group=64, features=9)
+    assert not values[:64, 2:4].isfinite().any()
+    assert values[64:].isfinite().all()
+
+
+def test_values_are_within_half_a_step_of_the_sketch(device):
+    """The codes are those of this very sketch and this very dither."""
+    x, mean = uneven(187, 37, device)
+    seed = torch.tensor(7, device=device)
+    how = options("int8", 16, 32, 187)
+    found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
+    sketch = hadamard_sketch(x, seed, mean, blocks=3, kept=16, scale=0.125, dtype=torch.float32)
+    values = dequantize(*found[:3], seed, kind="int8", group=32, features=37)
+    step = found[1].float()[torch.arange(48, device=device) // 32]
+    assert ((values - sketch).abs() <= 0.5001 * step + 1e-5).all()
+
+
+@pytest.mark.parametrize("rows", [192, 380])
+def test_the_sum_is_that_of_all_rows_and_no_other(rows, device):
+    """A group and half of one: what stands in for the other half is not counted again, infinite or not."""
+    x = torch.arange(rows, device=device)[:, None] + torch.arange(0, 70, 10, device=device)
+    x = framed(x.half())
+    x[-1, 2], x[0, 3] = torch.nan, torch.inf
+    how = options("int8", 32, 64, rows, with_sum=True)
+    found = kernel.hadamard_sketch_quantized(x, torch.tensor(3, device=device), x[5].float(), **how)[3]
+    assert torch.equal(found[[0, 1, 4, 5, 6]], x.float().sum(0)[[0, 1, 4, 5, 6]])
+    assert found[2].isnan()
+    assert found[3] == torch.inf
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "kept", "kind"),
+    [(130, 5, 17, "int8"), (192, 5, 21, "int3"), (20, 5, 16, "int8"), (0, 5, 1, "int8"), (128, 0, 32, "int4")],
+)
+def test_what_no_program_holds_is_sketched_first(rows, features, kept, kind, device):
+    x, seed = torch.randn(rows, features, device=device), torch.tensor(3, device=device)
+    how = options(kind, kept, 63 if kind == "int3" else 64, rows, with_sum=rows != 130)
+    found = kernel.hadamard_sketch_quantized(x, seed, None, **how)
+    expected = reference.hadamard_sketch_quantized(x, seed, None, **how)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    if rows * features:
+        torch.testing.assert_close(found[1], expected[1], rtol=2**-7, atol=0)
+        torch.testing.assert_close(found[3], expected[3], rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_program_holds():
+    full = {"blocks": 128, "kept": 32, "kind": "int8", "group": 128}
+    for change, expected in (
+        ({}, True),
+        ({"kept": 16}, True),
+        ({"kept": 31}, False),
+        ({"kept": 8}, False),
+        ({"kept": 64}, False),
+        ({"kind": FP8}, True),
+        ({"kind": "int4", "group": 256}, False),
+        ({"kind": "int2", "group": 512}, False),
+        ({"kind": "int3", "group": 341}, False),
+        ({"group": 16}, False),
+    ):
+        assert holds(8192, **full | change) == expected, change
+    # blocks of 61 rows have the same matrix as those of 64, blocks of 60 another one
+    assert holds(61 * 128, **full)
+    assert not holds(60 * 128, **full)
+    assert not holds(65 * 128, **full)

@@ -1,0 +1,167 @@
+"""Centering with about the mean in place of it, and x read once."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rmm_linear import RMMConfig
+from rmm_linear.functional import linear
+from rmm_linear.ops import dispatch
+from rmm_linear.sketches import SKETCHES, Centered, Hadamard, LowBit
+from rmm_linear.sketches.contract import SketchContract
+from rmm_linear_kernels.hadamard_sketch import reference as hadamard
+from rmm_linear_kernels.hadamard_sketch_quantized import reference as quantized
+from rmm_linear_kernels.sampled_mean import reference
+
+ROWS = 389
+
+
+class FewRows(SketchContract):
+    """The contract, with about the mean out of 16 rows, which is not the mean of any of its inputs."""
+
+    seed = 3
+    inner = Hadamard
+
+    def make(self, ratio):
+        return Centered(self.inner(ratio=ratio))
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    monkeypatch.setattr(reference, "SAMPLE", 16)
+    x, _ = FewRows()._pair(67)
+    assert (reference.sampled_mean(x) - x.mean(0)).norm() > 0.1 * x.std()
+
+
+@pytest.mark.parametrize("name", sorted(SKETCHES))
+def test_the_gradient_is_that_of_dense(name, few_rows):
+    checks = type("Checks", (FewRows,), {"inner": SKETCHES[name]})()
+    checks.test_gradient_is_the_product_with_dense()
+    checks.test_backward_gives_what_is_asked_for()
+    checks.test_saved_bytes_is_what_is_kept()
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("name", ["hadamard", "crs", "rows_without_replacement"])
+def test_unbiased_and_of_the_promised_variance(name, few_rows):
+    """Three rates of 1e-6 a case, see the contract."""
+    checks = type("Checks", (FewRows,), {"inner": SKETCHES[name], "gradient_draws": 18_000})()
+    checks.test_gradient_is_unbiased()
+    checks.test_variance_equals_the_closed_form()
+    checks.test_layer_gradient_is_unbiased()
+
+
+def pair(rows=ROWS, dtype=torch.float64):
+    return (torch.randn(rows, 12) + 5).to(dtype), (torch.randn(rows, 10) - 2).to(dtype)
+
+
+@pytest.mark.parametrize("inner", [Hadamard(ratio=0.3), LowBit(Hadamard(ratio=0.3), "int8")], ids=str)
+def test_both_ways_are_the_identity_in_float64(inner, monkeypatch):
+    """One reading and two, of x and of g: known part + (S^T g')^T (S^T x'), with about the mean of 256 of 389 rows."""
+    x, g = pair()
+    sketch, seed = Centered(inner), torch.tensor(5)
+    about = reference.sampled_mean(x)
+    assert (about - x.mean(0)).norm() > 1e-3
+    saved = sketch.compress(x, seed)
+    torch.testing.assert_close(saved.tensors[-1], x.mean(0))
+    kept = sketch.stored_input(saved).double()
+    if isinstance(inner, Hadamard):
+        dense = sketch.dense(x, seed.unsqueeze(0))[0]
+        expected = (dense.t() @ (g - g.mean(0))).t() @ (dense.t() @ (x - about)) + torch.outer(g.sum(0), x.mean(0))
+        torch.testing.assert_close(sketch.backward(g, saved)[0], expected, rtol=1e-10, atol=1e-10)
+    plain = sketch.backward(g, saved)
+    monkeypatch.setattr("rmm_linear.ops.is_for_kernels", lambda x: True)
+    once = sketch.compress(x, seed)
+    torch.testing.assert_close(sketch.stored_input(once).double(), kept)
+    torch.testing.assert_close(once.tensors[-1], saved.tensors[-1])
+    torch.testing.assert_close(sketch.backward(g, once), plain, rtol=1e-9, atol=1e-9)
+
+
+class Readers(TorchDispatchMode):
+    """Operators that are given all rows of x."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.x, self.names = x, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        storage = self.x.untyped_storage().data_ptr()
+        for argument in args:
+            if isinstance(argument, torch.Tensor) and argument.untyped_storage().data_ptr() == storage:
+                self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("storage", "ratio", "rows", "op", "kernel"),
+    [
+        (None, 0.3, ROWS, "hadamard_sketch_and_sums", "hadamard_sketch_and_sums"),
+        ("int4", 0.3, ROWS, "hadamard_sketch_quantized", "hadamard_sketch_and_sums"),
+        ("int8", 0.5, 384, "hadamard_sketch_quantized", "hadamard_sketch_quantized"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_x_is_read_once(storage, ratio, rows, op, kernel, dtype, monkeypatch):
+    """With the twins in the kernels' place: 256 rows for m, one pass for sketch and sum; and so is g."""
+    launched = []
+    twins = {
+        "sampled_mean": reference.sampled_mean,
+        "hadamard_sketch_and_sums": hadamard.hadamard_sketch_and_sums,
+        "hadamard_sketch_quantized": quantized.hadamard_sketch_quantized,
+    }
+
+    def loaded(name):
+        def launch(x, *args, **kwargs):
+            launched.append((name, x.data_ptr()))
+            return twins[name](x, *args, **kwargs)
+
+        if name in twins:
+            return launch
+        return dispatch.importlib.import_module(f"rmm_linear_kernels.{dispatch.KERNELS[name]}.reference").__dict__[name]
+
+    monkeypatch.setattr(dispatch, "_reason_against", lambda name, x: None)
+    monkeypatch.setattr(dispatch, "_loaded", loaded)
+    for place in ("rmm_linear.ops.is_for_kernels", "rmm_linear.ops.dispatch.is_for_kernels"):
+        monkeypatch.setattr(place, lambda x: True)
+    x, g = pair(rows, dtype)
+    sketch = RMMConfig(ratio=ratio, storage=storage).sketch_object
+    with Readers(x) as readers:
+        saved = sketch.compress(x, torch.tensor(5))
+    of_x = [name for name, where in launched if where == x.data_ptr()]
+    assert of_x == ["sampled_mean", kernel]
+    assert readers.names == ["rmm_linear.sampled_mean.default", f"rmm_linear.{op}.default"]
+    launched.clear()
+    with Readers(g) as readers:
+        sketch.backward(g, saved)
+    assert [name for name, where in launched if where == g.data_ptr()] == ["hadamard_sketch_and_sums"]
+    assert readers.names == ["rmm_linear.hadamard_sketch_and_sums.default"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_bytes_kept_are_those_of_the_mean_and_the_sketch(dtype):
+    x, _ = pair(dtype=dtype)
+    sketch = Centered(Hadamard(ratio=0.3))
+    saved = sketch.compress(x, torch.tensor(5))
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in (saved.seed, *saved.tensors))
+    mean_bytes = x.shape[1] * max(4, dtype.itemsize)
+    assert kept == sketch.saved_bytes(ROWS, x.shape[1], dtype)
+    assert kept == sketch.rank(ROWS) * x.shape[1] * dtype.itemsize + mean_bytes + 8
+
+
+def test_at_most_two_graphs_serve_rows_of_any_number(monkeypatch):
+    """Few rows and many, for which about the mean is found otherwise."""
+    monkeypatch.setattr("rmm_linear.ops.is_for_kernels", lambda x: True)
+    torch._dynamo.reset()
+    weight = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    config = RMMConfig(ratio=0.3, min_rows=1)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear, backend=counter, fullgraph=True, dynamic=True)
+    for rows in (200, 300, 389, 1000, 130):
+        x, _ = pair(rows)
+        g = torch.randn(rows, 4, dtype=torch.float64)
+        found = torch.autograd.grad(compiled(x, weight, config=config, seed=7), weight, g)
+        torch.testing.assert_close(
+            found, torch.autograd.grad(linear(x, weight, config=config, seed=7), weight, g), rtol=1e-9, atol=1e-9
+        )
+    assert counter.frame_count <= 2
