@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from experiments.checkpointing.report import blocks as checkpointing_blocks
 from experiments.glue import allocated
 from experiments.glue.comparison import compare
 from experiments.glue.report import markdown_table, one_sentence
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MINILM = ROOT / "experiments/glue/results/minilm"
 VARIANCE = ROOT / "experiments/glue/results/variance"
+CHECKPOINTING = ROOT / "experiments/checkpointing/results"
 MEMORY = ROOT / "experiments/memory/results" / FILE
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
 
@@ -123,7 +125,17 @@ def memory_table() -> str:
     return f"Counted on a CPU, commit {commits}:\n\n{summary_table(rows)}"
 
 
+def checkpointing_table() -> str:
+    """Return plans beside torch's own checkpointing.
+
+    Returns:
+        Markdown.
+    """
+    return checkpointing_blocks(CHECKPOINTING)["baselines"]()
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "checkpointing": checkpointing_table,
     "memory": memory_table,
     "layer": layer_tables,
     "minilm": minilm_table,

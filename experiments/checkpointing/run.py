@@ -294,8 +294,9 @@ def measured_rows(
         with memory_budget(workload.step, budget) as compiled:
             # compiles
             torch.manual_seed(1)
+            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             compiled(model, *measuring.batch).backward()
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
             row = measuring.row(BUDGET, f"{budget:g}", lambda compiled=compiled: compiled(model, *measuring.batch))
             yield row | {"note": f"{graphs} graphs"}
     graph = captured.graph
