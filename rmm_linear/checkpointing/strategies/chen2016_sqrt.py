@@ -80,7 +80,7 @@ class ChenSqrt(Strategy):
         count = graph.forward_count
         if count == len(graph.ops):
             return
-        for cuts in dict.fromkeys(_cuts(graph)):
+        for cuts in dict.fromkeys(cuts_of(graph)):
             yield from orders_of_cuts(graph, cuts)
 
 
@@ -105,7 +105,15 @@ def orders_of_cuts(graph: Graph, cuts: Sequence[int]) -> Iterator[list[int]]:
         yield again
 
 
-def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
+def cuts_of(graph: Graph) -> Iterator[tuple[int, ...]]:
+    """Give the places where the forward ops are cut into segments.
+
+    Args:
+        graph: A graph with backward ops.
+
+    Yields:
+        Places of the cuts, rising.
+    """
     prices, sizes = crossing_bytes(graph), written_bytes(graph)
     for parts in some_counts(graph.forward_count, all_up_to=_ALL_UP_TO, number=_COUNTS):
         for weights in ([1] * graph.forward_count, sizes):

@@ -23,7 +23,8 @@ simulator found better chains with it:
 - Beside 2 M(V_i), the program runs with one and with three times the bytes of a block that the backward pass reads:
   with liveness, a gradient goes where it is used, and 2 M is too much for some graphs and not enough for others.
 - The last block need not be computed again: the backward pass begins with it. Chains are proposed either way.
-- Blocks of equally many nodes, in the order of the program, are proposed as well.
+- Blocks of equally many nodes, in the order of the program, are proposed as well; and the segments of Chen et al. 2016,
+  which are chains of lower sets like any others, so that the approximate program does no worse than they.
 - From the chains with the least peaks a local search goes on, under the simulator, as `refined` says.
 """
 
@@ -42,9 +43,13 @@ from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import peak_and_cost
 from rmm_linear.checkpointing.strategies.base import Strategy, register
+from rmm_linear.checkpointing.strategies.chain_reversal import segments_of_cuts
+from rmm_linear.checkpointing.strategies.chen2016_sqrt import cuts_of
 from rmm_linear.checkpointing.strategies.segments import crossing_storages, order_of_segments
 
 _MOST_LOWER_SETS = 1500
+# Reads of a graph whose proposals take so long to simulate that those of Chen et al. are left out: hundreds an op.
+_MANY_READS = 100_000
 
 
 @dataclass(frozen=True)
@@ -713,7 +718,7 @@ def _order(graph: Graph, segments: Sequence[Sequence[int]], keep_last: bool) -> 
 class Kusumoto2019Exact(_LowerSets):
     """The exact program: all lower sets. For graphs of few of them: some ten nodes, or long and narrow."""
 
-    name = "kusumoto2019_exact"
+    name: ClassVar[str] = "kusumoto2019_exact"
 
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
         """Return all lower sets.
@@ -734,7 +739,7 @@ class Kusumoto2019Exact(_LowerSets):
 class Kusumoto2019Approximate(_LowerSets):
     """The approximate program: the ancestors of each node, and the first nodes of the program, up to `most` of them."""
 
-    name = "kusumoto2019_approximate"
+    name: ClassVar[str] = "kusumoto2019_approximate"
     most: ClassVar[int] = 300
 
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
@@ -748,3 +753,20 @@ class Kusumoto2019Approximate(_LowerSets):
         """
         both = np.concatenate([ancestor_closures(nodes), program_prefixes(nodes)])
         return thinned(nodes, _sorted_rows(both), self.most)
+
+    def plans(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
+        """Return the chains of the program, and those of Chen et al. 2016.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            The forward ops of each block, and whether the last one is kept instead of computed again.
+        """
+        yield from super().plans(graph)
+        if not 0 < graph.forward_count < len(graph.ops) or sum(len(op.reads) for op in graph.ops) > _MANY_READS:
+            return
+        for cuts in dict.fromkeys(cuts_of(graph)):
+            segments = [list(segment) for segment in segments_of_cuts(graph.forward_count, cuts)]
+            yield segments, True
+            yield segments, False

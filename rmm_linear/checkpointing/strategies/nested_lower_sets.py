@@ -81,7 +81,7 @@ def order_of_nested_segments(graph: Graph, segments: Sequence[Sequence[Sequence[
 class NestedLowerSets(Strategy):
     """Every so many lower sets of the chains that `kusumoto2019_approximate` proposes make the coarse segments."""
 
-    name = "nested_lower_sets"
+    name: ClassVar[str] = "nested_lower_sets"
     # chains that are nested, from few segments to many
     chains: ClassVar[int] = 12
 

@@ -389,6 +389,15 @@ def test_local_search_lowers_the_least_peak_of_networks(monkeypatch: pytest.Monk
     assert sum(with_search) < sum(without)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_approximate_program_is_never_above_chen(seed: int) -> None:
+    # many nodes, of which groups are made and few lower sets are looked at
+    graph = with_backward(random_layers(40, seed=seed, density=0.15))
+    ours, theirs = (get_strategy(name).frontier(graph) for name in ("kusumoto2019_approximate", "chen2016_sqrt"))
+    for point in theirs:
+        assert min(own.cost for own in ours if own.peak_bytes <= point.peak_bytes) <= point.cost
+
+
 def test_explain_names_what_is_kept() -> None:
     graph = with_backward(chain([10] * 16))
     strategy = get_strategy("kusumoto2019_approximate")
