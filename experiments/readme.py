@@ -135,8 +135,8 @@ def checkpointing_table() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "checkpointing": checkpointing_table,
     "memory": memory_table,
+    "checkpointing": checkpointing_table,
     "layer": layer_tables,
     "minilm": minilm_table,
     "variance": variance_table,
