@@ -1,6 +1,7 @@
 """What an op costs, from the shapes of its tensors."""
 
 import math
+import time
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (2, 0),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (5, 1),
 }
-_UNITS = {"roofline": "bytes moved in the same time", "flops": "flops", "bytes": "bytes", "ops": "ops"}
+_UNITS = {"roofline": "bytes moved in the same time", "flops": "flops", "bytes": "bytes", "ms": "ms", "ops": "ops"}
+_REPEATS = 3
+# What was measured: an op with arguments of the same shapes takes the same time.
+_MEASURED_MS: dict[str, float] = {}
 
 
 def unit_of(costs: str) -> str:
@@ -51,6 +55,8 @@ def cost_of(node: fx.Node, costs: str) -> float:
     if costs == "ops":
         return 1.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    if costs == "ms":
+        return _measured_ms(node, args, kwargs)
     moved = float(sum(_moved_bytes(leaf) for leaf in pytree.tree_leaves((args, kwargs, node.meta.get("val")))))
     if costs == "bytes":
         return max(1.0, moved)
@@ -60,6 +66,39 @@ def cost_of(node: fx.Node, costs: str) -> float:
     device = next((leaf.device.type for leaf in pytree.tree_leaves((node.meta.get("val"), args)) if _is(leaf)), "cpu")
     kind = "cpu" if device == "cpu" else "cuda"
     return max(moved, flops / _FLOPS_PER_BYTE[kind]) + _LAUNCH_BYTES[kind]
+
+
+def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
+    leaves = pytree.tree_leaves((args, kwargs))
+    described = [(*leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if _is(leaf) else leaf for leaf in leaves]
+    key = f"{node.target} {described}"
+    if key not in _MEASURED_MS:
+        _MEASURED_MS[key] = _time_of(node, args, kwargs)
+    return _MEASURED_MS[key]
+
+
+def _time_of(node: fx.Node, args: Any, kwargs: Any) -> float:
+    """Median time of an op, in ms."""
+
+    def contents(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # zeros are valid as indices and masks as well
+        real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+        return real.normal_() if leaf.is_floating_point() else real
+
+    times = []
+    devices = sorted({leaf.device.index for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        real_args, real_kwargs = pytree.tree_map(contents, (args, kwargs))
+        for _ in range(_REPEATS + 1):
+            begin = time.perf_counter()
+            node.target(*real_args, **real_kwargs)  # type: ignore[operator]
+            for device in devices:
+                torch.cuda.synchronize(device)
+            times.append(1000 * (time.perf_counter() - begin))
+    # the first run warms up
+    return max(1e-6, sorted(times[1:])[_REPEATS // 2])
 
 
 def _is(leaf: Any) -> bool:

@@ -466,7 +466,7 @@ def checkpoint_step(
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
             "60%" of what the step takes without a plan.
         strategy: One of `available_strategies()`.
-        costs: How ops are priced: "roofline", "flops", "bytes" or "ops".
+        costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
 
     Returns:
         The step; call it in the place of `loss_fn(model, ...)`. Its `plans` say what was planned.
@@ -497,7 +497,7 @@ def checkpoint_model(
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
             "60%" of what the model takes without a plan.
         strategy: One of `available_strategies()`.
-        costs: How ops are priced: "roofline", "flops", "bytes" or "ops".
+        costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
 
     Returns:
         The plan for the sample's shapes; print it. Other shapes are planned when they first occur, for the same budget.
