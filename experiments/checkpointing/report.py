@@ -5,7 +5,6 @@ Everything is computed from the results, but for the peaks that Kusumoto et al. 
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from experiments import results_by_model
 from experiments.glue.command_line import report_command
 from experiments.glue.errors import HarnessError
 from experiments.glue.report import replace_file
@@ -84,21 +84,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         HarnessError: If it is missing, empty or something else.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [
-                {key: _KINDS.get(key, str)(text) if text else None for key, text in row.items()}
-                for row in csv.DictReader(file)
-            ]
-    except OSError as error:
-        raise HarnessError(
-            f"{path} can't be read ({error.strerror or error}); python -m experiments.checkpointing.run makes it"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise HarnessError(f"{path} is no results file of this experiment ({error}); make it anew") from error
-    if not rows or not rows[0].keys() >= _NEEDED:
-        raise HarnessError(f"{path} is no results file of this experiment; make it anew")
-    return rows
+    return results_by_model.read_rows(
+        path, kinds=_KINDS, needed=_NEEDED, command="python -m experiments.checkpointing.run"
+    )
 
 
 def _by_model(rows: Rows) -> dict[str, list[dict[str, Any]]]:

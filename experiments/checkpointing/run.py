@@ -7,7 +7,6 @@ experiment's own measure stands beside what the simulator says and beside what u
 
 from __future__ import annotations
 
-import csv
 import gc
 import statistics
 import sys
@@ -25,10 +24,10 @@ import transformers
 from torch import Tensor, fx
 
 import rmm_linear
+from experiments import results_by_model
 from experiments.glue import provenance
 from experiments.glue.command_line import Parser, exit_status
 from experiments.glue.errors import HarnessError
-from experiments.glue.report import replace_file
 from rmm_linear.checkpointing import Capture, Graph, Schedule, available_strategies, capture, get_strategy, simulate
 from rmm_linear.checkpointing.execute import Runner
 from rmm_linear.checkpointing.strategies import Proposal, choose
@@ -362,19 +361,8 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         path: The CSV file.
         rows: The new rows.
     """
-    new = {row["model"] for row in rows}
-    old = [row for row in read_rows(path) if row["model"] not in new] if path.exists() else []
-    order = {workload.name: place for place, workload in enumerate(WORKLOADS)}
-    together = sorted([*old, *rows], key=lambda row: order.get(row["model"], len(order)))
-    columns = list(dict.fromkeys(column for row in together for column in row))
-
-    def write(to: Path) -> None:
-        with to.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(together)
-
-    replace_file(path, write)
+    old = read_rows(path) if path.exists() else []
+    results_by_model.write_rows(path, rows, old=old, names=[workload.name for workload in WORKLOADS])
 
 
 def run_workload(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from experiments import results_by_model
 from experiments.glue.command_line import report_command
 from experiments.glue.errors import HarnessError
 from experiments.glue.report import replace_file
@@ -73,21 +73,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         HarnessError: If it is missing, empty or something else.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [
-                {key: _KINDS.get(key, str)(text) if text else None for key, text in row.items()}
-                for row in csv.DictReader(file)
-            ]
-    except OSError as error:
-        raise HarnessError(
-            f"{path} can't be read ({error.strerror or error}); python -m experiments.memory.run makes it"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise HarnessError(f"{path} is no results file of this experiment ({error}); make it anew") from error
-    if not rows or not rows[0].keys() >= _NEEDED:
-        raise HarnessError(f"{path} is no results file of this experiment; make it anew")
-    return rows
+    return results_by_model.read_rows(path, kinds=_KINDS, needed=_NEEDED, command="python -m experiments.memory.run")
 
 
 def method_name(row: dict[str, Any]) -> str:

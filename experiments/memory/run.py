@@ -6,7 +6,6 @@ counted; beside it stands what `rmm_linear.memory.profile` predicts from the exa
 
 from __future__ import annotations
 
-import csv
 import gc
 import sys
 import warnings
@@ -22,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 import rmm_linear
+from experiments import results_by_model
 from experiments.glue import provenance
 from experiments.glue.command_line import Parser, exit_status
 from experiments.glue.errors import HarnessError
@@ -163,19 +163,8 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         path: The CSV file.
         rows: The new rows.
     """
-    new = {row["model"] for row in rows}
-    old = [row for row in read_rows(path) if row["model"] not in new] if path.exists() else []
-    order = {workload.name: place for place, workload in enumerate(WORKLOADS)}
-    together = sorted([*old, *rows], key=lambda row: order.get(row["model"], len(order)))
-    columns = list(dict.fromkeys(column for row in together for column in row))
-
-    def write(to: Path) -> None:
-        with to.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(together)
-
-    replace_file(path, write)
+    old = read_rows(path) if path.exists() else []
+    results_by_model.write_rows(path, rows, old=old, names=[workload.name for workload in WORKLOADS])
 
 
 def write_printed(path: Path, row: dict[str, Any], report: MemoryReport) -> None:

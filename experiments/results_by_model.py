@@ -1,0 +1,67 @@
+"""Results files of experiments whose rows belong to models: read as typed rows, rewritten model by model."""
+
+import csv
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.glue.errors import HarnessError
+from experiments.glue.report import replace_file
+
+
+def read_rows(
+    path: Path, *, kinds: Mapping[str, Callable[[str], Any]], needed: Collection[str], command: str
+) -> list[dict[str, Any]]:
+    """Read a results file.
+
+    Args:
+        path: The CSV file.
+        kinds: What turns a column's text into its value; text where none is given.
+        needed: Columns that it must have.
+        command: What makes the file.
+
+    Returns:
+        Its rows, numbers as numbers and empty cells as None.
+
+    Raises:
+        HarnessError: If it is missing, empty or something else.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [
+                {key: kinds.get(key, str)(text) if text else None for key, text in row.items()}
+                for row in csv.DictReader(file)
+            ]
+    except OSError as error:
+        raise HarnessError(f"{path} can't be read ({error.strerror or error}); {command} makes it") from error
+    except (ValueError, TypeError) as error:
+        raise HarnessError(f"{path} is no results file of this experiment ({error}); make it anew") from error
+    if not rows or not rows[0].keys() >= set(needed):
+        raise HarnessError(f"{path} is no results file of this experiment; make it anew")
+    return rows
+
+
+def write_rows(
+    path: Path, rows: Sequence[dict[str, Any]], *, old: Sequence[dict[str, Any]], names: Sequence[str]
+) -> None:
+    """Write a results file; what it holds of models that are not measured anew stays.
+
+    Args:
+        path: The CSV file.
+        rows: The new rows.
+        old: The rows that it holds.
+        names: The models, in the order that their rows are to have.
+    """
+    new = {row["model"] for row in rows}
+    order = {name: place for place, name in enumerate(names)}
+    together = [*(row for row in old if row["model"] not in new), *rows]
+    together.sort(key=lambda row: order.get(row["model"], len(order)))
+    columns = list(dict.fromkeys(column for row in together for column in row))
+
+    def write(to: Path) -> None:
+        with to.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(together)
+
+    replace_file(path, write)
