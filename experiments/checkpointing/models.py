@@ -368,7 +368,9 @@ class Workload:
         sample: Makes a batch: (model, batch, size) to tensors.
         step: Called as `step(model, *batch)`, returns the loss.
         full: The shape that is planned only: published sizes.
-        small: The shape that really runs: narrower where it has to be.
+        small: The shape that runs and is timed: narrower where it has to be, so that activations outweigh parameters.
+        wide: The shape that runs at published widths: few examples, small images. None where one machine's memory is
+            too little for it, or nothing is published.
         blocks: Patterns of module names that users checkpoint one by one, by name of the granularity; none where
             `gradient_checkpointing_enable` does it.
         is_hugging_face: Whether the model is one of transformers.
@@ -381,6 +383,7 @@ class Workload:
     step: Callable[..., Tensor]
     full: Shape
     small: Shape
+    wide: Shape | None = None
     blocks: dict[str, str] = field(default_factory=dict)
     is_hugging_face: bool = False
     compiles: bool = True
@@ -480,6 +483,7 @@ WORKLOADS = (
         _classification,
         Shape({}, 96, 224),
         Shape(_QUARTER, 8, 128),
+        Shape({}, 8, 160),
         _RESNET_BLOCKS,
     ),
     Workload(
@@ -489,6 +493,7 @@ WORKLOADS = (
         _classification,
         Shape({}, 48, 224),
         Shape(_QUARTER, 8, 96),
+        Shape({}, 8, 128),
         _RESNET_BLOCKS,
     ),
     Workload(
@@ -498,6 +503,7 @@ WORKLOADS = (
         _classification,
         Shape({}, 64, 224),
         Shape({"width": 0.125}, 16, 96),
+        Shape({}, 8, 96),
         {"each stage": r"stages\.\d+"},
     ),
     Workload(
@@ -507,6 +513,7 @@ WORKLOADS = (
         _classification,
         Shape({}, 32, 224),
         Shape(_QUARTER, 8, 96),
+        Shape({}, 8, 128),
         {"each layer": r"stages\.\d+\.layers\.\d+", "each block": r"stages\.\d+"},
     ),
     Workload(
@@ -516,6 +523,7 @@ WORKLOADS = (
         _classification,
         Shape({}, 256, 224),
         Shape(_QUARTER, 8, 128),
+        Shape({}, 16, 160),
         {"each block": r"stages\.\d+"},
     ),
     Workload(
@@ -525,6 +533,7 @@ WORKLOADS = (
         _segmentation,
         Shape({}, 8, 572),
         Shape({"width": 0.125}, 2, 220),
+        Shape({}, 1, 284),
         {"each level": r"(down|merged)\.\d+"},
     ),
     Workload(
@@ -534,6 +543,7 @@ WORKLOADS = (
         _language,
         Shape({}, 8, 1024),
         Shape({"n_layer": 6, "n_embd": 128, "n_head": 4, "vocab_size": 512, "n_positions": 128}, 8, 128),
+        Shape({}, 2, 128),
         is_hugging_face=True,
     ),
     Workload(
@@ -585,6 +595,7 @@ WORKLOADS = (
             8,
             128,
         ),
+        Shape({"max_position_embeddings": 514}, 8, 128),
         is_hugging_face=True,
     ),
     Workload(
@@ -592,9 +603,8 @@ WORKLOADS = (
         lambda **options: LSTMLoop(**options),
         _series,
         _regression,
-        # a plan of the unrolled loop of 1000 steps has 32000 ops: `bptt.py` runs those
-        Shape({"inputs": 64, "hidden": 256}, 32, 100),
-        Shape({"inputs": 16, "hidden": 64}, 16, 100),
+        Shape({"inputs": 64, "hidden": 256}, 32, 1000),
+        Shape({"inputs": 16, "hidden": 64}, 16, 1000),
         compiles=False,
     ),
 )

@@ -43,7 +43,8 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(_FRACTIONS, float),
     **dict.fromkeys(("same_gradients", "same_buffers"), lambda text: text == "True"),
 }
-_NEEDED = {"model", "batch", "size", "parameter_bytes", "peak_bytes", "extra_cost", "extra_flops", "strategy", "commit"}
+_NEEDED = {"model", "shape", "batch", "size", "parameter_bytes", "peak_bytes", "extra_cost", "extra_flops", "strategy"}
+_NEEDED |= {"commit"}
 _BUDGETS = (80, 60, 40, 20)
 # of the plain step: a forward pass is about a third of it
 _ONE_FORWARD = 1 / 3
@@ -69,6 +70,8 @@ _LINES = (
 )
 _MARKS = {BLOCKS: ("black", "P", 9), BUDGET: ("#D55E00", "X", 7), PLANNED: ("#0072B2", "o", 5)}
 _PANELS_A_ROW = 4
+# an unrolled loop has more: planning times of those stand in a line of their own
+_MANY_OPS = 10_000
 _TOP_PERCENT = 60
 
 
@@ -120,8 +123,16 @@ def _least(rows: Rows, extra_cost: float) -> dict[str, Any] | None:
     return min(fitting, key=lambda row: (row["peak_bytes"], row["extra_cost"]), default=None)
 
 
+def _at(rows: Rows, shape: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["shape"] == shape]
+
+
+def _shapes(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(row["shape"] for row in rows))
+
+
 def _pick(rows: Rows, shape: str, gradients: str) -> list[dict[str, Any]]:
-    return [row for row in rows if (row["shape"], row["gradients"]) == (shape, gradients)]
+    return [row for row in _at(rows, shape) if row["gradients"] == gradients]
 
 
 def planned_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> str:
@@ -177,11 +188,14 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
             share = _percent(row["peak_bytes"] / row["plain_peak_bytes"])
             cells.append(f"{share} for {_percent(row['extra_cost'], '+')}")
         lines.append(cells)
-    seconds = ["planning, s (longest)"]
-    for name in names:
-        took = [row["planning_s"] for row in rows if row["strategy"] == name]
-        seconds.append(f"{max(took):.1f}" if took else "-")
-    return _table(["model", *names], [*lines, seconds])
+    for what, found in (
+        (f"planning, s (longest of up to {_MANY_OPS} ops)", [row for row in rows if row["ops"] <= _MANY_OPS]),
+        ("planning, s (longest of more)", [row for row in rows if row["ops"] > _MANY_OPS]),
+    ):
+        seconds = [max((row["planning_s"] for row in found if row["strategy"] == name), default=None) for name in names]
+        if found:
+            lines.append([what, *("-" if longest is None else f"{longest:.1f}" for longest in seconds)])
+    return _table(["model", *names], lines)
 
 
 def published_table(rows: Rows) -> str:
@@ -223,10 +237,11 @@ def exactness(rows: Rows) -> str:
     right = sum(row["simulated_peak_bytes"] == row["peak_bytes"] for row in planned)
     same = sum(row["same_gradients"] and row["same_buffers"] for row in planned)
     names = len({row["strategy"] for row in planned})
+    models, wide = _by_model(planned), _by_model(_at(planned, "wide"))
+    widths = f" ({len(wide)} of them at published widths too)" if wide else ""
     return (
-        f"{len(planned)} schedules of {names} strategies ran, on {len(_by_model(planned))} models: the measured peak is"
-        f" the simulated one to the byte in {right}, all gradients and buffers are the plain step's bit for bit in"
-        f" {same}."
+        f"{len(planned)} schedules of {names} strategies ran, on {len(models)} models{widths}: the measured peak is the"
+        f" simulated one to the byte in {right}, all gradients and buffers are the plain step's bit for bit in {same}."
     )
 
 
@@ -234,19 +249,20 @@ def _flops_within(frontier: Rows, peak_bytes: int) -> float | None:
     return min((row["extra_flops"] for row in frontier if row["peak_bytes"] <= peak_bytes), default=None)
 
 
-def baselines_table(frontiers: Rows, rows: Rows) -> str:
+def baselines_table(frontiers: Rows, rows: Rows, shape: str = "small") -> str:
     """Return, for each baseline, what a plan of the same peak computes more: a line a model.
 
     Args:
         frontiers: Rows of the frontiers.
         rows: Measured rows.
+        shape: Which sizes.
 
     Returns:
         Markdown.
     """
     lines = []
-    simulated = _by_model(_pick(frontiers, "small", "kept"))
-    for model, each in _by_model(rows).items():
+    simulated = _by_model(_pick(frontiers, shape, "kept"))
+    for model, each in _by_model(_at(rows, shape)).items():
         eager = each[0]["peak_bytes"]
         cells = [model]
         for method in (BLOCKS, BUDGET):
@@ -295,7 +311,8 @@ def _model_part(rows: Rows) -> str:
     head = ["method", "setting", "what", "peak, MiB", "of eager", "simulated - measured, bytes"]
     head += ["allocator's peak, MiB", "FLOPs", "time, of eager", "bits"]
     parameters = first["parameter_bytes"] / _MIB
-    text = f"## {first['model']}\n\n{first['batch']} x {first['size']}, {parameters:.2f} MiB of parameters."
+    wide = ", published widths" if first["shape"] == "wide" else ""
+    text = f"## {first['model']}{wide}\n\n{first['batch']} x {first['size']}, {parameters:.2f} MiB of parameters."
     return f"{text}\n\n{_table(head, lines)}"
 
 
@@ -343,6 +360,7 @@ def blocks(folder: Path) -> dict[str, Callable[[], str]]:
         "strategies": lambda: strategies_table(frontiers),
         "published": lambda: published_table(frontiers),
         "baselines": lambda: baselines_table(frontiers, rows),
+        "baselines, published widths": lambda: baselines_table(frontiers, rows, "wide"),
         "origins": lambda: f"{_origins(frontiers, FRONTIERS_FILE)}\n{_origins(rows, MEASURED_FILE)}",
     }
 
@@ -362,7 +380,8 @@ def write_report(folder: Path) -> str:
     frontiers, rows = read_rows(folder / FRONTIERS_FILE), read_rows(folder / MEASURED_FILE)
     head = "# Training steps as they ran\n\n" + exactness(rows)
     origins = f"## Where the numbers come from\n\n{_origins(rows, MEASURED_FILE)}"
-    text = "\n\n".join([head, *map(_model_part, _by_model(rows).values()), origins]) + "\n"
+    parts = [_model_part(_at(each, shape)) for each in _by_model(rows).values() for shape in _shapes(each)]
+    text = "\n\n".join([head, *parts, origins]) + "\n"
     try:
         replace_file(folder / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
         replace_file(folder / "figure.png", lambda path: draw_figure(frontiers, rows, path))
@@ -386,7 +405,7 @@ def draw_figure(frontiers: Rows, rows: Rows, path: Path) -> None:
         rows: Measured rows.
         path: The PNG file to write.
     """
-    measured = _by_model(rows)
+    measured = _by_model(_at(rows, "small"))
     small = _by_model(_pick(frontiers, "small", "kept"))
     names = list(dict.fromkeys(row["strategy"] for row in frontiers))
     styles = {name: _LINES[place % len(_LINES)] for place, name in enumerate(names)}

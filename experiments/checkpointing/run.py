@@ -1,8 +1,9 @@
 """Compare checkpointing strategies on real models: `python -m experiments.checkpointing.run`.
 
-Every model is captured twice. At its published size without contents: what each strategy plans is simulated, with the
-gradients among the bytes and without. At a small size in earnest: schedules run, and what instruments of this
-experiment's own measure stands beside what the simulator says and beside what users have without a planner.
+Every model is captured at several sizes. At its published one without contents: what each strategy plans is simulated,
+with the gradients among the bytes and without. At a small one in earnest: schedules run, and what instruments of this
+experiment's own measure stands beside what the simulator says and beside what users have without a planner. So they do
+at published widths, on few examples: bytes, FLOPs and bits are compared, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rmm_linear.checkpointing.strategies import Proposal, choose
 
 from .baselines import BLOCKS, BUDGET, BUDGETS, EAGER, checkpointed_blocks, memory_budget
 from .instruments import allocator_peak, flops_of, peak_and_flops, time_ratios
-from .models import WORKLOADS, Workload, workloads
+from .models import WORKLOADS, Shape, Workload, workloads
 from .report import FRONTIERS_FILE, MEASURED_FILE, PLANNED, read_rows, summary, write_report
 
 RESULTS = Path(__file__).parent / "results"
@@ -119,13 +120,15 @@ def fitting(frontier: Sequence[Proposal], plain_peak: int, percent: int) -> Prop
     return min(fitting, key=lambda proposal: (proposal.cost, proposal.peak_bytes), default=None)
 
 
-def frontier_rows(captured: Capture, shape: str, names: Sequence[str]) -> tuple[list[dict[str, Any]], Frontiers]:
+def frontier_rows(
+    captured: Capture, names: Sequence[str], *, with_freed: bool = False
+) -> tuple[list[dict[str, Any]], Frontiers]:
     """Simulate what every strategy plans, for a range of budgets.
 
     Args:
         captured: The captured step.
-        shape: What to call its size; "full" is planned with the gradients freed as well.
         names: The strategies.
+        with_freed: Whether to plan with the gradients freed as well.
 
     Returns:
         A row for each proposal that some budget chooses; and what each strategy can do, gradients kept.
@@ -134,7 +137,7 @@ def frontier_rows(captured: Capture, shape: str, names: Sequence[str]) -> tuple[
     rows = []
     every: list[Frontiers] = []
     graphs = {"kept": captured.graph}
-    if shape == "full":
+    if with_freed:
         graphs["freed"] = without_gradients(captured.graph)
     for gradients, graph in graphs.items():
         plain = simulate(graph, Schedule.plain(graph))
@@ -149,7 +152,6 @@ def frontier_rows(captured: Capture, shape: str, names: Sequence[str]) -> tuple[
                 last = proposal
                 rows.append(
                     {
-                        "shape": shape,
                         "gradients": gradients,
                         "ops": len(graph.ops),
                         "plain_peak_bytes": plain.peak_bytes,
@@ -169,12 +171,13 @@ class Measuring:
 
     Args:
         workload: The model.
+        shape: Its size.
         repeats: How often each method is timed; 0 leaves times and the allocator's log out.
     """
 
-    def __init__(self, workload: Workload, repeats: int = _REPEATS) -> None:
+    def __init__(self, workload: Workload, shape: Shape, repeats: int = _REPEATS) -> None:
         self.workload, self.repeats = workload, repeats
-        self.model, self.batch = workload.at(workload.small)
+        self.model, self.batch = workload.at(shape)
         self.inputs = [*self.model.parameters(), *self.model.buffers(), *self.batch]
         # given, and not made by `backward`: it would count
         self._tangent = torch.ones(())
@@ -347,11 +350,11 @@ def _origin(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _sizes(workload: Workload, shape: str) -> dict[str, Any]:
-    sizes = workload.full if shape == "full" else workload.small
-    with workload.hollow(sizes) as (model, _):
+def _sizes(workload: Workload, shape: Shape, name: str) -> dict[str, Any]:
+    with workload.hollow(shape) as (model, _):
         parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return {"model": workload.name, "batch": sizes.batch, "size": sizes.size, "parameter_bytes": parameters}
+    sizes = {"batch": shape.batch, "size": shape.size, "parameter_bytes": parameters}
+    return {"model": workload.name, "shape": name, **sizes}
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -378,7 +381,7 @@ def run_workload(
     Args:
         workload: The model.
         names: The strategies.
-        full: Whether to plan its published size as well.
+        full: Whether to plan its published size as well, and to run its published widths.
         repeats: How often each method is timed.
         budgets: Of torch's partitioner.
 
@@ -386,22 +389,27 @@ def run_workload(
         Rows of the frontiers, and rows that were measured.
     """
     origin = _origin(workload)
-    simulated = []
+    simulated, measured = [], []
     if full:
         with workload.hollow(workload.full) as (model, batch):
             captured = capture(model, batch, step=workload.step)
-        sizes = _sizes(workload, "full")
-        simulated += [sizes | row | origin for row in frontier_rows(captured, "full", names)[0]]
+        sizes = _sizes(workload, workload.full, "full")
+        simulated += [sizes | row | origin for row in frontier_rows(captured, names, with_freed=True)[0]]
         del captured, model, batch
-    measuring = Measuring(workload, repeats)
-    captured = capture(measuring.model, measuring.batch, step=workload.step)
-    sizes = _sizes(workload, "small")
-    rows, found = frontier_rows(captured, "small", names)
-    simulated += [sizes | row | origin for row in rows]
-    measured = []
-    for row in measured_rows(measuring, captured, found, budgets=budgets):
-        measured.append(sizes | row | origin)
-        print(_line(measured[-1]), flush=True)
+    # times belong to the small size; a wide one takes seconds a step, and is there for its bytes and bits
+    for name, shape, times in (("small", workload.small, repeats), ("wide", workload.wide if full else None, 0)):
+        if shape is None:
+            continue
+        measuring = Measuring(workload, shape, times)
+        captured = capture(measuring.model, measuring.batch, step=workload.step)
+        sizes = _sizes(workload, shape, name)
+        rows, found = frontier_rows(captured, names)
+        simulated += [sizes | row | origin for row in rows]
+        for row in measured_rows(measuring, captured, found, budgets=budgets):
+            measured.append(sizes | row | origin)
+            print(_line(measured[-1]), flush=True)
+        del measuring, captured, found
+        gc.collect()
     return simulated, measured
 
 
@@ -410,9 +418,10 @@ def _line(row: dict[str, Any]) -> str:
     said = "" if simulated is None else f" ({simulated - row['peak_bytes']:+d} simulated)"
     took = "" if row["time_ratio"] is None else f", {row['time_ratio']:.2f} of the time"
     what = " ".join(part for part in (row["method"], row["setting"], row["strategy"]) if part)
+    peak, flops = row["peak_bytes"] / 2**20, 100 * row["extra_flops"]
     return (
-        f"{row['model']}: {what}: {row['peak_bytes'] / 2**20:.2f} MiB{said}, {100 * row['extra_flops']:+.1f} % FLOPs"
-        f"{took}{'' if row['same_gradients'] else ', other gradients'}"
+        f"{row['model']}, {row['shape']}: {what}: {peak:.2f} MiB{said}, {flops:+.1f} % FLOPs{took}"
+        f"{'' if row['same_gradients'] else ', other gradients'}"
     )
 
 

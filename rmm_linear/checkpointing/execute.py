@@ -1,13 +1,15 @@
 """Run a schedule: Python code of one line a step, cut where the forward pass ends.
 
-A recomputation is a second call of the same op, a free is an assignment of None, a view is made where it is read. What
-the two parts share is held in a list that the backward part empties, so that every tensor dies at the step at which the
-schedule frees it. The ops are those that eager mode runs, in its order: outputs, gradients and buffers have the same
-bits. An op that draws random numbers is recomputed from the random state that it had.
+A recomputation is a second call of the same op, a free is an assignment of None. A view is made where it is read first,
+and goes with its storage. What the two parts share is held in a list that the backward part empties, so that every
+tensor dies at the step at which the schedule frees it. The ops are those that eager mode runs, in its order: outputs,
+gradients and buffers have the same bits. An op that draws random numbers is recomputed from the random state that it
+had.
 """
 
 import keyword
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -72,11 +74,13 @@ class _Writer:
         self._states: dict[int, str] = {}
         self._spent: list[str] = []
         self._numbers = {node: number for number, node in enumerate(capture.module.graph.nodes)}
-        self._members = {node for members in capture.members for node in members}
+        self._storage_of = {node: index for index, members in enumerate(capture.members) for node in members}
+        # names of the views that there are, and those that lie in each live storage
+        self._views: dict[fx.Node, str] = {}
+        self._views_in: dict[int, list[fx.Node]] = {}
         self._read: set[fx.Node] = set()
-        order = schedule.order
-        self._drawn_again = {op for op in set(order) if capture.graph.ops[op].is_random and order.count(op) > 1}
-        self._times_left = {op: order.count(op) for op in self._drawn_again}
+        times = Counter(schedule.order)
+        self._times_left = {op: count for op, count in times.items() if count > 1 and capture.graph.ops[op].is_random}
 
     def program(self) -> Program:
         steps, cut = self._schedule.steps, self._cut()
@@ -91,6 +95,8 @@ class _Writer:
         self._lines.append(f"return results, updates, [{', '.join(saved)}]")
         forward = self._function("forward(inputs)")
         self._read.clear()
+        self._views.clear()
+        self._views_in.clear()
         self._lines = [f"{', '.join(saved)}, = saved"] if saved else []
         self._lines.append("saved.clear()")
         for place, node in enumerate(self._capture.tangents):
@@ -98,8 +104,7 @@ class _Writer:
                 self._names[node] = f"tangents[{place}]"
         for step in steps[cut + 1 :]:
             self._step(step)
-        temporary: dict[fx.Node, str] = {}
-        gradients = ["None" if node is None else self._value(node, temporary) for node in self._capture.gradients]
+        gradients = ["None" if node is None else self._value(node) for node in self._capture.gradients]
         self._lines.append(f"return [{', '.join(gradients)}]")
         backward = self._function("backward(inputs, saved, tangents)")
         source = f"{forward}\n\n{backward}"
@@ -122,15 +127,13 @@ class _Writer:
         return "\n    ".join([f"def {signature}:", *self._lines])
 
     def _hand_over(self) -> None:
-        temporary: dict[fx.Node, str] = {}
         # new tensor objects: what is saved must not be what is returned, or the two would hold each other
         for node, number in self._capture.looked_at:
-            self._lines.append(f"_check({self._value(node, temporary)}, {self._constant(number)})")
-        results = [f"{self._value(node, temporary)}.detach()" for node in self._capture.results]
+            self._lines.append(f"_check({self._value(node)}, {self._constant(number)})")
+        results = [f"{self._value(node)}.detach()" for node in self._capture.results]
         self._lines.append(f"results = [{', '.join(results)}]")
-        updates = [f"(inputs[{place}], {self._value(node, temporary)})" for place, node in self._capture.updates]
+        updates = [f"(inputs[{place}], {self._value(node)})" for place, node in self._capture.updates]
         self._lines.append(f"updates = [{', '.join(updates)}]")
-        self._forget(temporary)
 
     def _end_forward(self, steps: Sequence[Step], cut: int) -> None:
         """Note which live storages are of no more use to the program: results, which are the caller's from now on."""
@@ -155,12 +158,13 @@ class _Writer:
         if step.kind == "free":
             del self._live[step.target]
             names = [self._names.pop(node) for node in self._capture.members[step.target]]
+            views = self._views_in.pop(step.target, ())
+            names += [self._views.pop(node) for node in views if node in self._views]
             self._lines.append(f"{' = '.join(names)} = None")
             return
         op, node = self._capture.graph.ops[step.target], self._capture.nodes[step.target]
-        temporary: dict[fx.Node, str] = {}
-        call = self._call(node, temporary)
-        if step.target in self._drawn_again:
+        call = self._call(node)
+        if step.target in self._times_left:
             call = self._drawn(step.target, node, call)
         is_whole = isinstance(node.meta.get("val"), Tensor)
         new = [index for index in op.writes if index not in self._live]
@@ -178,7 +182,6 @@ class _Writer:
             self._lines.append("parts = None")
         else:
             self._lines.append(call)
-        self._forget(temporary)
         for state in self._spent:
             self._lines.append(f"{state} = None")
         self._spent.clear()
@@ -197,42 +200,52 @@ class _Writer:
             self._spent.append(self._states.pop(op))
         return f"_replay({state}, {device_name}, {function}, {arguments}"
 
-    def _forget(self, temporary: dict[fx.Node, str]) -> None:
-        if temporary:
-            self._lines.append(f"{' = '.join(temporary.values())} = None")
-
-    def _call(self, node: fx.Node, temporary: dict[fx.Node, str]) -> str:
-        arguments = [self._argument(argument, temporary) for argument in node.args]
+    def _call(self, node: fx.Node) -> str:
+        arguments = [self._argument(argument) for argument in node.args]
         for name, value in node.kwargs.items():
-            text = self._argument(value, temporary)
+            text = self._argument(value)
             arguments.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
         return f"{self._constant(_as_in_place(node))}({', '.join(arguments)})"
 
-    def _value(self, node: fx.Node, temporary: dict[fx.Node, str]) -> str:
-        """The name of a node's value; views are made here, where they are read."""
+    def _value(self, node: fx.Node) -> str:
+        """The name of a node's value; a view that is not there yet is made here."""
         if node.op == "placeholder":
             self._read.add(node)
         if node in self._names:
             return self._names[node]
-        if node in temporary:
-            return temporary[node]
+        if node in self._views:
+            return self._views[node]
         if node.op == "get_attr":
             return self._constant(fx.graph_module._get_attr(self._capture.module, str(node.target)))
-        assert node not in self._members, f"{node} is not in memory"
+        assert node not in self._storage_of, f"{node} is not in memory"
         name = f"w{self._numbers[node]}"
         if node.target is getitem:
-            line = f"{name} = {self._value(node.args[0], temporary)}[{node.args[1]}]"  # type: ignore[arg-type]
+            line = f"{name} = {self._value(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
         else:
-            line = f"{name} = {self._call(node, temporary)}"
-        temporary[node] = name
+            line = f"{name} = {self._call(node)}"
         self._lines.append(line)
+        self._views[node] = name
+        for index in self._storages_of(node):
+            self._views_in.setdefault(index, []).append(node)
         return name
 
-    def _argument(self, argument: Any, temporary: dict[fx.Node, str]) -> str:
+    def _storages_of(self, view: fx.Node) -> set[int]:
+        """The storages that a view lies in; none, if it lies in an input."""
+        found: set[int] = set()
+        waiting = [view]
+        while waiting:
+            node = waiting.pop()
+            if node in self._storage_of:
+                found.add(self._storage_of[node])
+            else:
+                waiting.extend(node.all_input_nodes)
+        return found
+
+    def _argument(self, argument: Any) -> str:
         if isinstance(argument, fx.Node):
-            return self._value(argument, temporary)
+            return self._value(argument)
         if isinstance(argument, (list, tuple)):
-            return f"[{', '.join(self._argument(part, temporary) for part in argument)}]"
+            return f"[{', '.join(self._argument(part) for part in argument)}]"
         if type(argument) in _LITERALS or (type(argument) is float and math.isfinite(argument)):
             return repr(argument)
         return self._constant(argument)

@@ -5,6 +5,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -406,6 +407,57 @@ def test_what_reads_a_buffer_before_its_update_is_not_computed_after_it():
     assert torch.equal(model.mean, reference.mean)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+class Steps(nn.Module):
+    """A loop over parts of a tensor, as long as the tensor has parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(4, 8)
+
+    def forward(self, x):
+        hidden = x.new_zeros(4)
+        for step in x:
+            gate, new = self.cell(step + hidden).chunk(2)
+            hidden = hidden + gate.sigmoid() * new.tanh()
+        return hidden.square().sum()
+
+
+def test_views_are_made_once_a_pass_and_go_with_their_storages():
+    model, x = Steps(), torch.randn(40, 4)
+    captured = capture(model, (x,))
+    length = captured.graph.forward_count // 5
+    segments = [list(range(s, min(s + length, captured.graph.forward_count))) for s in range(0, 5 * length + 5, length)]
+    segments = [segment for segment in segments if segment]
+    one = torch.ones(())
+    for order in (range(len(captured.graph.ops)), order_of_segments(captured.graph, segments)):
+        runner = Runner(captured, Schedule.from_order(captured.graph, order))
+        calls = Counter()
+        for name, value in list(runner.program.forward.__globals__.items()):
+            if isinstance(value, torch._ops.OpOverload):
+                runner.program.forward.__globals__[name] = counting(value, calls)
+        inputs = [*model.parameters(), x]
+        for parameter in model.parameters():
+            parameter.grad = None
+        with MeasuredPeak(inputs, one) as measured:
+            runner(inputs).backward(one)
+        assert measured.peak == simulate(captured.graph, runner.schedule).peak_bytes
+        gradient = model.cell.weight.grad.clone()
+        model.cell.weight.grad = None
+        model(x).backward()
+        assert torch.equal(gradient, model.cell.weight.grad)
+        # 40 parts in one call, forward and, where the order recomputes, backward
+        assert calls[torch.ops.aten.unbind.int] <= 2
+        assert calls[torch.ops.aten.split.Tensor] <= 2 * 40
+
+
+def counting(op, calls):
+    def call(*args, **kwargs):
+        calls[op] += 1
+        return op(*args, **kwargs)
+
+    return call
 
 
 class Several(nn.Module):

@@ -23,6 +23,7 @@ TINY = replace(
     models.WORKLOADS[0],
     build=lambda **options: models.ResNet((1, 1), **options),
     small=models.Shape({"width": 0.125}, 4, 32),
+    wide=models.Shape({"width": 0.25}, 2, 32),
     full=models.Shape({}, 8, 64),
 )
 
@@ -133,7 +134,7 @@ def test_gradients_that_go_at_once_leave_a_smaller_peak() -> None:
 
 @pytest.mark.parametrize("pattern", [r"stages\.\d+", r"stages\.\d+\.\d+"])
 def test_checkpointed_blocks_keep_less_and_leave_the_model_as_it_was(pattern: str) -> None:
-    measuring = run.Measuring(TINY, repeats=0)
+    measuring = run.Measuring(TINY, TINY.small, repeats=0)
     plain = measuring.row("eager", "", measuring.plain)
     with baselines.checkpointed_blocks(measuring.model, pattern) as count:
         row = measuring.row("blocks", "", measuring.plain)
@@ -148,7 +149,7 @@ def test_checkpointed_blocks_keep_less_and_leave_the_model_as_it_was(pattern: st
 
 
 def test_a_measurement_tells_wrong_gradients() -> None:
-    measuring = run.Measuring(TINY, repeats=0)
+    measuring = run.Measuring(TINY, TINY.small, repeats=0)
     assert measuring.row("eager", "", measuring.plain)["same_gradients"]
     row = measuring.row("wrong", "", lambda: 1.5 * measuring.plain())
     assert not row["same_gradients"]
@@ -170,6 +171,11 @@ def test_a_tiny_comparison_runs_from_end_to_end(tiny_rows: Any, tmp_path: Path) 
         assert row["simulated_peak_bytes"] == row["peak_bytes"]
         assert row["same_gradients"]
         assert row["same_buffers"]
+    # published widths are not timed
+    assert {row["shape"] for row in measured} == {"small", "wide"}
+    assert all((row["time_ratio"] is None) == (row["allocator_peak_bytes"] is None) for row in measured)
+    assert all(row["time_ratio"] is None for row in measured if row["shape"] == "wide")
+    assert any(row["time_ratio"] is not None for row in measured)
     eager = measured[0]
     assert eager["peak_bytes"] == pytest.approx(planned[0]["peak_bytes"], rel=0.01)
     budget = next(row for row in measured if row["method"] == "torch budget")
@@ -180,15 +186,19 @@ def test_a_tiny_comparison_runs_from_end_to_end(tiny_rows: Any, tmp_path: Path) 
         run.write_rows(tmp_path / report.MEASURED_FILE, measured)
         assert f"to the byte in {len(planned)}" in report.write_report(tmp_path)
         assert (tmp_path / "figure.png").stat().st_size > 0
-        assert "| torch budget | 0.3 | 1 graphs |" in (tmp_path / "report.md").read_text()
+        text = (tmp_path / "report.md").read_text()
+        assert text.count("| torch budget | 0.3 | 1 graphs |") == 2
+        assert "## resnet-50\n\n4 x 32" in text
+        assert "## resnet-50, published widths\n\n2 x 32" in text
 
 
 def test_measured_flops_are_those_that_were_planned(tiny_rows: Any) -> None:
     simulated, measured = tiny_rows
-    small = [row for row in simulated if (row["shape"], row["gradients"]) == ("small", "kept")]
+    kept = [row for row in simulated if row["gradients"] == "kept"]
     for row in measured:
         if row["method"] == "planned":
-            found = [each["extra_flops"] for each in small if each["peak_bytes"] == row["peak_bytes"]]
+            own = [each for each in kept if each["shape"] == row["shape"]]
+            found = [each["extra_flops"] for each in own if each["peak_bytes"] == row["peak_bytes"]]
             assert row["extra_flops"] in found
 
 
@@ -231,10 +241,11 @@ def test_tables_show_what_the_rows_say() -> None:
     assert report.strategies_table(rows).splitlines()[2] == "| m | 50.0 % for +20.0 % | 59.0 % for +10.0 % |"
     measured = [
         _row(method="planned", simulated_peak_bytes=simulated, peak_bytes=5, same_gradients=True, same_buffers=same)
-        for simulated, same in ((5, True), (6, True), (5, False))
+        | {"shape": shape}
+        for simulated, same, shape in ((5, True, "small"), (6, True, "small"), (5, False, "wide"))
     ]
     text = report.exactness(measured)
-    assert text.startswith("3 schedules of 1 strategies ran, on 1 models")
+    assert text.startswith("3 schedules of 1 strategies ran, on 1 models (1 of them at published widths too)")
     assert "to the byte in 2" in text
     assert text.endswith("bit for bit in 2.")
 

@@ -278,7 +278,9 @@ def _boundaries(nodes: NodeGraph, inside: NDArray[np.bool_]) -> NDArray[np.bool_
 
 
 def _sorted_rows(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    rows = np.unique(rows, axis=0)[::-1]
+    # eight nodes a byte, the first one in its highest bit: sorted as the rows are, in a fraction of the time
+    _, first = np.unique(np.packbits(rows, axis=1), axis=0, return_index=True)
+    rows = rows[first[::-1]]
     return rows[np.argsort(rows.sum(axis=1), kind="stable")]
 
 

@@ -58,24 +58,30 @@ def order_of_segments(graph: Graph, segments: Sequence[Sequence[int]], kept: Ite
     # forward storages that the backward pass reads: a segment brings back these, and what they need
     wanted = {index for op in backward for index in graph.ops[op].reads}
 
-    def recompute(numbers: set[int]) -> None:
-        needed: set[int] = set()
-        again: list[int] = []
-        for number in sorted(numbers, reverse=True):
-            for op in reversed(segments[number]):
-                writes = graph.ops[op].writes
-                if any(index not in there and (index in wanted or index in needed) for index in writes):
-                    again.append(op)
-                    needed.update(graph.ops[op].reads)
-        outside = {
-            segment_of[graph.writer[index]]
-            for index in needed
-            if index not in there and segment_of[graph.writer[index]] not in numbers
-        }
-        if outside:
-            recompute(numbers | outside)
-            return
-        order.extend(reversed(again))
+    place = {op: number for number, op in enumerate(forward)}
+
+    def recompute(numbers: Iterable[int]) -> None:
+        again: set[int] = set()
+        opened: set[int] = set()
+        waiting: list[int] = []
+
+        def open_segment(number: int) -> None:
+            opened.add(number)
+            waiting.extend(index for op in segments[number] for index in graph.ops[op].writes if index in wanted)
+
+        for number in numbers:
+            open_segment(number)
+        while waiting:
+            index = waiting.pop()
+            op = graph.writer[index]
+            if index in there or op in again:
+                continue
+            again.add(op)
+            waiting.extend(graph.ops[op].reads)
+            # what a segment needs of another one that did not stay brings all of that one back
+            if segment_of[op] not in opened:
+                open_segment(segment_of[op])
+        order.extend(sorted(again, key=place.__getitem__))
         for op in again:
             there.update(graph.ops[op].writes)
 

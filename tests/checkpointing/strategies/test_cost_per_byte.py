@@ -2,6 +2,7 @@
 
 from rmm_linear.checkpointing import get_strategy
 from rmm_linear.checkpointing.generators import chain, with_backward
+from rmm_linear.checkpointing.strategies.segments import order_of_segments
 
 
 def convolutions(blocks):
@@ -29,3 +30,13 @@ def test_dear_ops_run_once_where_the_price_is_between():
     # the order in which all that is cheap is computed again, and nothing else
     spared = [point for point in frontier if all(point.order.count(op) == 1 for op in dear)]
     assert min(point.peak_bytes for point in spared) <= 0.5 * frontier[0].peak_bytes
+
+
+def test_a_detour_over_thousands_of_ops_is_planned():
+    # of one op a segment, each of which needs the one before: recursion would end after a thousand
+    graph = with_backward(chain([64] * 4000, [1.0] * 3999 + [50.0]))
+    order = order_of_segments(graph, [[op] for op in range(4000)], kept=())
+    # the last op's gradient comes first; then all but the last again, in one go
+    assert order[4000:8000] == [4000, *range(3999)]
+    frontier = get_strategy("cost_per_byte").frontier(graph)
+    assert frontier[-1].peak_bytes < 0.1 * frontier[0].peak_bytes
