@@ -30,6 +30,7 @@ from rmm_linear_kernels.ahead_of_time import (
     fingerprint,
     problems,
     regressions,
+    ships,
     unlisted_kernels,
 )
 from rmm_linear_kernels.builds import Build
@@ -84,7 +85,7 @@ def out_of_date(builds: Iterable[Build], table: Mapping[tuple[str, str], Resourc
     Returns:
         One sentence a build and target.
     """
-    wanted = {(build.name, target): build for build in builds for target in TARGETS}
+    wanted = {(build.name, target): build for build in builds for target in TARGETS if ships(build, target)}
     said = [f"{name} for {target}: in the table, but ships no more" for name, target in sorted(table.keys() - wanted)]
     for (name, target), build in wanted.items():
         if (name, target) not in table:
@@ -107,7 +108,7 @@ def unchanged(build: Build, table: Mapping[tuple[str, str], Resources]) -> list[
     Returns:
         Its lines for all targets, if they are of this build and of this version of triton; none otherwise.
     """
-    lines = [table[build.name, target] for target in TARGETS if (build.name, target) in table]
+    lines = [table[build.name, target] for target in TARGETS if ships(build, target) and (build.name, target) in table]
     is_whole = {line.target for line in lines} >= set(SUPPORTED)
     now = fingerprint(build) if is_whole else ""
     is_same = all(line.fingerprint == now and line.triton == triton.__version__ for line in lines)

@@ -257,6 +257,19 @@ def compile_build(build: Build, target: str) -> Resources:
     )
 
 
+def ships(build: Build, target: str) -> bool:
+    """Return whether a build is launched on a target at all.
+
+    Args:
+        build: One of `all_builds`.
+        target: A key of `TARGETS`.
+
+    Returns:
+        False where the launcher takes another way on GPUs of that kind.
+    """
+    return TARGETS[target].triton_name[0] in build.backends
+
+
 def fingerprint(build: Build) -> str:
     """Return what changes when the build does: compiling all of them takes minutes, and comparing this none.
 
@@ -458,7 +471,9 @@ def compile_by_name(name: str, target: str) -> Resources:
 def compiling(
     builds: Iterable[Build], targets: Sequence[str], *, processes: int
 ) -> Iterator[dict[tuple[str, str], "Future[Resources]"]]:
-    """Compile builds for targets in several processes; what is not yet begun at the end is given up.
+    """Compile builds for those of the targets that they ship for, in several processes.
+
+    What is not yet begun at the end is given up.
 
     Args:
         builds: Some of `all_builds`, or any for `processes=1`.
@@ -468,17 +483,14 @@ def compiling(
     Yields:
         (name, target) -> the future result.
     """
+    wanted = [(build, target) for build in builds for target in targets if ships(build, target)]
     if processes == 1:
-        yield {(build.name, target): _compiled(build, target) for build in builds for target in targets}
+        yield {(build.name, target): _compiled(build, target) for build, target in wanted}
         return
     # spawned: a fork would copy the locks that torch's and triton's threads hold
     pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     try:
-        yield {
-            (build.name, target): pool.submit(compile_by_name, build.name, target)
-            for build in builds
-            for target in targets
-        }
+        yield {(build.name, target): pool.submit(compile_by_name, build.name, target) for build, target in wanted}
     finally:
         pool.shutdown(cancel_futures=True)
 

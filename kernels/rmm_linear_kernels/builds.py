@@ -35,6 +35,7 @@ class Build:
         num_warps: Warps of a program.
         num_stages: Stages of software pipelining.
         uses_tensor_cores: Whether matrix instructions have to be found in what is compiled.
+        backends: Triton's names of those that it ships for: "cuda" for NVIDIA's GPUs, "hip" for AMD's.
     """
 
     name: str
@@ -45,3 +46,4 @@ class Build:
     num_warps: int = 4
     num_stages: int = 1
     uses_tensor_cores: bool = False
+    backends: tuple[str, ...] = ("cuda", "hip")

@@ -128,7 +128,7 @@ def test_the_committed_figures_are_those_of_the_compiler(name, table, resources)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_all_committed_figures_are_those_of_the_compiler(name, target, compiled, table, resources):
     if (name, target) not in table and target not in ahead_of_time.SUPPORTED:
-        pytest.skip("does not compile for a target that is not supported")
+        pytest.skip("does not ship or compile for a target that is not supported")
     check(compiled[name, target].result(), table, resources)
 
 
@@ -411,6 +411,26 @@ def test_what_does_not_compile_is_named_and_only_matters_where_it_is_supported(
         ("thrice", "gfx942"),
     }
     assert resources.main([*command, "--check"]) == 0
+
+
+def test_a_build_is_compiled_only_where_it_ships(ops, resources, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(resources, "TARGETS", ["sm_90", "gfx942"])
+    ops("made_up_first", BOTH)
+    command = ["--processes", "1", "--results", str(tmp_path)]
+    assert resources.main(command) == 0
+    table = resources.read_table(tmp_path / "resources.csv")
+    twice, thrice = all_builds()
+    assert all(ahead_of_time.ships(build, target) for build in (twice, thrice) for target in TARGETS)
+    of_nvidia = dataclasses.replace(twice, backends=("cuda",))
+    assert [target for target in TARGETS if ahead_of_time.ships(of_nvidia, target)] == NVIDIA
+    monkeypatch.setattr(resources, "all_builds", lambda: [of_nvidia, thrice])
+    # what it would take elsewhere is in no table, and of no account
+    assert resources.out_of_date([of_nvidia, thrice], table) == ["twice for gfx942: in the table, but ships no more"]
+    assert resources.main([*command, "--all"]) == 0
+    table = resources.read_table(tmp_path / "resources.csv")
+    assert set(table) == {("twice", "sm_90"), ("thrice", "sm_90"), ("thrice", "gfx942")}
+    assert resources.main([*command, "--check"]) == 0
+    assert "not supported" not in capsys.readouterr().out
 
 
 def test_kernels_without_builds_and_names_taken_twice_are_named(ops):
