@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rmm_linear import RMMConfig, convert_linears
+from rmm_linear import RMMConfig, convert_linears, use_kernels
 from rmm_linear.functional import linear
+from rmm_linear.ops import dispatch
 from rmm_linear.sketches import STORAGES, available_sketches
 from rmm_linear_kernels.low_bit import reference
 
@@ -18,12 +19,14 @@ DEVICE = torch.device("cuda")
 ROWS, FEATURES, OUTPUTS = 300, 32, 16
 
 
-def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def tensors(
+    dtype: torch.dtype = torch.float32, rows: int = ROWS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=DEVICE, dtype=dtype)
 
     weight, bias = normal(OUTPUTS, FEATURES).requires_grad_(), normal(OUTPUTS).requires_grad_()
-    return normal(4, ROWS // 4, FEATURES), weight, bias, normal(4, ROWS // 4, OUTPUTS)
+    return normal(4, rows // 4, FEATURES), weight, bias, normal(4, rows // 4, OUTPUTS)
 
 
 CONFIGS = [
@@ -48,6 +51,45 @@ def test_no_step_waits_for_the_device(config, center, dtype):
         torch.autograd.grad(linear(x, weight, bias, config=config), (x, weight, bias), g)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.25])
+@pytest.mark.parametrize(("storage", "tolerance"), [("int8", 0.02), ("int4", 0.2), ("fp8", 0.05)])
+def test_a_sketch_of_full_blocks_goes_to_codes_in_one_kernel(storage, tolerance, ratio, monkeypatch):
+    """20 blocks of 64 rows, of which 32 or 16 are kept: two groups of int4 and a half, or one and a quarter."""
+    pytest.importorskip("triton")
+    from rmm_linear_kernels.hadamard_sketch_quantized import kernel
+
+    if storage == "int4" and torch.version.hip is not None:
+        pytest.skip("AMD's GPUs take two kernels")
+
+    def in_two(*arguments, **options):
+        raise AssertionError("the sketch is in memory")
+
+    for name in ("hadamard_sketch", "hadamard_sketch_and_sums", "quantize"):
+        monkeypatch.setattr(kernel, name, in_two)
+    launched, original = [], dispatch._loaded
+    monkeypatch.setattr(dispatch, "_loaded", lambda name: launched.append(name) or original(name))
+    config = RMMConfig(ratio=ratio, storage=storage, min_rows=1)
+    assert config.center
+    x, weight, bias, g = tensors(torch.bfloat16, rows=1280)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(linear(x, weight, bias, config=config, seed=7), weight, g)[0]
+
+    with use_kernels("triton"):
+        found = gradient()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = gradient()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert launched[:2] == ["sampled_mean", "hadamard_sketch_quantized"]
+    assert torch.equal(found, again)
+    with use_kernels("torch"):
+        expected = gradient().double()
+    # plain torch has rounded the sketch once more: values next to an edge have another code
+    assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
 def converted(config: RMMConfig, dtype: torch.dtype) -> nn.Sequential:

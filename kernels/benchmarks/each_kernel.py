@@ -320,8 +320,7 @@ def _quantized_sketch_cases(
     blocks = -(-rows // roofline.BLOCK_ROWS)
     for kind, ratio, centred in (
         *itertools.product(("int8", FP8), (0.5, 0.25), (False,)),
-        ("int8", 0.5, True),
-        ("int8", 0.25, True),
+        *itertools.product(("int8", "int4"), (0.5, 0.25), (True,)),
     ):
         rank = roofline.rank_of(rows, ratio)
         group = roofline.GROUP_BITS // BITS[kind]

@@ -99,6 +99,7 @@ class Readers(TorchDispatchMode):
         (None, 0.3, ROWS, "hadamard_sketch_and_sums", "hadamard_sketch_and_sums"),
         ("int4", 0.3, ROWS, "hadamard_sketch_quantized", "hadamard_sketch_and_sums"),
         ("int8", 0.5, 384, "hadamard_sketch_quantized", "hadamard_sketch_quantized"),
+        ("int4", 0.25, 384, "hadamard_sketch_quantized", "hadamard_sketch_quantized"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -118,8 +118,23 @@ def block_entries(
     DTYPE: tl.constexpr,
 ):
     """H[columns] diag(signs) at CHUNK places of a block from `first` on: +-1, also where there is no row."""
+    sign = _sign_bits(seed, tl.arange(0, CHUNK), first, block, stride)
+    return signed_entries(seed, sign, first, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+
+
+@triton.jit
+def signed_entries(
+    seed,
+    sign,
+    first,
+    DEGREE: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    KEPT_2: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The entries of `block_entries`, out of the bits of the signs at these places."""
     kept_place, place = tl.arange(0, KEPT_2), tl.arange(0, CHUNK)
-    sign = _sign_bits(seed, place, first, block, stride)
     # the sign is one more bit of the place, which every column has
     number = _multiplied_places(seed, first + place, DEGREE, POLYNOMIAL) | (sign << DEGREE)
     fixed = (((kept_place * (kept_place + 1)) >> 1) & ((1 << DEGREE) - 1)) | (1 << DEGREE)

@@ -6,7 +6,7 @@ after the other, finds the extremes of all, and rounds them; and sums them over 
 """
 
 # a tuple of tiles grows in a loop that the compiler unrolls
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc"
 
 import itertools
 from typing import Any
@@ -18,20 +18,22 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import block_entries, hadamard_sketch, hadamard_sketch_and_sums, mixed
+from ..hadamard_sketch.kernel import hadamard_sketch, hadamard_sketch_and_sums, mixed, signed_entries
 from ..interpreter import IS_INTERPRETED
 from ..low_bit import reference as low_bit
 from ..low_bit.kernel import codes_of, quantize, random_part, store_codes, store_scales
-from .shapes import ORDER, holds
+from ..philox.kernel import SIGN_STREAM, random_word
+from .shapes import MOST_ROWS, ORDER, holds
 
 # Features of a program: more than rows are kept of a block, or the warps would share a product otherwise.
 _TILE = 64
-# 64 values of the sketch a thread
-_WARPS = 4
+# Values of the sketch that a thread holds. 128 would take 11 to 16 % less instructions, as entries of H serve more of
+# them, but all 255 registers, some of which are spilled.
+_VALUES = 64
 # float32, in three parts, would spill on gfx942.
 _HALVES = (torch.bfloat16, torch.float16)
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
-_ANY_ROWS = ("rows", "blocks", "shortest", "longer", "sign_stride")
+_ANY_ROWS = ("rows", "blocks", "shortest", "longer")
 
 
 @triton.jit(do_not_specialize=[*_ANY_ROWS, "scale"])
@@ -49,7 +51,6 @@ def _hadamard_sketch_quantized_kernel(
     blocks,
     shortest,
     longer,
-    sign_stride,
     row_stride,
     column_stride,
     mean_stride,
@@ -84,6 +85,8 @@ def _hadamard_sketch_quantized_kernel(
     of_column = random_part(seed, blocks * KEPT + feature)
     # of all rows at once: a thread or two a row, where every block's would be drawn by all threads
     of_rows = random_part(seed, first_block * KEPT + tl.arange(0, BLOCKS * KEPT))
+    # The signs of all blocks, for the same reason: a word for 32 rows, CHUNK bits a block (`hadamard.sign_stride`).
+    signs = random_word(seed, first_block * (CHUNK // 32) + tl.arange(0, BLOCKS * CHUNK // 32), SIGN_STREAM)
     if HAS_SUMS:
         sums = tl.zeros((KEPT, TILE), tl.float32)
     products = ()
@@ -92,7 +95,9 @@ def _hadamard_sketch_quantized_kernel(
         block = tl.minimum(first_block + index, blocks - 1)
         row = (place * blocks + block).to(tl.int64)
         x = tl.load(x_columns + row[:, None] * row_stride, mask=(row < rows)[:, None] & is_feature[None, :], other=0.0)
-        entries = block_entries(seed, 0, block, sign_stride, DEGREE, POLYNOMIAL, KEPT, CHUNK, DTYPE)
+        word = tl.gather(signs, (block - first_block) * (CHUNK // 32) + place // 32, 0)
+        sign = ((word >> (place & 31).to(tl.uint32)) & 1).to(tl.int32)
+        entries = signed_entries(seed, sign, 0, DEGREE, POLYNOMIAL, KEPT, CHUNK, DTYPE)
         if HAS_MEAN:
             present = shortest + (block < longer).to(tl.int32)
             entries = tl.where(place[None, :] < present, entries, 0.0)
@@ -109,10 +114,14 @@ def _hadamard_sketch_quantized_kernel(
         product *= scale
         value = tl.abs(product) if IS_FP8 else product
         if index == 0:
-            low, high, total = value, value, tl.abs(product)
+            low, high = value, value
         else:
-            low, high, total = tl.minimum(low, value), tl.maximum(high, value), total + tl.abs(product)
+            low, high = tl.minimum(low, value), tl.maximum(high, value)
         products += (product,)
+    # last, as what is held through the products takes registers
+    total = tl.abs(products[0])
+    for index in tl.static_range(1, BLOCKS):
+        total += tl.abs(products[index])
     scales = group.to(tl.int64) * features + feature
     factor, divisor, inverse, quotient = store_scales(
         low, high, total, STEPS + scales, OFFSETS + scales, is_feature, LEVELS, IS_FP8, TILE
@@ -147,6 +156,11 @@ def _constants(*, kept: int, dtype: torch.dtype, kind: str, group: int, mean: bo
         "UPCAST": IS_INTERPRETED,
         "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
     }
+
+
+def _warps(group: int) -> int:
+    """Warps of a program: 8 for the 256 rows of int4's groups, 4 for fewer."""
+    return max(4, group * _TILE // (32 * _VALUES))
 
 
 def hadamard_sketch_quantized(
@@ -208,13 +222,12 @@ def hadamard_sketch_quantized(
         blocks,
         rows // blocks,
         rows % blocks,
-        hadamard.sign_stride(-(-rows // blocks)),
         x.stride(0),
         x.stride(1),
         0 if mean is None else mean.stride(0),
         scale,
         **_constants(kept=kept, dtype=x.dtype, kind=kind, group=group, mean=mean is not None, sums=with_sum),
-        num_warps=_WARPS,
+        num_warps=_warps(group),
     )
     # one sum after the other: the same in every run, which atomic additions are not
     return codes, steps, offsets, sums.sum(0)
@@ -224,12 +237,13 @@ def builds() -> list[Build]:
     """Return what a training run compiles: ratios 0.5 and 0.25 of full blocks.
 
     Returns:
-        Both kinds in bfloat16, with a mean and sums and without either; int8 in float16 at one ratio, with them.
+        All kinds in bfloat16, with a mean and sums and without either; int8 and int4 in float16 at one ratio, with
+        them. int4 for NVIDIA's GPUs alone, see `shapes.MOST_ROWS`.
     """
     found = []
-    for kind, kept in itertools.product(("int8", low_bit.FP8), (32, 16)):
+    for kind, kept in itertools.product(("int8", low_bit.FP8, "int4"), (32, 16)):
         found += [_build(kind, kept, torch.bfloat16, centred) for centred in (False, True)]
-    return [*found, _build("int8", 32, torch.float16, True)]
+    return [*found, *(_build(kind, 32, torch.float16, True) for kind in ("int8", "int4"))]
 
 
 def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
@@ -254,6 +268,7 @@ def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
         types,
         constants,
         (*pointers, *sizes),
-        num_warps=_WARPS,
+        num_warps=_warps(group),
         uses_tensor_cores=True,
+        backends=tuple(backend for backend, most in MOST_ROWS.items() if group <= most),
     )

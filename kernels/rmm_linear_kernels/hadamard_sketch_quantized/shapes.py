@@ -1,5 +1,7 @@
 """Which sketches one program can round without a copy in memory: known without triton, which a CPU need not have."""
 
+import torch
+
 from ..hadamard_sketch.reference import hadamard_order
 from ..low_bit.reference import BITS
 
@@ -7,13 +9,15 @@ from ..low_bit.reference import BITS
 ORDER = 64
 # Rows kept of a block: ratios 0.5 and 0.25. Less would fill the matrix instructions with rows that are not there.
 _KEPT = (16, 32)
-# Rows of a group that the registers of a program hold for 64 features. 256, those of int4, would spill on gfx942, and
-# 512, those of int2, everywhere.
-_MOST_ROWS = 128
+# Rows of a group that the registers of a program hold for 64 features, by triton's names of the backends. 256 are those
+# of int4, which would spill on gfx942. 512, those of int2, would spill everywhere.
+MOST_ROWS = {"cuda": 256, "hip": 128}
 
 
 def holds(rows: int, *, blocks: int, kept: int, kind: str, group: int) -> bool:
     """Return whether the groups of a sketch are whole blocks, and few enough for the registers of a program.
+
+    Of one that this torch may start: it is made either for NVIDIA's GPUs or for AMD's.
 
     Args:
         rows: Rows of x.
@@ -23,8 +27,10 @@ def holds(rows: int, *, blocks: int, kept: int, kind: str, group: int) -> bool:
         group: Rows of the sketch that share a step.
 
     Returns:
-        True for int8 and fp8 at 32 or 16 rows of 64; false for the other kinds and all other numbers kept.
+        True for int8, fp8 and, but for AMD's GPUs, int4 at 32 or 16 rows of 64; false for the other kinds and all other
+        numbers kept.
     """
-    if kept not in _KEPT or BITS[kind] & (BITS[kind] - 1) or group & (group - 1) or not kept <= group <= _MOST_ROWS:
+    most = MOST_ROWS["cuda" if torch.version.hip is None else "hip"]
+    if kept not in _KEPT or BITS[kind] & (BITS[kind] - 1) or group & (group - 1) or not kept <= group <= most:
         return False
     return hadamard_order(-(-rows // blocks)) == ORDER

@@ -7,6 +7,7 @@ from torch import Tensor
 from rmm_linear_kernels.hadamard_sketch.kernel import hadamard_sketch
 from rmm_linear_kernels.hadamard_sketch_quantized import kernel, reference
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
+from rmm_linear_kernels.low_bit.kernel import quantize
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -21,6 +22,9 @@ CASES = [
     ("int4", 32, 64, 187),
     ("int2", 16, 64, 366),
     ("int8", 32, 128, 380),
+    ("int4", 32, 256, 573),
+    ("int4", 16, 256, 1021),
+    pytest.param("int4", 16, 256, 1085, marks=pytest.mark.slow),
 ]
 
 
@@ -105,19 +109,40 @@ def test_any_strides(layout, device):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("rows", "with_sum"), [(187, False), (573, True)])
+def test_by_way_of_the_memory_are_the_same_bits(rows, with_sum, device, monkeypatch):
+    """int4 on AMD's GPUs: where no sum is rounded, nothing tells the one kernel from the two."""
+    x = torch.randint(-64, 64, (rows, 69), device=device).half() / 8
+    mean, seed = x[3].float() / 4, torch.tensor(7, device=device)
+    how = options("int4", 32, 256, rows, with_sum=with_sum)
+    found = kernel.hadamard_sketch_quantized(framed(x), seed, mean, **how)
+    rounded = []
+
+    def second_step(sketch, *args, **how):
+        rounded.append(sketch.dtype)
+        return quantize(sketch, *args, **how)
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(kernel, "quantize", second_step)
+    for one, other in zip(found, kernel.hadamard_sketch_quantized(framed(x), seed, mean, **how), strict=True):
+        assert torch.equal(one, other)
+    assert rounded == [torch.float32]
+
+
 @pytest.mark.parametrize("kind", ["int8", FP8])
 def test_what_is_not_finite_stays_in_its_column_and_group(kind, device):
     x, _ = uneven(192, 9, device)
-    x[0, 2], x[0, 3] = torch.nan, torch.inf
+    x[0, 2], x[0, 3], x[1, 5] = torch.nan, torch.inf, torch.nan
     how = options(kind, 32, 64, 192)
     seed = torch.tensor(3, device=device)
     found = kernel.hadamard_sketch_quantized(x, seed, None, **how)
-    # row 0 belongs to block 0, and that to group 0
+    # rows 0 and 1 belong to blocks 0 and 1, and these to group 0
+    columns = [2, 3, 5]
     broken = torch.zeros(2, 9, dtype=torch.bool, device=device)
-    broken[0, 2:4] = True
+    broken[0, columns] = True
     assert torch.equal(~found[1].isfinite(), broken)
     values = dequantize(*found[:3], seed, kind=kind, group=64, features=9)
-    assert not values[:64, 2:4].isfinite().any()
+    assert not values[:64, columns].isfinite().any()
     assert values[64:].isfinite().all()
 
 
@@ -171,7 +196,8 @@ def test_what_a_program_holds():
         ({"kept": 8}, False),
         ({"kept": 64}, False),
         ({"kind": FP8}, True),
-        ({"kind": "int4", "group": 256}, False),
+        ({"kind": "int4", "group": 256}, True),
+        ({"kind": "int4", "group": 256, "kept": 16}, True),
         ({"kind": "int2", "group": 512}, False),
         ({"kind": "int3", "group": 341}, False),
         ({"group": 16}, False),
@@ -181,3 +207,13 @@ def test_what_a_program_holds():
     assert holds(61 * 128, **full)
     assert not holds(60 * 128, **full)
     assert not holds(65 * 128, **full)
+
+
+def test_amd_s_gpus_take_two_steps_for_int4(monkeypatch):
+    """What ships for each is what is launched there."""
+    full = {"blocks": 128, "kept": 32}
+    for version, backend in ((None, "cuda"), ("7.0", "hip")):
+        monkeypatch.setattr(torch.version, "hip", version)
+        for build in kernel.builds():
+            kind = build.name.split()[1]
+            assert holds(8192, **full, kind=kind, group=1024 // BITS[kind]) == (backend in build.backends), build.name

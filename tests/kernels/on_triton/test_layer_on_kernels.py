@@ -76,7 +76,7 @@ def test_gradients_are_those_of_plain_torch(config, dtype, device):
 
 
 @pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("storage", ["int8", "int4", "fp8"])
 def test_neither_the_sketch_nor_its_copy_is_in_memory(storage, center, device, monkeypatch):
     """Where groups are whole blocks: one kernel from x to codes, one from codes to the gradient, and one for g."""
     launched = []
@@ -99,7 +99,7 @@ def test_neither_the_sketch_nor_its_copy_is_in_memory(storage, center, device, m
     of_x = ["sampled_mean"] * center + ["hadamard_sketch_quantized"]
     assert launched == [*of_x, "hadamard_sketch_and_sums", *products]
     # plain torch has rounded the sketch once more: values next to an edge have another code
-    tolerance = {"int8": 0.02, "fp8": 0.05}[storage]
+    tolerance = {"int8": 0.02, "int4": 0.2, "fp8": 0.05}[storage]
     assert (estimates[0] - estimates[1]).norm() < tolerance * estimates[1].norm()
 
 
