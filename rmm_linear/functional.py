@@ -31,7 +31,6 @@ What happens where:
     ops/              the opaque operators beneath the sketches
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -134,9 +133,10 @@ def linear(
     x = x.to(compute_dtype(x))
     beside, sketch = _made(x, source, seed, config, layout, index, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    return _SketchedLinear.apply(
-        x, weight, bias, config, layout, index, check, shared, len(beside), seed, *beside, *sketch
-    )
+    # torch.compile knows either class, and torch.func only the one with a setup_context
+    is_eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    function = _EagerSketchedLinear if is_eager else _SketchedLinear
+    return function.apply(x, weight, bias, config, layout, index, check, shared, len(beside), seed, *beside, *sketch)
 
 
 def _made(
@@ -200,7 +200,8 @@ def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig) -> Ten
 
 def _refuse_tracing() -> None:
     is_traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if is_traced or torch.compiler.is_exporting():
+    # what is_exporting() returns: asked by the compiler of torch 2.11, that says yes whatever it compiles for
+    if is_traced or torch.compiler._is_exporting_flag:
         raise TracingError(
             "a sketched linear layer in training mode cannot be exported or traced: the graph would hold an exact"
             " layer. Use model.eval(), or revert_linears(model)"
@@ -331,8 +332,20 @@ class _SketchedLinear(torch.autograd.Function):
         return (*grads, *(None for _ in range(_OPTIONS)), *(None for _ in tensors))
 
 
-# torch reads the signature at every call: made once, it need not be put together each time
-_SketchedLinear.forward.__signature__ = inspect.signature(_SketchedLinear.forward)  # type: ignore[attr-defined]
+class _EagerSketchedLinear(torch.autograd.Function):
+    """The same for eager mode: of a Function with a setup_context torch binds the arguments at every call, which takes
+    as long as launching a kernel or two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _SketchedLinear.forward(*inputs)
+        _SketchedLinear.setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return _SketchedLinear.backward(ctx, g)
 
 
 def _weight_gradient(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import ops
+from rmm_linear.sketches.sizes import larger, smaller
 
 SEED_BYTES = 8
 # Decimal ratios such as 0.3 are meant exactly: 0.3 of 10 rows is 3, although the float is slightly less.
@@ -102,7 +103,7 @@ class Sketch(ABC):
             The rank of S.
         """
         kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
-        return torch.sym_min(rows, torch.sym_max(1, kept))
+        return smaller(rows, larger(1, kept))
 
     def is_exact(self, rows: int) -> bool:
         """Tell whether S S^T = I in every draw: the estimate is then the gradient itself, up to rounding.

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rmm_linear import ops
 from rmm_linear.sketches.base import SavedSketch, Sketch, accumulate_dtype
+from rmm_linear.sketches.sizes import larger
 
 
 def centred(y: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class Centered(Sketch):
         """
         assert mean is None
         saved, column_sum = self.inner.compress_with_sum(x, seed, mean=ops.sampled_mean(x))
-        return SavedSketch(seed, (*saved.tensors, column_sum / torch.sym_max(1, x.shape[0])))
+        return SavedSketch(seed, (*saved.tensors, column_sum / larger(1, x.shape[0])))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) of the inner sketch; see `Sketch.sketch_gradient`.
@@ -187,7 +188,7 @@ class Centered(Sketch):
         if need_weight:
             total = column_sum if g.dtype == compute else g.sum(0, dtype=compute)
             assert total is not None
-            sketched = self.sketch_gradient(g, saved, mean=total / torch.sym_max(1, g.shape[0]))
+            sketched = self.sketch_gradient(g, saved, mean=total / larger(1, g.shape[0]))
             sketched, scale = ops.as_operand(sketched, g, self.ratio)
             stored, mean = self.operand(saved, sketched.dtype), saved.tensors[-1]
             grad_weight = ops.sketched_grad_weight(sketched, stored, total, mean, scale=scale, dtype=dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 from rmm_linear import ops
 from rmm_linear.sketches.base import GradientPass, ObliviousSketch, SavedSketch, register
 from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, product, product_dtype
+from rmm_linear.sketches.sizes import larger
 
 _BLOCK = 64
 
@@ -74,7 +75,7 @@ class Hadamard(ObliviousSketch):
         if isinstance(rows, int) and rows == 0:
             return 0, 1
         blocks = (rows + self.block - 1) // self.block
-        return blocks, torch.sym_max(1, (self.numerator * rows) // (self.denominator * blocks))
+        return blocks, larger(1, (self.numerator * rows) // (self.denominator * blocks))
 
     def rank(self, rows: int) -> int:
         """Return blocks * kept; see `Hadamard`.

@@ -25,6 +25,7 @@ from rmm_linear import ops
 from rmm_linear.sketches.base import SEED_BYTES, GradientPass, SavedSketch, Sketch, accumulate_dtype
 from rmm_linear.sketches.centered import Centered
 from rmm_linear.sketches.closed_forms import row_squares
+from rmm_linear.sketches.sizes import larger
 
 STORAGES = tuple(ops.STORAGE_BITS)
 # Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2, for
@@ -189,7 +190,7 @@ class LowBit(Sketch):
         if not ops.is_for_kernels(g):
             return None
         sums, rows = accumulate_dtype(g.dtype), g.shape[0]
-        ones = g.new_ones(rows, dtype=sums) / torch.sym_max(1, rows)
+        ones = g.new_ones(rows, dtype=sums) / larger(1, rows)
         column_sum = g.sum(0, dtype=sums) if need_sum else None
         return GradientPass(ops.product_operand(g), column_sum, ones, 1.0)
 

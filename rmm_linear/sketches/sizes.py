@@ -1,0 +1,37 @@
+"""Larger and smaller sizes, where a compiler may know them as symbols alone.
+
+`max` of a symbol would fix it by a guard, and the compiler of torch 2.11 cannot trace `torch.sym_max` of plain numbers.
+"""
+
+import torch
+
+
+def larger(a: int, b: int) -> int:
+    """Return the larger of two sizes.
+
+    Args:
+        a: A number, or a symbol.
+        b: The same.
+
+    Returns:
+        A number, or a symbol without a guard.
+    """
+    return torch.sym_max(a, b) if _is_symbol(a) or _is_symbol(b) else max(a, b)
+
+
+def smaller(a: int, b: int) -> int:
+    """Return the smaller of two sizes.
+
+    Args:
+        a: A number, or a symbol.
+        b: The same.
+
+    Returns:
+        A number, or a symbol without a guard.
+    """
+    return torch.sym_min(a, b) if _is_symbol(a) or _is_symbol(b) else min(a, b)
+
+
+def _is_symbol(size: int) -> bool:
+    # to the one who traces, a symbol is an int: `max` becomes torch.sym_max then by itself
+    return isinstance(size, torch.SymInt)
