@@ -333,9 +333,7 @@ class _SketchedLinear(torch.autograd.Function):
 
 
 class _EagerSketchedLinear(torch.autograd.Function):
-    """The same for eager mode: of a Function with a setup_context torch binds the arguments at every call, which takes
-    as long as launching a kernel or two.
-    """
+    """The same for eager mode: of a Function with a setup_context, torch binds the arguments at every call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
