@@ -54,7 +54,7 @@ def test_no_step_waits_for_the_device(config, center, dtype):
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.25])
-@pytest.mark.parametrize(("storage", "tolerance"), [("int8", 0.02), ("int4", 0.2), ("fp8", 0.05)])
+@pytest.mark.parametrize(("storage", "tolerance"), [("int8", 0.002), ("int4", 0.01), ("fp8", 0.006)])
 def test_a_sketch_of_full_blocks_goes_to_codes_in_one_kernel(storage, tolerance, ratio, monkeypatch):
     """20 blocks of 64 rows, of which 32 or 16 are kept: two groups of int4 and a half, or one and a quarter."""
     pytest.importorskip("triton")
@@ -88,7 +88,7 @@ def test_a_sketch_of_full_blocks_goes_to_codes_in_one_kernel(storage, tolerance,
     assert torch.equal(found, again)
     with use_kernels("torch"):
         expected = gradient().double()
-    # plain torch has rounded the sketch once more: values next to an edge have another code
+    # sums in another order give values next to an edge another code
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 

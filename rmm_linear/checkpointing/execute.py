@@ -1,10 +1,10 @@
 """Run a schedule: Python code of one line a step, cut where the forward pass ends.
 
 A recomputation is a second call of the same op, a free is an assignment of None. A view is made where it is read first,
-and goes with its storage. What the two parts share is held in a list that the backward part empties, so that every
-tensor dies at the step at which the schedule frees it. The ops are those that eager mode runs, in its order: outputs,
-gradients and buffers have the same bits. An op that draws random numbers is recomputed from the random state that it
-had.
+and goes with its storage; one of an input goes with the pass. What the two parts share is held in a list that the
+backward part empties, so that every tensor dies at the step at which the schedule frees it. The ops are those that
+eager mode runs, in its order: outputs, gradients and buffers have the same bits. An op that draws random numbers is
+recomputed from the random state that it had.
 """
 
 import keyword

@@ -98,8 +98,9 @@ def test_neither_the_sketch_nor_its_copy_is_in_memory(storage, center, device, m
     products = ["sketched_grad_weight_low_bit"] * (1 + center)
     of_x = ["sampled_mean"] * center + ["hadamard_sketch_quantized"]
     assert launched == [*of_x, "hadamard_sketch_and_sums", *products]
-    # plain torch has rounded the sketch once more: values next to an edge have another code
-    tolerance = {"int8": 0.02, "int4": 0.2, "fp8": 0.05}[storage]
+    # Sums in another order give values next to an edge another code: a third of this at most. Without any rounding it
+    # would be 0.006, 0.1 and 0.03.
+    tolerance = {"int8": 0.002, "int4": 0.01, "fp8": 0.006}[storage]
     assert (estimates[0] - estimates[1]).norm() < tolerance * estimates[1].norm()
 
 
