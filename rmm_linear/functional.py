@@ -102,8 +102,8 @@ def linear(
         PaddingGradientError: In the backward pass, if the valid rows are to be checked (see `rmm_linear.padding`) and
             another row carries a gradient.
         DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
-        TracingError: Under `torch.export` and `torch.jit.trace`, whose graphs have no backward pass. The compiler quotes
-            it in an error of its own where `export(strict=True)` has it trace.
+        TracingError: Under `torch.export` and `torch.jit.trace`, whose graphs have no backward pass.
+            `export(strict=True)` quotes it in an error of the compiler's own.
     """
     _check(x, weight, bias, config, valid_rows)
     if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
