@@ -373,6 +373,7 @@ def run_workload(
     *,
     names: Sequence[str],
     full: bool = True,
+    runs: bool = True,
     repeats: int = _REPEATS,
     budgets: Sequence[float] = BUDGETS,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -381,7 +382,8 @@ def run_workload(
     Args:
         workload: The model.
         names: The strategies.
-        full: Whether to plan its published size as well, and to run its published widths.
+        full: Whether to plan its published size as well, and its published widths.
+        runs: Whether schedules and baselines run; else plans are simulated alone.
         repeats: How often each method is timed.
         budgets: Of torch's partitioner.
 
@@ -405,7 +407,7 @@ def run_workload(
         sizes = _sizes(workload, shape, name)
         rows, found = frontier_rows(captured, names)
         simulated += [sizes | row | origin for row in rows]
-        for row in measured_rows(measuring, captured, found, budgets=budgets):
+        for row in measured_rows(measuring, captured, found, budgets=budgets) if runs else ():
             measured.append(sizes | row | origin)
             print(_line(measured[-1]), flush=True)
         del measuring, captured, found
@@ -431,14 +433,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--models", nargs="+", metavar="NAME", help=f"some of {', '.join(names)} (default: all)")
     parser.add_argument("--output", type=Path, help="folder of the results (default: this experiment's)")
     parser.add_argument("--quick", action="store_true", help="small sizes alone, two budgets; writes no results")
+    parser.add_argument("--simulate", action="store_true", help="plan anew and run nothing; measured rows stay")
     options = parser.parse_args(arguments)
     chosen = workloads(options.models)
     strategies = [name for name in available_strategies() if name != _ALL_OTHERS]
     transformers.logging.set_verbosity_error()
     # of names that are to change in transformers 6
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
-    if options.quick and options.output is not None:
-        raise HarnessError("--quick writes no results; leave --output out")
+    if options.quick and (options.output is not None or options.simulate):
+        raise HarnessError("--quick runs and writes no results; leave --output and --simulate out")
     output = options.output or RESULTS
     RESULTS.mkdir(exist_ok=True)
     if not output.is_dir():
@@ -451,10 +454,11 @@ def _run(arguments: Sequence[str] | None) -> int:
             for all_rows, rows in zip(quick, parts, strict=True):
                 all_rows += rows
             continue
-        simulated, measured = run_workload(workload, names=strategies)
+        simulated, measured = run_workload(workload, names=strategies, runs=not options.simulate)
         # after each model: an interrupted run keeps what it has
         write_rows(output / FRONTIERS_FILE, simulated)
-        write_rows(output / MEASURED_FILE, measured)
+        if measured:
+            write_rows(output / MEASURED_FILE, measured)
         gc.collect()
     print(summary(*quick) if options.quick else write_report(output))
     return 0

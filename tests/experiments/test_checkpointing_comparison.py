@@ -192,6 +192,23 @@ def test_a_tiny_comparison_runs_from_end_to_end(tiny_rows: Any, tmp_path: Path) 
         assert "## resnet-50, published widths\n\n2 x 32" in text
 
 
+def test_plans_are_made_anew_without_a_run(
+    tiny_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated, measured = tiny_rows
+    run.write_rows(tmp_path / report.FRONTIERS_FILE, simulated[:1])
+    run.write_rows(tmp_path / report.MEASURED_FILE, measured)
+    before = (tmp_path / report.MEASURED_FILE).read_text()
+    monkeypatch.setattr(run, "workloads", lambda names: (TINY,))
+    monkeypatch.setattr(run, "available_strategies", lambda: ("chen2016_sqrt",))
+    assert run.main(["--simulate", "--output", str(tmp_path)]) == 0
+    found = report.read_rows(tmp_path / report.FRONTIERS_FILE)
+    assert {row["shape"] for row in found} == {"full", "small", "wide"}
+    assert {row["strategy"] for row in found} == {"chen2016_sqrt"}
+    assert (tmp_path / report.MEASURED_FILE).read_text() == before
+    assert "to the byte in" in capsys.readouterr().out
+
+
 def test_measured_flops_are_those_that_were_planned(tiny_rows: Any) -> None:
     simulated, measured = tiny_rows
     kept = [row for row in simulated if row["gradients"] == "kept"]
@@ -284,7 +301,8 @@ def test_every_committed_schedule_took_what_was_simulated() -> None:
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HarnessError, match="no model 'bert'; choose among resnet-50"):
         models.workloads(["bert"])
-    for arguments in (["--models", "bert"], ["--quick", "--output", str(tmp_path)], ["--output", str(tmp_path / "no")]):
+    quick = (["--quick", "--output", str(tmp_path)], ["--quick", "--simulate"])
+    for arguments in (["--models", "bert"], *quick, ["--output", str(tmp_path / "no")]):
         assert run.main(arguments) == 2
         assert capsys.readouterr().err.startswith("error: ")
     assert report.main([str(tmp_path)]) == 2

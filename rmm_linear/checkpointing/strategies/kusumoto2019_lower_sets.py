@@ -765,7 +765,30 @@ class Kusumoto2019Approximate(_LowerSets):
         Yields:
             The forward ops of each block, and whether the last one is kept instead of computed again.
         """
-        yield from super().plans(graph)
+        yield from self.plans_of_program(graph)
+        yield from self.plans_of_chen(graph)
+
+    def plans_of_program(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
+        """Return the chains of the program.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Returns:
+            As `plans` yields them.
+        """
+        return super().plans(graph)
+
+    @staticmethod
+    def plans_of_chen(graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
+        """Return the segments of Chen et al. 2016; none of a graph that takes long to simulate.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            As `plans`, each with its last segment kept and without.
+        """
         if not 0 < graph.forward_count < len(graph.ops) or sum(len(op.reads) for op in graph.ops) > _MANY_READS:
             return
         for cuts in dict.fromkeys(cuts_of(graph)):

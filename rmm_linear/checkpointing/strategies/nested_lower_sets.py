@@ -79,10 +79,13 @@ def order_of_nested_segments(graph: Graph, segments: Sequence[Sequence[Sequence[
 
 @register
 class NestedLowerSets(Strategy):
-    """Every so many lower sets of the chains that `kusumoto2019_approximate` proposes make the coarse segments."""
+    """Every so many lower sets of the chains that `kusumoto2019_approximate` proposes make the coarse segments.
+
+    Chains of its program and those of Chen et al. 2016 are nested, some of either kind: neither is better everywhere.
+    """
 
     name: ClassVar[str] = "nested_lower_sets"
-    # chains that are nested, from few segments to many
+    # chains of either kind that are nested, from few segments to many
     chains: ClassVar[int] = 12
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
@@ -94,12 +97,17 @@ class NestedLowerSets(Strategy):
         Yields:
             Indices of ops, with repetitions.
         """
-        plans = sorted((segments for segments, _ in Kusumoto2019Approximate().plans(graph)), key=len)
-        step = max(1, len(plans) / self.chains)
-        for number in range(min(self.chains, len(plans))):
+        approximate = Kusumoto2019Approximate()
+        for plans in (approximate.plans_of_program(graph), approximate.plans_of_chen(graph)):
+            for segments in self._some(segments for segments, _ in plans):
+                for each in sorted({round(2 ** (half / 2)) for half in range(2, 16)}):
+                    if each < len(segments):
+                        groups = [segments[first : first + each] for first in range(0, len(segments), each)]
+                        yield order_of_nested_segments(graph, groups)
+
+    def _some(self, chains: Iterable[list[list[int]]]) -> Iterator[list[list[int]]]:
+        found = sorted(chains, key=len)
+        step = max(1, len(found) / self.chains)
+        for number in range(min(self.chains, len(found))):
             # from the end, so that the finest is among them
-            segments = plans[len(plans) - 1 - int(number * step)]
-            for each in sorted({round(2 ** (half / 2)) for half in range(2, 16)}):
-                if each < len(segments):
-                    groups = [segments[first : first + each] for first in range(0, len(segments), each)]
-                    yield order_of_nested_segments(graph, groups)
+            yield found[len(found) - 1 - int(number * step)]

@@ -8,7 +8,8 @@ from rmm_linear.checkpointing.graph import Graph, Op, Storage
 from rmm_linear.checkpointing.schedule import Schedule, validate
 from rmm_linear.checkpointing.simulate import peak_and_cost
 from rmm_linear.checkpointing.strategies import get_strategy
-from rmm_linear.checkpointing.strategies.nested_lower_sets import order_of_nested_segments
+from rmm_linear.checkpointing.strategies.kusumoto2019_lower_sets import Kusumoto2019Approximate
+from rmm_linear.checkpointing.strategies.nested_lower_sets import NestedLowerSets, order_of_nested_segments
 from rmm_linear.checkpointing.strategies.segments import order_of_segments
 
 
@@ -76,3 +77,14 @@ def test_two_levels_lower_the_peak_of_a_transformer() -> None:
     for proposal in frontier:
         validate(graph, Schedule.from_order(graph, proposal.order))
     assert frontier[-1].peak_bytes < 0.85 * bar
+
+
+@pytest.mark.parametrize("without", ["plans_of_program", "plans_of_chen"])
+def test_chains_of_either_kind_are_nested(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = residual_chain(24)
+    both = {tuple(order) for order in NestedLowerSets().orders(graph)}
+    monkeypatch.setattr(Kusumoto2019Approximate, without, lambda *arguments: iter(()))
+    one = {tuple(order) for order in NestedLowerSets().orders(graph)}
+    assert one < both
+    # each has some that the other has not
+    assert len(both - one) >= 10
