@@ -8,6 +8,7 @@ at published widths, on few examples: bytes, FLOPs and bits are compared, and no
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import sys
@@ -178,6 +179,8 @@ class Measuring:
     def __init__(self, workload: Workload, shape: Shape, repeats: int = _REPEATS) -> None:
         self.workload, self.repeats = workload, repeats
         self.model, self.batch = workload.at(shape)
+        # what is timed against: what is done to the model, such as checkpointing its blocks, is not done to this one
+        self._untouched = copy.deepcopy(self.model) if repeats else self.model
         self.inputs = [*self.model.parameters(), *self.model.buffers(), *self.batch]
         # given, and not made by `backward`: it would count
         self._tangent = torch.ones(())
@@ -194,6 +197,9 @@ class Measuring:
             The loss.
         """
         return self.workload.step(self.model, *self.batch)
+
+    def _untouched_plain(self) -> Tensor:
+        return self.workload.step(self._untouched, *self.batch)
 
     def _run(self, step: Callable[[], Tensor]) -> None:
         torch.manual_seed(1)
@@ -248,7 +254,7 @@ class Measuring:
             row["allocator_peak_bytes"] = allocator_peak(lambda: self._run(step))
             del gradients
             self._reset()
-            ratios = time_ratios(lambda: self._run(step), lambda: self._run(self.plain), self.repeats)
+            ratios = time_ratios(lambda: self._run(step), lambda: self._run(self._untouched_plain), self.repeats)
             row["time_ratio"] = round(statistics.median(ratios), 3)
             low, *_, high = statistics.quantiles(ratios, n=5, method="inclusive") if len(ratios) > 1 else ratios * 2
             row |= {"time_ratio_q20": round(low, 3), "time_ratio_q80": round(high, 3), "repeats": self.repeats}

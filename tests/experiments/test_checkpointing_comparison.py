@@ -148,6 +148,22 @@ def test_checkpointed_blocks_keep_less_and_leave_the_model_as_it_was(pattern: st
     assert (after["peak_bytes"], after["flops"]) == (plain["peak_bytes"], plain["flops"])
 
 
+def test_checkpointed_blocks_are_timed_against_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring = run.Measuring(TINY, TINY.small, repeats=1)
+    flops = {}
+
+    def time_ratios(step: Any, reference: Any, repeats: int) -> list[float]:
+        flops["step"], flops["reference"] = (instruments.peak_and_flops(each, [])[1] for each in (step, reference))
+        return [1.0] * repeats
+
+    monkeypatch.setattr(run, "time_ratios", time_ratios)
+    plain = measuring.row("eager", "", measuring.plain)
+    with baselines.checkpointed_blocks(measuring.model, r"stages\.\d+"):
+        row = measuring.row("blocks", "", measuring.plain)
+    assert flops["step"] == row["flops"] > plain["flops"]
+    assert flops["reference"] == plain["flops"]
+
+
 def test_a_measurement_tells_wrong_gradients() -> None:
     measuring = run.Measuring(TINY, TINY.small, repeats=0)
     assert measuring.row("eager", "", measuring.plain)["same_gradients"]
