@@ -298,7 +298,7 @@ def measured_rows(
     for name, pattern in blocks.items():
         with checkpointed_blocks(model, pattern) as count:
             yield measuring.row(BLOCKS, name, measuring.plain) | {"note": f"{count} blocks"}
-    for budget in budgets if workload.compiles else ():
+    for budget in (budget for budget in budgets if budget in workload.budgets):
         with memory_budget(workload.step, budget) as compiled:
             # compiles
             torch.manual_seed(1)
