@@ -303,6 +303,14 @@ def test_the_committed_reports_are_what_the_results_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no results are committed")
+def test_every_model_was_compared_with_all_of_its_budgets() -> None:
+    rows = [row for row in report.read_rows(run.RESULTS / report.MEASURED_FILE) if row["method"] == baselines.BUDGET]
+    found = {(row["model"], row["shape"], row["setting"]) for row in rows}
+    shapes = [(each, shape) for each in models.WORKLOADS for shape in ("small", "wide") if getattr(each, shape)]
+    assert found == {(each.name, shape, f"{budget:g}") for each, shape in shapes for budget in each.budgets}
+
+
+@pytest.mark.skipif(not COMMITTED, reason="no results are committed")
 def test_every_committed_schedule_took_what_was_simulated() -> None:
     planned = [row for row in report.read_rows(run.RESULTS / report.MEASURED_FILE) if row["method"] == "planned"]
     assert {row["model"] for row in planned if row["shape"] == "small"} == {each.name for each in models.WORKLOADS}
