@@ -7,6 +7,7 @@ the cap. Here both are tried on any graph, a segment being a run of consecutive 
 segments, equal by count and by bytes, with the cuts also moved to where few bytes cross; and for a sweep of caps.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -115,7 +116,9 @@ def cuts_of(graph: Graph) -> Iterator[tuple[int, ...]]:
         Places of the cuts, rising.
     """
     prices, sizes = crossing_bytes(graph), written_bytes(graph)
-    for parts in some_counts(graph.forward_count, all_up_to=_ALL_UP_TO, number=_COUNTS):
+    counts = some_counts(graph.forward_count, all_up_to=_ALL_UP_TO, number=_COUNTS)
+    # the paper's own number is always among them
+    for parts in sorted({*counts, round(math.sqrt(graph.forward_count))}):
         for weights in ([1] * graph.forward_count, sizes):
             for slack in (0.0, 0.5):
                 yield balanced_cuts(weights, prices, parts, slack=slack)
