@@ -1,12 +1,60 @@
-"""Results files of experiments whose rows belong to models: read as typed rows, rewritten model by model."""
+"""Experiments whose rows belong to models: which are chosen, and results files that are rewritten model by model."""
 
 import csv
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from experiments.glue.errors import HarnessError
 from experiments.glue.report import replace_file
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Workload = TypeVar("_Workload", bound=_Named)
+
+
+def chosen(workloads: Sequence[_Workload], names: Sequence[str] | None) -> tuple[_Workload, ...]:
+    """Return workloads by name.
+
+    Args:
+        workloads: All that there are.
+        names: Which; all if None.
+
+    Returns:
+        The workloads, in the order that all have.
+
+    Raises:
+        HarnessError: If there is no such workload.
+    """
+    known = [workload.name for workload in workloads]
+    for name in names or ():
+        if name not in known:
+            raise HarnessError(f"there is no model {name!r}; choose among {', '.join(known)}")
+    return tuple(workload for workload in workloads if names is None or workload.name in names)
+
+
+def output_folder(given: Path | None, default: Path) -> Path:
+    """Return the folder that results are written to.
+
+    Args:
+        given: What the user asked for, which has to be there; None for the experiment's own.
+        default: The experiment's own, which is made.
+
+    Returns:
+        The folder.
+
+    Raises:
+        HarnessError: If it is none.
+    """
+    default.mkdir(exist_ok=True)
+    output = given or default
+    if not output.is_dir():
+        raise HarnessError(f"--output {output} is no folder; make it first")
+    return output
 
 
 def read_rows(

@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.glue.errors import HarnessError
-
 from .baselines import BUDGETS
 
 _CLASSES = 1000
@@ -610,22 +608,3 @@ WORKLOADS = (
         budgets=(0.9, 0.3),
     ),
 )
-
-
-def workloads(names: Sequence[str] | None = None) -> tuple[Workload, ...]:
-    """Return workloads by name.
-
-    Args:
-        names: Which; all by default.
-
-    Returns:
-        The workloads, in the order of the tables.
-
-    Raises:
-        HarnessError: If there is no such workload.
-    """
-    known = [workload.name for workload in WORKLOADS]
-    for name in names or ():
-        if name not in known:
-            raise HarnessError(f"there is no model {name!r}; choose among {', '.join(known)}")
-    return tuple(workload for workload in WORKLOADS if names is None or workload.name in names)

@@ -36,7 +36,7 @@ from rmm_linear.checkpointing.strategies import Proposal, choose
 
 from .baselines import BLOCKS, BUDGET, BUDGETS, EAGER, checkpointed_blocks, memory_budget
 from .instruments import allocator_peak, flops_of, peak_and_flops, time_ratios
-from .models import WORKLOADS, Shape, Workload, workloads
+from .models import WORKLOADS, Shape, Workload
 from .report import FRONTIERS_FILE, MEASURED_FILE, PLANNED, read_rows, summary, write_report
 
 RESULTS = Path(__file__).parent / "results"
@@ -441,17 +441,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes alone, two budgets; writes no results")
     parser.add_argument("--simulate", action="store_true", help="plan anew and run nothing; measured rows stay")
     options = parser.parse_args(arguments)
-    chosen = workloads(options.models)
+    chosen = results_by_model.chosen(WORKLOADS, options.models)
     strategies = [name for name in available_strategies() if name != _ALL_OTHERS]
     transformers.logging.set_verbosity_error()
     # of names that are to change in transformers 6
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     if options.quick and (options.output is not None or options.simulate):
         raise HarnessError("--quick runs and writes no results; leave --output and --simulate out")
-    output = options.output or RESULTS
-    RESULTS.mkdir(exist_ok=True)
-    if not output.is_dir():
-        raise HarnessError(f"--output {output} is no folder; make it first")
+    output = results_by_model.output_folder(options.output, RESULTS)
     _commit()
     quick: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
     for workload in chosen:

@@ -8,7 +8,7 @@ would: models that can do without have none in their attention here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,25 +113,6 @@ WORKLOADS = (
     Workload("llama-1b", "llama-1b", (1,), 512, dtype=torch.bfloat16),
     Workload("llama-1b-lora", "llama-1b", (1,), 512, dtype=torch.bfloat16, lora=True),
 )
-
-
-def workloads(names: Sequence[str] | None = None) -> tuple[Workload, ...]:
-    """Return workloads by name.
-
-    Args:
-        names: Which; all by default.
-
-    Returns:
-        The workloads, in the order of the tables.
-
-    Raises:
-        HarnessError: If there is no such workload.
-    """
-    known = [workload.name for workload in WORKLOADS]
-    for name in names or ():
-        if name not in known:
-            raise HarnessError(f"there is no model {name!r}; choose among {', '.join(known)}")
-    return tuple(workload for workload in WORKLOADS if names is None or workload.name in names)
 
 
 def _with_lora(model: nn.Module) -> nn.Module:

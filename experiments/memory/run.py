@@ -29,7 +29,7 @@ from experiments.glue.report import replace_file
 from rmm_linear.memory import MemoryReport, measure_kept_bytes, profile
 
 from .methods import EXACT, METHODS, Method
-from .models import WORKLOADS, Workload, workloads
+from .models import WORKLOADS, Workload
 from .on_gpu import BUDGETS_GIB, largest_batch, step_costs
 from .report import FILE, GPU_FILE, read_rows, summary_table, write_report
 
@@ -194,7 +194,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         "--quick", action="store_true", help="two layers of each model, the first batch alone; writes no results"
     )
     options = parser.parse_args(arguments)
-    chosen = workloads(options.models)
+    chosen = results_by_model.chosen(WORKLOADS, options.models)
     transformers.logging.set_verbosity_error()
     # of names that are to change in transformers 6
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
@@ -202,10 +202,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         raise HarnessError("--quick writes no results; leave --output out")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise HarnessError("--device cuda: torch finds no GPU here; leave --device out")
-    output = options.output or RESULTS
-    RESULTS.mkdir(exist_ok=True)
-    if not output.is_dir():
-        raise HarnessError(f"--output {output} is no folder; make it first")
+    output = results_by_model.output_folder(options.output, RESULTS)
 
     quick: list[dict[str, Any]] = []
     for workload in chosen:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from experiments import readme
+from experiments import readme, results_by_model
 from experiments.checkpointing import baselines, instruments, models, report, run
 from experiments.glue.errors import HarnessError
 from rmm_linear.checkpointing import Schedule, capture, simulate
@@ -215,7 +215,7 @@ def test_plans_are_made_anew_without_a_run(
     run.write_rows(tmp_path / report.FRONTIERS_FILE, simulated[:1])
     run.write_rows(tmp_path / report.MEASURED_FILE, measured)
     before = (tmp_path / report.MEASURED_FILE).read_text()
-    monkeypatch.setattr(run, "workloads", lambda names: (TINY,))
+    monkeypatch.setattr(run, "WORKLOADS", (TINY,))
     monkeypatch.setattr(run, "available_strategies", lambda: ("chen2016_sqrt",))
     assert run.main(["--simulate", "--output", str(tmp_path)]) == 0
     found = report.read_rows(tmp_path / report.FRONTIERS_FILE)
@@ -324,7 +324,7 @@ def test_every_committed_schedule_took_what_was_simulated() -> None:
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HarnessError, match="no model 'bert'; choose among resnet-50"):
-        models.workloads(["bert"])
+        results_by_model.chosen(models.WORKLOADS, ["bert"])
     quick = (["--quick", "--output", str(tmp_path)], ["--quick", "--simulate"])
     for arguments in (["--models", "bert"], *quick, ["--output", str(tmp_path / "no")]):
         assert run.main(arguments) == 2

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 
+from experiments import results_by_model
 from experiments.glue.errors import HarnessError
 from experiments.memory import run
 from experiments.memory.methods import ALONE, CHECKPOINTING, EXACT, METHODS, OURS, Method
-from experiments.memory.models import WORKLOADS, Workload, workloads
+from experiments.memory.models import WORKLOADS, Workload
 from experiments.memory.on_gpu import largest_batch
 from experiments.memory.report import FILE, GPU_FILE, read_rows, summary_table, write_report
 from experiments.memory.report import main as report_main
@@ -264,7 +265,7 @@ def test_the_largest_batch_is_extrapolated() -> None:
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HarnessError, match="no model 'bert'; choose among roberta-base"):
-        workloads(["bert"])
+        results_by_model.chosen(WORKLOADS, ["bert"])
     for arguments in (
         ["--models", "bert"],
         ["--quick", "--output", str(tmp_path)],

@@ -26,6 +26,7 @@ def test_nested_orders_can_run_on_all_shapes() -> None:
         for fine, coarse in ((1, 2), (2, 2), (3, 2), (2, 5), (5, 1), (100, 1)):
             order = order_of_nested_segments(graph, cut(graph, fine, coarse))
             validate(graph, Schedule.from_order(graph, order))
+            assert set(order) == set(range(len(graph.ops)))
 
 
 def test_forward_ops_of_a_chain_run_at_most_three_times() -> None:
