@@ -46,7 +46,8 @@ def cost_of(node: fx.Node, costs: str) -> float:
     Args:
         node: Its node, with hollow tensors as values.
         costs: "roofline" (the longer one of moving its bytes and doing its FLOPs, and a launch), "flops" (1 for ops
-            that do none), "bytes" (that it moves), or "ops" (1).
+            that do none), "bytes" (that it moves), "ms" (it runs here, on zeros and random numbers, and is timed; ops
+            alike are timed once), or "ops" (1).
 
     Returns:
         Its cost, more than 0, in `unit_of(costs)`.

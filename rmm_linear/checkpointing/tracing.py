@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.errors import CaptureError
 
+# Parts of the paths of files whose lines are not the user's.
 _NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
 # What a step may return beside tensors.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -433,9 +434,7 @@ def _explained(error: Exception) -> CaptureError:
     if isinstance(error, _NotFollowedError):
         return CaptureError(str(error))
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame for frame in frames if not any(part in frame.filename for part in ("/torch/", "rmm_linear/checkpoint"))
-    ]
+    own = [frame for frame in frames if not any(part in frame.filename for part in _NOT_THE_USERS)]
     where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
     kinds = (
         DataDependentOutputException,
