@@ -4,6 +4,7 @@ A program of `_quantize_kernel` holds a group of rows of some columns in registe
 is made in registers too, in both directions.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
+from ..launching import Constants, launch
 from ..philox.kernel import ROUNDING_STREAM, random_half
 from .reference import _LARGEST_FP8, BITS, FP8, SCALE_DTYPE, packed_width
 
@@ -365,20 +367,24 @@ def _dequantize_kernel(
     tl.store(to, converted(value, OUT.dtype.element_ty, INTERPRETED), is_row[:, None] & is_column[None, :])
 
 
-def _constants(kind: str, group: int) -> dict[str, Any]:
-    return {"GROUP": group, "BITS": BITS[kind], "IS_FP8": kind == FP8}
-
-
-def _quantize_tile(kind: str, group: int) -> dict[str, int]:
-    """Rows and columns that a program holds at a time, and its warps: 64 elements a thread, 32 of fp8."""
+@lru_cache
+def _quantize_constants(kind: str, group: int, has_mean: bool, interpreted: bool) -> Constants:
+    """Also the rows and columns that a program holds at a time, and its warps: 64 elements a thread, 32 of fp8."""
     chunk = min(triton.next_power_of_2(group), _MOST_ROWS)
     block = 64 if chunk <= 128 else 32
     elements = 32 if kind == FP8 else 64
-    return {"CHUNK": chunk, "BLOCK": block, "num_warps": max(4, chunk * block // (32 * elements))}
+    tile = {"CHUNK": chunk, "BLOCK": block, "HAS_MEAN": has_mean, "INTERPRETED": interpreted}
+    return Constants(_of_kind(kind, group) | tile, num_warps=max(4, chunk * block // (32 * elements)))
 
 
-def _dequantize_tile(group: int) -> dict[str, int]:
-    return {"CHUNK": min(triton.next_power_of_2(group), 32), "BLOCK": 128, "num_warps": 4}
+@lru_cache
+def _dequantize_constants(kind: str, group: int, interpreted: bool) -> Constants:
+    tile = {"CHUNK": min(triton.next_power_of_2(group), 32), "BLOCK": 128, "INTERPRETED": interpreted}
+    return Constants(_of_kind(kind, group) | tile, num_warps=4)
+
+
+def _of_kind(kind: str, group: int) -> dict[str, Any]:
+    return {"GROUP": group, "BITS": BITS[kind], "IS_FP8": kind == FP8}
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -399,10 +405,10 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     codes = y.new_empty((rows, packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty((triton.cdiv(rows, group), features), dtype=SCALE_DTYPE)
     offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
-    tile = _quantize_tile(kind, group)
-    programs = steps.shape[0] * triton.cdiv(features, tile["BLOCK"])
+    constants = _quantize_constants(kind, group, mean is not None, IS_INTERPRETED)
+    programs = steps.shape[0] * triton.cdiv(features, constants["BLOCK"])
     if programs:
-        _quantize_kernel[(programs,)](
+        arguments = (
             y,
             seed,
             mean,
@@ -414,11 +420,8 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
             codes.shape[1],
             *y.stride(),
             0 if mean is None else mean.stride(0),
-            HAS_MEAN=mean is not None,
-            INTERPRETED=IS_INTERPRETED,
-            **_constants(kind, group),
-            **tile,
         )
+        launch(_quantize_kernel, (programs, 1, 1), arguments, constants)
     return codes, steps, offsets
 
 
@@ -450,11 +453,11 @@ def dequantize(
     """
     rows = codes.shape[0]
     values = torch.empty((rows, features), dtype=dtype, device=codes.device)
-    tile = _dequantize_tile(group)
-    chunks = triton.cdiv(rows, group) * triton.cdiv(group, tile["CHUNK"])
-    programs = chunks * triton.cdiv(features, tile["BLOCK"])
+    constants = _dequantize_constants(kind, group, IS_INTERPRETED)
+    chunks = triton.cdiv(rows, group) * triton.cdiv(group, constants["CHUNK"])
+    programs = chunks * triton.cdiv(features, constants["BLOCK"])
     if programs:
-        _dequantize_kernel[(programs,)](
+        arguments = (
             codes,
             steps.contiguous().view(torch.int16),
             offsets.contiguous().view(torch.int16),
@@ -464,10 +467,8 @@ def dequantize(
             features,
             codes.shape[1],
             *codes.stride(),
-            INTERPRETED=IS_INTERPRETED,
-            **_constants(kind, group),
-            **tile,
         )
+        launch(_dequantize_kernel, (programs, 1, 1), arguments, constants)
     return values
 
 
@@ -489,17 +490,10 @@ def builds() -> list[Build]:
 
 
 def _quantize_build(name: str, kind: str, group: int, dtype: torch.dtype, has_mean: bool) -> Build:
-    tile = _quantize_tile(kind, group)
-    warps = tile.pop("num_warps")
+    shared = _quantize_constants(kind, group, has_mean, False)
     types = {"Y": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
     sizes = ("rows", "features", "width", "y_row")
-    constants: dict[str, Any] = {
-        "y_column": 1,
-        "HAS_MEAN": has_mean,
-        "INTERPRETED": False,
-        **_constants(kind, group),
-        **tile,
-    }
+    constants = {"y_column": 1, **shared.values}
     if has_mean:
         types["MEAN"] = "*fp32"
         constants["mean_stride"] = 1
@@ -512,20 +506,19 @@ def _quantize_build(name: str, kind: str, group: int, dtype: torch.dtype, has_me
         types | dict.fromkeys(sizes, "i32"),
         constants,
         (*types, *sizes[1:]),
-        num_warps=warps,
+        num_warps=shared.num_warps,
     )
 
 
 def _dequantize_build(name: str, kind: str, group: int, dtype: torch.dtype) -> Build:
-    tile = _dequantize_tile(group)
-    warps = tile.pop("num_warps")
+    constants = _dequantize_constants(kind, group, False)
     pointers = {"CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[dtype]}"}
     sizes = ("rows", "features", "width", "codes_row")
     return Build(
         name,
         _dequantize_kernel,
         pointers | dict.fromkeys(sizes, "i32"),
-        {"codes_column": 1, "INTERPRETED": False, **_constants(kind, group), **tile},
+        {"codes_column": 1, **constants.values},
         (*pointers, *sizes[1:]),
-        num_warps=warps,
+        num_warps=constants.num_warps,
     )

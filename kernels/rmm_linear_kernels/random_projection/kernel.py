@@ -8,7 +8,7 @@ beside each other in one tile, whose matching rows of x are read twice: one prod
 other, which on Blackwell GPUs would move the sums to and fro.
 """
 
-from typing import Any
+from functools import lru_cache
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
+from ..launching import Constants, launch
 from ..philox.kernel import PROJECTION_STREAM, normals_of_counter, words_of_counter
 from . import reference
 
@@ -168,12 +169,13 @@ def _random_projection_kernel(
     )
 
 
-def _constants(*, gaussian: bool, dtype: torch.dtype, mean: bool) -> tuple[dict[str, Any], int]:
-    """Constants of the kernel and its warps; the launcher and `builds` share them."""
+@lru_cache
+def _constants(gaussian: bool, dtype: torch.dtype, mean: bool, steps: int | None) -> Constants:
+    """What the launcher and `builds` share; `steps` is for the interpreter alone."""
     wide = dtype == torch.float32
     # Whatever is larger spills registers on one GPU or another, and whatever is smaller makes S more often.
     rank, features, rows, warps = (64, 128, 32, 8) if wide else (64, 256, 16, 4) if gaussian else (128, 128, 64, 4)
-    constants = {
+    values = {
         "GAUSSIAN": gaussian,
         "HAS_MEAN": mean,
         "IN_HALVES": gaussian and not wide,
@@ -184,8 +186,9 @@ def _constants(*, gaussian: bool, dtype: torch.dtype, mean: bool) -> tuple[dict[
         # float32, triton 3.7 makes a plain tf32 product of it on Blackwell GPUs. AMD's GPUs multiply float32 as it is.
         "PRECISION": "tf32x3" if wide and torch.version.hip is None and not IS_INTERPRETED else "ieee",
         "UPCAST": IS_INTERPRETED,
+        "STEPS": steps,
     }
-    return constants, warps
+    return Constants(values, num_warps=warps, num_stages=_STAGES)
 
 
 def _splits(rows: int, tiles: int) -> tuple[int, int]:
@@ -220,12 +223,12 @@ def random_projection(
     out = torch.empty((rank, features), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    constants, warps = _constants(gaussian=gaussian, dtype=x.dtype, mean=mean is not None)
+    constants = _constants(gaussian, x.dtype, mean is not None, None)
     grid = (triton.cdiv(rank, constants["BLOCK_RANK"]), triton.cdiv(features, constants["BLOCK_FEATURES"]))
     splits, rows_of_split = _splits(rows, grid[0] * grid[1])
     steps = rows_of_split // constants["BLOCK_ROWS"]
     parts = out if splits == 1 else out.new_empty((splits, rank, features), dtype=torch.float32)
-    _random_projection_kernel[(*grid, splits)](
+    arguments = (
         x,
         seed,
         mean,
@@ -233,22 +236,20 @@ def random_projection(
         rows,
         rank,
         features,
-        x.stride(0),
-        x.stride(1),
+        *x.stride(),
         mean.stride(0) if mean is not None else 1,
         scale,
         steps,
-        **constants,
-        STEPS=steps if IS_INTERPRETED else None,
-        num_warps=warps,
-        num_stages=_STAGES,
     )
+    if IS_INTERPRETED:
+        constants = _constants(gaussian, x.dtype, mean is not None, steps)
+    launch(_random_projection_kernel, (*grid, splits), arguments, constants)
     # one sum after the other: the same in every run, which atomic additions are not
     return out if splits == 1 else parts.sum(0).to(dtype)
 
 
 def _build(*, gaussian: bool, x: torch.dtype, out: torch.dtype, mean: bool) -> Build:
-    constants, warps = _constants(gaussian=gaussian, dtype=x, mean=mean)
+    constants = _constants(gaussian, x, mean, None)
     types = {"X": f"*{TYPE_NAMES[x]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[out]}"}
     types |= {"MEAN": "*fp32"} if mean else {}
     pointers = tuple(types)
@@ -260,9 +261,9 @@ def _build(*, gaussian: bool, x: torch.dtype, out: torch.dtype, mean: bool) -> B
         name=f"random_projection {kind} {TYPE_NAMES[x]} to {TYPE_NAMES[out]}{centred}",
         kernel=_random_projection_kernel,
         types=types,
-        constants={**constants, **absent, "column_stride": 1, "mean_stride": 1, "STEPS": None},
+        constants={**constants.values, **absent, "column_stride": 1, "mean_stride": 1},
         divisible=(*pointers, "features", "row_stride"),
-        num_warps=warps,
+        num_warps=constants.num_warps,
         num_stages=_STAGES,
         uses_tensor_cores=True,
     )

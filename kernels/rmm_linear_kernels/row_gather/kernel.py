@@ -3,12 +3,15 @@
 The drawing itself is a handful of sums and sorts over the rows, which torch does without waiting for the device.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..launching import Constants, launch
 from . import reference
 
 # Elements of a tile, fewer where they are widened to float64.
@@ -94,10 +97,26 @@ def _row_norms_kernel(
     tl.store(OUT + row, tl.sqrt(tl.sum(squares, axis=1)), mask=is_row)
 
 
-def _tile(elements: int, features: int, *, column_stride: int, row_stride: int) -> tuple[int, int]:
-    """Rows and features of a tile of so many elements."""
-    rows = _ROWS_OF_A_TILE if column_stride <= row_stride else _ROWS_OF_A_TILE_OF_COLUMNS
+def _tile(elements: int, features: int, *, lies_in_rows: bool) -> tuple[int, int]:
+    """Rows and features of a tile of so many elements, where the elements of a row or of a column are neighbours."""
+    rows = _ROWS_OF_A_TILE if lies_in_rows else _ROWS_OF_A_TILE_OF_COLUMNS
     return rows, min(elements // rows, max(16, triton.next_power_of_2(features)))
+
+
+@lru_cache
+def _gather_constants(features: int, lies_in_rows: bool, mean: bool, scales: bool) -> Constants:
+    """What the launcher and `builds` share."""
+    rows, columns = _tile(_TILE, features, lies_in_rows=lies_in_rows)
+    values = {"HAS_MEAN": mean, "HAS_SCALES": scales, "BLOCK_ROWS": rows, "BLOCK_FEATURES": columns}
+    return Constants(values, num_warps=_WARPS, num_stages=_STAGES)
+
+
+@lru_cache
+def _norms_constants(features: int, lies_in_rows: bool, mean: bool) -> Constants:
+    """What the launcher and `builds` share."""
+    rows, columns = _tile(_WIDE_TILE, features, lies_in_rows=lies_in_rows)
+    values = {"FEATURES": features, "HAS_MEAN": mean, "BLOCK_ROWS": rows, "BLOCK_FEATURES": columns}
+    return Constants(values, num_warps=_WARPS, num_stages=_STAGES)
 
 
 def _stride(vector: Tensor | None) -> int:
@@ -124,9 +143,10 @@ def gather_rows(
     out = torch.empty((rank, features), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    block_rows, block_features = _tile(_TILE, features, column_stride=x.stride(1), row_stride=x.stride(0))
-    grid = (triton.cdiv(rank, block_rows), triton.cdiv(features, block_features))
-    _gather_rows_kernel[grid](
+    row_stride, column_stride = x.stride()
+    constants = _gather_constants(features, column_stride <= row_stride, mean is not None, scales is not None)
+    grid = (triton.cdiv(rank, constants["BLOCK_ROWS"]), triton.cdiv(features, constants["BLOCK_FEATURES"]), 1)
+    arguments = (
         x,
         index,
         mean,
@@ -134,19 +154,14 @@ def gather_rows(
         out,
         rank,
         features,
-        x.stride(0),
-        x.stride(1),
+        row_stride,
+        column_stride,
         index.stride(0),
         _stride(mean),
         _stride(scales),
         scale,
-        HAS_MEAN=mean is not None,
-        HAS_SCALES=scales is not None,
-        BLOCK_ROWS=block_rows,
-        BLOCK_FEATURES=block_features,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
     )
+    launch(_gather_rows_kernel, grid, arguments, constants)
     return out
 
 
@@ -164,29 +179,17 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
         return reference.row_norms(x, mean)
     rows, features = x.shape
     out = torch.empty(rows, dtype=torch.float64, device=x.device)
-    block_rows, block_features = _tile(_WIDE_TILE, features, column_stride=x.stride(1), row_stride=x.stride(0))
-    _row_norms_kernel[(triton.cdiv(rows, block_rows),)](
-        x,
-        mean,
-        out,
-        rows,
-        x.stride(0),
-        x.stride(1),
-        _stride(mean),
-        FEATURES=features,
-        HAS_MEAN=mean is not None,
-        BLOCK_ROWS=block_rows,
-        BLOCK_FEATURES=block_features,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
+    row_stride, column_stride = x.stride()
+    constants = _norms_constants(features, column_stride <= row_stride, mean is not None)
+    grid = (triton.cdiv(rows, constants["BLOCK_ROWS"]), 1, 1)
+    launch(_row_norms_kernel, grid, (x, mean, out, rows, row_stride, column_stride, _stride(mean)), constants)
     return out
 
 
 def _gather_build(
     x: torch.dtype, out: torch.dtype, index: torch.dtype, *, features: int, mean: bool, scales: bool
 ) -> Build:
-    block_rows, block_features = _tile(_TILE, features, column_stride=1, row_stride=features)
+    constants = _gather_constants(features, True, mean, scales)
     types = {"X": f"*{TYPE_NAMES[x]}", "INDEX": f"*{TYPE_NAMES[index]}", "OUT": f"*{TYPE_NAMES[out]}"}
     types |= ({"MEAN": "*fp32"} if mean else {}) | ({"SCALES": "*fp32"} if scales else {})
     pointers = tuple(types)
@@ -198,21 +201,18 @@ def _gather_build(
         kernel=_gather_rows_kernel,
         types=types,
         constants={
-            "HAS_MEAN": mean,
-            "HAS_SCALES": scales,
-            "BLOCK_ROWS": block_rows,
-            "BLOCK_FEATURES": block_features,
+            **constants.values,
             **absent,
             **dict.fromkeys(("column_stride", "index_stride", "mean_stride", "scales_stride"), 1),
         },
         divisible=(*pointers, "features", "row_stride"),
-        num_warps=_WARPS,
+        num_warps=constants.num_warps,
         num_stages=_STAGES,
     )
 
 
 def _norms_build(x: torch.dtype, *, features: int, mean: bool) -> Build:
-    block_rows, block_features = _tile(_WIDE_TILE, features, column_stride=1, row_stride=features)
+    constants = _norms_constants(features, True, mean)
     types = {"X": f"*{TYPE_NAMES[x]}", "OUT": "*fp64"} | ({"MEAN": "*fp32"} if mean else {})
     pointers = tuple(types)
     types |= dict.fromkeys((*_ANY_ROWS, "row_stride"), "i32")
@@ -221,15 +221,12 @@ def _norms_build(x: torch.dtype, *, features: int, mean: bool) -> Build:
         kernel=_row_norms_kernel,
         types=types,
         constants={
-            "FEATURES": features,
-            "HAS_MEAN": mean,
-            "BLOCK_ROWS": block_rows,
-            "BLOCK_FEATURES": block_features,
+            **constants.values,
             **({} if mean else {"MEAN": None}),
             **dict.fromkeys(("column_stride", "mean_stride"), 1),
         },
         divisible=(*pointers, "row_stride"),
-        num_warps=_WARPS,
+        num_warps=constants.num_warps,
         num_stages=_STAGES,
     )
 

@@ -1,11 +1,14 @@
 """About the mean of all rows on a GPU, in one launch: a program takes some columns of all the rows that are read."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..launching import Constants, launch
 from . import reference
 
 # The constants of the reference, as a kernel may see them.
@@ -59,6 +62,12 @@ def _sampled_mean_kernel(
     tl.store(OUT + column, mean, mask=is_column)
 
 
+@lru_cache
+def _constants(is_whole: bool) -> Constants:
+    """What the launcher and `builds` share."""
+    return Constants({"IS_WHOLE": is_whole, "COLUMNS": _COLUMNS}, num_warps=_WARPS)
+
+
 def sampled_mean(x: Tensor) -> Tensor:
     """Return about the column mean of x; the reference tells how near, and what for.
 
@@ -72,28 +81,20 @@ def sampled_mean(x: Tensor) -> Tensor:
         return reference.sampled_mean(x)
     rows, features = x.shape
     out = torch.empty(features, dtype=torch.float32, device=x.device)
-    _sampled_mean_kernel[(triton.cdiv(features, _COLUMNS),)](
-        x,
-        out,
-        rows,
-        features,
-        x.stride(0),
-        x.stride(1),
-        IS_WHOLE=rows <= reference.SAMPLE,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
-    )
+    grid = (triton.cdiv(features, _COLUMNS), 1, 1)
+    launch(_sampled_mean_kernel, grid, (x, out, rows, features, *x.stride()), _constants(rows <= reference.SAMPLE))
     return out
 
 
 def _build(dtype: torch.dtype, *, whole: bool) -> Build:
+    constants = _constants(whole)
     return Build(
         name=f"sampled_mean {TYPE_NAMES[dtype]}{' of all rows' if whole else ''}",
         kernel=_sampled_mean_kernel,
         types={"X": f"*{TYPE_NAMES[dtype]}", "OUT": "*fp32", "rows": "i32", "features": "i32", "row_stride": "i32"},
-        constants={"IS_WHOLE": whole, "COLUMNS": _COLUMNS, "column_stride": 1},
+        constants={**constants.values, "column_stride": 1},
         divisible=("X", "OUT", "features", "row_stride"),
-        num_warps=_WARPS,
+        num_warps=constants.num_warps,
     )
 
 
