@@ -40,7 +40,7 @@ def uniform_row_sketch(
     Returns:
         Shape (rank, features).
     """
-    return torch.ops.rmm_linear.uniform_row_sketch.default(x, seed, mean, rank, replacement, gradient)
+    return _uniform_row_sketch(x, seed, mean, rank, replacement, gradient)
 
 
 @define(
@@ -87,7 +87,7 @@ def importance_rows(
     Returns:
         Row numbers (rank,), int32, and squared entries of S (rank,), float32 (float64 for a float64 `x`).
     """
-    return torch.ops.rmm_linear.importance_rows.default(x, seed, mean, grad_norms, rank, winner_take_all)
+    return _importance_rows(x, seed, mean, grad_norms, rank, winner_take_all)
 
 
 @define("gather_rows(Tensor x, Tensor index, Tensor? mean, Tensor? scales) -> Tensor")
@@ -114,4 +114,4 @@ def gather_rows(x: Tensor, index: Tensor, mean: Tensor | None, scales: Tensor | 
     Returns:
         Shape (rank, features); in x's dtype without scales, else in float32 (float64 for float64).
     """
-    return torch.ops.rmm_linear.gather_rows.default(x, index, mean, scales)
+    return _gather_rows(x, index, mean, scales)
