@@ -58,3 +58,18 @@ def test_a_huge_rank_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         seeds.add(int(ops.draw_seed(x)))
     assert len(seeds) == 6
+
+
+def test_the_shift_of_rank_0_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch less on a GPU; the seeds of all ranks are multiples of one stride apart."""
+    x, stride = torch.zeros(1), 0x9E3779B97F4A7C15
+    seeds = []
+    for rank in range(3):
+        monkeypatch.setattr("rmm_linear.ops.seeds.data_parallel_rank", lambda rank=rank: rank)
+        torch.manual_seed(0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            seeds.append(int(ops.draw_seed(x)))
+        assert ("aten::add" in [event.name for event in profile.events()]) == (rank > 0)
+    torch.manual_seed(0)
+    drawn = int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64))
+    assert [(seed - drawn) % (1 << 64) for seed in seeds] == [rank * stride % (1 << 64) for rank in range(3)]
