@@ -162,6 +162,19 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
         plan.remembered[key] = compiled, tuple(constants.values[name] for name in plan.constant_names)
 
 
+def ceil_div(size: int, block: int) -> int:
+    """Return how many blocks cover so many elements. `triton.cdiv` says the same, in 2 us.
+
+    Args:
+        size: Elements, not negative.
+        block: Elements of a block.
+
+    Returns:
+        The quotient, rounded up.
+    """
+    return -(-size // block)
+
+
 def forget() -> None:
     """Forget all launches, after which the next of each kind goes through Triton.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, launch
+from ..launching import Constants, ceil_div, launch
 from ..philox.kernel import ROUNDING_STREAM, random_half
 from .reference import _LARGEST_FP8, BITS, FP8, SCALE_DTYPE, packed_width
 
@@ -403,10 +403,10 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     """
     rows, features = y.shape
     codes = y.new_empty((rows, packed_width(features, kind)), dtype=torch.uint8)
-    steps = y.new_empty((triton.cdiv(rows, group), features), dtype=SCALE_DTYPE)
+    steps = y.new_empty((ceil_div(rows, group), features), dtype=SCALE_DTYPE)
     offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
     constants = _quantize_constants(kind, group, mean is not None, IS_INTERPRETED)
-    programs = steps.shape[0] * triton.cdiv(features, constants["BLOCK"])
+    programs = steps.shape[0] * ceil_div(features, constants["BLOCK"])
     if programs:
         arguments = (
             y,
@@ -454,8 +454,8 @@ def dequantize(
     rows = codes.shape[0]
     values = torch.empty((rows, features), dtype=dtype, device=codes.device)
     constants = _dequantize_constants(kind, group, IS_INTERPRETED)
-    chunks = triton.cdiv(rows, group) * triton.cdiv(group, constants["CHUNK"])
-    programs = chunks * triton.cdiv(features, constants["BLOCK"])
+    chunks = ceil_div(rows, group) * ceil_div(group, constants["CHUNK"])
+    programs = chunks * ceil_div(features, constants["BLOCK"])
     if programs:
         arguments = (
             codes,

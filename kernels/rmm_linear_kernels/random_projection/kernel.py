@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, launch
+from ..launching import Constants, ceil_div, launch
 from ..philox.kernel import PROJECTION_STREAM, normals_of_counter, words_of_counter
 from . import reference
 
@@ -194,8 +194,8 @@ def _constants(gaussian: bool, dtype: torch.dtype, mean: bool, steps: int | None
 def _splits(rows: int, tiles: int) -> tuple[int, int]:
     """Into how many parts to split the rows, and the rows of each, where the tiles of the result are few."""
     splits = max(1, min(_PROGRAMS // max(1, tiles), rows // _LEAST_ROWS))
-    rows_of_split = triton.cdiv(triton.cdiv(rows, splits), _STEP) * _STEP
-    return max(1, triton.cdiv(rows, max(1, rows_of_split))), rows_of_split
+    rows_of_split = ceil_div(ceil_div(rows, splits), _STEP) * _STEP
+    return max(1, ceil_div(rows, max(1, rows_of_split))), rows_of_split
 
 
 def random_projection(
@@ -224,7 +224,7 @@ def random_projection(
     if out.numel() == 0:
         return out
     constants = _constants(gaussian, x.dtype, mean is not None, None)
-    grid = (triton.cdiv(rank, constants["BLOCK_RANK"]), triton.cdiv(features, constants["BLOCK_FEATURES"]))
+    grid = (ceil_div(rank, constants["BLOCK_RANK"]), ceil_div(features, constants["BLOCK_FEATURES"]))
     splits, rows_of_split = _splits(rows, grid[0] * grid[1])
     steps = rows_of_split // constants["BLOCK_ROWS"]
     parts = out if splits == 1 else out.new_empty((splits, rank, features), dtype=torch.float32)

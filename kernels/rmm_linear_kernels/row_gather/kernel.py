@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
-from ..launching import Constants, launch
+from ..launching import Constants, ceil_div, launch
 from . import reference
 
 # Elements of a tile, fewer where they are widened to float64.
@@ -145,7 +145,7 @@ def gather_rows(
         return out
     row_stride, column_stride = x.stride()
     constants = _gather_constants(features, column_stride <= row_stride, mean is not None, scales is not None)
-    grid = (triton.cdiv(rank, constants["BLOCK_ROWS"]), triton.cdiv(features, constants["BLOCK_FEATURES"]), 1)
+    grid = (ceil_div(rank, constants["BLOCK_ROWS"]), ceil_div(features, constants["BLOCK_FEATURES"]), 1)
     arguments = (
         x,
         index,
@@ -181,7 +181,7 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
     out = torch.empty(rows, dtype=torch.float64, device=x.device)
     row_stride, column_stride = x.stride()
     constants = _norms_constants(features, column_stride <= row_stride, mean is not None)
-    grid = (triton.cdiv(rows, constants["BLOCK_ROWS"]), 1, 1)
+    grid = (ceil_div(rows, constants["BLOCK_ROWS"]), 1, 1)
     launch(_row_norms_kernel, grid, (x, mean, out, rows, row_stride, column_stride, _stride(mean)), constants)
     return out
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
-from ..launching import Constants, launch
+from ..launching import Constants, ceil_div, launch
 from . import reference
 
 # The constants of the reference, as a kernel may see them.
@@ -81,7 +81,7 @@ def sampled_mean(x: Tensor) -> Tensor:
         return reference.sampled_mean(x)
     rows, features = x.shape
     out = torch.empty(features, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(features, _COLUMNS), 1, 1)
+    grid = (ceil_div(features, _COLUMNS), 1, 1)
     launch(_sampled_mean_kernel, grid, (x, out, rows, features, *x.stride()), _constants(rows <= reference.SAMPLE))
     return out
 
