@@ -1,0 +1,318 @@
+"""Launches by the short way against Triton's own choice, on the GPU that is none of `benchmarks/pretended_gpu.py`."""
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install 'rmm-linear[kernels]'")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from rmm_linear_kernels import launching
+from rmm_linear_kernels.launching import Constants, ceil_div, launch
+from rmm_linear_kernels.low_bit import kernel as low_bit
+from rmm_linear_kernels.random_projection import kernel as random_projection
+from rmm_linear_kernels.row_gather import kernel as row_gather
+from rmm_linear_kernels.sampled_mean import kernel as sampled_mean
+
+
+@triton.jit(do_not_specialize=["rows", "scale"])
+def _sums_kernel(X, MEAN, OUT, rows, features, row_stride, factor, scale, BLOCK: tl.constexpr, TYPE: tl.constexpr):
+    feature = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(X + (rows - 1) * row_stride + feature, mask=feature < features, other=0).to(tl.float32)
+    if MEAN is not None:
+        total -= tl.load(MEAN + feature, mask=feature < features, other=0)
+    tl.store(OUT + feature, (total * factor * scale).to(TYPE), mask=feature < features)
+
+
+@triton.jit
+def _mixed_kernel(X, BLOCK: tl.constexpr, rows):
+    tl.store(X + tl.arange(0, BLOCK), rows)
+
+
+SMALL = Constants({"TYPE": tl.float32, "BLOCK": 16}, num_warps=1)
+CONSTANTS = [
+    SMALL,
+    Constants({"BLOCK": 32, "TYPE": tl.float32}, num_warps=1),
+    Constants({"BLOCK": 16, "TYPE": tl.float32}, num_warps=2),
+    Constants({"BLOCK": 16, "TYPE": tl.float32}, num_warps=1, num_stages=2),
+]
+
+
+@pytest.fixture
+def gpu(benchmark_script, tmp_path_factory):
+    with knobs.cache.scope(), benchmark_script("pretended_gpu").pretended_gpu() as gpu:
+        knobs.cache.dir = str(tmp_path_factory.getbasetemp() / "compiled")
+        yield gpu
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Names of the kernels that Triton was asked to launch."""
+    names, run = [], JITFunction.run
+
+    def noting_run(self, *args, **kwargs):
+        names.append(self.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", noting_run)
+    return names
+
+
+def by_triton(kernel, grid, arguments, constants):
+    options = {} if constants.num_stages is None else {"num_stages": constants.num_stages}
+    kernel[grid](*arguments, **constants.values, num_warps=constants.num_warps, **options)
+
+
+def noted(gpu, launcher, case):
+    gpu.launches.clear()
+    launcher(*case)
+    (launched,) = gpu.launches
+    return launched
+
+
+def are_equal(one, other):
+    def is_same(left, right):
+        return left is right or (type(left) is type(right) and not torch.is_tensor(left) and left == right)
+
+    return (
+        (one.kernel, one.handle, one.grid, one.device) == (other.kernel, other.handle, other.grid, other.device)
+        and len(one.arguments) == len(other.arguments)
+        and all(is_same(*pair) for pair in zip(one.arguments, other.arguments, strict=True))
+    )
+
+
+def check(gpu, runs, cases):
+    """Each launch is Triton's, the first as well as those after all others, which Triton is not asked for."""
+    first = [noted(gpu, launch, case) for case in cases]
+    runs.clear()
+    order = list(range(len(cases)))
+    random.Random(0).shuffle(order)
+    again = {place: noted(gpu, launch, cases[place]) for place in order}
+    assert runs == []
+    expected = [noted(gpu, by_triton, case) for case in cases]
+    for place, wanted in enumerate(expected):
+        assert are_equal(first[place], wanted), cases[place]
+        assert are_equal(again[place], wanted), cases[place]
+    return {launched.handle for launched in expected}
+
+
+def sums(x, mean=None, rows=3, features=5, row_stride=7, factor=2.0, scale=0.5, constants=SMALL, out=None):
+    out = torch.empty(16) if out is None else out
+    return _sums_kernel, (2, 1, 3), (x, mean, out, rows, features, row_stride, factor, scale), constants
+
+
+def test_what_arguments_are_like_decides_the_compiled_kernel(gpu, runs):
+    half, wide = torch.zeros(64, dtype=torch.float16), torch.zeros(64)
+    kinds = [half, half[1:], half[8:], wide, wide[1:], wide[4:], half.bfloat16(), torch.nn.Parameter(wide)]
+    means = [None, wide, wide[1:], half]
+    outs = [wide, wide[1:]]
+    cases = [sums(x, mean, out=out) for x, mean, out in itertools.product(kinds, means, outs)]
+    assert len(check(gpu, runs, cases)) == 5 * 4 * 2
+
+
+def test_integers_decide_by_their_value_and_those_of_any_rows_by_their_width(gpu, runs):
+    x = torch.zeros(64)
+    wide = [1, 15, 16, 17, 0, -16, 2**31 - 1, 2**31, 2**31 + 5, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63, 2**64 - 16]
+    cases = [sums(x, row_stride=stride) for stride in wide]
+    cases += [sums(x, features=features, row_stride=stride) for features in (1, 16, 3) for stride in (1, 16, 3)]
+    cases += [sums(x, rows=rows) for rows in wide]
+    cases += [sums(x, rows=rows, row_stride=2**31 + 5) for rows in (1, 2**31 + 5)]
+    check(gpu, runs, cases)
+    runs.clear()
+    for rows in range(1, 100):
+        launch(*sums(x, rows=rows))
+        launch(*sums(x, rows=rows + 2**31))
+    assert runs == []
+
+
+def test_the_python_type_of_a_number_decides(gpu, runs):
+    # 1, 1.0 and True are equal, and so are their hashes
+    numbers = [1, 1.0, True, 0, 0.0, False, 2, 2.0, 16, 16.0]
+    x = torch.zeros(64)
+    check(gpu, runs, [sums(x, factor=number) for number in numbers] + [sums(x, scale=number) for number in numbers])
+
+
+def test_floats_are_no_reason_to_ask_triton(gpu, runs):
+    x = torch.zeros(64)
+    launch(*sums(x))
+    runs.clear()
+    for number in range(100):
+        launch(*sums(x, factor=number / 7, scale=1 / (1 + number)))
+    assert runs == []
+
+
+def test_constants_and_options_decide(gpu, runs):
+    x = torch.zeros(64)
+    assert len(check(gpu, runs, [sums(x, constants=constants) for constants in CONSTANTS])) == len(CONSTANTS)
+
+
+def test_each_device_has_its_own_compiled_kernel(gpu, runs):
+    x, one = torch.zeros(64), gpu.device
+    case = sums(x)
+    first = noted(gpu, launch, case)
+    two = gpu.switch_device()
+    second = noted(gpu, launch, case)
+    runs.clear()
+    again = {}
+    for device in (one, two):
+        gpu.device = device
+        again[device] = noted(gpu, launch, case)
+    assert runs == []
+    assert are_equal(again[one], first)
+    assert are_equal(again[two], second)
+    assert first.handle != second.handle
+
+
+def test_debugging_switched_on_later_is_respected(gpu, runs):
+    case = sums(torch.zeros(64))
+    plain = noted(gpu, launch, case)
+    with knobs.runtime.scope():
+        knobs.runtime.debug = True
+        check(gpu, runs, [case])
+        assert noted(gpu, launch, case).handle != plain.handle
+    assert noted(gpu, launch, case).handle == plain.handle
+
+
+def test_a_hook_of_the_kernel_sees_every_launch(gpu, monkeypatch):
+    case, seen = sums(torch.zeros(64)), []
+    launch(*case)
+    monkeypatch.setattr(_sums_kernel, "pre_run_hooks", [lambda *args, **kwargs: seen.append(args)])
+    for _ in range(3):
+        launch(*case)
+    assert len(seen) == 3
+
+
+def test_what_is_remembered_is_bounded(gpu, runs, monkeypatch):
+    monkeypatch.setattr(launching, "_MOST_REMEMBERED", 2)
+    cases = [sums(torch.zeros(64), features=features) for features in (3, 16, 1, 5)]
+    for case in [*cases, *cases[::-1]]:
+        assert are_equal(noted(gpu, launch, case), noted(gpu, by_triton, case))
+    (plan,) = launching._plans.values()
+    assert len(plan.remembered) <= 2
+
+
+def test_an_argument_of_another_kind_is_left_to_triton(gpu, runs):
+    class Row(int):
+        pass
+
+    case = sums(torch.zeros(64), rows=Row(3))
+    for _ in range(2):
+        assert are_equal(noted(gpu, launch, case), noted(gpu, by_triton, case))
+    assert len(runs) == 4
+
+
+def test_wrong_arguments_are_named(gpu):
+    kernel, grid, arguments, constants = sums(torch.zeros(64))
+    with pytest.raises(ValueError, match="was given 7 arguments; it has 8: X, MEAN, OUT, rows"):
+        launch(kernel, grid, arguments[:-1], constants)
+    with pytest.raises(ValueError, match=r"has the constants \['BLOCK', 'TYPE'\] and was given \['BLOCK'\]"):
+        launch(kernel, grid, arguments, Constants({"BLOCK": 16}, num_warps=1))
+    with pytest.raises(ValueError, match="_mixed_kernel: put its constants .* after all other"):
+        launch(_mixed_kernel, grid, (arguments[0], 3), constants)
+
+
+def test_the_pretended_gpu_leaves_nothing_behind(benchmark_script, tmp_path):
+    before = triton.runtime.driver._active
+    case = sums(torch.zeros(64))
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        for target in ("sm_90", "gfx942"):
+            with benchmark_script("pretended_gpu").pretended_gpu(target) as gpu:
+                launch(*case)
+                launch(*case)
+                assert [launched.kernel for launched in gpu.launches] == ["_sums_kernel"] * 2
+    assert triton.runtime.driver._active is before
+    assert not _sums_kernel.device_caches
+    assert not launching._plans
+
+
+def test_on_amd_the_size_of_the_storage_decides(benchmark_script, runs, tmp_path):
+    # not touched, and so not paid for
+    large = torch.empty(2**31, dtype=torch.uint8).view(torch.float32)[:64]
+    with knobs.cache.scope(), benchmark_script("pretended_gpu").pretended_gpu("gfx942") as gpu:
+        knobs.cache.dir = str(tmp_path)
+        assert len(check(gpu, runs, [sums(large), sums(torch.zeros(64))])) == 2
+
+
+def calls_of_the_launchers():
+    """What launchers are called with: (module, function of no arguments)."""
+    half, wide = torch.zeros(40, 33, dtype=torch.bfloat16), torch.zeros(300, 48)
+    seed, index = torch.zeros((), dtype=torch.int64), torch.zeros(7, dtype=torch.int32)
+    inputs = [half, half[1:], half.t(), wide[:17, 3:]]
+    for x in inputs:
+        yield sampled_mean, lambda x=x: sampled_mean.sampled_mean(x)
+        mean = torch.zeros(x.shape[1] + 1)
+        for centre in (None, mean[:-1], mean[1:]):
+            yield row_gather, lambda x=x, centre=centre: row_gather.row_norms(x, centre)
+    for x, scales, dtype in [
+        (half, None, half.dtype),
+        (half, torch.ones(7), torch.float32),
+        (wide, None, torch.float32),
+    ]:
+        yield (
+            row_gather,
+            lambda x=x, scales=scales, dtype=dtype: row_gather.gather_rows(
+                x, index, None, scales, scale=1.0, dtype=dtype
+            ),
+        )
+    for x, kind in [(half, "int8"), (wide[:64], "fp8")]:
+        yield low_bit, lambda x=x, kind=kind: low_bit.quantize(x, seed, None, kind=kind, group=64)
+    for kind in ("int8", "int4"):
+        codes = torch.zeros(40, 16, dtype=torch.uint8)
+        scales = torch.zeros(1, 32, dtype=torch.bfloat16)
+        features = 16 if kind == "int8" else 32
+        yield (
+            low_bit,
+            lambda kind=kind, codes=codes, scales=scales[:, :features], features=features: low_bit.dequantize(
+                codes, scales, scales, seed, kind=kind, group=64, features=features
+            ),
+        )
+    for rows, rank in ((40, 5), (33, 1)):
+        yield (
+            random_projection,
+            lambda rows=rows, rank=rank: random_projection.random_projection(
+                half[:rows], seed, None, rank=rank, gaussian=False, scale=0.5, dtype=half.dtype
+            ),
+        )
+
+
+def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
+    cases = []
+    for module, call in calls_of_the_launchers():
+        monkeypatch.setattr(module, "launch", lambda *case: cases.append(case))
+        call()
+    assert {case[0].__name__ for case in cases} == {
+        "_sampled_mean_kernel",
+        "_row_norms_kernel",
+        "_gather_rows_kernel",
+        "_quantize_kernel",
+        "_dequantize_kernel",
+        "_random_projection_kernel",
+    }
+    check(gpu, runs, cases)
+
+
+def test_a_launcher_that_is_called_again_does_not_ask_triton(gpu, runs):
+    calls = [call for _, call in calls_of_the_launchers()]
+    # fresh tensors may lie elsewhere: torch's are aligned alike
+    for _ in range(2):
+        runs.clear()
+        for call in calls:
+            call()
+    assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("size", "block", "blocks"), [(0, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 2), (2**40, 3, 366503875926)]
+)
+def test_blocks_cover_all(size, block, blocks):
+    assert ceil_div(size, block) == blocks
