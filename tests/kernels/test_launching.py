@@ -24,10 +24,12 @@ from rmm_linear_kernels.row_gather import kernel as row_gather
 from rmm_linear_kernels.sampled_mean import kernel as sampled_mean
 
 
-@triton.jit(do_not_specialize=["rows", "scale"])
-def _sums_kernel(X, MEAN, OUT, rows, features, row_stride, factor, scale, BLOCK: tl.constexpr, TYPE: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "rank", "scale"])
+def _sums_kernel(
+    X, MEAN, OUT, rows, rank, features, row_stride, factor, scale, BLOCK: tl.constexpr, TYPE: tl.constexpr
+):
     feature = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(X + (rows - 1) * row_stride + feature, mask=feature < features, other=0).to(tl.float32)
+    total = tl.load(X + (rows - rank) * row_stride + feature, mask=feature < features, other=0).to(tl.float32)
     if MEAN is not None:
         total -= tl.load(MEAN + feature, mask=feature < features, other=0)
     tl.store(OUT + feature, (total * factor * scale).to(TYPE), mask=feature < features)
@@ -105,14 +107,14 @@ def check(gpu, runs, cases):
     return {launched.handle for launched in expected}
 
 
-def sums(x, mean=None, rows=3, features=5, row_stride=7, factor=2.0, scale=0.5, constants=SMALL, out=None):
+def sums(x, mean=None, rows=3, rank=2, features=5, row_stride=7, factor=2.0, scale=0.5, constants=SMALL, out=None):
     out = torch.empty(16) if out is None else out
-    return _sums_kernel, (2, 1, 3), (x, mean, out, rows, features, row_stride, factor, scale), constants
+    return _sums_kernel, (2, 1, 3), (x, mean, out, rows, rank, features, row_stride, factor, scale), constants
 
 
 def test_what_arguments_are_like_decides_the_compiled_kernel(gpu, runs):
     half, wide = torch.zeros(64, dtype=torch.float16), torch.zeros(64)
-    kinds = [half, half[1:], half[8:], wide, wide[1:], wide[4:], half.bfloat16(), torch.nn.Parameter(wide)]
+    kinds = [half, half[1:], half[8:], wide, wide[1:], wide[2:], wide[4:], half.bfloat16(), torch.nn.Parameter(wide)]
     means = [None, wide, wide[1:], half]
     outs = [wide, wide[1:]]
     cases = [sums(x, mean, out=out) for x, mean, out in itertools.product(kinds, means, outs)]
@@ -126,6 +128,7 @@ def test_integers_decide_by_their_value_and_those_of_any_rows_by_their_width(gpu
     cases += [sums(x, features=features, row_stride=stride) for features in (1, 16, 3) for stride in (1, 16, 3)]
     cases += [sums(x, rows=rows) for rows in wide]
     cases += [sums(x, rows=rows, row_stride=2**31 + 5) for rows in (1, 2**31 + 5)]
+    cases += [sums(x, rows=rows, rank=rank) for rows in (16, 2**31 + 5, 2**63) for rank in (1, 2**31 + 5, 2**63)]
     check(gpu, runs, cases)
     runs.clear()
     for rows in range(1, 100):
@@ -212,7 +215,7 @@ def test_an_argument_of_another_kind_is_left_to_triton(gpu, runs):
 
 def test_wrong_arguments_are_named(gpu):
     kernel, grid, arguments, constants = sums(torch.zeros(64))
-    with pytest.raises(ValueError, match="was given 7 arguments; it has 8: X, MEAN, OUT, rows"):
+    with pytest.raises(ValueError, match="was given 8 arguments; it has 9: X, MEAN, OUT, rows"):
         launch(kernel, grid, arguments[:-1], constants)
     with pytest.raises(ValueError, match=r"has the constants \['BLOCK', 'TYPE'\] and was given \['BLOCK'\]"):
         launch(kernel, grid, arguments, Constants({"BLOCK": 16}, num_warps=1))
