@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -247,45 +248,28 @@ def test_on_amd_the_size_of_the_storage_decides(benchmark_script, runs, tmp_path
 
 
 def calls_of_the_launchers():
-    """What launchers are called with: (module, function of no arguments)."""
+    """Launchers with what they are called with, as (module, function of no arguments)."""
     half, wide = torch.zeros(40, 33, dtype=torch.bfloat16), torch.zeros(300, 48)
     seed, index = torch.zeros((), dtype=torch.int64), torch.zeros(7, dtype=torch.int32)
-    inputs = [half, half[1:], half.t(), wide[:17, 3:]]
-    for x in inputs:
-        yield sampled_mean, lambda x=x: sampled_mean.sampled_mean(x)
+    yield sampled_mean, partial(sampled_mean.sampled_mean, wide)
+    for x in (half, half[1:], half.t(), wide[:17, 3:]):
+        yield sampled_mean, partial(sampled_mean.sampled_mean, x)
         mean = torch.zeros(x.shape[1] + 1)
         for centre in (None, mean[:-1], mean[1:]):
-            yield row_gather, lambda x=x, centre=centre: row_gather.row_norms(x, centre)
-    for x, scales, dtype in [
-        (half, None, half.dtype),
-        (half, torch.ones(7), torch.float32),
-        (wide, None, torch.float32),
-    ]:
-        yield (
-            row_gather,
-            lambda x=x, scales=scales, dtype=dtype: row_gather.gather_rows(
-                x, index, None, scales, scale=1.0, dtype=dtype
-            ),
-        )
-    for x, kind in [(half, "int8"), (wide[:64], "fp8")]:
-        yield low_bit, lambda x=x, kind=kind: low_bit.quantize(x, seed, None, kind=kind, group=64)
-    for kind in ("int8", "int4"):
-        codes = torch.zeros(40, 16, dtype=torch.uint8)
-        scales = torch.zeros(1, 32, dtype=torch.bfloat16)
-        features = 16 if kind == "int8" else 32
-        yield (
-            low_bit,
-            lambda kind=kind, codes=codes, scales=scales[:, :features], features=features: low_bit.dequantize(
-                codes, scales, scales, seed, kind=kind, group=64, features=features
-            ),
-        )
+            yield row_gather, partial(row_gather.row_norms, x, centre)
+    for x, scales in ((half, None), (half, torch.ones(7)), (wide, None)):
+        dtype = x.dtype if scales is None else torch.float32
+        yield row_gather, partial(row_gather.gather_rows, x, index, None, scales, scale=1.0, dtype=dtype)
+    for x, kind in ((half, "int8"), (wide[:64], "fp8")):
+        yield low_bit, partial(low_bit.quantize, x, seed, None, kind=kind, group=64)
+    codes = torch.zeros(40, 16, dtype=torch.uint8)
+    for kind, features in (("int8", 16), ("int4", 32)):
+        steps = torch.zeros(1, features, dtype=torch.bfloat16)
+        storage = {"kind": kind, "group": 64, "features": features}
+        yield low_bit, partial(low_bit.dequantize, codes, steps, steps, seed, **storage)
     for rows, rank in ((40, 5), (33, 1)):
-        yield (
-            random_projection,
-            lambda rows=rows, rank=rank: random_projection.random_projection(
-                half[:rows], seed, None, rank=rank, gaussian=False, scale=0.5, dtype=half.dtype
-            ),
-        )
+        options = {"rank": rank, "gaussian": False, "scale": 0.5, "dtype": half.dtype}
+        yield random_projection, partial(random_projection.random_projection, half[:rows], seed, None, **options)
 
 
 def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
