@@ -106,7 +106,7 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(monkeypatch):
     assert len(calls) == 1
     # another kernel is tried all the same
     with pytest.warns(RuntimeWarning, match="hadamard_sketch_and_sums failed"):
-        ops.hadamard_sketch_and_sums(X, torch.tensor(3), None, blocks=2, kept=10, gradient=True)
+        ops.hadamard_sketch_and_sums(X, torch.tensor(3), blocks=2, kept=10)
 
 
 def test_a_kernel_that_is_asked_for_and_fails_raises(monkeypatch):
@@ -174,18 +174,17 @@ def test_flops_are_counted():
 
 
 def test_the_ways_of_a_gpu_give_the_same_gradient(monkeypatch):
-    """One reading of g, whose mean is taken off afterwards: the twin of it, in float64, is the same to rounding."""
+    """One reading of g as it is: the twin of it, in float64, is the same to rounding."""
     torch.manual_seed(0)
     x, g = torch.randn(150, 8).double() + 3, torch.randn(150, 5).double() - 2
-    for center in (False, True):
-        for storage, ratio in ((None, 0.4), ("int4", 0.4), ("int4", 1.0)):
-            sketched = RMMConfig(ratio=ratio, center=center, storage=storage).sketch_object
-            saved = sketched.compress(x, torch.tensor(5))
-            expected = sketched.backward(g, saved)
-            with monkeypatch.context() as patch:
-                patch.setattr(ops, "is_for_kernels", lambda g: True)
-                found = sketched.backward(g, saved)
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    # low bits of a centred input: their rounding meets another sketch of g, see test_centered.py
+    for center, storage, ratio in ((False, None, 0.4), (False, "int4", 0.4), (False, "int4", 1.0), (True, None, 0.4)):
+        sketched = RMMConfig(ratio=ratio, center=center, storage=storage).sketch_object
+        expected = sketched.backward(g, sketched.compress(x, torch.tensor(5)))
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "is_for_kernels", lambda g: True)
+            found = sketched.backward(g, sketched.compress(x, torch.tensor(5)))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 0.9])
@@ -248,11 +247,11 @@ def test_a_lonely_row_of_a_block_is_rounded_by_no_factor(rows, ratio, dtype, cen
         assert 2**-0.5 <= ops.odd_factor(kept) <= 2**0.5
         if center:
             # the product takes the factor beside a mean as well
-            total, mean = torch.randn(5), torch.randn(6)
-            found = ops.sketched_grad_weight(
-                read.sketched, saved.tensors[0], total, mean, scale=read.scale, dtype=torch.float32, divisor=kept
+            sums, mean = torch.randn(3, 5), torch.randn(6)
+            found, _ = ops.sketched_grad_weight(
+                read.sketched, saved.tensors[0], sums, mean, scale=read.scale, dtype=torch.float32, divisor=kept
             )
-            found = found.double() - torch.outer(total, mean).double()
+            found = found.double() - torch.outer(sums.sum(0), mean).double()
         else:
             found, _ = sketched.backward(g, saved, dtype=torch.float32)
         # float32 sums of 57 equal terms, and a rounding of 2**-9 would be 2e-3
@@ -362,10 +361,11 @@ def test_a_sketch_is_rounded_in_its_own_pass_where_a_program_holds_its_groups(st
             calls = twins_for_kernels(patch)
             found = sketched.compress(x, seed)
         # in float32, nothing is rounded in between
-        for one, other in zip(found.tensors, expected.tensors, strict=True):
+        for one, other in zip(found.tensors[:3], expected.tensors[:3], strict=True):
             assert torch.equal(one, other)
+        assert [tensor.shape for tensor in found.tensors] == [tensor.shape for tensor in expected.tensors]
         names = [name for name, _ in calls]
-        sketch_kernel = "hadamard_sketch_and_sums" if center else "hadamard_sketch"
+        sketch_kernel = "hadamard_sketch_and_mean" if center else "hadamard_sketch"
         about_the_mean = ["sampled_mean"] * center
         assert names == about_the_mean + (["hadamard_sketch_quantized"] if is_held else [sketch_kernel, "quantize"])
         # on a CPU there is one way
@@ -404,7 +404,7 @@ def test_codes_are_read_for_small_products_that_fill_a_gpu_or_are_short():
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("storage", ["int8", "int3", "fp8"])
 def test_the_product_reads_codes_where_it_should(storage, center, dtype, monkeypatch):
-    """Whichever way: what is decoded is the same, and only the mean's shift is summed otherwise."""
+    """Whichever way: what is decoded is the same."""
     sketched = RMMConfig(ratio=0.5, storage=storage, center=center).sketch_object
     x, g = (torch.randn(256, 24) + 2).to(dtype), (torch.randn(256, 20) - 1).to(dtype)
     calls = twins_for_kernels(monkeypatch)
@@ -417,7 +417,7 @@ def test_the_product_reads_codes_where_it_should(storage, center, dtype, monkeyp
             found[choice, rule], _ = sketched.backward(g, saved)
         products = [shapes[0] for name, shapes in calls if name == "sketched_grad_weight_low_bit"]
         is_read = dtype != torch.float32 and storage != "int3" and (choice == "triton" or (choice == "auto" and rule))
-        assert products == ([(128, 1)] * center + [(128, 20)] if is_read else [])
+        assert products == ([(128, 20)] if is_read else [])
         assert ("dequantize" in [name for name, _ in calls]) == (not is_read and choice != "torch")
     expected = found.pop(("torch", True))
     assert torch.equal(found["auto", False], expected)
@@ -448,48 +448,19 @@ def test_a_centred_layer_in_low_bits_has_the_gradients_of_plain_torch(storage, r
     assert all((weights - exact).norm() > 0.2 * exact.norm() for weights, _ in expected)
     calls = twins_for_kernels(monkeypatch)
     is_held = kept != 19
-    of_x = ["sampled_mean"] + (["hadamard_sketch_quantized"] if is_held else ["hadamard_sketch_and_sums", "quantize"])
+    of_x = ["sampled_mean"] + (["hadamard_sketch_quantized"] if is_held else ["hadamard_sketch_and_mean", "quantize"])
     for choice, rule in (("auto", True), ("auto", False), ("triton", False)):
         monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes, rule=rule: rule)
         calls.clear()
         with use_kernels(choice):
             found = [gradients(seed) for seed in range(3)]
-        product = ["sketched_grad_weight_low_bit"] * 2 if rule or choice == "triton" else ["dequantize"]
+        product = ["sketched_grad_weight_low_bit"] if rule or choice == "triton" else ["dequantize"]
         assert [name for name, _ in calls] == [*of_x, "hadamard_sketch_and_sums", *product] * 3
         for (weights, biases), (expected_weights, expected_biases) in zip(found, expected, strict=True):
             # Sketches that were rounded to half precision, or were not, have another code next to an edge.
             tolerance = {"int8": 0.01, "fp8": 0.05, "int4": 0.05}[storage]
             assert (weights - expected_weights).norm() < tolerance * expected_weights.norm()
             assert (biases - expected_biases).norm() < 0.005 * expected_biases.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_mean_s_shift_is_that_of_the_decoded_sketch(dtype, monkeypatch):
-    """With a shift as large as all else."""
-    twins_for_kernels(monkeypatch)
-    sketched_g, column_sum = torch.randn(96, 20).to(dtype), 10 * torch.randn(20)
-    mean, ones = torch.randn(24), torch.randn(96) / 10
-    seed = torch.tensor(5)
-    codes = ops.Codes(*ops.quantize(torch.randn(96, 24), seed, None, kind="int4", group=32), seed, "int4", 32)
-    found = []
-    for choice in ("triton", "torch"):
-        with use_kernels(choice):
-            product = ops.sketched_grad_weight(
-                sketched_g, codes, column_sum, mean, ones=ones, scale=0.5, dtype=torch.float32
-            )
-            found.append(product)
-    assert (found[0] - found[1]).norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4) * found[1].norm()
-
-
-def test_a_tile_more_is_decoded_for_the_mean_s_shift(monkeypatch):
-    asked = []
-    twins_for_kernels(monkeypatch)
-    monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes: bool(asked.append(sizes)))
-    x, g = torch.randn(256, 24).bfloat16(), torch.randn(256, 20).bfloat16()
-    for center in (False, True):
-        sketched = RMMConfig(ratio=0.5, storage="int8", center=center).sketch_object
-        sketched.backward(g, sketched.compress(x, torch.tensor(5)))
-    assert asked == [(128, 20, 24, "int8"), (128, 84, 24, "int8")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -523,9 +494,10 @@ def test_the_ways_of_a_gpu_compile_to_one_graph(config, dtype, monkeypatch):
     assert [gradient.dtype for gradient in eager] == [dtype, dtype]
     for one, other in zip(compiled, eager, strict=True):
         torch.testing.assert_close(one, other)
-    # the product of two rounded sketches is that of plain torch, up to their rounding
+    # the product of two rounded sketches is that of plain torch, up to their rounding, that to codes included
     monkeypatch.undo()
     wide = gradients(rmm_linear.functional.linear)
     tolerance = 1e-5 if dtype == torch.float32 else 0.01 if dtype == torch.bfloat16 else 0.002
+    tolerance += {None: 0, "int8": 0.002, "int4": 0.02}[config.storage]
     for one, other in zip(eager, wide, strict=True):
         assert (one.double() - other.double()).norm() < tolerance * other.double().norm()

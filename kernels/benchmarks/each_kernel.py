@@ -29,7 +29,7 @@ from measuring import device_of, hardware_name, milliseconds, quantiles, rotatin
 from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
 from torch import Tensor
 
-from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
+from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch, hadamard_sketch_and_mean
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 
 TINY_SHAPES = ((256, 48, 80),)
@@ -37,6 +37,8 @@ RATIOS = (0.5, 0.25, 0.1)
 KINDS = ("int8", "int4")
 # A twin may take a hundred times as long as its kernel, and its median need not be as sharp.
 _TWIN_REPEATS = 5
+# As many sums of parts of g as a product takes as they are.
+_FEW_PARTS = 8
 Arguments = dict[str, Any]
 
 
@@ -210,19 +212,19 @@ def _sketch_cases(
             0,
             roofline.hadamard_sketch(rows, out, rank, with_sum=True),
             lambda rank=rank: hadamard(out, rank),
-            value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0) / rows)),
+            value=lambda result, arguments: torch.cat((result[0].double(), result[1].double() / roofline.BLOCK_ROWS)),
         )
     rank = roofline.rank_of(rows, 0.25)
     yield Case(
         "hadamard_sketch",
-        "hadamard_sketch_and_sums",
-        "hadamard_sketch with sums of x, ratio 0.25, centred",
+        "hadamard_sketch_and_mean",
+        "hadamard_sketch of x with what is left of its mean, ratio 0.25",
         rows,
         features,
         0,
         roofline.hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
         lambda: hadamard(features, rank, centred=True),
-        value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0) / rows)),
+        value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0))),
     )
     yield Case(
         "sampled_mean",
@@ -330,31 +332,32 @@ def _quantized_sketch_cases(
             mean = x.float().mean(0) if centred else None
             return {
                 "x": x, "seed": seed, "mean": mean, "blocks": blocks, "kept": kept, "scale": kept**-0.5, "kind": kind,
-                "group": group, "with_sum": centred, "dtype": x.dtype,
+                "group": group, "dtype": x.dtype,
             }  # fmt: skip
 
         def in_two_steps(arguments: Arguments) -> Tensor:
             """What it competes with: the sketch by way of the memory."""
+            centred = arguments["mean"] is not None
             module = "kernel" if seed.is_cuda else "reference"
             sketch, rounding = (
                 implementation(op, function, module) or implementation(op, function, "reference")
                 for op, function in (
-                    ("hadamard_sketch", "hadamard_sketch_and_sums" if arguments["with_sum"] else "hadamard_sketch"),
+                    ("hadamard_sketch", "hadamard_sketch_and_mean" if centred else "hadamard_sketch"),
                     ("low_bit", "quantize"),
                 )
             )
             assert sketch is not None
             assert rounding is not None
             y = call(sketch, arguments)
-            y = y[0] if arguments["with_sum"] else y
+            y = y[0] if centred else y
             return rounding(y, seed, None, kind=arguments["kind"], group=arguments["group"])[0]
 
         def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
             how = {name: arguments[name] for name in ("kind", "group")}
-            *codes, column_sum = result
+            *codes, rest = result
             y = dequantize(*codes, seed, **how, features=arguments["x"].shape[1]).double()
             # one more row
-            return torch.cat((y, column_sum.double().unsqueeze(0) / rows)) if arguments["with_sum"] else y
+            return torch.cat((y, rest.double().unsqueeze(0))) if rest.numel() else y
 
         yield Case(
             "hadamard_sketch_quantized",
@@ -381,7 +384,7 @@ def _product_cases(
             return {
                 "sketched_g": normal(rank, out),
                 "sketched_x": normal(rank, features),
-                "column_sum": normal(1, out)[0].float() if centred else None,
+                "sums": normal(_FEW_PARTS, out).float() if centred else None,
                 "mean": normal(1, features)[0].float() if centred else None,
                 "scale": 1.0,
                 "dtype": dtype,
@@ -397,13 +400,31 @@ def _product_cases(
             roofline.sketched_grad_weight(rank, features, out, with_mean=centred),
             sketches,
             rival=lambda arguments: torch.mm(arguments["sketched_g"].t(), arguments["sketched_x"]),
+            value=lambda result, arguments: result[0],
         )
+    blocks = -(-rows // roofline.BLOCK_ROWS)
+    yield Case(
+        "sketched_grad_weight",
+        "outer_product_of_sums",
+        "outer_product_of_sums",
+        rows,
+        features,
+        out,
+        roofline.outer_product_of_sums(blocks, features, out),
+        lambda: {
+            "sums": normal(blocks, out).float(),
+            "mean": normal(1, features)[0].float(),
+            "dtype": dtype,
+            "bias_dtype": dtype,
+        },
+        value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(1)), 1),
+    )
     rank = roofline.rank_of(rows, 0.25)
     for kind in KINDS:
 
         def low_bit_sketches(kind: str = kind) -> Arguments:
             stored = _stored(normal(rank, features), seed, kind)
-            more = {"sketched_g": normal(rank, out), "column_sum": None, "mean": None, "scale": 1.0, "dtype": dtype}
+            more = {"sketched_g": normal(rank, out), "sums": None, "mean": None, "scale": 1.0, "dtype": dtype}
             return stored | more
 
         def unpacked_product(arguments: Arguments) -> Tensor:
@@ -422,6 +443,7 @@ def _product_cases(
             roofline.sketched_grad_weight(rank, features, out, bits=BITS[kind]),
             low_bit_sketches,
             rival=unpacked_product,
+            value=lambda result, arguments: result[0],
         )
 
 
@@ -433,7 +455,7 @@ def _exact(arguments: Arguments) -> Arguments:
         else value
         for name, value in arguments.items()
     }
-    return wide | ({"dtype": torch.float64} if "dtype" in wide else {})
+    return wide | {name: torch.float64 for name in ("dtype", "bias_dtype") if name in wide}
 
 
 def _error(value: Tensor, exact: Tensor) -> float:
@@ -449,10 +471,12 @@ def _twin_of(case: Case) -> Callable[[Arguments], Any]:
 
 
 def _exact_sketch(arguments: Arguments) -> Tensor:
-    """The sketch that is rounded, and the mean of x where its sum is wanted, float64."""
+    """The sketch that is rounded, and what is left of the mean where one is taken off, float64."""
     exact = _exact(arguments)
-    sketch, x = call(hadamard_sketch, exact), exact["x"]
-    return torch.cat((sketch, x.mean(0, keepdim=True))) if arguments["with_sum"] else sketch
+    if exact["mean"] is None:
+        return call(hadamard_sketch, exact)
+    sketch, rest = call(hadamard_sketch_and_mean, exact)
+    return torch.cat((sketch, rest.unsqueeze(0)))
 
 
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:

@@ -136,7 +136,8 @@ def hadamard_sketch(rows: int, features: int, rank: int, *, with_sum: bool = Fal
         rows: Rows read.
         features: Their length.
         rank: Rows written.
-        with_sum: Also write the sum of every block's rows, in float32, as for a bias gradient.
+        with_sum: Also write a vector for every block, in float32: its column sum, or its part of what is left of the
+            mean.
         with_mean: Also read a mean.
 
     Returns:
@@ -170,7 +171,8 @@ def hadamard_sketch_quantized(
         features: Their length.
         rank: Rows of the sketch.
         bits: Bits of a code.
-        with_sum: Also write the sum of the rows of every group of blocks that share a step, in float32.
+        with_sum: Also write a vector for every group of blocks that share a step, in float32: its part of what is left
+            of the mean.
         with_mean: Also read a mean.
 
     Returns:
@@ -275,6 +277,22 @@ def sketched_grad_weight(
     return Cost(cost.moved_bytes + outer.moved_bytes + read, cost.flops + outer.flops)
 
 
+def outer_product_of_sums(parts: int, features: int, out: int, *, with_mean: bool = True) -> Cost:
+    """Return the cost of the sum of g out of the sums of its parts, and of its outer product with a mean.
+
+    Args:
+        parts: Sums read.
+        features: Length of the mean.
+        out: Length of the sums.
+        with_mean: Whether the outer product is formed.
+
+    Returns:
+        The cost.
+    """
+    written = _HALF * out * features + _WIDE * features if with_mean else 0
+    return Cost(_WIDE * parts * out + _HALF * out + written, parts * out + (out * features if with_mean else 0))
+
+
 def linear_seconds(gpu: Gpu, rows: int, features: int, out: int) -> float:
     """Return the predicted time of nn.Linear, forward and backward: three products and the sum of g.
 
@@ -300,9 +318,9 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
     """Return the predicted time of the sketched layer, forward and backward.
 
     Two products as before; a sketch of x; one pass over g for its sketch and the sums of its blocks, and these sums'
-    sum; the smaller product. Where the layer centres, also a few rows of x for about its mean; the sums of x's blocks,
-    which come with its sketch, and their sum; the stored sketch read once for the means' shift; and the outer product
-    of the column sum and the mean, written before the smaller product, which cuBLAS then reads and adds to.
+    sum; the smaller product. Where the layer centres, also a few rows of x for about its mean; the blocks' parts of
+    what is left of the mean, which come with x's sketch, and their sum; and the outer product of the column sum and the
+    mean, written before the smaller product, which cuBLAS then reads and adds to.
 
     Args:
         gpu: Where.
@@ -321,14 +339,13 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
         product(rows, out, features),
         hadamard_sketch(rows, features, rank, with_sum=center, with_mean=center),
         hadamard_sketch(rows, out, rank, with_sum=True),
-        Cost(_WIDE * (blocks + 1) * out, blocks * out),
-        sketched_grad_weight(rank, features, out, with_mean=center),
+        outer_product_of_sums(blocks, features, out, with_mean=center),
+        sketched_grad_weight(rank, features, out),
     ]
     if center:
-        written = _HALF * out * features
         parts += [sampled_mean(features), Cost(_WIDE * (blocks + 1) * features, blocks * features)]
-        parts += [Cost(_HALF * rank * features, 2 * rank * features)]
-        parts += [Cost(written, out * features), Cost(written, 0)]
+        # the product reads what it is added to
+        parts += [Cost(_HALF * out * features, 0)]
     return sum(part.seconds(gpu) for part in parts)
 
 
@@ -348,7 +365,7 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
     return [
         ("hadamard_sketch of x", hadamard_sketch(rows, features, rank)),
         (
-            "hadamard_sketch of x - 1 m^T, with sums",
+            "hadamard_sketch of x - 1 m^T, with its mean",
             hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
         ),
         ("hadamard_sketch of g, with sums", hadamard_sketch(rows, out, rank, with_sum=True)),
@@ -360,10 +377,11 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
         ("low_bit, quantize to int4", quantize(rank, features, 4)),
         ("hadamard_sketch_quantized to int8", hadamard_sketch_quantized(rows, features, rank, 8)),
         (
-            "hadamard_sketch_quantized of x - 1 m^T to int8, with sums",
+            "hadamard_sketch_quantized of x - 1 m^T to int8, with its mean",
             hadamard_sketch_quantized(rows, features, rank, 8, with_sum=True, with_mean=True),
         ),
         ("low_bit, dequantize int8", dequantize(rank, features, 8)),
+        ("outer_product_of_sums", outer_product_of_sums(-(-rows // BLOCK_ROWS), features, out)),
         ("sketched_grad_weight", sketched_grad_weight(rank, features, out)),
         ("sketched_grad_weight from int8", sketched_grad_weight(rank, features, out, bits=8)),
     ]
@@ -371,7 +389,7 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
 
 _FORMULAS = (
     ("hadamard_sketch of x", "2 in (rows + rank)", "128 rank in"),
-    ("hadamard_sketch of x - 1 m^T, with sums", "2 in (rows + rank) + 4 in rows / 64", "128 rank in"),
+    ("hadamard_sketch of x - 1 m^T, with its mean", "2 in (rows + rank) + 4 in rows / 64", "128 rank in"),
     ("hadamard_sketch of g, with sums", "2 out (rows + rank) + 4 out rows / 64", "128 rank out"),
     ("sampled_mean", "512 in", "256 in"),
     ("random_projection of x", "2 in (rows + rank)", "2 rows rank in"),
@@ -379,8 +397,9 @@ _FORMULAS = (
     ("row_gather, row_norms", "2 rows in + 8 rows", "2 rows in"),
     ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
     ("hadamard_sketch_quantized to b bits", "2 rows in + rank in b (1/8 + 1/256)", "136 rank in"),
-    ("hadamard_sketch_quantized of x - 1 m^T, with sums", "2 rows in + rank in b (1/8 + 1/128)", "136 rank in"),
+    ("hadamard_sketch_quantized of x - 1 m^T, with its mean", "2 rows in + rank in b (1/8 + 1/128)", "136 rank in"),
     ("low_bit, dequantize b bits", "rank in b (1/8 + 1/256) + 4 rank in", "4 rank in"),
+    ("outer_product_of_sums", "4 out rows / 64 + 2 out (in + 1) + 4 in", "out in + out rows / 64"),
     ("sketched_grad_weight", "2 (rank out + rank in + out in)", "2 rank in out"),
     ("sketched_grad_weight from b bits", "2 (rank out + out in) + rank in b (1/8 + 1/256)", "2 rank in out"),
     ("nn.Linear, each of 3 products", "2 (rows in + rows out + in out)", "2 rows in out"),

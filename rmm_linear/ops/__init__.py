@@ -31,6 +31,7 @@ from rmm_linear.ops.dispatch import (
 from rmm_linear.ops.grad_weight import as_operand, product_operand, reads_codes, sketched_grad_weight
 from rmm_linear.ops.projections import (
     hadamard_sketch,
+    hadamard_sketch_and_mean,
     hadamard_sketch_and_sums,
     random_projection,
     sampled_mean,
@@ -71,6 +72,7 @@ __all__ = [
     "hadamard_dense",
     "hadamard_order",
     "hadamard_sketch",
+    "hadamard_sketch_and_mean",
     "hadamard_sketch_and_sums",
     "hadamard_sketch_quantized",
     "importance_rows",

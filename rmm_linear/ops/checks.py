@@ -11,7 +11,13 @@ from torch import Tensor
 
 from rmm_linear.ops.dispatch import KERNELS, chosen, kernel_status, use_kernels
 from rmm_linear.ops.grad_weight import sketched_grad_weight
-from rmm_linear.ops.projections import hadamard_sketch, hadamard_sketch_and_sums, random_projection, sampled_mean
+from rmm_linear.ops.projections import (
+    hadamard_sketch,
+    hadamard_sketch_and_mean,
+    hadamard_sketch_and_sums,
+    random_projection,
+    sampled_mean,
+)
 from rmm_linear.ops.rows import gather_rows, importance_rows
 from rmm_linear.ops.storage import Codes, dequantize, hadamard_sketch_quantized, quantize
 
@@ -75,16 +81,16 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
     rank = geometry["blocks"] * _KEPT
     options: dict[str, Any] = {"kind": _KIND, "group": _GROUP}
     stored, sketched = normal(rank, features), normal(rank, outputs)
+    sums = normal(rows // _BLOCK, outputs, dtype=torch.float32)
     index = torch.arange(rank, device=device, dtype=torch.int32)
     with use_kernels("torch"):
         codes = quantize(stored, seed, None, kind=_KIND, group=_GROUP)
     calls: dict[str, _Call] = {
         "hadamard_sketch": lambda: (hadamard_sketch(x, seed, mean, **geometry, gradient=False),),
-        "hadamard_sketch_and_sums": lambda: hadamard_sketch_and_sums(
-            g, seed, None, **geometry, gradient=True, half=True
-        ),
+        "hadamard_sketch_and_mean": lambda: hadamard_sketch_and_mean(x, seed, mean, **geometry),
+        "hadamard_sketch_and_sums": lambda: hadamard_sketch_and_sums(g, seed, **geometry, half=True),
         "hadamard_sketch_quantized": lambda: _without_edges(
-            *hadamard_sketch_quantized(x, seed, mean, **geometry, **options, with_sum=True), seed
+            *hadamard_sketch_quantized(x, seed, mean, **geometry, **options), seed
         ),
         "random_projection": lambda: (random_projection(x, seed, mean, rank=rank, gaussian=False, gradient=False),),
         "gather_rows": lambda: (gather_rows(x, index, mean),),
@@ -93,20 +99,20 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
         "sampled_mean": lambda: (sampled_mean(x),),
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
-        "sketched_grad_weight": lambda: (sketched_grad_weight(sketched, stored, dtype=dtype),),
-        "sketched_grad_weight_low_bit": lambda: (
-            sketched_grad_weight(sketched, Codes(*codes, seed, **options), dtype=dtype),
+        "sketched_grad_weight": lambda: sketched_grad_weight(
+            sketched, stored, sums, mean, dtype=dtype, bias_dtype=dtype
+        ),
+        "sketched_grad_weight_low_bit": lambda: sketched_grad_weight(
+            sketched, Codes(*codes, seed, **options), sums, mean, dtype=dtype, bias_dtype=dtype
         ),
     }
     yield from ((name, calls[name]) for name in KERNELS if name in calls)
 
 
-def _without_edges(
-    codes: Tensor, steps: Tensor, offsets: Tensor, column_sum: Tensor, seed: Tensor
-) -> tuple[Tensor, ...]:
+def _without_edges(codes: Tensor, steps: Tensor, offsets: Tensor, rest: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
     """Codes but for those that a sum, rounded otherwise, moves to the other side of an edge: sums of squares of all."""
     values = dequantize(codes, steps, offsets, seed, kind=_KIND, group=_GROUP)
-    return values.double().square().sum(0).sqrt(), column_sum
+    return values.double().square().sum(0).sqrt(), rest
 
 
 def _checked(name: str, call: _Call, reason: str | None, device: torch.device, repeats: int) -> KernelCheck:

@@ -24,6 +24,7 @@ CHOICES = ("auto", "triton", "torch")
 # Kernel -> the folder of `rmm_linear_kernels` whose kernel.py has it.
 KERNELS = {
     "hadamard_sketch": "hadamard_sketch",
+    "hadamard_sketch_and_mean": "hadamard_sketch",
     "hadamard_sketch_and_sums": "hadamard_sketch",
     "hadamard_sketch_quantized": "hadamard_sketch_quantized",
     "random_projection": "random_projection",
@@ -32,6 +33,7 @@ KERNELS = {
     "sampled_mean": "sampled_mean",
     "quantize": "low_bit",
     "dequantize": "low_bit",
+    "outer_product_of_sums": "sketched_grad_weight",
     "sketched_grad_weight": "sketched_grad_weight",
     "sketched_grad_weight_low_bit": "sketched_grad_weight",
 }

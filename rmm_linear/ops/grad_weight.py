@@ -19,55 +19,82 @@ _MOST_DECODINGS = 4
 _MANY_PROGRAMS = 128
 # A rank that a single program is through with by the time that a second kernel has been launched.
 _SHORT_RANK = 512
-
-
-def _shifted(mean: Tensor | None, stored: Tensor, ones: Tensor | None) -> Tensor | None:
-    """Mean - stored^T ones, in the dtype of the mean."""
-    if mean is None or ones is None:
-        return mean
-    if stored.is_cuda and stored.dtype in HALVES and mean.dtype == torch.float32:
-        # No float32 copy of what is stored: the shift is small next to the noise of the sketch, its rounding smaller
-        # by 2**-9 again. Times the rank, the ones are about as large as 1, and no float16 of them vanishes.
-        rank = max(1, stored.shape[0])
-        scaled = (ones * rank).to(stored.dtype).unsqueeze(0)
-        return mean - torch.mm(scaled, stored, out_dtype=torch.float32).squeeze(0) / rank
-    return mean - torch.mv(stored.to(mean.dtype).t(), ones.to(mean.dtype))
+# Tiles of a product that a large GPU works on at once, twice over.
+_FEW_TILES = 256
 
 
 @define(
-    "sketched_grad_weight(Tensor sketched_g, Tensor sketched_x, Tensor? column_sum, Tensor? mean, Tensor? ones,"
-    " float scale, ScalarType? dtype, SymInt divisor=1) -> Tensor"
+    "sketched_grad_weight(Tensor sketched_g, Tensor sketched_x, Tensor? sums, Tensor? mean, float scale,"
+    " ScalarType? dtype, ScalarType? bias_dtype, SymInt divisor=1) -> (Tensor, Tensor)"
 )
 def _sketched_grad_weight(
     sketched_g: Tensor,
     sketched_x: Tensor,
-    column_sum: Tensor | None,
+    sums: Tensor | None,
     mean: Tensor | None,
-    ones: Tensor | None,
     scale: float,
     dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
     divisor: int = 1,
-) -> Tensor:
-    scale *= odd_factor(divisor)
-    operands = sketched_g, sketched_x, column_sum, _shifted(mean, sketched_x, ones)
-    # cuBLAS is the faster one until a measurement says otherwise: Triton's runs where it is asked for
-    if chosen() == "triton" and sketched_g.dtype in HALVES and sketched_x.dtype == sketched_g.dtype:
-        return run("sketched_grad_weight", _grad_weight.sketched_grad_weight, *operands, scale=scale, dtype=dtype)
-    return _grad_weight.sketched_grad_weight(*operands, scale=scale, dtype=dtype)
+) -> tuple[Tensor, Tensor]:
+    return _product(sketched_g, sketched_x, sums, mean, scale * odd_factor(divisor), dtype, bias_dtype)
+
+
+def _product(
+    sketched_g: Tensor,
+    sketched_x: Tensor,
+    sums: Tensor | None,
+    mean: Tensor | None,
+    scale: float,
+    dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    dtype = dtype or sketched_g.dtype
+    options: dict[str, Any] = {"scale": scale, "dtype": dtype, "bias_dtype": bias_dtype}
+    operands = sketched_g, sketched_x, sums, mean
+    if sketched_g.dtype in HALVES and sketched_x.dtype == sketched_g.dtype and _is_one_launch(*operands):
+        return run("sketched_grad_weight", _grad_weight.sketched_grad_weight, *operands, **options)
+    if sums is None or not _grad_weight.has_half_precision_product(sketched_g, dtype):
+        return _grad_weight.sketched_grad_weight(*operands, **options)
+    twin = _grad_weight.outer_product_of_sums
+    mean_part, bias = run("outer_product_of_sums", twin, sums, mean, dtype=dtype, bias_dtype=bias_dtype or dtype)
+    product = _grad_weight.with_half_precision_product(mean_part, sketched_g, sketched_x, scale)
+    return product, sketched_g.new_empty(0) if bias_dtype is None else bias
+
+
+def _is_one_launch(sketched_g: Tensor, sketched_x: Tensor, sums: Tensor | None, mean: Tensor | None) -> bool:
+    """Whether Triton's product runs, which takes in what else there is to do, rather than cuBLAS."""
+    if chosen() != "auto":
+        return chosen() == "triton"
+    # A small product is through by the time that the host has launched another kernel. cuBLAS is the faster one of
+    # large products until a measurement says otherwise.
+    (rank, out), features = sketched_g.shape, sketched_x.shape[1]
+    tiles = -(-out // _TILE) * -(-features // _TILE)
+    return sketched_g.is_cuda and sums is not None and rank <= _SHORT_RANK and tiles <= _FEW_TILES
 
 
 @torch.library.register_fake("rmm_linear::sketched_grad_weight")
 def _(
     sketched_g: Tensor,
     sketched_x: Tensor,
-    column_sum: Tensor | None,
+    sums: Tensor | None,
     mean: Tensor | None,
-    ones: Tensor | None,
     scale: float,
     dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
     divisor: int = 1,
-) -> Tensor:
-    return sketched_g.new_empty((sketched_g.shape[1], sketched_x.shape[1]), dtype=dtype)
+) -> tuple[Tensor, Tensor]:
+    return _empty(sketched_g, sketched_x.shape[1], sums, dtype, bias_dtype)
+
+
+def _empty(
+    sketched_g: Tensor, features: int, sums: Tensor | None, dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    out = sketched_g.shape[1]
+    grad_weight = sketched_g.new_empty((out, features), dtype=dtype)
+    if sums is None or bias_dtype is None:
+        return grad_weight, sketched_g.new_empty((0,))
+    return grad_weight, sketched_g.new_empty((out,), dtype=bias_dtype)
 
 
 def reads_codes(rank: int, out: int, in_features: int, kind: str) -> bool:
@@ -96,8 +123,8 @@ def reads_codes(rank: int, out: int, in_features: int, kind: str) -> bool:
 
 @define(
     "sketched_grad_weight_low_bit(Tensor sketched_g, Tensor codes, Tensor steps, Tensor offsets, Tensor seed,"
-    " Tensor? column_sum, Tensor? mean, Tensor? ones, str kind, int group, float scale, ScalarType? dtype,"
-    " SymInt divisor=1) -> Tensor"
+    " Tensor? sums, Tensor? mean, str kind, int group, float scale, ScalarType? dtype, ScalarType? bias_dtype,"
+    " SymInt divisor=1) -> (Tensor, Tensor)"
 )
 def _sketched_grad_weight_low_bit(
     sketched_g: Tensor,
@@ -105,38 +132,29 @@ def _sketched_grad_weight_low_bit(
     steps: Tensor,
     offsets: Tensor,
     seed: Tensor,
-    column_sum: Tensor | None,
+    sums: Tensor | None,
     mean: Tensor | None,
-    ones: Tensor | None,
     kind: str,
     group: int,
     scale: float,
     dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
     divisor: int = 1,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     stored = codes, steps, offsets, seed
     (rank, out), features = sketched_g.shape, steps.shape[-1]
-    # S^T 1 is decoded for as well: one tile more
-    decoded = out if ones is None else out + _TILE
-    is_chosen = is_for_kernels(sketched_g) and chosen() == "auto" and reads_codes(rank, decoded, features, kind)
+    scale *= odd_factor(divisor)
+    is_chosen = is_for_kernels(sketched_g) and chosen() == "auto" and reads_codes(rank, out, features, kind)
     # int3's and other groups' codes are unpacked by the kernel into memory as well
     is_readable = sketched_g.dtype in HALVES and kind != "int3" and group % 16 == 0
-    if not is_readable or not (is_chosen or chosen() == "triton"):
-        stored_dtype = sketched_g.dtype if sketched_g.dtype in HALVES else torch.float32
-        options: dict[str, Any] = {"kind": kind, "group": group, "features": features, "dtype": stored_dtype}
-        sketched_x = run("dequantize", _low_bit.dequantize, *stored, **options)
-        return _sketched_grad_weight(sketched_g, sketched_x, column_sum, mean, ones, scale, dtype, divisor)
-
-    def product(left: Tensor, column_sum: Tensor | None, mean: Tensor | None, **options: Any) -> Tensor:
-        twin = _grad_weight.sketched_grad_weight_low_bit
-        name = "sketched_grad_weight_low_bit"
-        return run(name, twin, left, *stored, column_sum, mean, kind=kind, group=group, **options)
-
-    if mean is not None and ones is not None:
-        # as `_shifted` has it: times the rank, the ones are about as large as 1
-        left = (ones * max(1, rank)).to(sketched_g.dtype).unsqueeze(1)
-        mean = mean - product(left, None, None, scale=1 / max(1, rank), dtype=torch.float32).squeeze(0)
-    return product(sketched_g, column_sum, mean, scale=scale * odd_factor(divisor), dtype=dtype)
+    if is_readable and (is_chosen or chosen() == "triton"):
+        name, twin = "sketched_grad_weight_low_bit", _grad_weight.sketched_grad_weight_low_bit
+        options: dict[str, Any] = {"kind": kind, "group": group, "scale": scale}
+        return run(name, twin, sketched_g, *stored, sums, mean, **options, dtype=dtype, bias_dtype=bias_dtype)
+    stored_dtype = sketched_g.dtype if sketched_g.dtype in HALVES else torch.float32
+    options = {"kind": kind, "group": group, "features": features, "dtype": stored_dtype}
+    sketched_x = run("dequantize", _low_bit.dequantize, *stored, **options)
+    return _product(sketched_g, sketched_x, sums, mean, scale, dtype, bias_dtype)
 
 
 @torch.library.register_fake("rmm_linear::sketched_grad_weight_low_bit")
@@ -146,55 +164,53 @@ def _(
     steps: Tensor,
     offsets: Tensor,
     seed: Tensor,
-    column_sum: Tensor | None,
+    sums: Tensor | None,
     mean: Tensor | None,
-    ones: Tensor | None,
     kind: str,
     group: int,
     scale: float,
     dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
     divisor: int = 1,
-) -> Tensor:
-    return sketched_g.new_empty((sketched_g.shape[1], steps.shape[1]), dtype=dtype)
+) -> tuple[Tensor, Tensor]:
+    return _empty(sketched_g, steps.shape[1], sums, dtype, bias_dtype)
 
 
 def sketched_grad_weight(
     sketched_g: Tensor,
     sketched_x: Tensor | Codes,
-    column_sum: Tensor | None = None,
+    sums: Tensor | None = None,
     mean: Tensor | None = None,
     *,
-    ones: Tensor | None = None,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
     divisor: int = 1,
-) -> Tensor:
-    """Return scale * (S^T g)^T (S^T x), plus column_sum (mean - (S^T x)^T ones)^T where the input was centred.
+) -> tuple[Tensor, Tensor]:
+    """Return scale * (S^T g)^T (S^T x), plus (sum of g) mean^T where the input was centred; and the sum of g.
 
     Args:
         sketched_g: Shape (rank, out), float32 or float64, or in half precision on a GPU.
         sketched_x: Shape (rank, in), any float dtype; or its codes, which are decoded into memory or on the way to the
             product, see `reads_codes`.
-        column_sum: Sum of g over the rows, shape (out,), or None.
-        mean: Column mean of x, shape (in,), or None; given exactly when `column_sum` is.
-        ones: S^T 1 over the rows, shape (rank,), where the sketch of g was not centred (see
-            `rmm_linear.sketches.centered`), or None.
+        sums: Sums of parts of g over their rows, shape (parts, out), at least one part; or None.
+        mean: What goes with the sum of g, shape (in,): the column mean of x where the sketch of g was centred, what
+            `hadamard_sketch_and_mean` left of it where not. None for an input that was not centred.
         scale: Factor of the first term.
+        dtype: Dtype of the gradient; that of `sketched_g` if None.
+        bias_dtype: Dtype of the sum of g; None where it is not wanted.
         divisor: The first term is divided by it, and times the power of 2 next to it, which `sketched_g` is over
             already (see `odd_factor`): a whole number that may follow from the rows, as a factor may not.
-        dtype: Dtype of the result; that of `sketched_g` if None.
 
     Returns:
-        Shape (out, in).
+        Gradient (out, in); sum of g (out,), (0,) where it is not wanted or there are no parts to form it of.
     """
     if isinstance(sketched_x, Codes):
-        *stored, kind, group = sketched_x
-        return torch.ops.rmm_linear.sketched_grad_weight_low_bit.default(
-            sketched_g, *stored, column_sum, mean, ones, kind, group, scale, dtype, divisor
+        codes, steps, offsets, seed, kind, group = sketched_x
+        return _sketched_grad_weight_low_bit(
+            sketched_g, codes, steps, offsets, seed, sums, mean, kind, group, scale, dtype, bias_dtype, divisor
         )
-    return torch.ops.rmm_linear.sketched_grad_weight.default(
-        sketched_g, sketched_x, column_sum, mean, ones, scale, dtype, divisor
-    )
+    return _sketched_grad_weight(sketched_g, sketched_x, sums, mean, scale, dtype, bias_dtype, divisor)
 
 
 def as_operand(sketched: Tensor, g: Tensor, ratio: float) -> tuple[Tensor, float]:

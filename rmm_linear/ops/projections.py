@@ -46,68 +46,80 @@ def hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int
     Returns:
         Shape (blocks * kept, features).
     """
-    return torch.ops.rmm_linear.hadamard_sketch.default(x, seed, mean, blocks, kept, gradient)
+    return _hadamard_sketch(x, seed, mean, blocks, kept, gradient)
 
 
-@define(
-    "hadamard_sketch_and_sums(Tensor x, Tensor seed, Tensor? mean, SymInt blocks, SymInt kept, bool gradient,"
-    " bool half, float over) -> (Tensor, Tensor, Tensor)"
-)
-def _hadamard_sketch_and_sums(
-    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, gradient: bool, half: bool, over: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.shape[0]
-    stored, scale = _hadamard_scales(rows, blocks, kept)
-    # in half precision, the product takes care of what is no power of 2
-    factor = (scale if not half else 1 / (near_power_of_2(kept) * stored)) if gradient else stored
-    dtype = product_dtype(x, half) if gradient else x.dtype
-    twin = _hadamard.hadamard_sketch_and_sums
-    options = {"blocks": blocks, "kept": kept, "scale": factor / over, "dtype": dtype}
-    sketched, column_sum, ones = run("hadamard_sketch_and_sums", twin, x, seed, mean, **options)
-    return sketched, column_sum, ones.mul_(scale / max(1, rows)) if gradient else ones.new_empty(0)
+@define("hadamard_sketch_and_mean(Tensor x, Tensor seed, Tensor mean, SymInt blocks, SymInt kept) -> (Tensor, Tensor)")
+def _hadamard_sketch_and_mean(x: Tensor, seed: Tensor, mean: Tensor, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
+    scale, _ = _hadamard_scales(x.shape[0], blocks, kept)
+    twin = _hadamard.hadamard_sketch_and_mean
+    options = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": x.dtype}
+    return run("hadamard_sketch_and_mean", twin, x, seed, mean, **options)
 
 
-@torch.library.register_fake("rmm_linear::hadamard_sketch_and_sums")
-def _(
-    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, gradient: bool, half: bool, over: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = product_dtype(x, half) if gradient else x.dtype
-    sketched = x.new_empty((blocks * kept, x.shape[1]), dtype=dtype)
-    sums = result_dtype(x, True)
-    ones = x.new_empty((blocks * kept if gradient else 0,), dtype=sums)
-    return sketched, x.new_empty((x.shape[1],), dtype=sums), ones
+@torch.library.register_fake("rmm_linear::hadamard_sketch_and_mean")
+def _(x: Tensor, seed: Tensor, mean: Tensor, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty((blocks * kept, x.shape[1])), x.new_empty((x.shape[1],), dtype=result_dtype(x, True))
 
 
-def hadamard_sketch_and_sums(
-    x: Tensor,
-    seed: Tensor,
-    mean: Tensor | None,
-    *,
-    blocks: int,
-    kept: int,
-    gradient: bool,
-    half: bool = False,
-    over: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Read x, or g, once, for its sketch and its column sum.
+def hadamard_sketch_and_mean(x: Tensor, seed: Tensor, mean: Tensor, *, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
+    """Read x once, for the sketch of x - 1 mean^T and for what is left of its mean.
 
     Args:
         x: Input, shape (rows, features), any float dtype.
         seed: 0-d int64.
-        mean: Shape (features,), taken off every row before it is sketched, or None. The sum is of `x` itself.
+        mean: Shape (features,), taken off every row before it is sketched.
         blocks: Number of strided blocks.
         kept: Hadamard rows kept of each block.
-        gradient: False for the stored sketch of x, true for that of g (see the module's docstring).
+
+    Returns:
+        The stored sketch (blocks * kept, features), times the storage scale, in x's dtype; and the column mean of x
+        less X^T (S^T 1) / rows, for X = S^T (x - 1 mean^T), (features,), float32 (float64 for float64): what the column
+        sum of g is multiplied by where S^T g is not centred.
+    """
+    return _hadamard_sketch_and_mean(x, seed, mean, blocks, kept)
+
+
+@define(
+    "hadamard_sketch_and_sums(Tensor g, Tensor seed, SymInt blocks, SymInt kept, bool half, float over)"
+    " -> (Tensor, Tensor)"
+)
+def _hadamard_sketch_and_sums(
+    g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool, over: float
+) -> tuple[Tensor, Tensor]:
+    stored, scale = _hadamard_scales(g.shape[0], blocks, kept)
+    # in half precision, the product takes care of what is no power of 2
+    factor = 1 / (near_power_of_2(kept) * stored) if half else scale
+    twin = _hadamard.hadamard_sketch_and_sums
+    options = {"blocks": blocks, "kept": kept, "scale": factor / over, "dtype": product_dtype(g, half)}
+    return run("hadamard_sketch_and_sums", twin, g, seed, **options)
+
+
+@torch.library.register_fake("rmm_linear::hadamard_sketch_and_sums")
+def _(g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool, over: float) -> tuple[Tensor, Tensor]:
+    sketched = g.new_empty((blocks * kept, g.shape[1]), dtype=product_dtype(g, half))
+    return sketched, g.new_empty((blocks, g.shape[1]), dtype=result_dtype(g, True))
+
+
+def hadamard_sketch_and_sums(
+    g: Tensor, seed: Tensor, *, blocks: int, kept: int, half: bool = False, over: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Read g once, for its sketch and its column sum.
+
+    Args:
+        g: Gradient, shape (rows, features), any float dtype.
+        seed: 0-d int64.
+        blocks: Number of strided blocks.
+        kept: Hadamard rows kept of each block.
         half: Hold the sketch of a half-precision gradient in its own dtype, for a product on the tensor cores, and
             leave a factor to the product: `odd_factor` of `kept`.
         over: A factor that the sketch is divided by, `product_scale`.
 
     Returns:
-        The sketch (blocks * kept, features), over or times the storage scale, and over what is left to the product;
-        the column sum (features,); and for g, S^T 1 over the storage scale and the rows, (blocks * kept,), nothing for
-        x; the two in float32 (float64 for float64).
+        The sketch (blocks * kept, features), over the storage scale and over what is left to the product; and the
+        column sums of the blocks (blocks, features), float32 (float64 for float64), which add up to that of g.
     """
-    return torch.ops.rmm_linear.hadamard_sketch_and_sums.default(x, seed, mean, blocks, kept, gradient, half, over)
+    return _hadamard_sketch_and_sums(g, seed, blocks, kept, half, over)
 
 
 @define("sampled_mean(Tensor x) -> Tensor")
@@ -129,7 +141,7 @@ def sampled_mean(x: Tensor) -> Tensor:
     Returns:
         Shape (features,), float32 (float64 for float64); the mean itself of 256 rows and fewer.
     """
-    return torch.ops.rmm_linear.sampled_mean.default(x)
+    return _sampled_mean_of(x)
 
 
 @define("random_projection(Tensor x, Tensor seed, Tensor? mean, SymInt rank, bool gaussian, bool gradient) -> Tensor")
@@ -165,7 +177,7 @@ def random_projection(
     Returns:
         Shape (rank, features).
     """
-    return torch.ops.rmm_linear.random_projection.default(x, seed, mean, rank, gaussian, gradient)
+    return _random_projection(x, seed, mean, rank, gaussian, gradient)
 
 
 @define("trigonometric_sketch(Tensor x, Tensor seed, Tensor? mean, SymInt rank, str kind, bool gradient) -> Tensor")
@@ -196,4 +208,4 @@ def trigonometric_sketch(
     Returns:
         Shape (rank, features).
     """
-    return torch.ops.rmm_linear.trigonometric_sketch.default(x, seed, mean, rank, kind, gradient)
+    return _trigonometric_sketch(x, seed, mean, rank, kind, gradient)

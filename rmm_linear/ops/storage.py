@@ -66,39 +66,39 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
         Codes (rows, ceil(features * bits / 8)), uint8; steps (groups, features) in bfloat16; offsets like the steps,
         (0,) for fp8.
     """
-    return torch.ops.rmm_linear.quantize.default(y, seed, mean, kind, group)
+    return _quantize(y, seed, mean, kind, group)
 
 
 @define(
-    "hadamard_sketch_quantized(Tensor x, Tensor seed, Tensor? mean, SymInt blocks, SymInt kept, str kind, int group,"
-    " bool with_sum) -> (Tensor, Tensor, Tensor, Tensor)"
+    "hadamard_sketch_quantized(Tensor x, Tensor seed, Tensor? mean, SymInt blocks, SymInt kept, str kind, int group)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def _hadamard_sketch_quantized(
-    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, kind: str, group: int, with_sum: bool
+    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, kind: str, group: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # here, where sizes are numbers: a compiled model would otherwise be compiled anew for either answer
     rows = x.shape[0]
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": _hadamard_scales(rows, blocks, kept)[0]}
     if rows and holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
         twin = _quantized.hadamard_sketch_quantized
-        options |= {"kind": kind, "group": group, "with_sum": with_sum}
+        options |= {"kind": kind, "group": group}
         return run("hadamard_sketch_quantized", twin, x, seed, mean, **options)
     options["dtype"] = x.dtype
-    if with_sum:
-        summing = _hadamard.hadamard_sketch_and_sums
-        sketch, column_sum, _ = run("hadamard_sketch_and_sums", summing, x, seed, mean, **options)
+    if mean is None:
+        sketch = run("hadamard_sketch", _hadamard.hadamard_sketch, x, seed, None, **options)
+        rest = x.new_empty(0, dtype=result_dtype(x, True))
     else:
-        sketch = run("hadamard_sketch", _hadamard.hadamard_sketch, x, seed, mean, **options)
-        column_sum = x.new_empty(0, dtype=result_dtype(x, True))
-    return *run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group), column_sum
+        with_mean = _hadamard.hadamard_sketch_and_mean
+        sketch, rest = run("hadamard_sketch_and_mean", with_mean, x, seed, mean, **options)
+    return *run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group), rest
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_quantized")
 def _(
-    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, kind: str, group: int, with_sum: bool
+    x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, kind: str, group: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    column_sum = x.new_empty((x.shape[1] if with_sum else 0,), dtype=result_dtype(x, True))
-    return *_empty(x, blocks * kept, kind, group), column_sum
+    rest = x.new_empty((0 if mean is None else x.shape[1],), dtype=result_dtype(x, True))
+    return *_empty(x, blocks * kept, kind, group), rest
 
 
 def hadamard_sketch_quantized(
@@ -110,7 +110,6 @@ def hadamard_sketch_quantized(
     kept: int,
     kind: str,
     group: int,
-    with_sum: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes of the Hadamard sketch S^T (x - 1 mean^T), times the storage scale, without the sketch itself.
 
@@ -126,13 +125,13 @@ def hadamard_sketch_quantized(
         kept: Hadamard rows kept of each block.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of the sketch that share, in a column, a step and an offset.
-        with_sum: Also sum x itself over its rows.
 
     Returns:
-        Codes, steps and offsets of (blocks * kept, features) values, see `quantize`; and the column sum (features,),
-        (0,) without it, float32 (float64 for float64).
+        Codes, steps and offsets of (blocks * kept, features) values, see `quantize`; and, with a mean, what
+        is left of x's as `hadamard_sketch_and_mean` returns it, (features,), (0,) without one, float32 (float64 for
+        float64).
     """
-    return torch.ops.rmm_linear.hadamard_sketch_quantized.default(x, seed, mean, blocks, kept, kind, group, with_sum)
+    return _hadamard_sketch_quantized(x, seed, mean, blocks, kept, kind, group)
 
 
 @define(
@@ -188,4 +187,4 @@ def dequantize(
     Returns:
         Shape (rows, features).
     """
-    return torch.ops.rmm_linear.dequantize.default(codes, steps, offsets, seed, kind, group, dtype)
+    return _dequantize(codes, steps, offsets, seed, kind, group, dtype)

@@ -41,16 +41,14 @@ class GradientPass(NamedTuple):
 
     Attributes:
         sketched: S^T g over the storage scale (see `rmm_linear.ops`), shape (rank, out).
-        column_sum: Sum of g over its rows, shape (out,), float32 (float64 for float64); None where it was not wanted
-            and is not free.
-        ones: S^T 1 over the storage scale and the number of rows, shape (rank,), float32 (float64 for float64).
+        sums: Sums of parts of g over their rows, shape (parts, out), float32 (float64 for float64); None where the sum
+            of g was not wanted and is not free.
         scale: Factor that `sketched` lacks.
         divisor: What else it lacks, as `ops.sketched_grad_weight` takes it.
     """
 
     sketched: Tensor
-    column_sum: Tensor | None
-    ones: Tensor
+    sums: Tensor | None
     scale: float
     divisor: int = 1
 
@@ -130,21 +128,23 @@ class Sketch(ABC):
             does not read that one: `LowBit` puts other values in its place.
         """
 
-    def compress_with_sum(self, x: Tensor, seed: Tensor, *, mean: Tensor | None) -> tuple[SavedSketch, Tensor]:
-        """Sketch the input and sum it over its rows: in one reading of it, where a subclass can.
+    def compress_with_mean(self, x: Tensor, seed: Tensor, *, mean: Tensor) -> tuple[SavedSketch, Tensor]:
+        """Sketch the input and average it over its rows: in one reading of it, where a subclass can.
 
         Args:
             x: Activations, shape (rows, in), any float dtype.
             seed: 0-d int64 on x's device.
-            mean: Shape (in,), or None, as for `compress`.
+            mean: Shape (in,), as for `compress`.
 
         Returns:
-            What `compress` returns; and the sum of x itself, shape (in,), float32 (float64 for float64).
+            What `compress` returns; and what the sum of g is to be multiplied by beside S^T g, shape (in,), float32
+            (float64 for float64): the mean of x itself, where g is centred before it is sketched. Where `one_pass`
+            sketches g as it is, the mean less X^T (S^T 1) / rows, X being the sketch of x - 1 mean^T; see `Centered`.
         """
-        return self.compress(x, seed, mean=mean), x.sum(0, dtype=accumulate_dtype(x.dtype))
+        return self.compress(x, seed, mean=mean), x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
 
     def compress_low_bit(
-        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int, need_sum: bool
+        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int
     ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         """Sketch the input and round the sketch to a few bits in one pass, where there is one.
 
@@ -154,12 +154,11 @@ class Sketch(ABC):
             mean: Shape (in,), or None.
             kind: How S^T x is held; see `LowBit`.
             group: Rows of S^T x that share, in a column, a step and an offset.
-            need_sum: Whether the sum of x itself is wanted.
 
         Returns:
             Codes, steps and offsets (see `ops.quantize`) in place of the first tensor of `compress`, then its others;
-            and the sum as `compress_with_sum` returns it, None where not wanted. None in place of both where the two
-            steps are as good: always, unless a subclass says otherwise.
+            and, with a mean, the second result of `compress_with_mean`. None in place of both where the two steps are
+            as good: always, unless a subclass says otherwise.
         """
         return None
 
@@ -246,11 +245,19 @@ class Sketch(ABC):
             sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g, self.ratio)
         stored = self.operand(saved, sketched.dtype)
         divisor = 1 if read is None else read.divisor
-        grad_weight = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype, divisor=divisor)
+        sums = None if read is None or not need_bias else read.sums
+        grad_weight, column_sum = ops.sketched_grad_weight(
+            sketched,
+            stored,
+            sums,
+            scale=scale,
+            dtype=dtype,
+            bias_dtype=None if sums is None else g.dtype,
+            divisor=divisor,
+        )
         if not need_bias:
             return grad_weight, None
-        found = None if read is None else read.column_sum
-        return grad_weight, g.sum(0) if found is None else found.to(g.dtype)
+        return grad_weight, g.sum(0) if sums is None else column_sum
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes that a forward pass keeps, all-in: the sketch, the seed, and whatever goes with them.

@@ -10,10 +10,16 @@ read once, for its sketch and its sum. `rmm_linear_kernels.sampled_mean` tells w
 and what m costs next to mu: less than one percent of the variance for rows alike. All sketches and devices take the
 same m, whether they read x once or twice.
 
-Where g is read once, its mean is not known before it is sketched, and need not be: with X the sketch of x - 1 m^T,
-S^T (g - 1 nu^T) = S^T g - (S^T 1) nu^T changes the product by a matrix of rank one, and n nu is the column sum of g:
+On a GPU g is read once, and its mean is not known before it is sketched. It need not be: with X the sketch of
+x - 1 m^T, S^T (g - 1 nu^T) = S^T g - (S^T 1) nu^T changes the product by a matrix of rank one, and n nu is the column
+sum of g:
 
     grad_weight = (S^T g)^T X + (column sum of g) (mu - X^T (S^T 1) / n)^T
+
+The last vector is known in the forward pass, where x, X and S^T 1 are at hand, and is kept in place of mu. So X stands
+for the sketch before it is stored: the rounding of what is stored, to half precision or to codes, meets S^T g, where on
+a CPU it meets S^T (g - 1 nu^T). Its mean is nothing in either case, and its share of the variance that of
+||S^T g||^2: larger than the closed form has it by the share of the mean in g.
 """
 
 from collections.abc import Hashable
@@ -92,7 +98,7 @@ class Centered(Sketch):
         return rows <= 1 or self.inner.is_exact(rows)
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
-        """Sketch x - 1 m^T and keep mu; see `Sketch.compress`.
+        """Sketch x - 1 m^T and keep mu, or what is left of it; see `Sketch.compress`.
 
         Args:
             x: Activations, shape (rows, in).
@@ -101,11 +107,12 @@ class Centered(Sketch):
 
         Returns:
             The inner sketch's tensors and, last, mu (in,), float32 (float64 for float64): rounding it to a half
-            precision would leave a bias of 2**-9 of the mean's part, since g is centred on the strength of it.
+            precision would leave a bias of 2**-9 of the mean's part, since g is centred on the strength of it. On a GPU
+            mu - X^T (S^T 1) / n, where the inner sketch reads g once.
         """
         assert mean is None
-        saved, column_sum = self.inner.compress_with_sum(x, seed, mean=ops.sampled_mean(x))
-        return SavedSketch(seed, (*saved.tensors, column_sum / larger(1, x.shape[0])))
+        saved, kept_mean = self.inner.compress_with_mean(x, seed, mean=ops.sampled_mean(x))
+        return SavedSketch(seed, (*saved.tensors, kept_mean))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) of the inner sketch; see `Sketch.sketch_gradient`.
@@ -169,19 +176,19 @@ class Centered(Sketch):
         dtype = dtype or compute
         read = self.inner.one_pass(g, SavedSketch(saved.seed, saved.tensors[:-1])) if need_weight else None
         if read is not None:
-            assert read.column_sum is not None
+            assert read.sums is not None
             stored, mean = self.operand(saved, read.sketched.dtype), saved.tensors[-1]
-            estimate = ops.sketched_grad_weight(
+            estimate, bias = ops.sketched_grad_weight(
                 read.sketched,
                 stored,
-                read.column_sum,
+                read.sums,
                 mean,
-                ones=read.ones,
                 scale=read.scale,
                 dtype=dtype,
+                bias_dtype=g.dtype if need_bias else None,
                 divisor=read.divisor,
             )
-            return estimate, read.column_sum.to(g.dtype) if need_bias else None
+            return estimate, bias if need_bias else None
         # The bias gradient is summed as nn.Linear sums it; a half-precision sum is too coarse for the mean's part.
         column_sum = g.sum(0) if need_bias or g.dtype == compute else None
         grad_weight = None
@@ -191,7 +198,8 @@ class Centered(Sketch):
             sketched = self.sketch_gradient(g, saved, mean=total / larger(1, g.shape[0]))
             sketched, scale = ops.as_operand(sketched, g, self.ratio)
             stored, mean = self.operand(saved, sketched.dtype), saved.tensors[-1]
-            grad_weight = ops.sketched_grad_weight(sketched, stored, total, mean, scale=scale, dtype=dtype)
+            sums = total.unsqueeze(0)
+            grad_weight, _ = ops.sketched_grad_weight(sketched, stored, sums, mean, scale=scale, dtype=dtype)
         return grad_weight, column_sum if need_bias else None
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:

@@ -118,25 +118,25 @@ class Hadamard(ObliviousSketch):
         blocks, kept = self.geometry(y.shape[0])
         return ops.hadamard_sketch(y, seed, mean, blocks=blocks, kept=kept, gradient=gradient)
 
-    def compress_with_sum(self, x: Tensor, seed: Tensor, *, mean: Tensor | None) -> tuple[SavedSketch, Tensor]:
-        """Read x once on a GPU; see `Sketch.compress_with_sum`.
+    def compress_with_mean(self, x: Tensor, seed: Tensor, *, mean: Tensor) -> tuple[SavedSketch, Tensor]:
+        """Read x once on a GPU; see `Sketch.compress_with_mean`.
 
         Args:
             x: Activations, shape (rows, in).
             seed: 0-d int64.
-            mean: Shape (in,), or None.
+            mean: Shape (in,).
 
         Returns:
-            What `compress` returns, and the sum of x.
+            What `compress` returns, and the mean of x; on a GPU, where `one_pass` reads g, what is left of it.
         """
         if not ops.is_for_kernels(x):
-            return super().compress_with_sum(x, seed, mean=mean)
+            return super().compress_with_mean(x, seed, mean=mean)
         blocks, kept = self.geometry(x.shape[0])
-        stored, column_sum, _ = ops.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, gradient=False)
-        return SavedSketch(seed, (stored,)), column_sum
+        stored, rest = ops.hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept)
+        return SavedSketch(seed, (stored,)), rest
 
     def compress_low_bit(
-        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int, need_sum: bool
+        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int
     ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         """Sketch and round on a GPU, without the sketch in memory; see `Sketch.compress_low_bit`.
 
@@ -146,18 +146,15 @@ class Hadamard(ObliviousSketch):
             mean: Shape (in,), or None.
             kind: How S^T x is held.
             group: Rows of S^T x that share a step.
-            need_sum: Whether the sum of x itself is wanted.
 
         Returns:
-            Codes, steps and offsets, and the sum or None; None on a CPU.
+            Codes, steps and offsets, and, with a mean, what is left of it; None on a CPU.
         """
         if not ops.is_for_kernels(x):
             return None
         blocks, kept = self.geometry(x.shape[0])
-        *codes, column_sum = ops.hadamard_sketch_quantized(
-            x, seed, mean, blocks=blocks, kept=kept, kind=kind, group=group, with_sum=need_sum
-        )
-        return tuple(codes), column_sum if need_sum else None
+        *codes, rest = ops.hadamard_sketch_quantized(x, seed, mean, blocks=blocks, kept=kept, kind=kind, group=group)
+        return tuple(codes), rest if mean is not None else None
 
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Read g once on a GPU; see `Sketch.one_pass`.
@@ -165,7 +162,7 @@ class Hadamard(ObliviousSketch):
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: What `compress` returned.
-            need_sum: The sum comes with the sketch, wanted or not.
+            need_sum: The sums come with the sketch, wanted or not.
 
         Returns:
             None on a CPU, where the sum is formed as nn.Linear forms it.
@@ -175,10 +172,8 @@ class Hadamard(ObliviousSketch):
         blocks, kept = self.geometry(g.shape[0])
         half = ops.wants_half(g)
         scale = ops.product_scale(g.dtype, self.ratio) if half else 1.0
-        sketched, column_sum, ones = ops.hadamard_sketch_and_sums(
-            g, saved.seed, None, blocks=blocks, kept=kept, gradient=True, half=half, over=scale
-        )
-        return GradientPass(sketched, column_sum, ones, scale, kept if half else 1)
+        sketched, sums = ops.hadamard_sketch_and_sums(g, saved.seed, blocks=blocks, kept=kept, half=half, over=scale)
+        return GradientPass(sketched, sums, scale, kept if half else 1)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it.

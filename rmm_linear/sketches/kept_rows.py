@@ -61,7 +61,7 @@ class KeptRows:
             Shape (out, in), float32 (float64 for float64); exact without a storage, unbiased with one.
         """
         if self._low_bit is None or len(tensors) == 1:
-            return ops.sketched_grad_weight(ops.product_operand(g), tensors[0], dtype=accumulate_dtype(g.dtype))
+            return ops.sketched_grad_weight(ops.product_operand(g), tensors[0], dtype=accumulate_dtype(g.dtype))[0]
         found, _ = self._low_bit.backward(g, SavedSketch(seed ^ _OTHER_SEED, tensors), need_bias=False)
         assert found is not None
         return found

@@ -25,7 +25,6 @@ from rmm_linear import ops
 from rmm_linear.sketches.base import SEED_BYTES, GradientPass, SavedSketch, Sketch, accumulate_dtype
 from rmm_linear.sketches.centered import Centered
 from rmm_linear.sketches.closed_forms import row_squares
-from rmm_linear.sketches.sizes import larger
 
 STORAGES = tuple(ops.STORAGE_BITS)
 # Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2, for
@@ -95,35 +94,38 @@ class LowBit(Sketch):
         """
         if self.inner is None:
             return SavedSketch(seed, ops.quantize(x, seed, mean, kind=self.storage, group=self.group))
-        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group, need_sum=False)
+        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group)
         if found is not None:
             return SavedSketch(seed, found[0])
         values, *rest = self.inner.compress(x, seed, mean=mean).tensors
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest))
 
-    def compress_with_sum(self, x: Tensor, seed: Tensor, *, mean: Tensor | None) -> tuple[SavedSketch, Tensor]:
-        """Read x as the inner sketch does; see `Sketch.compress_with_sum`.
+    def compress_with_mean(self, x: Tensor, seed: Tensor, *, mean: Tensor) -> tuple[SavedSketch, Tensor]:
+        """Read x as the inner sketch does; see `Sketch.compress_with_mean`.
 
         Args:
             x: Activations, shape (rows, in).
             seed: 0-d int64.
-            mean: Shape (in,), or None.
+            mean: Shape (in,).
 
         Returns:
-            What `compress` returns, and the sum of x.
+            What `compress` returns, and the mean of x. On a GPU, what the inner sketch leaves of it; without an inner
+            sketch `mean` itself, which is the mean less that of x - 1 mean^T.
         """
         if self.inner is None:
-            return super().compress_with_sum(x, seed, mean=mean)
-        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group, need_sum=True)
+            if not ops.is_for_kernels(x):
+                return super().compress_with_mean(x, seed, mean=mean)
+            return self.compress(x, seed, mean=mean), mean
+        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group)
         if found is not None:
-            tensors, column_sum = found
-            assert column_sum is not None
-            return SavedSketch(seed, tensors), column_sum
-        inner, column_sum = self.inner.compress_with_sum(x, seed, mean=mean)
+            tensors, kept_mean = found
+            assert kept_mean is not None
+            return SavedSketch(seed, tensors), kept_mean
+        inner, kept_mean = self.inner.compress_with_mean(x, seed, mean=mean)
         values, *rest = inner.tensors
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
-        return SavedSketch(seed, (*codes, *rest)), column_sum
+        return SavedSketch(seed, (*codes, *rest)), kept_mean
 
     def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values that the codes stand for; see `Sketch.stored_input`.
@@ -189,10 +191,8 @@ class LowBit(Sketch):
             return self.inner.one_pass(g, inner, need_sum=need_sum)
         if not ops.is_for_kernels(g):
             return None
-        sums, rows = accumulate_dtype(g.dtype), g.shape[0]
-        ones = g.new_ones(rows, dtype=sums) / larger(1, rows)
-        column_sum = g.sum(0, dtype=sums) if need_sum else None
-        return GradientPass(ops.product_operand(g), column_sum, ones, 1.0)
+        sums = g.sum(0, dtype=accumulate_dtype(g.dtype), keepdim=True) if need_sum else None
+        return GradientPass(ops.product_operand(g), sums, 1.0)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes of codes, steps, offsets, seed, and what else the inner sketch stores.

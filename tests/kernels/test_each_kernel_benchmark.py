@@ -57,7 +57,8 @@ def launchers(factor: float):
         # `call` asks for the signature, which is the twin's.
         @functools.wraps(twin)
         def launch(**arguments):
-            return twin(**arguments) * factor
+            found = twin(**arguments)
+            return tuple(part * factor for part in found) if isinstance(found, tuple) else found * factor
 
         return launch
 

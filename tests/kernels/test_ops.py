@@ -12,6 +12,7 @@ NAMES = (
     "draw_seed",
     "gather_rows",
     "hadamard_sketch",
+    "hadamard_sketch_and_mean",
     "hadamard_sketch_and_sums",
     "hadamard_sketch_quantized",
     "importance_rows",
@@ -48,9 +49,8 @@ def calls(rows, dtype):
             for kind in ("dct", "dft"):
                 yield "trigonometric_sketch", (x, seed, centre, rank, kind, gradient)
     for half in (False, True):
-        yield "hadamard_sketch_and_sums", (x, seed, None, blocks, kept, True, half, 4.0 if half else 1.0)
-    for centre in (None, mean):
-        yield "hadamard_sketch_and_sums", (x, seed, centre, blocks, kept, False, False, 1.0)
+        yield "hadamard_sketch_and_sums", (x, seed, blocks, kept, half, 4.0 if half else 1.0)
+    yield "hadamard_sketch_and_mean", (x, seed, mean, blocks, kept)
     yield "sampled_mean", (x,)
     index = torch.arange(rank, dtype=torch.int32)
     scales = torch.rand(rank).to(accumulate)
@@ -64,25 +64,25 @@ def calls(rows, dtype):
     for kind in ("int8", "int4", "int3", "int2", "fp8"):
         for centre in (None, mean):
             yield "quantize", (x, seed, centre, kind, 32)
-            # what is centred has its sum as well
-            yield "hadamard_sketch_quantized", (x, seed, centre, blocks, kept, kind, 32, centre is not None)
+            yield "hadamard_sketch_quantized", (x, seed, centre, blocks, kept, kind, 32)
             if rows == 128:
                 # in one pass
-                yield "hadamard_sketch_quantized", (x, seed, centre, 2, 16, kind, 32, centre is not None)
+                yield "hadamard_sketch_quantized", (x, seed, centre, 2, 16, kind, 32)
         codes = torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32)
         for result in (None, torch.bfloat16):
             yield "dequantize", (*codes, seed, kind, 32, result)
     sketched_g = torch.randn(rank, 5).to(accumulate)
-    column_sum, ones = torch.randn(5).to(accumulate), torch.randn(rank).to(accumulate)
+    # of as many parts as a product adds up by itself, and of more
+    few, many = torch.randn(3, 5).to(accumulate), torch.randn(40, 5).to(accumulate)
     for factor, result in ((sketched_g, None), (sketched_g.to(dtype), torch.float32)):
-        yield "sketched_grad_weight", (factor, x[:rank], None, None, None, 1.0, result)
-        yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, None, 64.0, result)
-        yield "sketched_grad_weight", (factor, x[:rank], column_sum, mean, ones, 1.0, result)
-        yield "sketched_grad_weight", (factor, x[:rank], None, None, None, 2.0, result, 6)
+        yield "sketched_grad_weight", (factor, x[:rank], None, None, 1.0, result, None)
+        yield "sketched_grad_weight", (factor, x[:rank], few, mean, 64.0, result, dtype)
+        yield "sketched_grad_weight", (factor, x[:rank], many, mean, 1.0, result, None)
+        yield "sketched_grad_weight", (factor, x[:rank], many, None, 2.0, result, dtype, 6)
         stored = *torch.ops.rmm_linear.quantize.default(x[:rank], seed, None, "int4", 32), seed
-        yield "sketched_grad_weight_low_bit", (factor, *stored, None, None, None, "int4", 32, 1.0, result)
-        yield "sketched_grad_weight_low_bit", (factor, *stored, column_sum, mean, ones, "int4", 32, 64.0, result)
-        yield "sketched_grad_weight_low_bit", (factor, *stored, None, None, None, "int4", 32, 2.0, result, 6)
+        yield "sketched_grad_weight_low_bit", (factor, *stored, None, None, "int4", 32, 1.0, result, None)
+        yield "sketched_grad_weight_low_bit", (factor, *stored, few, mean, "int4", 32, 64.0, result, dtype)
+        yield "sketched_grad_weight_low_bit", (factor, *stored, many, None, "int4", 32, 2.0, result, dtype, 6)
 
 
 def run(name, arguments):
@@ -161,15 +161,17 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
             assert results[0].dtype == (dtype if arguments[3] is None else accumulate)
         elif name in ("sketched_grad_weight", "sketched_grad_weight_low_bit"):
             # a divisor may follow
-            dtype_of_result = arguments[6 if name == "sketched_grad_weight" else 11]
+            dtype_of_result, bias_dtype = arguments[5:7] if name == "sketched_grad_weight" else arguments[10:12]
             assert results[0].dtype == (dtype_of_result or accumulate)
+            assert results[1].shape == ((0,) if bias_dtype is None else (5,))
+            assert bias_dtype is None or results[1].dtype == bias_dtype
         elif name == "sampled_mean":
             assert results[0].dtype == accumulate
         elif name == "hadamard_sketch_and_sums":
-            gradient, half = arguments[5:7]
-            is_half = half and dtype in (torch.bfloat16, torch.float16)
-            assert results[0].dtype == (dtype if is_half or not gradient else accumulate)
-            assert [result.dtype for result in results[1:]] == [accumulate, accumulate]
+            is_half = arguments[4] and dtype in (torch.bfloat16, torch.float16)
+            assert [result.dtype for result in results] == [dtype if is_half else accumulate, accumulate]
+        elif name == "hadamard_sketch_and_mean":
+            assert [result.dtype for result in results] == [dtype, accumulate]
         elif name in ("quantize", "hadamard_sketch_quantized"):
             assert [result.dtype for result in results[:3]] == [torch.uint8, torch.bfloat16, torch.bfloat16]
             assert [result.dtype for result in results[3:]] == [accumulate] * (name != "quantize")

@@ -5,11 +5,11 @@ the (kept, rows of the block) matrix of +-1 in registers, and multiplies the blo
 float32 sums; +-1 is exact in every dtype. A float32 tile is cut into three bfloat16 parts, which together hold all of
 its 24 bits.
 
-In the same reading, where wanted: the column sums of the block (for the bias gradient, and for centering), and S^T 1.
+In the same reading, where wanted: the block's part of the column sums, for the bias gradient; or, where a mean is taken
+off, of what is left of the mean (see `reference.hadamard_sketch_and_mean`), for which S^T 1 is at hand as well.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
+from ..launching import Constants, ceil_div, launch
 from ..philox.kernel import CHOICE_STREAM, SIGN_STREAM, random_word, sign_bit, words_of_counter
 from . import reference
 
@@ -203,7 +204,6 @@ def _hadamard_sketch_kernel(
     MEAN,
     OUT,
     SUMS,
-    ONES,
     rows,
     features,
     blocks,
@@ -227,7 +227,6 @@ def _hadamard_sketch_kernel(
     TILES: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_SUMS: tl.constexpr,
-    HAS_ONES: tl.constexpr,
     IS_WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -254,7 +253,7 @@ def _hadamard_sketch_kernel(
     else:
         columns = _ranked_columns(seed, ORDER, ORDER_2, KEPT_2)
         mixing = _paley_entries(seed, columns, block, PRIME, SQUARES, CHUNK, DTYPE)
-    if HAS_MEAN or HAS_ONES:
+    if HAS_MEAN:
         ones = _sums_of_entries(mixing, present, CHUNK, DTYPE)
     for tile in tl.static_range(TILES):
         feature = (first_tile + tile) * TILE + tl.arange(0, TILE)
@@ -267,9 +266,9 @@ def _hadamard_sketch_kernel(
                 mask=(row < rows)[:, None] & (following < features)[None, :],
                 other=0.0,
             )
-        product = mixed(mixing, tile_of_x, IS_WIDE, UPCAST)
         if HAS_SUMS:
             sums = tl.sum(tile_of_x.to(tl.float32), axis=0)
+        product = mixed(mixing, tile_of_x, IS_WIDE, UPCAST)
         # blocks of more than CHUNK rows, which have one tile a program
         for chunk in range(1, CHUNKS):
             further = ((chunk * CHUNK + place) * blocks + block).to(tl.int64)
@@ -280,13 +279,16 @@ def _hadamard_sketch_kernel(
             )
             signs = block_entries(seed, chunk * CHUNK, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
             product += mixed(signs, part, IS_WIDE, UPCAST)
-            if HAS_MEAN or HAS_ONES:
+            if HAS_MEAN:
                 ones += _sums_of_entries(signs, present - chunk * CHUNK, CHUNK, DTYPE)
             if HAS_SUMS:
                 sums += tl.sum(part.to(tl.float32), axis=0)
         if HAS_MEAN:
             mean = tl.load(MEAN + feature, mask=is_feature, other=0.0).to(tl.float32)
             product -= ones[:, None] * mean[None, :]
+            if HAS_SUMS:
+                of_kept = tl.where(kept_place < kept, ones, 0.0)
+                sums = (sums - tl.sum(product * of_kept[:, None], axis=0) * (1.0 / kept)) * (1.0 / rows)
         out_row = (block * kept + kept_place).to(tl.int64)
         tl.store(
             OUT + out_row[:, None] * features + feature[None, :],
@@ -295,27 +297,16 @@ def _hadamard_sketch_kernel(
         )
         if HAS_SUMS:
             tl.store(SUMS + block.to(tl.int64) * features + feature, sums, mask=is_feature)
-    if HAS_ONES and first_tile == 0:
-        tl.store(ONES + block * kept + kept_place, ones, mask=kept_place < kept)
 
 
+@lru_cache
 def _constants(
-    *, order: int, kept: int, blocks: int, features: int, dtype: torch.dtype, mean: bool, sums: bool
-) -> dict[str, Any]:
-    """Constants of the kernel for a geometry; the launcher and `builds` share them."""
+    *, order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype, mean: bool, sums: bool
+) -> Constants:
+    """Constants of the kernel for a geometry and a tile; the launcher and `builds` share them."""
     prime = reference.paley_prime(order)
     degree = order.bit_length() - 1
-    wide = dtype == torch.float32
-    chunks = -(-order // _CHUNK)
-    tile = _WIDE_TILE if wide else _TILE
-    if (wide and chunks > 1) or triton.next_power_of_2(kept) > _CHUNK // 2:
-        # three parts, a loop and the sums, or twice as many results: more would not fit the registers
-        tile //= 2
-    tiles = 1
-    # more than one tile a program as soon as there are programs enough
-    while tiles < _MOST_TILES and chunks == 1 and blocks * -(-features // (tile * tiles * 2)) >= _PROGRAMS // 4:
-        tiles *= 2
-    return {
+    values = {
         "ORDER": order,
         "ORDER_2": triton.next_power_of_2(order),
         "DEGREE": degree,
@@ -324,16 +315,34 @@ def _constants(
         "SQUARES": sum(1 << square for square in {number * number % prime for number in range(1, prime)}),
         "KEPT_2": max(_LEAST_KEPT, triton.next_power_of_2(kept)),
         "CHUNK": max(_LEAST_KEPT, triton.next_power_of_2(min(order, _CHUNK))),
-        "CHUNKS": chunks,
+        "CHUNKS": _chunks(order),
         "TILE": tile,
         "TILES": tiles,
         "HAS_MEAN": mean,
         "HAS_SUMS": sums,
-        "HAS_ONES": sums,
-        "IS_WIDE": wide,
+        "IS_WIDE": dtype == torch.float32,
         "UPCAST": IS_INTERPRETED,
         "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
     }
+    return Constants(values, num_warps=_WARPS)
+
+
+def _chunks(order: int) -> int:
+    return ceil_div(order, _CHUNK)
+
+
+def _tile_of(*, order: int, kept: int, blocks: int, features: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Features of a tile, and tiles of a program."""
+    wide, chunks = dtype == torch.float32, _chunks(order)
+    tile = _WIDE_TILE if wide else _TILE
+    if (wide and chunks > 1) or kept > _CHUNK // 2:
+        # three parts, a loop and the sums, or twice as many results: more would not fit the registers
+        tile //= 2
+    tiles = 1
+    # more than one tile a program as soon as there are programs enough
+    while tiles < _MOST_TILES and chunks == 1 and blocks * ceil_div(features, tile * tiles * 2) >= _PROGRAMS // 4:
+        tiles *= 2
+    return tile, tiles
 
 
 def _launch(
@@ -346,28 +355,21 @@ def _launch(
     scale: float,
     dtype: torch.dtype,
     sums: Tensor | None,
-    ones: Tensor | None,
 ) -> Tensor:
     rows, features = x.shape
     out = torch.empty((blocks * kept, features), dtype=dtype, device=x.device)
-    block_rows = -(-rows // blocks)
+    block_rows = ceil_div(rows, blocks)
+    order = reference.hadamard_order(block_rows)
+    tile, tiles = _tile_of(order=order, kept=kept, blocks=blocks, features=features, dtype=x.dtype)
     constants = _constants(
-        order=reference.hadamard_order(block_rows),
-        kept=kept,
-        blocks=blocks,
-        features=features,
-        dtype=x.dtype,
-        mean=mean is not None,
-        sums=sums is not None,
+        order=order, kept=kept, tile=tile, tiles=tiles, dtype=x.dtype, mean=mean is not None, sums=sums is not None
     )
-    grid = (blocks, triton.cdiv(features, constants["TILE"] * constants["TILES"]))
-    _hadamard_sketch_kernel[grid](
+    arguments = (
         x,
         seed,
         None if mean is None else mean.contiguous(),
         out,
         sums,
-        ones,
         rows,
         features,
         blocks,
@@ -375,12 +377,10 @@ def _launch(
         rows % blocks,
         kept,
         reference.sign_stride(block_rows),
-        x.stride(0),
-        x.stride(1),
+        *x.stride(),
         scale,
-        **constants,
-        num_warps=_WARPS,
     )
+    launch(_hadamard_sketch_kernel, (blocks, ceil_div(features, tile * tiles), 1), arguments, constants)
     return out
 
 
@@ -403,41 +403,61 @@ def hadamard_sketch(
     """
     if x.numel() == 0:
         return reference.hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    return _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=None, ones=None)
+    return _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=None)
 
 
-def hadamard_sketch_and_sums(
-    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sketch of x - 1 mean^T, the column sum of x itself and sqrt(kept) * S^T 1: x is read once.
+def hadamard_sketch_and_mean(
+    x: Tensor, seed: Tensor, mean: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the sketch of x - 1 mean^T and what is left of the mean of x: x is read once.
 
     Args:
         x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
         seed: 0-d int64 on x's device.
-        mean: Shape (features,), subtracted from every row before it is sketched, or None.
+        mean: Shape (features,), subtracted from every row before it is sketched.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations of the sketch, and not of what is taken off the mean.
+        dtype: Dtype of the sketch.
+
+    Returns:
+        Sketch (blocks * kept, features); the mean less X^T (S^T 1) / rows for the sketch X before it is rounded, see
+        the reference, (features,), float32.
+    """
+    if x.numel() == 0:
+        return reference.hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+    sums = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
+    out = _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums)
+    # one sum after the other: the same in every run, which atomic additions are not
+    return out, sums.sum(0)
+
+
+def hadamard_sketch_and_sums(
+    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the sketch of x and the column sums of its blocks: x is read once.
+
+    Args:
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        seed: 0-d int64 on x's device.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
         scale: Factor on the +-1 combinations of the sketch.
         dtype: Dtype of the sketch.
 
     Returns:
-        Sketch (blocks * kept, features); column sum (features,), float32; sqrt(kept) * S^T 1, small integers, shape
-        (blocks * kept,), float32.
+        Sketch (blocks * kept, features); sums (blocks, features), float32, whose own sum is that of x.
     """
     if x.numel() == 0:
-        return reference.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+        return reference.hadamard_sketch_and_sums(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     sums = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
-    ones = torch.empty((blocks * kept,), dtype=torch.float32, device=x.device)
-    out = _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums, ones=ones)
-    # one sum after the other: the same in every run, which atomic additions are not
-    return out, sums.sum(0), ones
+    return _launch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums), sums
 
 
-def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Mapping[str, Any]) -> Build:
+def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants) -> Build:
     optional = {
         "MEAN": "*fp32" if constants["HAS_MEAN"] else None,
         "SUMS": "*fp32" if constants["HAS_SUMS"] else None,
-        "ONES": "*fp32" if constants["HAS_ONES"] else None,
     }
     types = {"X": f"*{TYPE_NAMES[x]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[out]}"}
     types |= {name: kind for name, kind in optional.items() if kind is not None}
@@ -448,9 +468,9 @@ def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Mapping[str, 
         name=name,
         kernel=_hadamard_sketch_kernel,
         types=types,
-        constants={**constants, **absent, "column_stride": 1},
+        constants={**constants.values, **absent, "column_stride": 1},
         divisible=(*pointers, "features", "row_stride"),
-        num_warps=_WARPS,
+        num_warps=constants.num_warps,
         uses_tensor_cores=True,
     )
 
@@ -479,13 +499,7 @@ def builds() -> list[Build]:
 
 def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int) -> Build:
     """The sketch of 8192 rows of x with a mean and its sums, of g with its sums, or of x without either."""
-    constants = _constants(
-        order=order,
-        kept=kept,
-        blocks=8192 // order,
-        features=features,
-        dtype=dtype,
-        mean=of == "x",
-        sums=of in ("x", "g"),
-    )
+    tile, tiles = _tile_of(order=order, kept=kept, blocks=8192 // order, features=features, dtype=dtype)
+    centred, with_sums = of == "x", of in ("x", "g")
+    constants = _constants(order=order, kept=kept, tile=tile, tiles=tiles, dtype=dtype, mean=centred, sums=with_sums)
     return _build(f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}", dtype, dtype, constants)

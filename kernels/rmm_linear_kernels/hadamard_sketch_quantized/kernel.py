@@ -2,13 +2,15 @@
 
 Row `block * kept + c` of the sketch is combination c of a block, so that a group of rows with a step of its own is a
 whole number of neighbouring blocks, if `kept` divides it. A program sketches these blocks for a tile of features, one
-after the other, finds the extremes of all, and rounds them; and sums them over their rows, where wanted.
+after the other, finds the extremes of all, and rounds them; and forms their part of what is left of the mean, where one
+is taken off.
 """
 
 # a tuple of tiles grows in a loop that the compiler unrolls
 # mypy: disable-error-code="assignment, misc"
 
 import itertools
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import hadamard_sketch, hadamard_sketch_and_sums, mixed, signed_entries
+from ..hadamard_sketch.kernel import hadamard_sketch, hadamard_sketch_and_mean, mixed, signed_entries
 from ..interpreter import IS_INTERPRETED
+from ..launching import Constants, ceil_div, launch
 from ..low_bit import reference as low_bit
 from ..low_bit.kernel import codes_of, quantize, random_part, store_codes, store_scales
 from ..philox.kernel import SIGN_STREAM, random_word
@@ -64,7 +67,6 @@ def _hadamard_sketch_quantized_kernel(
     BITS: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_MEAN: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
     UPCAST: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -87,7 +89,7 @@ def _hadamard_sketch_quantized_kernel(
     of_rows = random_part(seed, first_block * KEPT + tl.arange(0, BLOCKS * KEPT))
     # The signs of all blocks, for the same reason: a word for 32 rows, CHUNK bits a block (`hadamard.sign_stride`).
     signs = random_word(seed, first_block * (CHUNK // 32) + tl.arange(0, BLOCKS * CHUNK // 32), SIGN_STREAM)
-    if HAS_SUMS:
+    if HAS_MEAN:
         sums = tl.zeros((KEPT, TILE), tl.float32)
     products = ()
     for index in tl.static_range(BLOCKS):
@@ -101,16 +103,18 @@ def _hadamard_sketch_quantized_kernel(
         if HAS_MEAN:
             present = shortest + (block < longer).to(tl.int32)
             entries = tl.where(place[None, :] < present, entries, 0.0)
+        if HAS_MEAN:
+            # The sum of x by the tensor cores, in as many equal rows as the sketch has: x is there for them in the same
+            # layout. Sums along its columns would take 12 to 24 % more instructions, most to exchange parts of sums.
+            is_block = first_block + index < blocks
+            sums = tl.where(is_block, sums + mixed(tl.full((KEPT, CHUNK), 1.0, DTYPE), x, False, UPCAST), sums)
         product = mixed(entries, x, False, UPCAST)
-        if HAS_SUMS:
-            # By the tensor cores, in as many equal rows as the sketch has: x is there for them in the same layout. Sums
-            # along its columns would take 12 to 24 % more instructions, most of them to exchange parts of sums.
-            with_block = sums + mixed(tl.full((KEPT, CHUNK), 1.0, DTYPE), x, False, UPCAST)
-            sums = tl.where(first_block + index < blocks, with_block, sums)
         if HAS_MEAN:
             # As many columns of S^T 1 as there are features: what is equal to the other product in shape is shared by
             # the warps in the same way, and nothing has to be exchanged.
-            product -= tl.dot(entries, tl.full((CHUNK, TILE), 1.0, DTYPE)) * mean[None, :]
+            ones = tl.dot(entries, tl.full((CHUNK, TILE), 1.0, DTYPE))
+            product -= ones * mean[None, :]
+            sums = tl.where(is_block, sums - ones * product, sums)
         product *= scale
         value = tl.abs(product) if IS_FP8 else product
         if index == 0:
@@ -126,9 +130,9 @@ def _hadamard_sketch_quantized_kernel(
     factor, divisor, inverse, quotient = store_scales(
         low, high, total, STEPS + scales, OFFSETS + scales, is_feature, LEVELS, IS_FP8, TILE
     )
-    if HAS_SUMS:
-        # any of the equal rows
-        tl.store(SUMS + scales, tl.max(sums, 0), mask=is_feature)
+    if HAS_MEAN:
+        # KEPT equal rows of the sum, and of the sketch's part of it KEPT times as much
+        tl.store(SUMS + scales, tl.sum(sums, 0) * (1.0 / KEPT) * (1.0 / rows), mask=is_feature)
     for index in tl.static_range(BLOCKS):
         block = first_block + index
         row = block * KEPT + kept_place
@@ -139,10 +143,11 @@ def _hadamard_sketch_quantized_kernel(
         store_codes(codes, CODES, width, row, first_feature, is_row, BITS, KEPT, TILE)
 
 
-def _constants(*, kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool, sums: bool) -> dict[str, Any]:
+@lru_cache
+def _constants(*, kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool) -> Constants:
     """Constants of the kernel; the launcher and `builds` share them."""
     degree = ORDER.bit_length() - 1
-    return {
+    values = {
         "DEGREE": degree,
         "POLYNOMIAL": hadamard.POLYNOMIALS[degree],
         "KEPT": kept,
@@ -152,15 +157,11 @@ def _constants(*, kept: int, dtype: torch.dtype, kind: str, group: int, mean: bo
         "BITS": low_bit.BITS[kind],
         "IS_FP8": kind == low_bit.FP8,
         "HAS_MEAN": mean,
-        "HAS_SUMS": sums,
         "UPCAST": IS_INTERPRETED,
         "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
     }
-
-
-def _warps(group: int) -> int:
-    """Warps of a program: 8 for the 256 rows of int4's groups, 4 for fewer."""
-    return max(4, group * _TILE // (32 * _VALUES))
+    # 8 warps for the 256 rows of int4's groups, 4 for fewer
+    return Constants(values, num_warps=max(4, group * _TILE // (32 * _VALUES)))
 
 
 def hadamard_sketch_quantized(
@@ -173,7 +174,6 @@ def hadamard_sketch_quantized(
     scale: float,
     kind: str,
     group: int,
-    with_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
 
@@ -188,47 +188,47 @@ def hadamard_sketch_quantized(
         scale: Factor on the +-1 combinations.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of the sketch that share, in a column, a step and an offset.
-        with_sum: Also sum x itself over its rows, in the same reading.
 
     Returns:
         Codes (blocks * kept, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the
         same shape and dtype, (0,) for fp8: those of the reference, but where a sum that is rounded otherwise falls on
-        the other side of an edge. The column sum (features,), (0,) without it, float32.
+        the other side of an edge. With a mean, what is left of x's, (features,), otherwise (0,), float32; see
+        `hadamard_sketch_and_mean`.
     """
     rows, features = x.shape
     if x.numel() == 0 or x.dtype not in _HALVES or not holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
-        if with_sum:
-            sketch, column_sum, _ = hadamard_sketch_and_sums(x, seed, mean, **options)
+        if mean is None:
+            sketch, rest = hadamard_sketch(x, seed, None, **options), seed.new_empty(0, dtype=torch.float32)
         else:
-            sketch, column_sum = hadamard_sketch(x, seed, mean, **options), seed.new_empty(0, dtype=torch.float32)
-        return *quantize(sketch, seed, None, kind=kind, group=group), column_sum
+            sketch, rest = hadamard_sketch_and_mean(x, seed, mean, **options)
+        return *quantize(sketch, seed, None, kind=kind, group=group), rest
     rank = blocks * kept
     codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
-    steps = torch.empty((triton.cdiv(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
+    steps = torch.empty((ceil_div(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
     offsets = steps.new_empty(0) if kind == low_bit.FP8 else torch.empty_like(steps)
-    sums = torch.empty(steps.shape if with_sum else (0, 0), dtype=torch.float32, device=x.device)
-    _hadamard_sketch_quantized_kernel[(steps.shape[0] * triton.cdiv(features, _TILE),)](
+    sums = torch.empty((0, 0) if mean is None else steps.shape, dtype=torch.float32, device=x.device)
+    arguments = (
         x,
         seed,
         mean,
         codes,
         steps.view(torch.int16),
         offsets.view(torch.int16),
-        sums if with_sum else None,
+        None if mean is None else sums,
         rows,
         features,
         codes.shape[1],
         blocks,
         rows // blocks,
         rows % blocks,
-        x.stride(0),
-        x.stride(1),
+        *x.stride(),
         0 if mean is None else mean.stride(0),
         scale,
-        **_constants(kept=kept, dtype=x.dtype, kind=kind, group=group, mean=mean is not None, sums=with_sum),
-        num_warps=_warps(group),
     )
+    grid = (steps.shape[0] * ceil_div(features, _TILE), 1, 1)
+    constants = _constants(kept=kept, dtype=x.dtype, kind=kind, group=group, mean=mean is not None)
+    launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one sum after the other: the same in every run, which atomic additions are not
     return codes, steps, offsets, sums.sum(0)
 
@@ -237,8 +237,8 @@ def builds() -> list[Build]:
     """Return what a training run compiles: ratios 0.5 and 0.25 of full blocks.
 
     Returns:
-        All kinds in bfloat16, with a mean and sums and without either; int8 and int4 in float16 at one ratio, with
-        them. int4 for NVIDIA's GPUs alone, see `shapes.MOST_ROWS`.
+        All kinds in bfloat16, with a mean and without; int8 and int4 in float16 at one ratio, with one. int4 for
+        NVIDIA's GPUs alone, see `shapes.MOST_ROWS`.
     """
     found = []
     for kind, kept in itertools.product(("int8", low_bit.FP8, "int4"), (32, 16)):
@@ -249,10 +249,8 @@ def builds() -> list[Build]:
 def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
     group = 1024 // low_bit.BITS[kind]
     types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
-    constants: dict[str, Any] = {
-        "column_stride": 1,
-        **_constants(kept=kept, dtype=dtype, kind=kind, group=group, mean=centred, sums=centred),
-    }
+    shared = _constants(kept=kept, dtype=dtype, kind=kind, group=group, mean=centred)
+    constants: dict[str, Any] = {"column_stride": 1, **shared.values}
     if centred:
         types |= {"MEAN": "*fp32", "SUMS": "*fp32"}
         constants["mean_stride"] = 1
@@ -268,7 +266,7 @@ def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
         types,
         constants,
         (*pointers, *sizes),
-        num_warps=_warps(group),
+        num_warps=shared.num_warps,
         uses_tensor_cores=True,
         backends=tuple(backend for backend, most in MOST_ROWS.items() if group <= most),
     )

@@ -7,7 +7,7 @@ The sketch goes from one to the other in float32. A sketch that is kept in half 
 import torch
 from torch import Tensor
 
-from ..hadamard_sketch.reference import hadamard_sketch
+from ..hadamard_sketch.reference import hadamard_sketch, hadamard_sketch_and_mean
 from ..low_bit.reference import quantize
 
 
@@ -21,7 +21,6 @@ def hadamard_sketch_quantized(
     scale: float,
     kind: str,
     group: int,
-    with_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
 
@@ -34,13 +33,16 @@ def hadamard_sketch_quantized(
         scale: Factor on the +-1 combinations.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of the sketch that share, in a column, a step and an offset.
-        with_sum: Also sum x itself over its rows.
 
     Returns:
-        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and the
-        column sum (features,), (0,) without it, float32 (float64 for float64).
+        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and, with
+        a mean, what `hadamard_sketch_and_mean` returns as such, (features,), otherwise (0,), float32 (float64 for
+        float64).
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
-    column_sum = x.sum(0, dtype=wide) if with_sum else x.new_empty(0, dtype=wide)
-    return *quantize(sketch, seed, None, kind=kind, group=group), column_sum
+    if mean is None:
+        sketch = hadamard_sketch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=wide)
+        rest = x.new_empty(0, dtype=wide)
+    else:
+        sketch, rest = hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
+    return *quantize(sketch, seed, None, kind=kind, group=group), rest

@@ -6,7 +6,8 @@ which saves a copy of the sketch in memory, not time, unless few tiles share a c
 """
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
+from ..launching import Constants, ceil_div, launch
 from ..low_bit import kernel as low_bit
 from ..low_bit.kernel import converted, half_value, random_part, unpacked, widened
 from ..low_bit.reference import BITS, FP8
+from . import reference
 
+_HALVES = (torch.bfloat16, torch.float16)
 # Rows of tiles that are computed together: their part of both sketches stays in the cache.
 _GROUPED = 8
 # Tiles that keep a large GPU busy.
@@ -26,6 +30,12 @@ _MANY_TILES = 128
 # Shared memory that a program of the widest tile needs: sm_80 (163 KiB) holds a stage less than sm_90 and sm_100
 # (227 KiB) do, and has room for it; other GPUs have 64 to 99 KiB.
 _WIDEST_BYTES = 160 << 10
+# Sums of parts of g that the programs of a product of small tiles add up, each for itself. More are added up first, and
+# so are those of large tiles, which have no registers for it.
+_MOST_PARTS = 8
+_SMALL_TILE = 64 * 64
+# Parts that a program of `_outer_product_of_sums_kernel` adds up at a time, and its tile.
+_PARTS, _OUTER_ROWS, _OUTER_COLUMNS = 32, 16, 128
 # Kinds that are unpacked on the way: those whose groups and words are powers of two.
 _UNPACKED_KINDS = ("int8", "int4", "int2", FP8)
 
@@ -56,37 +66,94 @@ def _tile(out_features, in_features, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 @triton.jit
 def _finish(
     product,
-    SUM,
+    SUMS,
     MEAN,
     OUT,
+    BIAS,
     scale,
-    sum_stride,
+    parts,
+    sums_row,
+    sums_column,
     mean_stride,
     row,
     column,
+    first_column,
     out_features,
     in_features,
+    PARTS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Store a tile of the result, with the mean's part."""
+    """Store a tile of the result, with the mean's part; and, from the first tiles of the rows, the sum of g."""
     product = product * scale
     is_row, is_column = row < out_features, column < in_features
-    if HAS_MEAN:
-        column_sum = tl.load(SUM + row.to(tl.int64) * sum_stride, is_row, other=0).to(tl.float32)
-        mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
-        product += column_sum[:, None] * mean[None, :]
+    if HAS_SUMS:
+        sums_at = SUMS + row.to(tl.int64) * sums_column
+        if PARTS == 1:
+            total = tl.load(sums_at, is_row, other=0).to(tl.float32)
+        else:
+            part = tl.arange(0, PARTS)
+            is_part = (part < parts)[:, None] & is_row[None, :]
+            sums = tl.load(sums_at[None, :] + part.to(tl.int64)[:, None] * sums_row, is_part, other=0)
+            total = tl.sum(sums.to(tl.float32), axis=0)
+        if HAS_BIAS:
+            tl.store(BIAS + row, converted(total, BIAS.dtype.element_ty, INTERPRETED), is_row & (first_column == 0))
+        if HAS_MEAN:
+            mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
+            product += total[:, None] * mean[None, :]
     to = OUT + row.to(tl.int64)[:, None] * in_features + column[None, :]
     tl.store(to, converted(product, OUT.dtype.element_ty, INTERPRETED), is_row[:, None] & is_column[None, :])
 
 
-@triton.jit(do_not_specialize=["rank", "scale"])
+@triton.jit(do_not_specialize=["parts"])
+def _outer_product_of_sums_kernel(
+    SUMS,
+    MEAN,
+    OUT,
+    BIAS,
+    parts,
+    out_features,
+    in_features,
+    sums_row,
+    mean_stride,
+    HAS_MEAN: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < out_features
+    part = tl.arange(0, PARTS)
+    sums_at = SUMS + part.to(tl.int64)[:, None] * sums_row + row[None, :]
+    step_of_sums = tl.cast(sums_row, tl.int64) * PARTS
+    sums = tl.zeros((PARTS, ROWS), tl.float32)
+    # the interpreter wants a Python number, and makes a tensor of whatever has a name
+    for step in range(tl.cdiv(parts, PARTS) if STEPS is None else STEPS):
+        sums += tl.load(sums_at, (part < parts - step * PARTS)[:, None] & is_row[None, :], other=0)
+        sums_at += step_of_sums
+    total = tl.sum(sums, axis=0)
+    tl.store(BIAS + row, converted(total, BIAS.dtype.element_ty, INTERPRETED), is_row & (tl.program_id(1) == 0))
+    if HAS_MEAN:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = column < in_features
+        mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
+        to = OUT + row.to(tl.int64)[:, None] * in_features + column[None, :]
+        outer = converted(total[:, None] * mean[None, :], OUT.dtype.element_ty, INTERPRETED)
+        tl.store(to, outer, is_row[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["rank", "parts", "scale"])
 def _grad_weight_kernel(
     G,
     X,
-    SUM,
+    SUMS,
     MEAN,
     OUT,
+    BIAS,
     rank,
     out_features,
     in_features,
@@ -94,10 +161,15 @@ def _grad_weight_kernel(
     g_column,
     x_row,
     x_column,
-    sum_stride,
+    parts,
+    sums_row,
+    sums_column,
     mean_stride,
     scale,
+    PARTS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -125,31 +197,39 @@ def _grad_weight_kernel(
         x_at += x_step
     _finish(
         product,
-        SUM,
+        SUMS,
         MEAN,
         OUT,
+        BIAS,
         scale,
-        sum_stride,
+        parts,
+        sums_row,
+        sums_column,
         mean_stride,
         row,
         column,
+        first_column,
         out_features,
         in_features,
+        PARTS,
+        HAS_SUMS,
         HAS_MEAN,
+        HAS_BIAS,
         INTERPRETED,
     )
 
 
-@triton.jit(do_not_specialize=["rank", "scale"])
+@triton.jit(do_not_specialize=["rank", "parts", "scale"])
 def _low_bit_grad_weight_kernel(
     G,
     CODES,
     LOW_STEPS,
     OFFSETS,
     SEED,
-    SUM,
+    SUMS,
     MEAN,
     OUT,
+    BIAS,
     rank,
     out_features,
     in_features,
@@ -158,13 +238,18 @@ def _low_bit_grad_weight_kernel(
     g_column,
     codes_row,
     codes_column,
-    sum_stride,
+    parts,
+    sums_row,
+    sums_column,
     mean_stride,
     scale,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     IS_FP8: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -206,17 +291,24 @@ def _low_bit_grad_weight_kernel(
         codes_at += codes_step
     _finish(
         product,
-        SUM,
+        SUMS,
         MEAN,
         OUT,
+        BIAS,
         2 * scale,
-        sum_stride,
+        parts,
+        sums_row,
+        sums_column,
         mean_stride,
         row,
         column,
+        first_column,
         out_features,
         in_features,
+        PARTS,
+        HAS_SUMS,
         HAS_MEAN,
+        HAS_BIAS,
         INTERPRETED,
     )
 
@@ -228,80 +320,210 @@ def _shared_bytes(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
-def _tile_of(dtype: torch.dtype, out_features: int, in_features: int, shared_bytes: int) -> dict[str, int]:
+class _Tile(NamedTuple):
+    """What a program makes of the result, and how."""
+
+    height: int
+    width: int
+    depth: int
+    warps: int
+    stages: int
+
+    def programs(self, out_features: int, in_features: int) -> int:
+        return ceil_div(out_features, self.height) * ceil_div(in_features, self.width)
+
+    @property
+    def most_parts(self) -> int:
+        """Sums that its programs add up."""
+        return _MOST_PARTS if self.height * self.width <= _SMALL_TILE else 1
+
+
+def _tile_of(dtype: torch.dtype, out_features: int, in_features: int, shared_bytes: int) -> _Tile:
     """The largest tile of which there are enough to keep a GPU busy."""
-
-    def enough(height: int, width: int) -> bool:
-        return triton.cdiv(out_features, height) * triton.cdiv(in_features, width) >= _MANY_TILES
-
-    tile = {"BLOCK_K": 64, "GROUPED": _GROUPED}
     if dtype == torch.float32:
-        return tile | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 4, "num_stages": 3}
-    if enough(128, 256) and shared_bytes >= _WIDEST_BYTES:
-        return tile | {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4}
-    if enough(128, 128):
-        return tile | {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
-    return tile | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
+        return _Tile(64, 64, 16, warps=4, stages=3)
+    tile = _Tile(128, 256, 64, warps=8, stages=4)
+    if tile.programs(out_features, in_features) >= _MANY_TILES and shared_bytes >= _WIDEST_BYTES:
+        return tile
+    tile = _Tile(128, 128, 64, warps=8, stages=3)
+    if tile.programs(out_features, in_features) >= _MANY_TILES:
+        return tile
+    return _Tile(64, 64, 64, warps=4, stages=4)
 
 
-def _low_bit_tile_of(out_features: int, in_features: int, group: int, shared_bytes: int) -> dict[str, int]:
+def _low_bit_tile_of(out_features: int, in_features: int, group: int, shared_bytes: int) -> _Tile:
     """Tall tiles where there are enough of them: what is unpacked serves all of their rows."""
-    tile = {"GROUPED": _GROUPED, "num_stages": 3}
-    is_enough = triton.cdiv(out_features, 256) * triton.cdiv(in_features, 64) >= _MANY_TILES
+    tile = _Tile(256, 64, 64, warps=8, stages=3)
+    is_enough = tile.programs(out_features, in_features) >= _MANY_TILES
     # in rows that don't begin at a multiple of 16 bytes, an address an element would not fit the registers
     if is_enough and out_features % 16 == in_features % 16 == group % 64 == 0 and shared_bytes >= _WIDEST_BYTES:
-        return tile | {"BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 8}
-    return tile | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": math.gcd(group, 64), "num_warps": 4}
+        return tile
+    return _Tile(64, 64, math.gcd(group, 64), warps=4, stages=3)
+
+
+@lru_cache
+def _constants(
+    tile: _Tile,
+    *,
+    grouped: int,
+    sums: bool,
+    mean: bool,
+    bias: bool,
+    parts: int,
+    steps: int | None,
+    kind: str = "",
+    group: int = 0,
+) -> Constants:
+    """Constants of either product; the launchers and `builds` share them."""
+    values: dict[str, Any] = {"GROUP": group, "BITS": BITS[kind], "IS_FP8": kind == FP8} if kind else {}
+    values |= {"PARTS": parts, "HAS_SUMS": sums, "HAS_MEAN": mean, "HAS_BIAS": bias}
+    values |= {"BLOCK_M": tile.height, "BLOCK_N": tile.width, "BLOCK_K": tile.depth, "GROUPED": grouped}
+    values |= {"STEPS": steps, "INTERPRETED": IS_INTERPRETED}
+    return Constants(values, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _interpreted_steps(length: int, step: int) -> int | None:
+    """The steps of a loop, which the interpreter wants to know beforehand."""
+    return ceil_div(length, step) if IS_INTERPRETED else None
+
+
+def _added_up(sums: Tensor | None, tile: _Tile) -> Tensor | None:
+    """As many sums as programs of this tile add up by themselves."""
+    return sums.sum(0, keepdim=True) if sums is not None and sums.shape[0] > tile.most_parts else sums
+
+
+def _epilogue(
+    tile: _Tile,
+    sums: Tensor | None,
+    mean: Tensor | None,
+    bias: Tensor | None,
+    rank: int,
+    kind: str = "",
+    group: int = 0,
+) -> tuple[tuple[int, ...], Constants]:
+    """Number of the sums, their strides and the mean's; and the constants."""
+    parts = 1 if sums is None or sums.shape[0] == 1 else tile.most_parts
+    constants = _constants(
+        tile,
+        grouped=_GROUPED,
+        sums=sums is not None,
+        mean=mean is not None,
+        bias=bias is not None,
+        parts=parts,
+        steps=_interpreted_steps(rank, tile.depth),
+        kind=kind,
+        group=group,
+    )
+    of_sums = (0, 0, 0) if sums is None else (sums.shape[0], *sums.stride())
+    return (*of_sums, 0 if mean is None else mean.stride(0)), constants
+
+
+def _empty_results(
+    sketched_g: Tensor, in_features: int, sums: Tensor | None, dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Memory for the gradient, and for the sum of g where it is wanted."""
+    out_features = sketched_g.shape[1]
+    grad_weight = sketched_g.new_empty((out_features, in_features), dtype=dtype)
+    if sums is None or bias_dtype is None:
+        return grad_weight, None
+    return grad_weight, sketched_g.new_empty(out_features, dtype=bias_dtype)
 
 
 def sketched_grad_weight(
     sketched_g: Tensor,
     sketched_x: Tensor,
-    column_sum: Tensor | None,
+    sums: Tensor | None,
     mean: Tensor | None,
     *,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return scale (S^T g)^T (S^T x), plus column_sum mean^T where the input was centred, summed in float32.
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return scale (S^T g)^T (S^T x), plus (sum of g) mean^T where the input was centred; and the sum of g.
 
     Args:
         sketched_g: S^T g, shape (rank, out), bfloat16, float16, or float32 without tensor cores; any strides.
         sketched_x: S^T x as stored, shape (rank, in), rounded to the dtype of `sketched_g` if it has another one.
-        column_sum: Sum of g over the rows, shape (out,), or None.
-        mean: Column mean of x, shape (in,), or None; given exactly when `column_sum` is.
+        sums: Sums of parts of g over their rows, shape (parts, out), at least one part; or None.
+        mean: What goes with the sum of g, shape (in,), or None.
         scale: Factor of the product, not of what the mean adds.
-        dtype: Dtype of the result, that of `sketched_g` by default.
+        dtype: Dtype of the gradient, that of `sketched_g` by default.
+        bias_dtype: Dtype of the sum of g; None where it is not wanted.
 
     Returns:
-        Shape (out, in).
+        Gradient (out, in); sum of g (out,), (0,) where it is not wanted or there are no parts to form it of.
     """
     rank, out_features = sketched_g.shape
     in_features = sketched_x.shape[1]
-    grad_weight = sketched_g.new_empty((out_features, in_features), dtype=dtype or sketched_g.dtype)
-    tile = _tile_of(sketched_g.dtype, out_features, in_features, _shared_bytes(sketched_g.device))
-    programs = triton.cdiv(out_features, tile["BLOCK_M"]) * triton.cdiv(in_features, tile["BLOCK_N"])
-    if programs:
-        _grad_weight_kernel[(programs,)](
-            sketched_g,
-            sketched_x,
-            column_sum,
-            mean,
-            grad_weight,
-            rank,
-            out_features,
-            in_features,
-            *sketched_g.stride(),
-            *sketched_x.stride(),
-            0 if column_sum is None else column_sum.stride(0),
-            0 if mean is None else mean.stride(0),
-            float(scale),
-            HAS_MEAN=mean is not None,
-            STEPS=triton.cdiv(rank, tile["BLOCK_K"]) if IS_INTERPRETED else None,
-            INTERPRETED=IS_INTERPRETED,
-            **tile,
+    if out_features == 0 or in_features == 0:
+        return reference.sketched_grad_weight(
+            sketched_g, sketched_x, sums, mean, scale=scale, dtype=dtype, bias_dtype=bias_dtype
         )
-    return grad_weight
+    tile = _tile_of(sketched_g.dtype, out_features, in_features, _shared_bytes(sketched_g.device))
+    grad_weight, bias = _empty_results(sketched_g, in_features, sums, dtype, bias_dtype)
+    sums = _added_up(sums, tile)
+    strides, constants = _epilogue(tile, sums, mean, bias, rank)
+    arguments = (
+        sketched_g,
+        sketched_x,
+        sums,
+        mean,
+        grad_weight,
+        bias,
+        rank,
+        out_features,
+        in_features,
+        *sketched_g.stride(),
+        *sketched_x.stride(),
+        *strides,
+        float(scale),
+    )
+    launch(_grad_weight_kernel, (tile.programs(out_features, in_features), 1, 1), arguments, constants)
+    return grad_weight, sketched_g.new_empty(0) if bias is None else bias
+
+
+@lru_cache
+def _outer_constants(*, mean: bool, steps: int | None) -> Constants:
+    values = {"HAS_MEAN": mean, "PARTS": _PARTS, "ROWS": _OUTER_ROWS, "COLUMNS": _OUTER_COLUMNS}
+    return Constants(values | {"STEPS": steps, "INTERPRETED": IS_INTERPRETED}, num_warps=4)
+
+
+def outer_product_of_sums(
+    sums: Tensor, mean: Tensor | None, *, dtype: torch.dtype, bias_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor]:
+    """Return the mean's part of a gradient, and the sum of g, in one launch; see the reference.
+
+    Args:
+        sums: Sums of parts of g over their rows, shape (parts, out), float32, at least one part.
+        mean: What goes with their sum, shape (in,), float32, or None.
+        dtype: Dtype of the outer product.
+        bias_dtype: Dtype of the sum of g.
+
+    Returns:
+        (sum of g) mean^T, shape (out, in), None without a mean; sum of g (out,).
+    """
+    parts, out_features = sums.shape
+    in_features = 0 if mean is None else mean.shape[0]
+    if out_features == 0:
+        return reference.outer_product_of_sums(sums, mean, dtype=dtype, bias_dtype=bias_dtype)
+    sums = sums.contiguous()
+    outer = None if mean is None else sums.new_empty((out_features, in_features), dtype=dtype)
+    bias = sums.new_empty(out_features, dtype=bias_dtype)
+    grid = (ceil_div(out_features, _OUTER_ROWS), max(1, ceil_div(in_features, _OUTER_COLUMNS)), 1)
+    arguments = (
+        sums,
+        mean,
+        outer,
+        bias,
+        parts,
+        out_features,
+        in_features,
+        sums.stride(0),
+        0 if mean is None else mean.stride(0),
+    )
+    constants = _outer_constants(mean=mean is not None, steps=_interpreted_steps(parts, _PARTS))
+    launch(_outer_product_of_sums_kernel, grid, arguments, constants)
+    return outer, bias
 
 
 def sketched_grad_weight_low_bit(
@@ -310,14 +532,15 @@ def sketched_grad_weight_low_bit(
     steps: Tensor,
     offsets: Tensor,
     seed: Tensor,
-    column_sum: Tensor | None,
+    sums: Tensor | None,
     mean: Tensor | None,
     *,
     kind: str,
     group: int,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return what `sketched_grad_weight` does for a sketch of x in low bits, rounded to the dtype of `sketched_g`.
 
     The values that the codes stand for are rounded on their way to the tensor cores, as `dequantize` with that dtype
@@ -330,54 +553,50 @@ def sketched_grad_weight_low_bit(
         steps: As `low_bit.quantize` returns them.
         offsets: As `low_bit.quantize` returns them.
         seed: The seed that `low_bit.quantize` had.
-        column_sum: Sum of g over the rows, shape (out,), or None.
-        mean: Column mean of x, shape (in,), or None; given exactly when `column_sum` is.
+        sums: Sums of parts of g over their rows, shape (parts, out), or None.
+        mean: What goes with the sum of g, shape (in,), or None.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows that share a step.
         scale: Factor of the product, not of what the mean adds.
-        dtype: Dtype of the result, that of `sketched_g` by default.
+        dtype: Dtype of the gradient, that of `sketched_g` by default.
+        bias_dtype: Dtype of the sum of g; None where it is not wanted.
 
     Returns:
-        Shape (out, in).
+        Gradient (out, in); sum of g (out,), or (0,).
     """
     rank, out_features = sketched_g.shape
     in_features = steps.shape[1]
-    if not supports(kind) or group % 16 or sketched_g.dtype == torch.float32:
+    is_empty = out_features == 0 or in_features == 0
+    if is_empty or not supports(kind) or group % 16 or sketched_g.dtype == torch.float32:
         values = low_bit.dequantize(
             codes, steps, offsets, seed, kind=kind, group=group, features=in_features, dtype=sketched_g.dtype
         )
-        return sketched_grad_weight(sketched_g, values, column_sum, mean, scale=scale, dtype=dtype)
-    grad_weight = sketched_g.new_empty((out_features, in_features), dtype=dtype or sketched_g.dtype)
+        return sketched_grad_weight(sketched_g, values, sums, mean, scale=scale, dtype=dtype, bias_dtype=bias_dtype)
     tile = _low_bit_tile_of(out_features, in_features, group, _shared_bytes(codes.device))
-    programs = triton.cdiv(out_features, tile["BLOCK_M"]) * triton.cdiv(in_features, tile["BLOCK_N"])
-    if programs:
-        _low_bit_grad_weight_kernel[(programs,)](
-            sketched_g,
-            codes,
-            steps.contiguous().view(torch.int16),
-            offsets.contiguous().view(torch.int16),
-            seed,
-            column_sum,
-            mean,
-            grad_weight,
-            rank,
-            out_features,
-            in_features,
-            codes.shape[1],
-            *sketched_g.stride(),
-            *codes.stride(),
-            0 if column_sum is None else column_sum.stride(0),
-            0 if mean is None else mean.stride(0),
-            float(scale),
-            GROUP=group,
-            BITS=BITS[kind],
-            IS_FP8=kind == FP8,
-            HAS_MEAN=mean is not None,
-            STEPS=triton.cdiv(rank, tile["BLOCK_K"]) if IS_INTERPRETED else None,
-            INTERPRETED=IS_INTERPRETED,
-            **tile,
-        )
-    return grad_weight
+    grad_weight, bias = _empty_results(sketched_g, in_features, sums, dtype, bias_dtype)
+    sums = _added_up(sums, tile)
+    strides, constants = _epilogue(tile, sums, mean, bias, rank, kind, group)
+    arguments = (
+        sketched_g,
+        codes,
+        steps.contiguous().view(torch.int16),
+        offsets.contiguous().view(torch.int16),
+        seed,
+        sums,
+        mean,
+        grad_weight,
+        bias,
+        rank,
+        out_features,
+        in_features,
+        codes.shape[1],
+        *sketched_g.stride(),
+        *codes.stride(),
+        *strides,
+        float(scale),
+    )
+    launch(_low_bit_grad_weight_kernel, (tile.programs(out_features, in_features), 1, 1), arguments, constants)
+    return grad_weight, sketched_g.new_empty(0) if bias is None else bias
 
 
 def builds() -> list[Build]:
@@ -398,36 +617,71 @@ def builds() -> list[Build]:
             for features in (4096, 768):
                 tile = _low_bit_tile_of(features, features, 1024 // BITS[kind], _WIDEST_BYTES)
                 found.append(_build(dtype, dtype, tile, True, kind=kind))
-    return found
+    return [*found, *(_outer_build(dtype, has_mean) for dtype in _HALVES for has_mean in (False, True))]
 
 
-def _build(dtype: torch.dtype, result: torch.dtype, tile: dict[str, int], has_mean: bool, kind: str = "") -> Build:
-    constants: dict[str, Any] = {"g_column": 1, "HAS_MEAN": has_mean, "STEPS": None, "INTERPRETED": False, **tile}
-    launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+def _outer_build(dtype: torch.dtype, has_mean: bool) -> Build:
+    """As it is launched on a GPU for gradients in half precision, of a weight and a bias in the same."""
+    types = {"SUMS": "*fp32", "BIAS": f"*{TYPE_NAMES[dtype]}"}
+    sizes = ["out_features", "in_features", "sums_row"]
+    shared = _outer_constants(mean=has_mean, steps=None)
+    constants: dict[str, Any] = dict(shared.values)
+    if has_mean:
+        types |= {"MEAN": "*fp32", "OUT": f"*{TYPE_NAMES[dtype]}"}
+        constants["mean_stride"] = 1
+    else:
+        constants |= {"MEAN": None, "OUT": None}
+        sizes.append("mean_stride")
+    return Build(
+        f"outer_product_of_sums {TYPE_NAMES[dtype]}{' centred' * has_mean}",
+        _outer_product_of_sums_kernel,
+        types | dict.fromkeys(sizes, "i32") | {"parts": "i32"},
+        constants,
+        (*types, *sizes),
+        num_warps=shared.num_warps,
+    )
+
+
+def _build(dtype: torch.dtype, result: torch.dtype, tile: _Tile, has_mean: bool, kind: str = "") -> Build:
+    shared = _constants(
+        tile,
+        grouped=_GROUPED,
+        sums=has_mean,
+        mean=has_mean,
+        # centred, the sum of g is the bias's gradient as well
+        bias=has_mean,
+        parts=tile.most_parts if has_mean else 1,
+        steps=None,
+        kind=kind,
+        group=1024 // BITS[kind] if kind else 0,
+    )
+    constants: dict[str, Any] = {"g_column": 1, **shared.values}
     pointers = {"G": f"*{TYPE_NAMES[dtype]}", "OUT": f"*{TYPE_NAMES[result]}"}
     sizes = ["out_features", "in_features", "g_row"]
     if kind:
         pointers |= {"CODES": "*u8", "LOW_STEPS": "*i16", "OFFSETS": "*i16", "SEED": "*i64"}
         sizes += ["width", "codes_row"]
-        constants |= {"codes_column": 1, "GROUP": 1024 // BITS[kind], "BITS": BITS[kind], "IS_FP8": kind == FP8}
+        constants["codes_column"] = 1
     else:
         pointers["X"] = f"*{TYPE_NAMES[dtype]}"
         sizes += ["x_row"]
         constants["x_column"] = 1
     if has_mean:
-        pointers |= {"SUM": "*fp32", "MEAN": "*fp32"}
-        constants |= {"sum_stride": 1, "mean_stride": 1}
+        pointers |= {"SUMS": "*fp32", "MEAN": "*fp32", "BIAS": f"*{TYPE_NAMES[dtype]}"}
+        constants |= {"sums_column": 1, "mean_stride": 1}
+        sizes += ["sums_row"]
     else:
-        constants |= {"SUM": None, "MEAN": None}
-        sizes += ["sum_stride", "mean_stride"]
-    shape = "x".join(str(tile[f"BLOCK_{side}"]) for side in "MNK")
+        constants |= {"SUMS": None, "MEAN": None, "BIAS": None}
+        sizes += ["sums_row", "sums_column", "mean_stride"]
+    shape = f"{tile.height}x{tile.width}x{tile.depth}"
     names = [TYPE_NAMES[dtype], *([kind] if kind else []), f"to {TYPE_NAMES[result]}", shape]
     return Build(
         " ".join(["sketched_grad_weight", *names, *(["centred"] if has_mean else [])]),
         _low_bit_grad_weight_kernel if kind else _grad_weight_kernel,
-        pointers | dict.fromkeys(sizes, "i32") | {"rank": "i32", "scale": "fp32"},
+        pointers | dict.fromkeys(sizes, "i32") | {"rank": "i32", "parts": "i32", "scale": "fp32"},
         constants,
         (*pointers, *sizes),
+        num_warps=shared.num_warps,
+        num_stages=shared.num_stages or 1,
         uses_tensor_cores=dtype != torch.float32,
-        **launch,
     )
