@@ -5,7 +5,7 @@ memory or FLOPs, a profiler. Through the dispatcher into Python it takes about t
 matrix product does. Where nobody is there to see it, the implementation is called as a function instead.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -41,8 +41,6 @@ def define(schema: str, *, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callab
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             first = args[0]
             assert isinstance(first, Tensor)
-            if not torch._C._is_any_autocast_enabled():
-                return implementation(*args, **kwargs)
             if first.device.type == "meta" or not torch.is_autocast_enabled(first.device.type):
                 return implementation(*args, **kwargs)
             with _autocast_off(first.device.type):
@@ -53,7 +51,9 @@ def define(schema: str, *, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callab
             # asked first: all that a compiler traces is the operator
             if torch.compiler.is_compiling() or kwargs or _is_watched() or not _are_plain(args):
                 return operator(*args, **kwargs)
-            return run(*args, **kwargs)
+            if torch._C._is_any_autocast_enabled():
+                return run(*args, **kwargs)
+            return implementation(*args, **kwargs)
 
         torch.library.impl(f"rmm_linear::{name}", "default")(run)
         return call
@@ -73,20 +73,27 @@ def _is_watched() -> bool:
     )
 
 
-def _are_plain(arguments: Iterable[object]) -> bool:
-    """Tell whether the dispatcher would do nothing with these tensors but call the implementation."""
+def _are_plain(arguments: tuple[object, ...]) -> bool:
+    """Tell whether the dispatcher would do nothing with these tensors but call the implementation.
+
+    Args:
+        arguments: First the input or its gradient, as the user has made it. The tensors among the others, if they are
+            plain ones, have been made by this library.
+
+    Returns:
+        False for subclasses, for memory that does not hold what the tensor shows, and where autograd looks on.
+    """
+    can_follow = torch.is_grad_enabled()
     for argument in arguments:
         if isinstance(argument, Tensor) and (
             (type(argument) is not Tensor and type(argument) is not nn.Parameter)
-            or not (argument.is_cuda or argument.is_cpu)
-            # a kernel would read memory that holds something else
-            or argument.is_neg()
-            or argument._is_zerotensor()
-            # of which autograd makes a node that says that there is no derivative
-            or (argument.requires_grad and torch.is_grad_enabled())
+            # autograd makes a node that says that there is no derivative
+            or (can_follow and argument.requires_grad)
         ):
             return False
-    return True
+    first = arguments[0]
+    assert isinstance(first, Tensor)
+    return (first.is_cuda or first.is_cpu) and not first.is_neg() and not first._is_zerotensor()
 
 
 def result_dtype(x: Tensor, gradient: bool) -> torch.dtype:
