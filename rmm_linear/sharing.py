@@ -49,7 +49,7 @@ class SharedSketch:
     def __init__(self) -> None:
         self.seed: Tensor | None = None
         # tensors of the kept rows, and of the sketch
-        self._parts: tuple[tuple[TensorWeakRef, ...], ...] | None = None
+        self._parts: list[list[TensorWeakRef]] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -93,7 +93,7 @@ class SharedSketch:
             *parts: Tensors.
         """
         if seed is self.seed:
-            self._parts = tuple(tuple(TensorWeakRef(tensor) for tensor in part) for part in parts)
+            self._parts = [[TensorWeakRef(tensor) for tensor in part] for part in parts]
 
     def close(self) -> None:
         """Let nobody join any more: a backward pass has used this S."""
@@ -107,8 +107,8 @@ class _Input:
         self.reference = weakref.ref(x, forget)
         self.version = x._version
         # by the dtype that they compute in, whatever their configurations: the layers of this forward pass
-        self.readers: dict[torch.dtype, tuple[weakref.ref[nn.Module], weakref.WeakSet[nn.Module]]] = {}
-        self.groups: dict[Hashable, tuple[weakref.ref[SharedSketch], weakref.WeakSet[nn.Module]]] = {}
+        self.readers: dict[torch.dtype, list[weakref.ref[nn.Module]]] = {}
+        self.groups: dict[Hashable, tuple[weakref.ref[SharedSketch], list[weakref.ref[nn.Module]]]] = {}
 
     def is_still(self, x: Tensor) -> bool:
         """Tell whether it is this tensor, unchanged."""
@@ -116,24 +116,28 @@ class _Input:
 
     def group_of(self, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch:
         """Find the group of a layer that is called with this input, or begin one."""
-        if dtype not in self.readers or layer in self.readers[dtype][1]:
-            self.readers[dtype] = weakref.ref(layer), weakref.WeakSet()
-        self.readers[dtype][1].add(layer)
-        reference, members = self.groups.get(key, (None, None))
-        shared = None if reference is None else reference()
-        if (
-            shared is None
-            or members is None
-            or shared.is_over
-            or layer in members
-            or any(getattr(member, "weight", None) is layer.weight for member in members)
-        ):
-            shared, members = SharedSketch(), weakref.WeakSet()
+        own = weakref.ref(layer)
+        readers = self.readers.get(dtype)
+        if readers is None or any(reader() is layer for reader in readers):
+            self.readers[dtype] = [own]
+        else:
+            # an input that stays may see many layers come and go
+            readers[1:] = [reader for reader in readers[1:] if reader() is not None] + [own]
+        found = self.groups.get(key)
+        shared, members = (None, []) if found is None else (found[0](), found[1])
+        if shared is None or shared.is_over or any(_are_one(member(), layer) for member in members):
+            shared, members = SharedSketch(), []
             # others whose sketch is gone are of no use to anybody
-            self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
+            if self.groups:
+                self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
             self.groups[key] = weakref.ref(shared), members
-        members.add(layer)
+        members.append(own)
         return shared
+
+
+def _are_one(member: nn.Module | None, layer: nn.Module) -> bool:
+    """Tell whether two layers have one weight."""
+    return member is layer or (member is not None and getattr(member, "weight", None) is layer.weight)
 
 
 def _is_of_use(group: SharedSketch | None) -> bool:
