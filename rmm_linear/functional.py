@@ -105,67 +105,82 @@ def linear(
         TracingError: Under `torch.export` and `torch.jit.trace`, whose graphs have no backward pass.
             `export(strict=True)` quotes it in an error of the compiler's own.
     """
-    _check(x, weight, bias, config, valid_rows)
+    dtype = _check(x, weight, bias, config, valid_rows)
+    is_compiling = torch.compiler.is_compiling()
     if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
         return F.linear(x, weight, bias)
     # No checkpoint runs in inference mode (and the compiler cannot ask for it).
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+    if not is_compiling and torch.is_inference_mode_enabled():
         return F.linear(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if not config.sketches(rows):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled():
+    keeps_graph = torch.is_grad_enabled()
+    if keeps_graph:
         _refuse_tracing()
     # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
-    source = _sketched_rows(x, valid_rows) if torch.compiler.is_compiling() else None
+    values = _sketched_rows(x, dtype, valid_rows) if is_compiling else x.detach()
     # Under no_grad as well: see the docstring.
-    seed = _seed_tensor(seed, x.detach() if source is None else source, config)
+    seed = _seed_tensor(seed, values, config)
     if shared is not None:
         seed = shared.seed_or(seed)
-    if not torch.is_grad_enabled():
+    if not keeps_graph:
         return F.linear(x, weight, bias)
     index = None
-    if valid_rows is not None and not torch.compiler.is_compiling():
+    if valid_rows is not None and not is_compiling:
         index = valid_rows.index_on(x.device, config.keep_tokens)
     layout = layout_of(x.shape, config.keep_tokens, index)
     # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
     if not config.sketches(rows if index is None else index.shape[0], layout.kept):
         return F.linear(x, weight, bias)
-    x = x.to(compute_dtype(x))
-    beside, sketch = _made(x, source, seed, config, layout, index, shared)
+    x = _cast(x, dtype)
+    beside, sketch = _made(values if is_compiling else x, seed, config, layout, index, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     # torch.compile knows either class, and torch.func only the one with a setup_context
-    is_eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    is_eager = not is_compiling and not torch._C._are_functorch_transforms_active()
     function = _EagerSketchedLinear if is_eager else _SketchedLinear
     return function.apply(x, weight, bias, config, layout, index, check, shared, len(beside), seed, *beside, *sketch)
 
 
 def _made(
     x: Tensor,
-    rows: Tensor | None,
     seed: Tensor,
     config: RMMConfig,
     layout: Layout,
     index: Tensor | None,
     shared: SharedSketch | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What is kept of x, or of the rows that a compiler has: some, and the sketch of others. Copies end with this."""
+    """What is kept of x: some rows, and the sketch of the others. Copies end with this."""
     made = None if shared is None else shared.tensors(seed)
     if made is None:
-        kept, rest = split(_sketched_rows(x, None) if rows is None else rows, layout, index)
-        beside = config.kept_rows.compress(kept, seed) if layout.kept else ()
+        rest = _sketched_rows(x, x.dtype, None)
+        beside: tuple[Tensor, ...] = ()
+        if layout.kept or index is not None:
+            kept, rest = split(rest, layout, index)
+            if layout.kept:
+                beside = config.kept_rows.compress(kept, seed)
         made = beside, config.sketch_object.compress(rest, seed).tensors
         if shared is not None:
             shared.remember(seed, *made)
     return made[0], made[1]
 
 
-def _sketched_rows(x: Tensor, valid_rows: ValidRows | None) -> Tensor:
+def _sketched_rows(x: Tensor, dtype: torch.dtype, valid_rows: ValidRows | None) -> Tensor:
     """The rows of x as the product reads them, with zeros in place of those that are not valid."""
-    x = x.to(compute_dtype(x)).detach()
+    x = _cast(x, dtype).detach()
     if valid_rows is not None:
         x = valid_rows.keep_only_valid(x)
-    return x.reshape(-1, x.shape[-1])
+    return _flat(x)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The rows of x. A matrix has them as it is: a microsecond less than to ask torch for the same."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which in eager mode takes its time to return x as it is."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -177,6 +192,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     Returns:
         The dtype.
     """
+    # the common answer, in less time; not for a compiler, which would make a node of the question
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return x.dtype
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
@@ -209,7 +227,10 @@ def _refuse_tracing() -> None:
         )
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig, valid_rows: ValidRows | None) -> None:
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig, valid_rows: ValidRows | None
+) -> torch.dtype:
+    """Refuse what does not fit, and return the dtype to compute in."""
     if not isinstance(config, RMMConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
     if not x.is_floating_point():
@@ -228,12 +249,15 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig, va
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the output features")
-    dtypes = [compute_dtype(tensor) for tensor in (x, weight, bias) if tensor is not None]
-    if any(dtype != dtypes[0] for dtype in dtypes):
+    dtype = compute_dtype(x)
+    # equal ones are lowered alike
+    others = (tensor for tensor in (weight, bias) if tensor is not None and tensor.dtype != x.dtype)
+    if any(compute_dtype(tensor) != dtype for tensor in others):
         raise ValueError(
             f"x has dtype {x.dtype}, weight {weight.dtype}{'' if bias is None else f' and bias {bias.dtype}'}; cast"
             " them to one, or run under torch.autocast (which leaves float64 alone)"
         )
+    return dtype
 
 
 def _is_column_major(x: Tensor) -> bool:
@@ -273,7 +297,7 @@ class _SketchedLinear(torch.autograd.Function):
     ) -> Tensor:
         # Cast by hand: autocast's weight cache must not learn a cast made here, where gradients are off, or a later
         # F.linear on the same weight (tied embeddings) would get no weight gradient.
-        output = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        output = F.linear(x, _cast(weight, x.dtype), None if bias is None else _cast(bias, x.dtype))
         # A view of the matrix product, which nobody else has: what follows may change the output in place.
         return torch.ops.aten._unsafe_view.default(output, output.shape) if output.dim() > 2 else output
 
@@ -295,42 +319,19 @@ class _SketchedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, index, seed, *tensors = ctx.saved_tensors
-        need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-        rows_of_g = g.reshape(-1, g.shape[-1])
-        grads: list[Tensor | None] = [None, None, None]
         if ctx.shared is not None:
             ctx.shared.close()
-        with torch.no_grad():
-            if ctx.check is not None:
-                ctx.check.see(rows_of_g, index)
-            saved = SavedSketch(seed, tuple(tensors[ctx.beside :]))
-            if index is None and not ctx.layout.kept:
-                grad_weight, grad_bias = ctx.config.sketch_object.backward(
-                    rows_of_g, saved, need_weight=need_weight, need_bias=need_bias, dtype=ctx.weight_dtype
-                )
-            else:
-                # over all rows, in nn.Linear's order
-                grad_bias = rows_of_g.sum(0) if need_bias else None
-                beside = tuple(tensors[: ctx.beside])
-                grad_weight = _weight_gradient(ctx, rows_of_g, index, saved, beside) if need_weight else None
-            if need_input:
-                lowered = weight.to(g.dtype)
-                # As autograd does for nn.Linear: the transposed product may sum in another order.
-                if ctx.is_column_major:
-                    grad_input = torch.mm(lowered.t(), rows_of_g.t()).t()
-                else:
-                    grad_input = torch.mm(rows_of_g, lowered)
-                grads[0] = grad_input.reshape(*g.shape[:-1], weight.shape[1])
-            if grad_weight is not None:
-                grads[1] = grad_weight.to(ctx.weight_dtype)
-            if grad_bias is not None:
-                grads[2] = grad_bias.to(ctx.bias_dtype)
-        if torch.is_grad_enabled():
-            # create_graph=True: fine as long as nobody differentiates what comes out once more.
+        # off already, but for create_graph=True
+        if not torch.is_grad_enabled():
+            grads = _gradients(ctx, g, weight, index, seed, tensors)
+        else:
+            with torch.no_grad():
+                grads = _gradients(ctx, g, weight, index, seed, tensors)
+            # fine as long as nobody differentiates what comes out once more
             wanted = [grad for grad in grads if grad is not None]
             refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
             grads = [None if grad is None else next(refused) for grad in grads]
-        return (*grads, *(None for _ in range(_OPTIONS)), *(None for _ in tensors))
+        return (*grads, *(None,) * (_OPTIONS + len(tensors)))
 
 
 class _EagerSketchedLinear(torch.autograd.Function):
@@ -345,6 +346,41 @@ class _EagerSketchedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return _SketchedLinear.backward(ctx, g)
+
+
+def _gradients(
+    ctx: Any, g: Tensor, weight: Tensor | None, index: Tensor | None, seed: Tensor, tensors: list[Tensor]
+) -> list[Tensor | None]:
+    """Those of x, weight and bias, None where they are not wanted."""
+    need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+    grads: list[Tensor | None] = [None, None, None]
+    rows_of_g = _flat(g)
+    if ctx.check is not None:
+        ctx.check.see(rows_of_g, index)
+    saved = SavedSketch(seed, tuple(tensors[ctx.beside :]))
+    if index is None and not ctx.layout.kept:
+        grad_weight, grad_bias = ctx.config.sketch_object.backward(
+            rows_of_g, saved, need_weight=need_weight, need_bias=need_bias, dtype=ctx.weight_dtype
+        )
+    else:
+        # over all rows, in nn.Linear's order
+        grad_bias = rows_of_g.sum(0) if need_bias else None
+        beside = tuple(tensors[: ctx.beside])
+        grad_weight = _weight_gradient(ctx, rows_of_g, index, saved, beside) if need_weight else None
+    if need_input:
+        assert weight is not None
+        lowered = _cast(weight, g.dtype)
+        # As autograd does for nn.Linear: the transposed product may sum in another order.
+        if ctx.is_column_major:
+            grad_input = torch.mm(lowered.t(), rows_of_g.t()).t()
+        else:
+            grad_input = torch.mm(rows_of_g, lowered)
+        grads[0] = grad_input if g.dim() == 2 else grad_input.reshape(*g.shape[:-1], weight.shape[1])
+    if grad_weight is not None:
+        grads[1] = _cast(grad_weight, ctx.weight_dtype)
+    if grad_bias is not None:
+        grads[2] = _cast(grad_bias, ctx.bias_dtype)
+    return grads
 
 
 def _weight_gradient(

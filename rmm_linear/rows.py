@@ -41,6 +41,9 @@ class Layout(NamedTuple):
     places: tuple[int, ...] = ()
 
 
+_NO_ROWS_KEPT = Layout()
+
+
 def sequences_of(shape: Sequence[int]) -> int:
     """Return how many sequences an input has.
 
@@ -72,7 +75,7 @@ def layout_of(shape: Sequence[int], tokens: tuple[int, ...], index: Tensor | Non
     """
     sequences = sequences_of(shape) if tokens else 0
     if not sequences:
-        return Layout()
+        return _NO_ROWS_KEPT
     length = shape[-2]
     if index is not None:
         return Layout(min(sequences * len(tokens), index.shape[0]), sequences, length)
