@@ -251,8 +251,8 @@ def _check(
         raise ValueError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the output features")
     dtype = compute_dtype(x)
     # equal ones are lowered alike
-    others = (tensor for tensor in (weight, bias) if tensor is not None and tensor.dtype != x.dtype)
-    if any(compute_dtype(tensor) != dtype for tensor in others):
+    is_uniform = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    if not is_uniform and any(compute_dtype(other) != dtype for other in (weight, bias) if other is not None):
         raise ValueError(
             f"x has dtype {x.dtype}, weight {weight.dtype}{'' if bias is None else f' and bias {bias.dtype}'}; cast"
             " them to one, or run under torch.autocast (which leaves float64 alone)"
