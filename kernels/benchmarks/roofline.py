@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from result_files import write_text
+from result_files import RESULTS, read_csv, write_text
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCK_ROWS = 64
@@ -478,7 +478,27 @@ def limit(ratio: float) -> float:
     return 1 - (1 - ratio) / 3
 
 
-BLOCKS = {"formulas": formula_table, "kernel times": kernel_table, "layer times": layer_table}
+def host_time_table() -> str:
+    """Return what `host_time.py` has measured.
+
+    Returns:
+        Markdown; a line a layer of each committed file.
+    """
+    lines = []
+    for path in sorted(RESULTS.glob("host-time-*.csv")):
+        for row in read_csv(path):
+            name = row["layer"] + (", centred" if row["center"] == "True" else "")
+            times = (f"{float(row[column]):.0f}" for column in ("forward_us", "step_us"))
+            lines.append((row["hardware"], name, row["launches"], *times, f"{float(row['over_linear']):.2f}"))
+    return _table(("host", "layer", "launches", "forward, us", "forward + backward, us", "over nn.Linear"), lines)
+
+
+BLOCKS = {
+    "host time": host_time_table,
+    "formulas": formula_table,
+    "kernel times": kernel_table,
+    "layer times": layer_table,
+}
 
 
 def filled(text: str) -> str:

@@ -137,6 +137,7 @@ def near_power_of_2(number: float) -> float:
     return 2.0 ** round(math.log2(number))
 
 
+@lru_cache
 def odd_factor(divisor: int) -> float:
     """Return what is left of a division when the power of 2 next to the divisor has been divided by.
 

@@ -1,5 +1,7 @@
 """Sketches that mix all rows: Hadamard, dense random projections, trigonometric transforms; and what is taken off."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from rmm_linear_kernels.sampled_mean import reference as _sampled_mean
 from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
 
 
+@lru_cache
 def _hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
     """Factors of the +-1 combinations of x and of g: their product is 1 / kept, and that of x a power of 2."""
     # The size of a combination is the root of the number of rows: x's are stored at about the size of its elements.

@@ -266,9 +266,12 @@ def _hadamard_sketch_kernel(
                 mask=(row < rows)[:, None] & (following < features)[None, :],
                 other=0.0,
             )
-        if HAS_SUMS:
+        # either order would spill where the other does not
+        if HAS_SUMS and CHUNKS > 1:
             sums = tl.sum(tile_of_x.to(tl.float32), axis=0)
         product = mixed(mixing, tile_of_x, IS_WIDE, UPCAST)
+        if HAS_SUMS and CHUNKS == 1:
+            sums = tl.sum(tile_of_x.to(tl.float32), axis=0)
         # blocks of more than CHUNK rows, which have one tile a program
         for chunk in range(1, CHUNKS):
             further = ((chunk * CHUNK + place) * blocks + block).to(tl.int64)
@@ -299,10 +302,9 @@ def _hadamard_sketch_kernel(
             tl.store(SUMS + block.to(tl.int64) * features + feature, sums, mask=is_feature)
 
 
+# without keywords, which take the cache a microsecond
 @lru_cache
-def _constants(
-    *, order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype, mean: bool, sums: bool
-) -> Constants:
+def _constants(order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype, mean: bool, sums: bool) -> Constants:
     """Constants of the kernel for a geometry and a tile; the launcher and `builds` share them."""
     prime = reference.paley_prime(order)
     degree = order.bit_length() - 1
@@ -331,7 +333,7 @@ def _chunks(order: int) -> int:
     return ceil_div(order, _CHUNK)
 
 
-def _tile_of(*, order: int, kept: int, blocks: int, features: int, dtype: torch.dtype) -> tuple[int, int]:
+def _tile_of(order: int, kept: int, blocks: int, features: int, dtype: torch.dtype) -> tuple[int, int]:
     """Features of a tile, and tiles of a program."""
     wide, chunks = dtype == torch.float32, _chunks(order)
     tile = _WIDE_TILE if wide else _TILE
@@ -360,10 +362,8 @@ def _launch(
     out = torch.empty((blocks * kept, features), dtype=dtype, device=x.device)
     block_rows = ceil_div(rows, blocks)
     order = reference.hadamard_order(block_rows)
-    tile, tiles = _tile_of(order=order, kept=kept, blocks=blocks, features=features, dtype=x.dtype)
-    constants = _constants(
-        order=order, kept=kept, tile=tile, tiles=tiles, dtype=x.dtype, mean=mean is not None, sums=sums is not None
-    )
+    tile, tiles = _tile_of(order, kept, blocks, features, x.dtype)
+    constants = _constants(order, kept, tile, tiles, x.dtype, mean is not None, sums is not None)
     arguments = (
         x,
         seed,
@@ -499,7 +499,6 @@ def builds() -> list[Build]:
 
 def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int) -> Build:
     """The sketch of 8192 rows of x with a mean and its sums, of g with its sums, or of x without either."""
-    tile, tiles = _tile_of(order=order, kept=kept, blocks=8192 // order, features=features, dtype=dtype)
-    centred, with_sums = of == "x", of in ("x", "g")
-    constants = _constants(order=order, kept=kept, tile=tile, tiles=tiles, dtype=dtype, mean=centred, sums=with_sums)
+    tile, tiles = _tile_of(order, kept, 8192 // order, features, dtype)
+    constants = _constants(order, kept, tile, tiles, dtype, of == "x", of in ("x", "g"))
     return _build(f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}", dtype, dtype, constants)

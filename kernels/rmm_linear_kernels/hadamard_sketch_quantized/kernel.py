@@ -144,7 +144,7 @@ def _hadamard_sketch_quantized_kernel(
 
 
 @lru_cache
-def _constants(*, kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool) -> Constants:
+def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool) -> Constants:
     """Constants of the kernel; the launcher and `builds` share them."""
     degree = ORDER.bit_length() - 1
     values = {
@@ -227,7 +227,7 @@ def hadamard_sketch_quantized(
         scale,
     )
     grid = (steps.shape[0] * ceil_div(features, _TILE), 1, 1)
-    constants = _constants(kept=kept, dtype=x.dtype, kind=kind, group=group, mean=mean is not None)
+    constants = _constants(kept, x.dtype, kind, group, mean is not None)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one sum after the other: the same in every run, which atomic additions are not
     return codes, steps, offsets, sums.sum(0)
@@ -249,7 +249,7 @@ def builds() -> list[Build]:
 def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
     group = 1024 // low_bit.BITS[kind]
     types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
-    shared = _constants(kept=kept, dtype=dtype, kind=kind, group=group, mean=centred)
+    shared = _constants(kept, dtype, kind, group, centred)
     constants: dict[str, Any] = {"column_stride": 1, **shared.values}
     if centred:
         types |= {"MEAN": "*fp32", "SUMS": "*fp32"}

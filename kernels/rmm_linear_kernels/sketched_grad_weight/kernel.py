@@ -364,15 +364,14 @@ def _low_bit_tile_of(out_features: int, in_features: int, group: int, shared_byt
 @lru_cache
 def _constants(
     tile: _Tile,
-    *,
     grouped: int,
+    parts: int,
+    steps: int | None,
     sums: bool,
     mean: bool,
     bias: bool,
-    parts: int,
-    steps: int | None,
-    kind: str = "",
-    group: int = 0,
+    kind: str,
+    group: int,
 ) -> Constants:
     """Constants of either product; the launchers and `builds` share them."""
     values: dict[str, Any] = {"GROUP": group, "BITS": BITS[kind], "IS_FP8": kind == FP8} if kind else {}
@@ -403,17 +402,9 @@ def _epilogue(
 ) -> tuple[tuple[int, ...], Constants]:
     """Number of the sums, their strides and the mean's; and the constants."""
     parts = 1 if sums is None or sums.shape[0] == 1 else tile.most_parts
-    constants = _constants(
-        tile,
-        grouped=_GROUPED,
-        sums=sums is not None,
-        mean=mean is not None,
-        bias=bias is not None,
-        parts=parts,
-        steps=_interpreted_steps(rank, tile.depth),
-        kind=kind,
-        group=group,
-    )
+    steps = _interpreted_steps(rank, tile.depth)
+    has_sums, has_mean, has_bias = sums is not None, mean is not None, bias is not None
+    constants = _constants(tile, _GROUPED, parts, steps, has_sums, has_mean, has_bias, kind, group)
     of_sums = (0, 0, 0) if sums is None else (sums.shape[0], *sums.stride())
     return (*of_sums, 0 if mean is None else mean.stride(0)), constants
 
@@ -483,7 +474,7 @@ def sketched_grad_weight(
 
 
 @lru_cache
-def _outer_constants(*, mean: bool, steps: int | None) -> Constants:
+def _outer_constants(mean: bool, steps: int | None) -> Constants:
     values = {"HAS_MEAN": mean, "PARTS": _PARTS, "ROWS": _OUTER_ROWS, "COLUMNS": _OUTER_COLUMNS}
     return Constants(values | {"STEPS": steps, "INTERPRETED": IS_INTERPRETED}, num_warps=4)
 
@@ -521,7 +512,7 @@ def outer_product_of_sums(
         sums.stride(0),
         0 if mean is None else mean.stride(0),
     )
-    constants = _outer_constants(mean=mean is not None, steps=_interpreted_steps(parts, _PARTS))
+    constants = _outer_constants(mean is not None, _interpreted_steps(parts, _PARTS))
     launch(_outer_product_of_sums_kernel, grid, arguments, constants)
     return outer, bias
 
@@ -624,7 +615,7 @@ def _outer_build(dtype: torch.dtype, has_mean: bool) -> Build:
     """As it is launched on a GPU for gradients in half precision, of a weight and a bias in the same."""
     types = {"SUMS": "*fp32", "BIAS": f"*{TYPE_NAMES[dtype]}"}
     sizes = ["out_features", "in_features", "sums_row"]
-    shared = _outer_constants(mean=has_mean, steps=None)
+    shared = _outer_constants(has_mean, None)
     constants: dict[str, Any] = dict(shared.values)
     if has_mean:
         types |= {"MEAN": "*fp32", "OUT": f"*{TYPE_NAMES[dtype]}"}
@@ -643,18 +634,9 @@ def _outer_build(dtype: torch.dtype, has_mean: bool) -> Build:
 
 
 def _build(dtype: torch.dtype, result: torch.dtype, tile: _Tile, has_mean: bool, kind: str = "") -> Build:
-    shared = _constants(
-        tile,
-        grouped=_GROUPED,
-        sums=has_mean,
-        mean=has_mean,
-        # centred, the sum of g is the bias's gradient as well
-        bias=has_mean,
-        parts=tile.most_parts if has_mean else 1,
-        steps=None,
-        kind=kind,
-        group=1024 // BITS[kind] if kind else 0,
-    )
+    parts, group = tile.most_parts if has_mean else 1, 1024 // BITS[kind] if kind else 0
+    # centred, the sum of g is the bias's gradient as well
+    shared = _constants(tile, _GROUPED, parts, None, has_mean, has_mean, has_mean, kind, group)
     constants: dict[str, Any] = {"g_column": 1, **shared.values}
     pointers = {"G": f"*{TYPE_NAMES[dtype]}", "OUT": f"*{TYPE_NAMES[result]}"}
     sizes = ["out_features", "in_features", "g_row"]

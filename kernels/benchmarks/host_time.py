@@ -1,0 +1,240 @@
+"""What a step of a layer costs the host, on a machine without a GPU: time, and launches.
+
+    python kernels/benchmarks/host_time.py [--repeats 15] [--results DIR]
+
+A step on a small input takes a GPU as long as the host needs to launch it. Here the kernels are launched on a GPU that
+is none (`pretended_gpu`), with all that Triton's host code does, and torch's own operators run on a CPU, where they
+take about as long for inputs as small as these. What a driver takes for a launch, a few microseconds on most machines,
+is not in the times; the launches are counted. `layer.py` measures the whole on a GPU.
+"""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from measuring import hardware_name, quantiles
+from pretended_gpu import Launch, PretendedGPU, pretended_gpu
+from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rmm_linear import RMMConfig, RMMLinear, __version__
+
+# As few features as leave torch's products on a CPU next to nothing to do.
+ROWS, FEATURES = 128, 8
+_STEPS = 200
+_WARM_STEPS = 50
+# Operators that launch nothing: views, and memory from the allocator.
+_WITHOUT_LAUNCH = ("view", "t", "transpose", "detach", "alias", "expand", "unsqueeze", "squeeze", "_unsafe_view")
+_ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results file; microseconds of the wall, quantiles over repetitions.
+
+    Attributes:
+        launches: Kernels that a step launches on a GPU.
+        over_linear: `step_us` over that of nn.Linear.
+    """
+
+    hardware: str
+    layer: str
+    center: bool | str
+    ratio: float | str
+    rows: int
+    features: int
+    launches: int
+    forward_us: float
+    step_us: float
+    step_us_q20: float
+    step_us_q80: float
+    over_linear: float
+    repeats: int
+    torch: str
+    rmm_linear: str
+    commit: str
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(*, small: bool = True) -> Iterator[PretendedGPU]:
+    """Let layers on CPU tensors go the ways of half precision on a GPU, float32 as well. What they return is garbage.
+
+    In float32 they may not have a storage, for which there is another kernel in half precision.
+
+    Args:
+        small: Whether the product of the sketches is one of those for which a kernel is launched, or one of cuBLAS'.
+
+    Yields:
+        What holds the launches.
+    """
+    patches = {
+        "rmm_linear.ops.is_for_kernels": lambda g: True,
+        "rmm_linear.ops.dispatch.is_for_kernels": lambda g: True,
+        "rmm_linear.ops.grad_weight.is_for_kernels": lambda g: True,
+        "rmm_linear.ops.dispatch._reason_against": lambda name, x: None,
+        "rmm_linear.ops.grad_weight.HALVES": (torch.float32, torch.bfloat16),
+        "rmm_linear.ops.grad_weight._is_one_launch": lambda *operands: small,
+        "rmm_linear_kernels.sketched_grad_weight.reference.has_half_precision_product": lambda g, dtype: True,
+    }
+    with pretended_gpu() as gpu, contextlib.ExitStack() as stack:
+        for place, value in patches.items():
+            stack.enter_context(mock.patch(place, value))
+        yield gpu
+
+
+class _Names(list):
+    """Names of launched kernels. Who kept their arguments would make autograd copy the gradients among them."""
+
+    def append(self, launch: Launch) -> None:
+        super().append(launch.kernel)
+
+
+class _Launches(TorchDispatchMode):
+    """Counts torch's own operators that launch a kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in (*_WITHOUT_LAUNCH, *_ALLOCATIONS):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def launches(step: Callable[[], object], gpu: PretendedGPU | None) -> list[str]:
+    """Return what a step launches.
+
+    Args:
+        step: One step.
+        gpu: Where the kernels of this project are launched, or None for a step that has none of them.
+
+    Returns:
+        Names: torch's operators, then the kernels.
+    """
+    noted = _Names()
+    if gpu is not None:
+        gpu.launches, gpu.is_noting = noted, True
+    # The operators of this project are called as functions, or the mode would see each as one.
+    with mock.patch("rmm_linear.ops.registration._is_watched", return_value=False), _Launches() as found:
+        step()
+    if gpu is not None:
+        gpu.is_noting = False
+    return [*found.names, *noted]
+
+
+def _microseconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    for _ in range(_STEPS):
+        call()
+    return (time.perf_counter() - began) / _STEPS * 1e6
+
+
+def step_of(layer: nn.Module, x: Tensor, g: Tensor) -> Callable[[], None]:
+    """Return a function that runs a layer forward and backward.
+
+    Args:
+        layer: An nn.Linear or a sketched one.
+        x: Its input.
+        g: The gradient of its output.
+
+    Returns:
+        One step.
+    """
+
+    def step() -> None:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        layer(x).backward(g)
+
+    return step
+
+
+def benchmark(configs: list[RMMConfig], *, repeats: int) -> Iterator[Row]:
+    """Time nn.Linear, and sketched layers in the way of a GPU.
+
+    Args:
+        configs: Configurations of the sketched layers.
+        repeats: Timed repetitions of all of them.
+
+    Yields:
+        One row a layer, nn.Linear's first.
+    """
+    x, g = torch.randn(ROWS, FEATURES, requires_grad=True), torch.randn(ROWS, FEATURES)
+    exact = nn.Linear(FEATURES, FEATURES)
+    layers = [exact, *(RMMLinear(FEATURES, FEATURES, config=config) for config in configs)]
+    with as_on_a_gpu() as gpu:
+        gpu.is_noting = False
+        for layer in layers:
+            for _ in range(_WARM_STEPS):
+                step_of(layer, x, g)()
+        counts = [len(launches(step_of(layer, x, g), gpu)) for layer in layers]
+        forwards, steps = [], []
+        for _ in range(repeats):
+            forwards.append([_microseconds(lambda layer=layer: layer(x)) for layer in layers])
+            steps.append([_microseconds(step_of(layer, x, g)) for layer in layers])
+    forward_table, table = torch.tensor(forwards), torch.tensor(steps)
+    ratios = table / table[:, :1]
+    for index, (count, config) in enumerate(zip(counts, (None, *configs), strict=True)):
+        low, middle, high = quantiles(table[:, index])
+        yield Row(
+            hardware=hardware_name(torch.device("cpu")),
+            layer="nn.Linear" if config is None else config.sketch,
+            center="" if config is None else config.center,
+            ratio="" if config is None else config.ratio,
+            rows=ROWS,
+            features=FEATURES,
+            launches=count,
+            forward_us=round(float(forward_table[:, index].median()), 1),
+            step_us=round(middle, 1),
+            step_us_q20=round(low, 1),
+            step_us_q80=round(high, 1),
+            over_linear=round(float(ratios[:, index].median()), 3),
+            repeats=repeats,
+            torch=torch.__version__,
+            rmm_linear=__version__,
+            commit=commit_name(),
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark and write one CSV file.
+
+    Args:
+        arguments: Command line, `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: at least one repetition is needed")
+    check_results_folder(parser, options.results)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    configs = [RMMConfig(ratio=0.5, center=center, min_rows=1) for center in (False, True)]
+    print(f"{'layer':22}{'launches':>10}{'forward us':>12}{'step us':>10}{'over nn.Linear':>16}")
+    rows = []
+    for row in benchmark(configs, repeats=options.repeats):
+        rows.append(row)
+        name = row.layer + (" + center" if row.center else "")
+        print(f"{name:22}{row.launches:>10}{row.forward_us:>12}{row.step_us:>10}{row.over_linear:>16.2f}")
+    path = options.results / f"host-time-{slug(rows[0].hardware)}.csv"
+    write_csv(path, [asdict(row) for row in rows])
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
