@@ -4,7 +4,8 @@ Each op is defined with `torch.library` so that torch.compile, CUDA graphs and s
 with a known output shape. Sizes that follow from the number of rows are SymInt: a compiled model does not recompile
 for every sequence length. All ops run with autocast off: a caller inside an autocast region (a backward pass run
 within one, say) must not have its float32 sums lowered. `rmm_linear.ops.dispatch` chooses between a Triton kernel and
-its plain-torch twin when an op runs.
+its plain-torch twin when an op runs. In plain eager mode, where nobody looks on, the functions here call the
+implementation itself (`rmm_linear.ops.registration`).
 
 The stored sketch of x is S^T x times the storage scale c, about sqrt(rank / rows), in x's dtype: its entries then have
 the size of x's own, where S^T x itself would overflow float16. The sketch of g is S^T g / c, in float32 (float64 for

@@ -594,7 +594,8 @@ def builds() -> list[Build]:
     """Return what a training run compiles: sizes that are multiples of 16, rows next to each other.
 
     Returns:
-        Each tile with and without a mean, into the dtype of the sketches and into float32; each kind of low bits.
+        Each tile with and without a mean, into the dtype of the sketches and into float32, the small one in half
+        precision with the sum of g alone as well; each kind of low bits.
     """
     found = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -603,8 +604,10 @@ def builds() -> list[Build]:
             for result in (dtype, torch.float32) if dtype != torch.float32 else (dtype,):
                 for has_mean in (False, True):
                     found.append(_build(dtype, result, tile, has_mean))
+    for dtype in _HALVES:
+        found.append(_build(dtype, dtype, _tile_of(dtype, 768, 768, _WIDEST_BYTES), False, has_sums=True))
     for kind in _UNPACKED_KINDS:
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in _HALVES:
             for features in (4096, 768):
                 tile = _low_bit_tile_of(features, features, 1024 // BITS[kind], _WIDEST_BYTES)
                 found.append(_build(dtype, dtype, tile, True, kind=kind))
@@ -633,10 +636,19 @@ def _outer_build(dtype: torch.dtype, has_mean: bool) -> Build:
     )
 
 
-def _build(dtype: torch.dtype, result: torch.dtype, tile: _Tile, has_mean: bool, kind: str = "") -> Build:
-    parts, group = tile.most_parts if has_mean else 1, 1024 // BITS[kind] if kind else 0
-    # centred, the sum of g is the bias's gradient as well
-    shared = _constants(tile, _GROUPED, parts, None, has_mean, has_mean, has_mean, kind, group)
+def _build(
+    dtype: torch.dtype,
+    result: torch.dtype,
+    tile: _Tile,
+    has_mean: bool,
+    kind: str = "",
+    *,
+    has_sums: bool | None = None,
+) -> Build:
+    # the sum of g is the bias's gradient as well
+    has_sums = has_mean if has_sums is None else has_sums
+    parts, group = tile.most_parts if has_sums else 1, 1024 // BITS[kind] if kind else 0
+    shared = _constants(tile, _GROUPED, parts, None, has_sums, has_mean, has_sums, kind, group)
     constants: dict[str, Any] = {"g_column": 1, **shared.values}
     pointers = {"G": f"*{TYPE_NAMES[dtype]}", "OUT": f"*{TYPE_NAMES[result]}"}
     sizes = ["out_features", "in_features", "g_row"]
@@ -648,17 +660,23 @@ def _build(dtype: torch.dtype, result: torch.dtype, tile: _Tile, has_mean: bool,
         pointers["X"] = f"*{TYPE_NAMES[dtype]}"
         sizes += ["x_row"]
         constants["x_column"] = 1
-    if has_mean:
-        pointers |= {"SUMS": "*fp32", "MEAN": "*fp32", "BIAS": f"*{TYPE_NAMES[dtype]}"}
-        constants |= {"sums_column": 1, "mean_stride": 1}
+    if has_sums:
+        pointers |= {"SUMS": "*fp32", "BIAS": f"*{TYPE_NAMES[dtype]}"}
+        constants["sums_column"] = 1
         sizes += ["sums_row"]
     else:
-        constants |= {"SUMS": None, "MEAN": None, "BIAS": None}
-        sizes += ["sums_row", "sums_column", "mean_stride"]
+        constants |= {"SUMS": None, "BIAS": None}
+        sizes += ["sums_row", "sums_column"]
+    if has_mean:
+        pointers["MEAN"] = "*fp32"
+        constants["mean_stride"] = 1
+    else:
+        constants["MEAN"] = None
+        sizes += ["mean_stride"]
     shape = f"{tile.height}x{tile.width}x{tile.depth}"
     names = [TYPE_NAMES[dtype], *([kind] if kind else []), f"to {TYPE_NAMES[result]}", shape]
     return Build(
-        " ".join(["sketched_grad_weight", *names, *(["centred"] if has_mean else [])]),
+        " ".join(["sketched_grad_weight", *names, *(["centred"] if has_mean else ["with sums"] if has_sums else [])]),
         _low_bit_grad_weight_kernel if kind else _grad_weight_kernel,
         pointers | dict.fromkeys(sizes, "i32") | {"rank": "i32", "parts": "i32", "scale": "fp32"},
         constants,
