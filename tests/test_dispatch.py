@@ -177,8 +177,11 @@ def test_the_ways_of_a_gpu_give_the_same_gradient(monkeypatch):
     """One reading of g as it is: the twin of it, in float64, is the same to rounding."""
     torch.manual_seed(0)
     x, g = torch.randn(150, 8).double() + 3, torch.randn(150, 5).double() - 2
-    # low bits of a centred input: their rounding meets another sketch of g, see test_centered.py
-    for center, storage, ratio in ((False, None, 0.4), (False, "int4", 0.4), (False, "int4", 1.0), (True, None, 0.4)):
+    cases = [(center, *case) for center in (False, True) for case in ((None, 0.4), ("int4", 0.4), ("int4", 1.0))]
+    for center, storage, ratio in cases:
+        if center and storage is not None and ratio < 1:
+            # the rounding of a centred sketch meets another sketch of g, see test_centered.py
+            continue
         sketched = RMMConfig(ratio=ratio, center=center, storage=storage).sketch_object
         expected = sketched.backward(g, sketched.compress(x, torch.tensor(5)))
         with monkeypatch.context() as patch:
@@ -498,6 +501,7 @@ def test_the_ways_of_a_gpu_compile_to_one_graph(config, dtype, monkeypatch):
     monkeypatch.undo()
     wide = gradients(rmm_linear.functional.linear)
     tolerance = 1e-5 if dtype == torch.float32 else 0.01 if dtype == torch.bfloat16 else 0.002
-    tolerance += {None: 0, "int8": 0.002, "int4": 0.02}[config.storage]
+    if config.ratio < 1:
+        tolerance += {None: 0, "int8": 0.002, "int4": 0.02}[config.storage]
     for one, other in zip(eager, wide, strict=True):
         assert (one.double() - other.double()).norm() < tolerance * other.double().norm()

@@ -17,9 +17,10 @@ sum of g:
     grad_weight = (S^T g)^T X + (column sum of g) (mu - X^T (S^T 1) / n)^T
 
 The last vector is known in the forward pass, where x, X and S^T 1 are at hand, and is kept in place of mu. So X stands
-for the sketch before it is stored: the rounding of what is stored, to half precision or to codes, meets S^T g, where on
-a CPU it meets S^T (g - 1 nu^T). Its mean is nothing in either case, and its share of the variance that of
-||S^T g||^2: larger than the closed form has it by the share of the mean in g.
+for the sketch before it is stored: its rounding, to half precision or to codes, meets S^T g, where on a CPU it meets
+S^T (g - 1 nu^T). Its mean is nothing in either case, and its share of the variance, small next to the sketch's, that of
+||S^T g||^2: larger than the closed form has it by the share of the mean in g. Codes of x itself, without a sketch, have
+no other noise: there the vector is made of what the codes stand for.
 """
 
 from collections.abc import Hashable

@@ -25,6 +25,7 @@ from rmm_linear import ops
 from rmm_linear.sketches.base import SEED_BYTES, GradientPass, SavedSketch, Sketch, accumulate_dtype
 from rmm_linear.sketches.centered import Centered
 from rmm_linear.sketches.closed_forms import row_squares
+from rmm_linear.sketches.sizes import larger
 
 STORAGES = tuple(ops.STORAGE_BITS)
 # Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2, for
@@ -111,12 +112,16 @@ class LowBit(Sketch):
 
         Returns:
             What `compress` returns, and the mean of x. On a GPU, what the inner sketch leaves of it; without an inner
-            sketch `mean` itself, which is the mean less that of x - 1 mean^T.
+            sketch, the mean less that of what the codes stand for, which are all there is of x - 1 mean^T.
         """
         if self.inner is None:
+            saved, whole_mean = super().compress_with_mean(x, seed, mean=mean)
             if not ops.is_for_kernels(x):
-                return super().compress_with_mean(x, seed, mean=mean)
-            return self.compress(x, seed, mean=mean), mean
+                return saved, whole_mean
+            ones = ops.product_operand(x.new_ones((x.shape[0], 1)))
+            stored, sums = self.operand(saved, ones.dtype), accumulate_dtype(x.dtype)
+            total, _ = ops.sketched_grad_weight(ones, stored, dtype=sums)
+            return saved, whole_mean - total.squeeze(0) / larger(1, x.shape[0])
         found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group)
         if found is not None:
             tensors, kept_mean = found
