@@ -131,6 +131,8 @@ class _Input:
             if self.groups:
                 self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
             self.groups[key] = weakref.ref(shared), members
+        # as with the readers: layers may come and go while a graph keeps the sketch
+        members[:] = [member for member in members if member() is not None]
         members.append(own)
         return shared
 

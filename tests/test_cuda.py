@@ -66,7 +66,7 @@ def test_a_sketch_of_full_blocks_goes_to_codes_in_one_kernel(storage, tolerance,
     def in_two(*arguments, **options):
         raise AssertionError("the sketch is in memory")
 
-    for name in ("hadamard_sketch", "hadamard_sketch_and_mean", "quantize"):
+    for name in ("hadamard_sketch", "hadamard_sketch_and_sums", "quantize"):
         monkeypatch.setattr(kernel, name, in_two)
     launched, original = [], dispatch._loaded
     monkeypatch.setattr(dispatch, "_loaded", lambda name: launched.append(name) or original(name))

@@ -29,7 +29,7 @@ from measuring import device_of, hardware_name, milliseconds, quantiles, rotatin
 from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
 from torch import Tensor
 
-from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch, hadamard_sketch_and_mean
+from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 
 TINY_SHAPES = ((256, 48, 80),)
@@ -342,7 +342,7 @@ def _quantized_sketch_cases(
             sketch, rounding = (
                 implementation(op, function, module) or implementation(op, function, "reference")
                 for op, function in (
-                    ("hadamard_sketch", "hadamard_sketch_and_mean" if centred else "hadamard_sketch"),
+                    ("hadamard_sketch", "hadamard_sketch_and_sums" if centred else "hadamard_sketch"),
                     ("low_bit", "quantize"),
                 )
             )
@@ -354,10 +354,10 @@ def _quantized_sketch_cases(
 
         def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
             how = {name: arguments[name] for name in ("kind", "group")}
-            *codes, rest = result
+            *codes, column_sum = result
             y = dequantize(*codes, seed, **how, features=arguments["x"].shape[1]).double()
             # one more row
-            return torch.cat((y, rest.double().unsqueeze(0))) if rest.numel() else y
+            return torch.cat((y, column_sum.double().unsqueeze(0) / rows)) if column_sum.numel() else y
 
         yield Case(
             "hadamard_sketch_quantized",
@@ -471,12 +471,10 @@ def _twin_of(case: Case) -> Callable[[Arguments], Any]:
 
 
 def _exact_sketch(arguments: Arguments) -> Tensor:
-    """The sketch that is rounded, and what is left of the mean where one is taken off, float64."""
+    """The sketch that is rounded, and the mean of x where its sum is formed, float64."""
     exact = _exact(arguments)
-    if exact["mean"] is None:
-        return call(hadamard_sketch, exact)
-    sketch, rest = call(hadamard_sketch_and_mean, exact)
-    return torch.cat((sketch, rest.unsqueeze(0)))
+    sketch, x = call(hadamard_sketch, exact), exact["x"]
+    return sketch if exact["mean"] is None else torch.cat((sketch, x.mean(0, keepdim=True)))
 
 
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:

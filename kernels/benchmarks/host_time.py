@@ -4,8 +4,9 @@
 
 A step on a small input takes a GPU as long as the host needs to launch it. Here the kernels are launched on a GPU that
 is none (`pretended_gpu`), with all that Triton's host code does, and torch's own operators run on a CPU, where they
-take about as long for inputs as small as these. What a driver takes for a launch, a few microseconds on most machines,
-is not in the times; the launches are counted. `layer.py` measures the whole on a GPU.
+take about as long for inputs as small as these. Not in the times: what a driver takes for a launch, a few microseconds
+on most machines, and the questions about the current device (about one a kernel). The launches are counted. The layers
+are timed in float32, whose kernels have the arguments of half precision's. `layer.py` measures the whole on a GPU.
 """
 
 import argparse

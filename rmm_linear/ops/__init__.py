@@ -38,9 +38,10 @@ from rmm_linear.ops.projections import (
     sampled_mean,
     trigonometric_sketch,
 )
+from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized
 from rmm_linear.ops.rows import gather_rows, importance_rows, uniform_row_sketch
 from rmm_linear.ops.seeds import data_parallel_rank, draw_seed
-from rmm_linear.ops.storage import Codes, dequantize, hadamard_sketch_quantized, quantize
+from rmm_linear.ops.storage import Codes, dequantize, quantize
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamard_order
 from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
 from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance

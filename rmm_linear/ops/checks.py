@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.ops.dispatch import KERNELS, chosen, kernel_status, use_kernels
-from rmm_linear.ops.grad_weight import sketched_grad_weight
+from rmm_linear.ops.grad_weight import outer_product_of_sums, sketched_grad_weight
 from rmm_linear.ops.projections import (
     hadamard_sketch,
     hadamard_sketch_and_mean,
@@ -18,8 +18,9 @@ from rmm_linear.ops.projections import (
     random_projection,
     sampled_mean,
 )
+from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized
 from rmm_linear.ops.rows import gather_rows, importance_rows
-from rmm_linear.ops.storage import Codes, dequantize, hadamard_sketch_quantized, quantize
+from rmm_linear.ops.storage import Codes, dequantize, quantize
 
 _Call = Callable[[], tuple[Tensor, ...]]
 # rows, features, outputs: large enough for a GPU's time to be more than its launches
@@ -99,6 +100,7 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
         "sampled_mean": lambda: (sampled_mean(x),),
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
+        "outer_product_of_sums": lambda: _both(*outer_product_of_sums(sums, mean, dtype, dtype)),
         "sketched_grad_weight": lambda: sketched_grad_weight(
             sketched, stored, sums, mean, dtype=dtype, bias_dtype=dtype
         ),
@@ -107,6 +109,11 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
         ),
     }
     yield from ((name, calls[name]) for name in KERNELS if name in calls)
+
+
+def _both(outer: Tensor | None, bias: Tensor) -> tuple[Tensor, Tensor]:
+    assert outer is not None
+    return outer, bias
 
 
 def _without_edges(codes: Tensor, steps: Tensor, offsets: Tensor, rest: Tensor, seed: Tensor) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 # the operators have to exist
-from rmm_linear.ops import grad_weight, projections, storage  # noqa: F401
+from rmm_linear.ops import grad_weight, projections, quantized_sketch  # noqa: F401
 
 _OPS = torch.ops.rmm_linear
 _Shape = tuple[int, ...]

@@ -56,10 +56,27 @@ def _product(
         return run("sketched_grad_weight", _grad_weight.sketched_grad_weight, *operands, **options)
     if sums is None or not _grad_weight.has_half_precision_product(sketched_g, dtype):
         return _grad_weight.sketched_grad_weight(*operands, **options)
-    twin = _grad_weight.outer_product_of_sums
-    mean_part, bias = run("outer_product_of_sums", twin, sums, mean, dtype=dtype, bias_dtype=bias_dtype or dtype)
+    mean_part, bias = outer_product_of_sums(sums, mean, dtype, bias_dtype or dtype)
     product = _grad_weight.with_half_precision_product(mean_part, sketched_g, sketched_x, scale)
     return product, sketched_g.new_empty(0) if bias_dtype is None else bias
+
+
+def outer_product_of_sums(
+    sums: Tensor, mean: Tensor | None, dtype: torch.dtype, bias_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor]:
+    """Return the mean's part of a gradient, and the sum of g: a part of the product's operator.
+
+    Args:
+        sums: Sums of parts of g over their rows, shape (parts, out), at least one part.
+        mean: What goes with their sum, shape (in,), or None.
+        dtype: Dtype of the outer product.
+        bias_dtype: Dtype of the sum of g.
+
+    Returns:
+        (sum of g) mean^T, shape (out, in), None without a mean; sum of g (out,).
+    """
+    twin = _grad_weight.outer_product_of_sums
+    return run("outer_product_of_sums", twin, sums, mean, dtype=dtype, bias_dtype=bias_dtype)
 
 
 def _is_one_launch(sketched_g: Tensor, sketched_x: Tensor, sums: Tensor | None, mean: Tensor | None) -> bool:
@@ -141,19 +158,45 @@ def _sketched_grad_weight_low_bit(
     bias_dtype: torch.dtype | None,
     divisor: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    stored = codes, steps, offsets, seed
-    (rank, out), features = sketched_g.shape, steps.shape[-1]
-    scale *= odd_factor(divisor)
+    stored = Codes(codes, steps, offsets, seed, kind, group)
+    return product_of_codes(sketched_g, stored, sums, mean, scale * odd_factor(divisor), dtype, bias_dtype)
+
+
+def product_of_codes(
+    sketched_g: Tensor,
+    stored: Codes,
+    sums: Tensor | None,
+    mean: Tensor | None,
+    scale: float,
+    dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `sketched_grad_weight` does of codes: what its operator does, for other operators.
+
+    Args:
+        sketched_g: As for `sketched_grad_weight`.
+        stored: The codes.
+        sums: As for `sketched_grad_weight`.
+        mean: As for `sketched_grad_weight`.
+        scale: Factor of the product.
+        dtype: As for `sketched_grad_weight`.
+        bias_dtype: As for `sketched_grad_weight`.
+
+    Returns:
+        As `sketched_grad_weight`.
+    """
+    *parts, kind, group = stored
+    (rank, out), features = sketched_g.shape, stored.steps.shape[-1]
     is_chosen = is_for_kernels(sketched_g) and chosen() == "auto" and reads_codes(rank, out, features, kind)
     # int3's and other groups' codes are unpacked by the kernel into memory as well
     is_readable = sketched_g.dtype in HALVES and kind != "int3" and group % 16 == 0
     if is_readable and (is_chosen or chosen() == "triton"):
         name, twin = "sketched_grad_weight_low_bit", _grad_weight.sketched_grad_weight_low_bit
         options: dict[str, Any] = {"kind": kind, "group": group, "scale": scale}
-        return run(name, twin, sketched_g, *stored, sums, mean, **options, dtype=dtype, bias_dtype=bias_dtype)
+        return run(name, twin, sketched_g, *parts, sums, mean, **options, dtype=dtype, bias_dtype=bias_dtype)
     stored_dtype = sketched_g.dtype if sketched_g.dtype in HALVES else torch.float32
     options = {"kind": kind, "group": group, "features": features, "dtype": stored_dtype}
-    sketched_x = run("dequantize", _low_bit.dequantize, *stored, **options)
+    sketched_x = run("dequantize", _low_bit.dequantize, *parts, **options)
     return _product(sketched_g, sketched_x, sums, mean, scale, dtype, bias_dtype)
 
 

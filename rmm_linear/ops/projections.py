@@ -14,8 +14,17 @@ from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
 
 
 @lru_cache
-def _hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
-    """Factors of the +-1 combinations of x and of g: their product is 1 / kept, and that of x a power of 2."""
+def hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
+    """Return the factors of the +-1 combinations of x and of g.
+
+    Args:
+        rows: Rows of x.
+        blocks: Number of strided blocks.
+        kept: Hadamard rows kept of each block.
+
+    Returns:
+        A power of 2 for x, and for g what makes their product 1 / kept.
+    """
     # The size of a combination is the root of the number of rows: x's are stored at about the size of its elements.
     # Without a rounding of its own by this factor: one that all combinations of a lonely row would share.
     stored = near_power_of_2((max(1, rows) / max(1, blocks)) ** -0.5)
@@ -24,7 +33,7 @@ def _hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
 
 @define("hadamard_sketch(Tensor x, Tensor seed, Tensor? mean, SymInt blocks, SymInt kept, bool gradient) -> Tensor")
 def _hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, gradient: bool) -> Tensor:
-    scale = _hadamard_scales(x.shape[0], blocks, kept)[gradient]
+    scale = hadamard_scales(x.shape[0], blocks, kept)[gradient]
     dtype = result_dtype(x, gradient)
     twin = _hadamard.hadamard_sketch
     return run("hadamard_sketch", twin, x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
@@ -54,7 +63,7 @@ def hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int
 
 @define("hadamard_sketch_and_mean(Tensor x, Tensor seed, Tensor mean, SymInt blocks, SymInt kept) -> (Tensor, Tensor)")
 def _hadamard_sketch_and_mean(x: Tensor, seed: Tensor, mean: Tensor, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
-    scale, _ = _hadamard_scales(x.shape[0], blocks, kept)
+    scale, _ = hadamard_scales(x.shape[0], blocks, kept)
     twin = _hadamard.hadamard_sketch_and_mean
     options = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": x.dtype}
     return run("hadamard_sketch_and_mean", twin, x, seed, mean, **options)
@@ -90,12 +99,12 @@ def hadamard_sketch_and_mean(x: Tensor, seed: Tensor, mean: Tensor, *, blocks: i
 def _hadamard_sketch_and_sums(
     g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool, over: float
 ) -> tuple[Tensor, Tensor]:
-    stored, scale = _hadamard_scales(g.shape[0], blocks, kept)
+    stored, scale = hadamard_scales(g.shape[0], blocks, kept)
     # in half precision, the product takes care of what is no power of 2
     factor = 1 / (near_power_of_2(kept) * stored) if half else scale
     twin = _hadamard.hadamard_sketch_and_sums
     options = {"blocks": blocks, "kept": kept, "scale": factor / over, "dtype": product_dtype(g, half)}
-    return run("hadamard_sketch_and_sums", twin, g, seed, **options)
+    return run("hadamard_sketch_and_sums", twin, g, seed, None, **options)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_and_sums")

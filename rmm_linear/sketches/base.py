@@ -139,7 +139,8 @@ class Sketch(ABC):
         Returns:
             What `compress` returns; and what the sum of g is to be multiplied by beside S^T g, shape (in,), float32
             (float64 for float64): the mean of x itself, where g is centred before it is sketched. Where `one_pass`
-            sketches g as it is, the mean less X^T (S^T 1) / rows, X being the sketch of x - 1 mean^T; see `Centered`.
+            sketches g as it is, the mean less X^T (S^T 1) / rows, X being the sketch of x - 1 mean^T as it is stored;
+            see `Centered`.
         """
         return self.compress(x, seed, mean=mean), x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
 
@@ -202,6 +203,9 @@ class Sketch(ABC):
 
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Sketch g and sum it over its rows in one reading of it, where that is faster than two.
+
+        A subclass that defines this defines `compress_with_mean` as well, and both go by the same rule: what the
+        forward pass has kept of the mean is for a g that is sketched as it is, or for one that is centred.
 
         Args:
             g: Gradient of the output, shape (rows, out).

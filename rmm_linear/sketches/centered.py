@@ -16,11 +16,10 @@ sum of g:
 
     grad_weight = (S^T g)^T X + (column sum of g) (mu - X^T (S^T 1) / n)^T
 
-The last vector is known in the forward pass, where x, X and S^T 1 are at hand, and is kept in place of mu. So X stands
-for the sketch before it is stored: its rounding, to half precision or to codes, meets S^T g, where on a CPU it meets
-S^T (g - 1 nu^T). Its mean is nothing in either case, and its share of the variance, small next to the sketch's, that of
-||S^T g||^2: larger than the closed form has it by the share of the mean in g. Codes of x itself, without a sketch, have
-no other noise: there the vector is made of what the codes stand for.
+The last vector is known in the forward pass, where x, X and S^T 1 are at hand, and is kept in place of mu. X is the
+sketch as it is stored: the rounding to half precision or to codes is then multiplied by the sketch of the centred g, as
+all else is. (By S^T g, it would have more variance by the square of g's mean over its deviation, and for a rounding to
+nearest a mean, since it changes its sign with S as S^T 1 does.)
 """
 
 from collections.abc import Hashable
@@ -73,6 +72,12 @@ class Centered(Sketch):
     inner: Sketch
 
     def __post_init__(self) -> None:
+        of = type(self.inner)
+        if of.one_pass is not Sketch.one_pass and of.compress_with_mean is Sketch.compress_with_mean:
+            raise ValueError(
+                f"{of.__qualname__} has a one_pass and no compress_with_mean of its own; define it as well: a gradient"
+                " that is not centred when it is sketched needs what is left of the mean"
+            )
         object.__setattr__(self, "ratio", self.inner.ratio)
         super().__post_init__()
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rmm_linear import RMMConfig
 from rmm_linear.functional import linear
 from rmm_linear.ops import dispatch
-from rmm_linear.sketches import SKETCHES, Centered, Hadamard, LowBit
+from rmm_linear.sketches import SKETCHES, Centered, Hadamard, LowBit, Sketch
 from rmm_linear.sketches.contract import SketchContract
 from rmm_linear_kernels.hadamard_sketch import reference as hadamard
 from rmm_linear_kernels.hadamard_sketch_quantized import reference as quantized
@@ -70,19 +70,42 @@ def test_both_ways_are_the_identity_in_float64(inner, monkeypatch):
         dense = sketch.dense(x, seed.unsqueeze(0))[0]
         expected = (dense.t() @ (g - g.mean(0))).t() @ (dense.t() @ (x - about)) + torch.outer(g.sum(0), x.mean(0))
         torch.testing.assert_close(sketch.backward(g, saved)[0], expected, rtol=1e-10, atol=1e-10)
-    plain, bias = sketch.backward(g, saved)
-    unrounded = Centered(Hadamard(ratio=0.3)).compress(x, seed).tensors[0]
+    plain = sketch.backward(g, saved)
     monkeypatch.setattr("rmm_linear.ops.is_for_kernels", lambda x: True)
     once = sketch.compress(x, seed)
     torch.testing.assert_close(sketch.stored_input(once).double(), kept)
-    found, bias_of_once = sketch.backward(g, once)
-    # in one reading, the rounding to codes meets S^T g, in two the sketch of the centred one
-    ones = Hadamard(ratio=0.3).project(torch.ones_like(g[:, :1]), seed, None, gradient=True)
-    rounding = torch.outer(g.sum(0), (kept - unrounded).t() @ ones[:, 0]) / len(x)
-    torch.testing.assert_close(found, plain + rounding, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(bias_of_once, bias, rtol=1e-12, atol=1e-12)
-    if isinstance(inner, LowBit):
-        assert rounding.norm() > 1e-5 * plain.norm()
+    torch.testing.assert_close(sketch.backward(g, once), plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("storage", "dtype"),
+    [(None, torch.bfloat16), (None, torch.float16), ("int4", torch.float32), ("int2", torch.float32)],
+)
+def test_what_rounding_leaves_is_multiplied_by_the_centred_gradient(storage, dtype, monkeypatch):
+    """In one reading of a g that is nearly its mean: by g itself, it would be as large as the sketch's own noise."""
+    monkeypatch.setattr("rmm_linear.ops.is_for_kernels", lambda x: True)
+    x, g, seed = 100 * torch.randn(ROWS, 12).to(dtype), 3 + 0.01 * torch.randn(ROWS, 10), torch.tensor(5)
+    sketch = RMMConfig(ratio=0.4, storage=storage).sketch_object
+    saved = sketch.compress(x, seed)
+    inner = Hadamard(ratio=0.4)
+    stored = sketch.stored_input(saved, dtype=torch.float32).double()
+    centred = inner.project((g - g.mean(0)).double(), seed, None, gradient=True)
+    expected = centred.t() @ stored + torch.outer(g.double().sum(0), x.double().mean(0))
+    found, _ = sketch.backward(g, saved)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3 * float(expected.std()))
+    rounding = stored - inner.project(x.double(), seed, reference.sampled_mean(x).double(), gradient=False)
+    ones = inner.project(torch.ones(ROWS, 1, dtype=torch.float64), seed, None, gradient=True)
+    by_g_itself = torch.outer(g.double().sum(0), (rounding.t() @ ones).squeeze(1) / ROWS)
+    assert by_g_itself.norm() > 10 * (found.double() - expected).norm()
+
+
+def test_a_sketch_that_reads_once_says_what_it_leaves_of_the_mean():
+    class Half(Hadamard):
+        name = "half"
+        compress_with_mean = Sketch.compress_with_mean
+
+    with pytest.raises(ValueError, match="no compress_with_mean of its own"):
+        Centered(Half(ratio=0.5))
 
 
 class Readers(TorchDispatchMode):
@@ -104,7 +127,7 @@ class Readers(TorchDispatchMode):
     ("storage", "ratio", "rows", "op", "kernel"),
     [
         (None, 0.3, ROWS, "hadamard_sketch_and_mean", "hadamard_sketch_and_mean"),
-        ("int4", 0.3, ROWS, "hadamard_sketch_quantized", "hadamard_sketch_and_mean"),
+        ("int4", 0.3, ROWS, "hadamard_sketch_quantized", "hadamard_sketch_and_sums"),
         ("int8", 0.5, 384, "hadamard_sketch_quantized", "hadamard_sketch_quantized"),
         ("int4", 0.25, 384, "hadamard_sketch_quantized", "hadamard_sketch_quantized"),
     ],

@@ -5,8 +5,8 @@ the (kept, rows of the block) matrix of +-1 in registers, and multiplies the blo
 float32 sums; +-1 is exact in every dtype. A float32 tile is cut into three bfloat16 parts, which together hold all of
 its 24 bits.
 
-In the same reading, where wanted: the block's part of the column sums, for the bias gradient; or, where a mean is taken
-off, of what is left of the mean (see `reference.hadamard_sketch_and_mean`), for which S^T 1 is at hand as well.
+In the same reading, where wanted: the block's part of the column sums, for the bias gradient; or of what is left of the
+mean that is taken off (see `reference.hadamard_sketch_and_mean`), for which S^T 1 and the sketch itself are at hand.
 """
 
 from functools import lru_cache
@@ -227,6 +227,7 @@ def _hadamard_sketch_kernel(
     TILES: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_SUMS: tl.constexpr,
+    HAS_REST: tl.constexpr,
     IS_WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -289,13 +290,15 @@ def _hadamard_sketch_kernel(
         if HAS_MEAN:
             mean = tl.load(MEAN + feature, mask=is_feature, other=0.0).to(tl.float32)
             product -= ones[:, None] * mean[None, :]
-            if HAS_SUMS:
-                of_kept = tl.where(kept_place < kept, ones, 0.0)
-                sums = (sums - tl.sum(product * of_kept[:, None], axis=0) * (1.0 / kept)) * (1.0 / rows)
+        stored = (product * scale).to(OUT.dtype.element_ty)
+        if HAS_REST:
+            # of what is stored, whose rounding is then as centred as all else
+            of_kept = tl.where(kept_place < kept, ones, 0.0) * (1.0 / scale) * (1.0 / kept)
+            sums = (sums - tl.sum(stored.to(tl.float32) * of_kept[:, None], axis=0)) * (1.0 / rows)
         out_row = (block * kept + kept_place).to(tl.int64)
         tl.store(
             OUT + out_row[:, None] * features + feature[None, :],
-            (product * scale).to(OUT.dtype.element_ty),
+            stored,
             mask=(kept_place < kept)[:, None] & is_feature[None, :],
         )
         if HAS_SUMS:
@@ -304,7 +307,9 @@ def _hadamard_sketch_kernel(
 
 # without keywords, which take the cache a microsecond
 @lru_cache
-def _constants(order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype, mean: bool, sums: bool) -> Constants:
+def _constants(
+    order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype, mean: bool, sums: bool, rest: bool
+) -> Constants:
     """Constants of the kernel for a geometry and a tile; the launcher and `builds` share them."""
     prime = reference.paley_prime(order)
     degree = order.bit_length() - 1
@@ -322,6 +327,7 @@ def _constants(order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype,
         "TILES": tiles,
         "HAS_MEAN": mean,
         "HAS_SUMS": sums,
+        "HAS_REST": rest,
         "IS_WIDE": dtype == torch.float32,
         "UPCAST": IS_INTERPRETED,
         "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
@@ -357,13 +363,14 @@ def _launch(
     scale: float,
     dtype: torch.dtype,
     sums: Tensor | None,
+    rest: bool = False,
 ) -> Tensor:
     rows, features = x.shape
     out = torch.empty((blocks * kept, features), dtype=dtype, device=x.device)
     block_rows = ceil_div(rows, blocks)
     order = reference.hadamard_order(block_rows)
     tile, tiles = _tile_of(order, kept, blocks, features, x.dtype)
-    constants = _constants(order, kept, tile, tiles, x.dtype, mean is not None, sums is not None)
+    constants = _constants(order, kept, tile, tiles, x.dtype, mean is not None, sums is not None, rest)
     arguments = (
         x,
         seed,
@@ -421,25 +428,26 @@ def hadamard_sketch_and_mean(
         dtype: Dtype of the sketch.
 
     Returns:
-        Sketch (blocks * kept, features); the mean less X^T (S^T 1) / rows for the sketch X before it is rounded, see
-        the reference, (features,), float32.
+        Sketch (blocks * kept, features); the mean of x less X^T (S^T 1) / rows, see the reference, (features,),
+        float32.
     """
     if x.numel() == 0:
         return reference.hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     sums = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
-    out = _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums)
+    out = _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums, rest=True)
     # one sum after the other: the same in every run, which atomic additions are not
     return out, sums.sum(0)
 
 
 def hadamard_sketch_and_sums(
-    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the sketch of x and the column sums of its blocks: x is read once.
+    """Return the sketch of x - 1 mean^T and the column sums of the blocks of x itself: x is read once.
 
     Args:
         x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
         seed: 0-d int64 on x's device.
+        mean: Shape (features,), subtracted from every row before it is sketched, or None.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
         scale: Factor on the +-1 combinations of the sketch.
@@ -449,9 +457,9 @@ def hadamard_sketch_and_sums(
         Sketch (blocks * kept, features); sums (blocks, features), float32, whose own sum is that of x.
     """
     if x.numel() == 0:
-        return reference.hadamard_sketch_and_sums(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+        return reference.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     sums = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
-    return _launch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums), sums
+    return _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums), sums
 
 
 def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants) -> Build:
@@ -479,8 +487,9 @@ def builds() -> list[Build]:
     """Return the specialisations that training compiles.
 
     Returns:
-        For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with a mean and its sums and the one of g with its
-        sums; and the other dtypes, small and large blocks, large ratios, and x without centring.
+        For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with what is left of its mean, and the one of g
+        with its sums; and the other dtypes, small and large blocks, large ratios, x without centring, and x with a mean
+        and its sums, for codes.
     """
     found = []
     for kept in (32, 16, 6):
@@ -494,11 +503,13 @@ def builds() -> list[Build]:
     # what takes the most registers: float32 at a large ratio, with programs of several tiles
     found.extend(_named(of, torch.float32, order, kept, 4096) for of, order, kept in (("x", 64, 58), ("g", 60, 54)))
     found.append(_named("uncentred x", torch.bfloat16, 64, 32, 768))
+    found.append(_named("x for codes", torch.bfloat16, 64, 32, 768))
     return found
 
 
 def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int) -> Build:
-    """The sketch of 8192 rows of x with a mean and its sums, of g with its sums, or of x without either."""
+    """The sketch of 8192 rows: of x with a mean and what is left of it, with a mean and its sums, or without; of g."""
     tile, tiles = _tile_of(order, kept, 8192 // order, features, dtype)
-    constants = _constants(order, kept, tile, tiles, dtype, of == "x", of in ("x", "g"))
+    has_mean, has_sums = of in ("x", "x for codes"), of != "uncentred x"
+    constants = _constants(order, kept, tile, tiles, dtype, has_mean, has_sums, of == "x")
     return _build(f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}", dtype, dtype, constants)

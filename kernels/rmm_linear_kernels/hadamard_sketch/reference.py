@@ -246,8 +246,9 @@ def hadamard_sketch_and_mean(
 ) -> tuple[Tensor, Tensor]:
     """Return the sketch of x - 1 mean^T, and the mean of x less what the sketch's own mean makes of it.
 
-    With mu the column mean of x, X = S^T (x - 1 mean^T) and n rows, that is mu - X^T (S^T 1) / n: it is to the column
-    sum of g what X is to S^T g, where g is sketched as it is instead of centred (`rmm_linear.sketches.centered`).
+    With mu the column mean of x, X = S^T (x - 1 mean^T) as it is stored and n rows, that is mu - X^T (S^T 1) / n: it is
+    to the column sum of g what X is to S^T g, where g is sketched as it is instead of centred
+    (`rmm_linear.sketches.centered`).
 
     Args:
         x: Input, shape (rows, features), any float dtype.
@@ -255,43 +256,31 @@ def hadamard_sketch_and_mean(
         mean: Shape (features,), subtracted from every row before it is sketched.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
-        scale: Factor on the +-1 combinations of the sketch, and not of what is taken off the mean.
+        scale: Factor on the +-1 combinations of the sketch, not 0, and not of what is taken off the mean.
         dtype: Dtype of the sketch; sums are formed in float32, or float64 for a float64 `x`.
 
     Returns:
         Sketch (blocks * kept, features); mean (features,) in the dtype of the sums, 0 of no rows.
     """
-    rows, features = x.shape
+    rows = x.shape[0]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    return sketch, _rest_of_mean(x, seed, mean.to(compute), blocks=blocks, kept=kept)
-
-
-def _rest_of_mean(x: Tensor, seed: Tensor, mean: Tensor, *, blocks: int, kept: int) -> Tensor:
-    """The sum of x over its rows, each with a weight of its own, and of the mean; in the mean's dtype."""
-    rows, features = x.shape
-    rest = torch.zeros_like(mean)
     if rows == 0:
-        return rest
-    mixing = _mixing(seed, rows, blocks, kept, mean.dtype)  # (blocks, kept, m)
-    ones = mixing.sum(-1)  # what sqrt(p) S^T makes of a column of ones
-    # row j * blocks + k is row j of block k
-    weights = 1 - torch.einsum("bcm,bc->mb", mixing, ones).flatten()[:rows] / kept
-    # half precision is widened slab by slab, as in `hadamard_sketch`
-    step = max(1, _SLAB_ELEMENTS // max(1, features))
-    for start in range(0, rows, step):
-        rest += weights[start : start + step] @ x[start : start + step].to(mean.dtype)
-    return (rest + ones.square().sum() / kept * mean) / rows
+        return sketch, torch.zeros_like(mean, dtype=compute)
+    ones = _mixing(seed, rows, blocks, kept, compute).sum(-1).flatten()  # sqrt(p) S^T 1
+    taken_off = sketch.to(compute).t() @ (ones / (kept * scale))
+    return sketch, (x.sum(0, dtype=compute) - taken_off) / rows
 
 
 def hadamard_sketch_and_sums(
-    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the sketch of x and the column sums of its blocks.
+    """Return the sketch of x - 1 mean^T and the column sums of the blocks of x itself.
 
     Args:
         x: Input, shape (rows, features), any float dtype.
         seed: 0-d int64.
+        mean: Shape (features,), subtracted from every row before it is sketched, or None.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
         scale: Factor on the +-1 combinations of the sketch.
@@ -301,7 +290,7 @@ def hadamard_sketch_and_sums(
         Sketch (blocks * kept, features); sums (blocks, features) in the dtype of the sums, whose own sum is that of x.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    sketch = hadamard_sketch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+    sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     full = x.shape[0] // max(1, blocks)
     sums = x[: full * blocks].unflatten(0, (full, blocks)).sum(0, dtype=compute)
     tail = x[full * blocks :]

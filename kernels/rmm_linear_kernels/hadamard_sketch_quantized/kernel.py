@@ -2,8 +2,7 @@
 
 Row `block * kept + c` of the sketch is combination c of a block, so that a group of rows with a step of its own is a
 whole number of neighbouring blocks, if `kept` divides it. A program sketches these blocks for a tile of features, one
-after the other, finds the extremes of all, and rounds them; and forms their part of what is left of the mean, where one
-is taken off.
+after the other, finds the extremes of all, and rounds them; and sums them over their rows, where a mean is taken off.
 """
 
 # a tuple of tiles grows in a loop that the compiler unrolls
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import hadamard_sketch, hadamard_sketch_and_mean, mixed, signed_entries
+from ..hadamard_sketch.kernel import hadamard_sketch, hadamard_sketch_and_sums, mixed, signed_entries
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit import reference as low_bit
@@ -103,18 +102,15 @@ def _hadamard_sketch_quantized_kernel(
         if HAS_MEAN:
             present = shortest + (block < longer).to(tl.int32)
             entries = tl.where(place[None, :] < present, entries, 0.0)
-        if HAS_MEAN:
-            # The sum of x by the tensor cores, in as many equal rows as the sketch has: x is there for them in the same
-            # layout. Sums along its columns would take 12 to 24 % more instructions, most to exchange parts of sums.
-            is_block = first_block + index < blocks
-            sums = tl.where(is_block, sums + mixed(tl.full((KEPT, CHUNK), 1.0, DTYPE), x, False, UPCAST), sums)
         product = mixed(entries, x, False, UPCAST)
         if HAS_MEAN:
+            # By the tensor cores, in as many equal rows as the sketch has: x is there for them in the same layout. Sums
+            # along its columns would take 12 to 24 % more instructions, most of them to exchange parts of sums.
+            with_block = sums + mixed(tl.full((KEPT, CHUNK), 1.0, DTYPE), x, False, UPCAST)
+            sums = tl.where(first_block + index < blocks, with_block, sums)
             # As many columns of S^T 1 as there are features: what is equal to the other product in shape is shared by
             # the warps in the same way, and nothing has to be exchanged.
-            ones = tl.dot(entries, tl.full((CHUNK, TILE), 1.0, DTYPE))
-            product -= ones * mean[None, :]
-            sums = tl.where(is_block, sums - ones * product, sums)
+            product -= tl.dot(entries, tl.full((CHUNK, TILE), 1.0, DTYPE)) * mean[None, :]
         product *= scale
         value = tl.abs(product) if IS_FP8 else product
         if index == 0:
@@ -131,8 +127,8 @@ def _hadamard_sketch_quantized_kernel(
         low, high, total, STEPS + scales, OFFSETS + scales, is_feature, LEVELS, IS_FP8, TILE
     )
     if HAS_MEAN:
-        # KEPT equal rows of the sum, and of the sketch's part of it KEPT times as much
-        tl.store(SUMS + scales, tl.sum(sums, 0) * (1.0 / KEPT) * (1.0 / rows), mask=is_feature)
+        # any of the equal rows
+        tl.store(SUMS + scales, tl.max(sums, 0), mask=is_feature)
     for index in tl.static_range(BLOCKS):
         block = first_block + index
         row = block * KEPT + kept_place
@@ -192,22 +188,22 @@ def hadamard_sketch_quantized(
     Returns:
         Codes (blocks * kept, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the
         same shape and dtype, (0,) for fp8: those of the reference, but where a sum that is rounded otherwise falls on
-        the other side of an edge. With a mean, what is left of x's, (features,), otherwise (0,), float32; see
-        `hadamard_sketch_and_mean`.
+        the other side of an edge. With a mean, the column sum of x itself (features,), otherwise (0,), float32.
     """
     rows, features = x.shape
     if x.numel() == 0 or x.dtype not in _HALVES or not holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
         if mean is None:
-            sketch, rest = hadamard_sketch(x, seed, None, **options), seed.new_empty(0, dtype=torch.float32)
+            sketch, column_sum = hadamard_sketch(x, seed, None, **options), seed.new_empty(0, dtype=torch.float32)
         else:
-            sketch, rest = hadamard_sketch_and_mean(x, seed, mean, **options)
-        return *quantize(sketch, seed, None, kind=kind, group=group), rest
+            sketch, sums = hadamard_sketch_and_sums(x, seed, mean, **options)
+            column_sum = sums.sum(0)
+        return *quantize(sketch, seed, None, kind=kind, group=group), column_sum
     rank = blocks * kept
     codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
     steps = torch.empty((ceil_div(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
     offsets = steps.new_empty(0) if kind == low_bit.FP8 else torch.empty_like(steps)
-    sums = torch.empty((0, 0) if mean is None else steps.shape, dtype=torch.float32, device=x.device)
+    sums = None if mean is None else torch.empty(steps.shape, dtype=torch.float32, device=x.device)
     arguments = (
         x,
         seed,
@@ -215,7 +211,7 @@ def hadamard_sketch_quantized(
         codes,
         steps.view(torch.int16),
         offsets.view(torch.int16),
-        None if mean is None else sums,
+        sums,
         rows,
         features,
         codes.shape[1],
@@ -230,7 +226,8 @@ def hadamard_sketch_quantized(
     constants = _constants(kept, x.dtype, kind, group, mean is not None)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one sum after the other: the same in every run, which atomic additions are not
-    return codes, steps, offsets, sums.sum(0)
+    column_sum = torch.empty(0, dtype=torch.float32, device=x.device) if sums is None else sums.sum(0)
+    return codes, steps, offsets, column_sum
 
 
 def builds() -> list[Build]:

@@ -7,7 +7,7 @@ The sketch goes from one to the other in float32. A sketch that is kept in half 
 import torch
 from torch import Tensor
 
-from ..hadamard_sketch.reference import hadamard_sketch, hadamard_sketch_and_mean
+from ..hadamard_sketch.reference import hadamard_sketch
 from ..low_bit.reference import quantize
 
 
@@ -36,13 +36,9 @@ def hadamard_sketch_quantized(
 
     Returns:
         Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and, with
-        a mean, what `hadamard_sketch_and_mean` returns as such, (features,), otherwise (0,), float32 (float64 for
-        float64).
+        a mean, the column sum of x itself (features,), otherwise (0,), float32 (float64 for float64).
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if mean is None:
-        sketch = hadamard_sketch(x, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=wide)
-        rest = x.new_empty(0, dtype=wide)
-    else:
-        sketch, rest = hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
-    return *quantize(sketch, seed, None, kind=kind, group=group), rest
+    sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
+    column_sum = x.new_empty(0, dtype=wide) if mean is None else x.sum(0, dtype=wide)
+    return *quantize(sketch, seed, None, kind=kind, group=group), column_sum

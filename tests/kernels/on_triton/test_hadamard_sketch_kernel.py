@@ -68,37 +68,41 @@ def test_dtypes(dtype, out, device, nan_poison):
 @pytest.mark.parametrize(("rows", "ratio"), [(1, 0.9), (45, 0.5), (300, 0.3), (300, 0.02)])
 def test_sums_come_with_the_sketch(rows, ratio, dtype, device, nan_poison):
     blocks, kept = Hadamard(ratio).geometry(rows)
-    x, _ = operands(rows, 129, dtype, device)
+    x, mean = operands(rows, 129, dtype, device)
     seed = torch.tensor(3, device=device)
     arguments = {"blocks": blocks, "kept": kept, "scale": 0.25}
-    sketch, sums = kernel.hadamard_sketch_and_sums(x, seed, **arguments, dtype=dtype)
-    truth = reference.hadamard_sketch_and_sums(x.double(), seed, **arguments, dtype=torch.float64)
-    twin = reference.hadamard_sketch_and_sums(x, seed, **arguments, dtype=dtype)
-    assert torch.equal(sketch, kernel.hadamard_sketch(x, seed, None, **arguments, dtype=dtype))
-    assert_as_good_as_the_twin(sketch, twin[0], truth[0])
-    assert sums.shape == (blocks, 129)
-    assert_as_good_as_the_twin(sums, twin[1], truth[1])
-    torch.testing.assert_close(truth[1].sum(0), x.double().sum(0))
+    for centre in (None, mean) if dtype == torch.float32 else (None,):
+        sketch, sums = kernel.hadamard_sketch_and_sums(x, seed, centre, **arguments, dtype=dtype)
+        truth = reference.hadamard_sketch_and_sums(x.double(), seed, centre, **arguments, dtype=torch.float64)
+        twin = reference.hadamard_sketch_and_sums(x, seed, centre, **arguments, dtype=dtype)
+        assert torch.equal(sketch, kernel.hadamard_sketch(x, seed, centre, **arguments, dtype=dtype))
+        assert_as_good_as_the_twin(sketch, twin[0], truth[0])
+        # of x itself, whatever is taken off for the sketch
+        assert sums.shape == (blocks, 129)
+        assert_as_good_as_the_twin(sums, twin[1], truth[1])
+        torch.testing.assert_close(truth[1].sum(0), x.double().sum(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "ratio"), [(1, 0.9), (45, 0.5), (300, 0.3), (300, 0.02), (1100, 0.004)])
 def test_the_rest_of_the_mean_comes_with_the_sketch(rows, ratio, dtype, device, nan_poison):
+    """By its definition, of S itself, and of the sketch as it is stored."""
     blocks, kept = Hadamard(ratio).geometry(rows)
     x, mean = operands(rows, 129, dtype, device)
     seed = torch.tensor(3, device=device)
     arguments = {"blocks": blocks, "kept": kept, "scale": 0.25}
     sketch, rest = kernel.hadamard_sketch_and_mean(x, seed, mean, **arguments, dtype=dtype)
-    truth = reference.hadamard_sketch_and_mean(x.double(), seed, mean, **arguments, dtype=torch.float64)
-    twin = reference.hadamard_sketch_and_mean(x, seed, mean, **arguments, dtype=dtype)
     assert torch.equal(sketch, kernel.hadamard_sketch(x, seed, mean, **arguments, dtype=dtype))
-    assert_as_good_as_the_twin(sketch, twin[0], truth[0])
-    assert_as_good_as_the_twin(rest, twin[1], truth[1])
-    # by its definition, of S itself
     dense = reference.hadamard_dense(seed.cpu()[None], rows=rows, blocks=blocks, kept=kept, dtype=torch.float64)[0]
-    wide = x.double().cpu()
-    by_hand = wide.mean(0) - (dense.t() @ (wide - mean.double().cpu())).t() @ dense.sum(0) / rows
-    torch.testing.assert_close(truth[1].cpu(), by_hand, rtol=1e-6, atol=1e-6)
+    # S^T is 1 / sqrt(kept) of the combinations that the scale is a factor of
+    ones = dense.sum(0).to(device) / (kept**0.5 * 0.25)
+    expected = x.double().mean(0) - sketch.double().t() @ ones / rows
+    torch.testing.assert_close(rest.double(), expected, rtol=1e-5, atol=1e-5)
+    assert rest.dtype == torch.float32
+    for y in (x, x.double()):
+        twin_sketch, twin = reference.hadamard_sketch_and_mean(y, seed, mean, **arguments, dtype=y.dtype)
+        expected = y.double().mean(0) - twin_sketch.double().t() @ ones / rows
+        torch.testing.assert_close(twin.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every other column", "expanded rows", "expanded columns"])
@@ -130,7 +134,7 @@ def test_programs_of_several_tiles(device, nan_poison, monkeypatch):
         assert torch.equal(sketch, found)
         expected = reference.hadamard_sketch_and_mean(x, seed, mean, **arguments)[1]
         torch.testing.assert_close(rest, expected, rtol=1e-5, atol=1e-4)
-        sketch, sums = kernel.hadamard_sketch_and_sums(x, seed, **arguments)
+        sketch, sums = kernel.hadamard_sketch_and_sums(x, seed, None, **arguments)
         assert torch.equal(sketch, kernel.hadamard_sketch(x, seed, None, **arguments))
         torch.testing.assert_close(sums.sum(0), x.sum(0), rtol=1e-5, atol=1e-4)
 
@@ -197,7 +201,7 @@ def test_nothing_comes_of_nothing(device):
         arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
         x = torch.empty(rows, features, device=device)
         assert kernel.hadamard_sketch(x, seed, None, **arguments).shape == (blocks * kept, features)
-        sketch, sums = kernel.hadamard_sketch_and_sums(x, seed, **arguments)
+        sketch, sums = kernel.hadamard_sketch_and_sums(x, seed, None, **arguments)
         assert (sketch.shape, sums.shape) == ((blocks * kept, features), (blocks, features))
         sketch, rest = kernel.hadamard_sketch_and_mean(x, seed, torch.ones(features, device=device), **arguments)
         assert (sketch.shape, rest.tolist()) == ((blocks * kept, features), [0.0] * features)

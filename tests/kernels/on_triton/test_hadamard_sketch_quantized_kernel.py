@@ -53,12 +53,11 @@ def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
 
 
 def assert_the_twin_s(found, expected, *, kind: str, group: int, share: float = 1e-3) -> None:
-    """Steps, offsets and what is left of the mean to rounding; codes equal, where steps and offsets are, but for a
-    share of them that is on an edge."""
+    """Sums, steps and offsets to rounding; codes equal, where these are, but for a share of them that is on an edge."""
     for one, other in zip(found, expected, strict=True):
         assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    codes, steps, offsets, rest = found
-    torch.testing.assert_close(rest, expected[3], rtol=1e-5, atol=1e-5)
+    codes, steps, offsets, column_sum = found
+    torch.testing.assert_close(column_sum, expected[3], rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(steps, expected[1], rtol=2**-7, atol=1e-30)
     torch.testing.assert_close(offsets, expected[2], rtol=2**-7, atol=1e-6)
     same = steps == expected[1]
@@ -123,10 +122,8 @@ def test_by_way_of_the_memory_are_the_same_bits(rows, centred, device, monkeypat
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(kernel, "quantize", second_step)
-    again = kernel.hadamard_sketch_quantized(framed(x), seed, mean, **how)
-    for one, other in zip(found[:3], again[:3], strict=True):
+    for one, other in zip(found, kernel.hadamard_sketch_quantized(framed(x), seed, mean, **how), strict=True):
         assert torch.equal(one, other)
-    torch.testing.assert_close(found[3], again[3], rtol=1e-5, atol=1e-6)
     assert rounded == [torch.float32]
 
 
@@ -160,16 +157,16 @@ def test_values_are_within_half_a_step_of_the_sketch(device):
 
 
 @pytest.mark.parametrize("rows", [192, 380])
-def test_the_rest_of_the_mean_is_that_of_all_rows_and_no_other(rows, device):
+def test_the_sum_is_that_of_all_rows_and_no_other(rows, device):
     """A group and half of one: what stands in for the other half is not counted again, infinite or not."""
     x = torch.arange(rows, device=device)[:, None] + torch.arange(0, 70, 10, device=device)
     x = framed(x.half())
     x[-1, 2], x[0, 3] = torch.nan, torch.inf
-    how, seed = options("int8", 32, 64, rows), torch.tensor(3, device=device)
-    found = kernel.hadamard_sketch_quantized(x, seed, x[5].float(), **how)[3]
-    expected = reference.hadamard_sketch_quantized(x, seed, x[5].float(), **how)[3]
-    torch.testing.assert_close(found[[0, 1, 4, 5, 6]], expected[[0, 1, 4, 5, 6]], rtol=1e-6, atol=1e-5)
-    assert not found[2:4].isfinite().any()
+    how = options("int8", 32, 64, rows)
+    found = kernel.hadamard_sketch_quantized(x, torch.tensor(3, device=device), x[5].float(), **how)[3]
+    assert torch.equal(found[[0, 1, 4, 5, 6]], x.float().sum(0)[[0, 1, 4, 5, 6]])
+    assert found[2].isnan()
+    assert found[3] == torch.inf
 
 
 @pytest.mark.parametrize(
