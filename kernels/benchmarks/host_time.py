@@ -32,7 +32,18 @@ ROWS, FEATURES = 128, 8
 _STEPS = 200
 _WARM_STEPS = 50
 # Operators that launch nothing: views, and memory from the allocator.
-_WITHOUT_LAUNCH = ("view", "t", "transpose", "detach", "alias", "expand", "unsqueeze", "squeeze", "_unsafe_view")
+_WITHOUT_LAUNCH = (
+    "view",
+    "t",
+    "transpose",
+    "detach",
+    "alias",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "select",
+    "_unsafe_view",
+)
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 

@@ -15,7 +15,7 @@ from rmm_linear_kernels.hadamard_sketch_quantized import reference as _quantized
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
 from rmm_linear_kernels.low_bit import reference as _low_bit
 
-# Rows of a block whose sum of signs bfloat16 holds.
+# Rows of a block whose sum of signs bfloat16 holds; of more, it is held in two parts.
 _EXACT_ROWS = 256
 
 
@@ -51,13 +51,16 @@ def _rest(x: Tensor, column_sum: Tensor, codes: Codes, blocks: int, kept: int) -
     """The mean of x less X^T (S^T 1) / rows, for what the codes stand for as X."""
     rows = x.shape[0]
     _, factor = hadamard_scales(rows, blocks, kept)
-    # S^T 1 but for a factor: whole numbers
+    # S^T 1 but for a factor: whole numbers. Codes are decoded for it as they will be for the sketch of g.
     is_exact = x.dtype not in HALVES or rows <= _EXACT_ROWS * blocks
-    dtype = x.dtype if is_exact else torch.float32
-    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": dtype}
+    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": 1.0}
+    options["dtype"] = x.dtype if is_exact else torch.float32
     ones = run("hadamard_sketch", _hadamard.hadamard_sketch, x.new_ones((rows, 1)), codes.seed, None, **options)
+    if not is_exact:
+        high = ones.to(x.dtype)
+        ones = torch.cat((high, (ones - high).to(x.dtype)), 1)
     total, _ = product_of_codes(ones, codes, None, None, 1.0, result_dtype(x, True), None)
-    return (column_sum - total.squeeze(0) * factor) / max(1, rows)
+    return (column_sum - (total[0] if is_exact else total.sum(0)) * factor) / max(1, rows)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_quantized")

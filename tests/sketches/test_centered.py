@@ -99,6 +99,24 @@ def test_what_rounding_leaves_is_multiplied_by_the_centred_gradient(storage, dty
     assert by_g_itself.norm() > 10 * (found.double() - expected).norm()
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("ratio", [0.4, 0.004])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("storage", [None, "int8", "int4", "fp8"])
+def test_a_gradient_of_equal_rows_is_exact(storage, dtype, ratio, is_read, monkeypatch):
+    """Nothing is left of it once it is centred, so nothing of the noise; in blocks of 64 rows and of 550."""
+    monkeypatch.setattr("rmm_linear.ops.is_for_kernels", lambda x: True)
+    monkeypatch.setattr("rmm_linear.ops.dispatch.is_for_kernels", lambda x: True)
+    monkeypatch.setattr("rmm_linear.ops.grad_weight.is_for_kernels", lambda x: True)
+    monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes: is_read)
+    x, g = (torch.randn(1100, 12) + 2).to(dtype), torch.ones(1100, 10, dtype=dtype)
+    sketch = RMMConfig(ratio=ratio, storage=storage).sketch_object
+    found, bias = sketch.backward(g, sketch.compress(x, torch.tensor(5)), dtype=torch.float32)
+    expected = x.double().sum(0).expand(10, 12)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6 * float(expected.abs().max()))
+    assert bias.tolist() == torch.full((10,), 1100.0).to(dtype).tolist()
+
+
 def test_a_sketch_that_reads_once_says_what_it_leaves_of_the_mean():
     class Half(Hadamard):
         name = "half"

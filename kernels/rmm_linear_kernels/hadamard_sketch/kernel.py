@@ -292,9 +292,10 @@ def _hadamard_sketch_kernel(
             product -= ones[:, None] * mean[None, :]
         stored = (product * scale).to(OUT.dtype.element_ty)
         if HAS_REST:
-            # of what is stored, whose rounding is then as centred as all else
-            of_kept = tl.where(kept_place < kept, ones, 0.0) * (1.0 / scale) * (1.0 / kept)
-            sums = (sums - tl.sum(stored.to(tl.float32) * of_kept[:, None], axis=0)) * (1.0 / rows)
+            # Of what is stored, whose rounding is then as centred as all else. The combinations that are not kept may
+            # have overflown.
+            of_mean = tl.where((kept_place < kept)[:, None], stored.to(tl.float32) * ones[:, None], 0.0)
+            sums = (sums - tl.sum(of_mean, axis=0) * (1.0 / scale) * (1.0 / kept)) * (1.0 / rows)
         out_row = (block * kept + kept_place).to(tl.int64)
         tl.store(
             OUT + out_row[:, None] * features + feature[None, :],
