@@ -69,6 +69,7 @@ class RMMConfig:
     share_sketch: bool = True
     _sketch_object: Sketch = field(init=False, repr=False, compare=False)
     _kept_rows: KeptRows = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
@@ -91,6 +92,11 @@ class RMMConfig:
             sketch = LowBit(sketch if self.ratio < 1 else None, self.storage)
         object.__setattr__(self, "_sketch_object", Centered(sketch) if self.center else sketch)
         object.__setattr__(self, "_kept_rows", KeptRows(self.storage))
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _knobs())))
+
+    def __hash__(self) -> int:
+        # of all knobs, once: every call of a layer looks for those that are configured alike
+        return self._hash
 
     @property
     def sketch_object(self) -> Sketch:

@@ -98,3 +98,14 @@ def test_every_registered_sketch_can_be_configured(sketch: str) -> None:
     config = RMMConfig(ratio=0.3, sketch=sketch, center=False)
     assert config.sketch_object.name == sketch
     assert config.replace(center=True).sketch_object.inner == config.sketch_object
+
+
+def test_equal_configurations_have_one_hash():
+    """Made, changed and changed back, copied or loaded; and one that differs in any knob has another."""
+    config = RMMConfig(ratio=0.3, keep_tokens=[0])
+    others = (RMMConfig(ratio=0.3, keep_tokens=(0,)), config.replace(ratio=0.5).replace(ratio=0.3))
+    for other in (*others, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert (other, hash(other)) == (config, hash(config))
+    changes = {"ratio": 0.4, "sketch": "crs", "center": False, "min_rows": 1, "storage": "int8"}
+    changes |= {"skip_padding": True, "keep_tokens": (), "share_sketch": False}
+    assert len({config, *(config.replace(**{name: value}) for name, value in changes.items())}) == 9

@@ -56,11 +56,15 @@ class PretendedGPU:
         launches: Those made so far. They keep their tensors; `launches.clear()` lets go of them.
         is_noting: False to note no launches, for what measures time.
         device: Number of the current device.
+        hooks: Triton's hooks before and after launches, as the last launch was given them.
+        told: What the last launch was given to tell them.
     """
 
     launches: list[Launch] = field(default_factory=list)
     is_noting: bool = True
     device: int = field(default_factory=lambda: next(_numbers))
+    hooks: tuple[Any, Any] = (None, None)
+    told: Any = None
 
     def switch_device(self) -> int:
         """Make a device the current one that has not been in use.
@@ -97,6 +101,7 @@ class _Driver:
             after: Any,
             *arguments,
         ) -> None:
+            gpu.hooks, gpu.told = (before, after), told
             if gpu.is_noting:
                 gpu.launches.append(Launch(name, handle, (x, y, z), arguments, gpu.device))
 

@@ -18,11 +18,14 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from rmm_linear_kernels import launching
+from rmm_linear_kernels.hadamard_sketch import kernel as hadamard_sketch
+from rmm_linear_kernels.hadamard_sketch_quantized import kernel as quantized
 from rmm_linear_kernels.launching import Constants, ceil_div, launch
 from rmm_linear_kernels.low_bit import kernel as low_bit
 from rmm_linear_kernels.random_projection import kernel as random_projection
 from rmm_linear_kernels.row_gather import kernel as row_gather
 from rmm_linear_kernels.sampled_mean import kernel as sampled_mean
+from rmm_linear_kernels.sketched_grad_weight import kernel as grad_weight
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "scale"])
@@ -195,6 +198,39 @@ def test_a_hook_of_the_kernel_sees_every_launch(gpu, monkeypatch):
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_both_ways_to_call_a_compiled_kernel_are_triton_s(gpu, runs, is_known, monkeypatch):
+    monkeypatch.setattr(launching, "_IS_CALL_KNOWN", is_known)
+    x = torch.zeros(64)
+    check(gpu, runs, [sums(x, features=features) for features in (3, 16)] + [sums(x, x[16:])])
+
+
+def test_hooks_around_launches_are_handed_on_and_told_the_kernel(gpu, runs):
+    """As a profiler sets them: in a chain, or in its place; the launcher, which is none here, would call them."""
+    case, seen = sums(torch.zeros(64)), []
+    launch(*case)
+    launch(*case)
+    assert (gpu.hooks, gpu.told) == ((None, None), None)
+    runs.clear()
+    for chained in (True, False):
+        with knobs.runtime.scope():
+            if chained:
+                knobs.runtime.launch_enter_hook.add(seen.append)
+            else:
+                knobs.runtime.launch_enter_hook = seen.append
+            try:
+                launch(*case)
+                enter, _ = gpu.hooks
+                enter(gpu.told)
+            finally:
+                if chained:
+                    knobs.runtime.launch_enter_hook.remove(seen.append)
+        launch(*case)
+        assert (gpu.hooks, gpu.told) == ((None, None), None)
+    assert [told.get()["name"] for told in seen] == ["_sums_kernel"] * 2
+    assert runs == []
+
+
 def test_what_is_remembered_is_bounded(gpu, runs, monkeypatch):
     monkeypatch.setattr(launching, "_MOST_REMEMBERED", 2)
     cases = [sums(torch.zeros(64), features=features) for features in (3, 16, 1, 5)]
@@ -270,6 +306,33 @@ def calls_of_the_launchers():
     for rows, rank in ((40, 5), (33, 1)):
         options = {"rank": rank, "gaussian": False, "scale": 0.5, "dtype": half.dtype}
         yield random_projection, partial(random_projection.random_projection, half[:rows], seed, None, **options)
+    sketching = {"scale": 0.5, "dtype": half.dtype}
+    for x, blocks, kept in ((half, 1, 16), (wide.bfloat16(), 5, 16), (wide.bfloat16()[1:], 5, 6)):
+        mean = torch.zeros(x.shape[1])
+        options = {"blocks": blocks, "kept": kept, **sketching}
+        yield hadamard_sketch, partial(hadamard_sketch.hadamard_sketch, x, seed, None, **options)
+        yield hadamard_sketch, partial(hadamard_sketch.hadamard_sketch_and_mean, x, seed, mean, **options)
+        yield hadamard_sketch, partial(hadamard_sketch.hadamard_sketch_and_sums, x, seed, None, **options)
+    # full blocks of 64 rows
+    full = torch.zeros(320, 48, dtype=torch.bfloat16)
+    options = {"blocks": 5, "kept": 16, "scale": 0.5, "kind": "int8", "group": 32}
+    for centre in (None, torch.zeros(48)):
+        coded = partial(quantized.hadamard_sketch_quantized, full, seed, centre, **options)
+        yield quantized, coded
+    sums, mean = torch.zeros(3, 48), torch.zeros(33)
+    left, right = wide.bfloat16()[:40], half
+    for rest in ((None, None), (sums, None), (sums, mean), (sums[:1], mean[1:].repeat(2)[:33])):
+        for bias_dtype in (None, half.dtype):
+            yield grad_weight, partial(grad_weight.sketched_grad_weight, left, right, *rest, bias_dtype=bias_dtype)
+    for centre in (None, mean):
+        outer = partial(grad_weight.outer_product_of_sums, sums, centre, dtype=half.dtype, bias_dtype=half.dtype)
+        yield grad_weight, outer
+    steps = torch.zeros(1, 16, dtype=torch.bfloat16)
+    stored = (codes, steps, steps, seed)
+    yield (
+        grad_weight,
+        partial(grad_weight.sketched_grad_weight_low_bit, left, *stored, sums, None, kind="int8", group=64),
+    )
 
 
 def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
@@ -284,6 +347,11 @@ def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
         "_quantize_kernel",
         "_dequantize_kernel",
         "_random_projection_kernel",
+        "_hadamard_sketch_kernel",
+        "_hadamard_sketch_quantized_kernel",
+        "_grad_weight_kernel",
+        "_low_bit_grad_weight_kernel",
+        "_outer_product_of_sums_kernel",
     }
     check(gpu, runs, cases)
 
