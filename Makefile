@@ -37,7 +37,7 @@ help:
 	@echo "make bench  time the layer against nn.Linear"
 	@echo "make gpu    what only a GPU can say, within 8 minutes: tests, sanitizer, kernels, layer, memory"
 	@echo "make resources  registers, spills and instructions of the kernels for four GPUs, without one"
-	@echo "make readme fill the tables of README.md from the committed results"
+	@echo "make readme fill the tables of both READMEs from the committed results"
 	@echo "make clean  remove the virtual environment and the caches"
 
 venv: $(STAMP)
@@ -76,6 +76,7 @@ resources: $(READY)
 
 readme: $(READY)
 	$(PY) -m experiments.readme
+	$(PY) kernels/benchmarks/readme_tables.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

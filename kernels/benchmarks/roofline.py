@@ -1,23 +1,13 @@
 """What each kernel has to move and to multiply, and how long that takes at best: predictions for a GPU to refute.
 
-    python kernels/benchmarks/roofline.py             fill the tables between the markers of kernels/README.md
-    python kernels/benchmarks/roofline.py --check     write nothing; fail if a table is not what this file makes
-
 A kernel takes the longer one of two times: its bytes at the rate of a device copy, its multiplications and additions at
 the rate of a good matrix product. Launches, and what a cache saves, are left out. `each_kernel.py` measures against the
-same formulas.
+same formulas, and `readme_tables.py` writes the predictions into kernels/README.md.
 """
 
-import argparse
-import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from result_files import RESULTS, read_csv, write_text
-
-README = Path(__file__).parents[1] / "README.md"
 BLOCK_ROWS = 64
 # shape (rows, in, out) -> the time over nn.Linear's that is aimed at, by ratio
 GOALS = {
@@ -407,7 +397,16 @@ _FORMULAS = (
 )
 
 
-def _table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+def markdown_table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a table for a README.
+
+    Args:
+        heads: Its heads.
+        lines: Its lines, each of as many cells.
+
+    Returns:
+        Markdown.
+    """
     heads = list(heads)
     text = [heads, ["---"] * len(heads), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in text)
@@ -424,7 +423,7 @@ def formula_table() -> str:
     Returns:
         Markdown.
     """
-    return _table(("kernel", "bytes moved", "FLOPs"), _FORMULAS)
+    return markdown_table(("kernel", "bytes moved", "FLOPs"), _FORMULAS)
 
 
 def kernel_table(ratio: float = 0.25) -> str:
@@ -444,7 +443,7 @@ def kernel_table(ratio: float = 0.25) -> str:
                 over = cost.seconds(gpu) / cost.copy_seconds(gpu)
                 cells.append(f"{1e6 * cost.seconds(gpu):.1f} ({over:.2f})")
             lines.append((_size(shape), name, f"{cost.moved_bytes / 1e6:.1f}", f"{cost.flops / 1e9:.2f}", *cells))
-    return _table(("shape", f"kernel, ratio {ratio:g}", "MB", "GFLOP", *(gpu.name for gpu in GPUS)), lines)
+    return markdown_table(("shape", f"kernel, ratio {ratio:g}", "MB", "GFLOP", *(gpu.name for gpu in GPUS)), lines)
 
 
 def layer_table() -> str:
@@ -463,7 +462,7 @@ def layer_table() -> str:
                 cells.append(" / ".join(f"{time:.3f}" for time in times))
             lines.append((_size(shape), f"{ratio:g}", f"{limit(ratio):.3f}", *cells, f"{goal:.2f}"))
     heads = ("shape", "ratio", "limit", *(f"{gpu.name}, plain / centred" for gpu in GPUS), "goal")
-    return _table(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def limit(ratio: float) -> float:
@@ -476,73 +475,3 @@ def limit(ratio: float) -> float:
         1 - (1 - ratio) / 3.
     """
     return 1 - (1 - ratio) / 3
-
-
-def host_time_table() -> str:
-    """Return what `host_time.py` has measured.
-
-    Returns:
-        Markdown; a line a layer of each committed file.
-    """
-    lines = []
-    for path in sorted(RESULTS.glob("host-time-*.csv")):
-        for row in read_csv(path):
-            name = row["layer"] + (", centred" if row["center"] == "True" else "")
-            times = (f"{float(row[column]):.0f}" for column in ("forward_us", "step_us"))
-            lines.append((row["hardware"], name, row["launches"], *times, f"{float(row['over_linear']):.2f}"))
-    return _table(("host", "layer", "launches", "forward, us", "forward + backward, us", "over nn.Linear"), lines)
-
-
-BLOCKS = {
-    "host time": host_time_table,
-    "formulas": formula_table,
-    "kernel times": kernel_table,
-    "layer times": layer_table,
-}
-
-
-def filled(text: str) -> str:
-    """Return a text with its tables made anew.
-
-    Args:
-        text: Holds `<!-- begin: NAME -->` and `<!-- end: NAME -->`, each on a line of its own, for every table.
-
-    Returns:
-        The text, with what stood between them replaced.
-
-    Raises:
-        ValueError: If the markers of a table are missing.
-    """
-    for name, make in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise ValueError(f"no block {name!r}: put <!-- begin: {name} --> and <!-- end: {name} --> on lines once")
-        table = make()
-        text = pattern.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
-    return text
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Fill the tables, or check them.
-
-    Args:
-        arguments: Command line, `sys.argv[1:]` by default.
-
-    Returns:
-        The exit status: 1 where a check finds a difference.
-    """
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is not what it should be")
-    options = parser.parse_args(arguments)
-    text = README.read_text(encoding="utf-8")
-    new = filled(text)
-    if options.check and new != text:
-        print(f"{README}: the tables are not what {Path(__file__).name} makes; run it", file=sys.stderr)
-        return 1
-    if not options.check:
-        write_text(README, new)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

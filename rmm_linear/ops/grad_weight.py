@@ -52,7 +52,8 @@ def _product(
     dtype = dtype or sketched_g.dtype
     options: dict[str, Any] = {"scale": scale, "dtype": dtype, "bias_dtype": bias_dtype}
     operands = sketched_g, sketched_x, sums, mean
-    if sketched_g.dtype in HALVES and sketched_x.dtype == sketched_g.dtype and _is_one_launch(*operands):
+    is_half = sketched_g.dtype in HALVES and sketched_x.dtype == sketched_g.dtype
+    if is_half and _is_one_launch(sketched_g, sketched_x, sums):
         return run("sketched_grad_weight", _grad_weight.sketched_grad_weight, *operands, **options)
     if sums is None or not _grad_weight.has_half_precision_product(sketched_g, dtype):
         return _grad_weight.sketched_grad_weight(*operands, **options)
@@ -79,7 +80,7 @@ def outer_product_of_sums(
     return run("outer_product_of_sums", twin, sums, mean, dtype=dtype, bias_dtype=bias_dtype)
 
 
-def _is_one_launch(sketched_g: Tensor, sketched_x: Tensor, sums: Tensor | None, mean: Tensor | None) -> bool:
+def _is_one_launch(sketched_g: Tensor, sketched_x: Tensor, sums: Tensor | None) -> bool:
     """Whether Triton's product runs, which takes in what else there is to do, rather than cuBLAS."""
     if chosen() != "auto":
         return chosen() == "triton"
