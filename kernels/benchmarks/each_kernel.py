@@ -2,7 +2,7 @@
 
     python kernels/benchmarks/each_kernel.py [--only hadamard] [--repeats 20] [--results DIR]
 
-Every repetition times a device copy, the twin, the kernel and its rival (torch.mm for products, the two kernels of
+Every repetition times a device copy, the twin, the kernel and its rival (torch.mm for products, the kernels of
 which one takes the place), one after the other, on inputs
 that take turns and are larger together than the device's cache. Times are medians with 20/80 quantiles. The copy moves
 as many bytes as the kernel has to (`roofline.py`): a kernel that is bound by memory is as good as it can be at a time
@@ -37,6 +37,8 @@ RATIOS = (0.5, 0.25, 0.1)
 KINDS = ("int8", "int4")
 # A twin may take a hundred times as long as its kernel, and its median need not be as sharp.
 _TWIN_REPEATS = 5
+# Rows of what is done at once, and columns of 64 x 64 tiles of a gradient.
+_FEW_ROWS, _FEW_TILES, _TILE = 256, 256, 64
 # As many sums of parts of g as a product takes as they are.
 _FEW_PARTS = 8
 Arguments = dict[str, Any]
@@ -175,6 +177,7 @@ def cases(shapes: tuple[tuple[int, int, int], ...], *, device: torch.device, dty
 
     for shape in shapes:
         yield from _sketch_cases(shape, normal, seed, dtype)
+        yield from _at_once_cases(shape, normal, seed, dtype)
         yield from _row_cases(shape, normal, seed, dtype)
         yield from _low_bit_cases(shape, normal, seed)
         yield from _quantized_sketch_cases(shape, normal, seed)
@@ -255,6 +258,66 @@ def _sketch_cases(
             roofline.random_projection(rows, features, rank),
             projection,
             rival=lambda arguments: torch.mm(arguments["dense"], arguments["x"]),
+        )
+
+
+def _at_once_cases(
+    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor, dtype: torch.dtype
+) -> Iterator[Case]:
+    """Of so many of the shape's rows and outputs as are few; next to the kernels of large inputs."""
+    rows, features, out = min(shape[0], _FEW_ROWS), shape[1], shape[2]
+    out = min(out, _TILE * max(1, _FEW_TILES // -(-features // _TILE)))
+    blocks = -(-rows // roofline.BLOCK_ROWS)
+
+    def kernel_of(op: str, function: str) -> Callable[..., Any]:
+        found = implementation(op, function, "kernel" if seed.is_cuda else "reference")
+        assert found is not None
+        return found
+
+    def one_after_the_other(arguments: Arguments) -> Tensor:
+        """What it competes with: about the mean, the sketch with the blocks' parts, and their sum."""
+        mean = kernel_of("sampled_mean", "sampled_mean")(arguments["x"])
+        return call(kernel_of("hadamard_sketch", "hadamard_sketch_and_mean"), arguments | {"mean": mean})[0]
+
+    def two_after_each_other(arguments: Arguments) -> Tensor:
+        """What it competes with: the sketch of g by way of the memory, and the product."""
+        sketch = kernel_of("hadamard_sketch", "hadamard_sketch_and_sums")
+        sketched, sums = call(sketch, arguments | {"x": arguments["g"], "mean": None})
+        mine = {"sketched_g": sketched, "sums": sums, "scale": arguments["factor"]}
+        return call(kernel_of("sketched_grad_weight", "sketched_grad_weight"), arguments | mine)[0]
+
+    for ratio in RATIOS:
+        rank = roofline.rank_of(rows, ratio)
+        geometry = {"seed": seed, "blocks": blocks, "kept": rank // blocks, "scale": 0.125, "dtype": dtype}
+        yield Case(
+            "hadamard_at_once",
+            "sketch_and_mean_at_once",
+            f"sketch_and_mean_at_once, ratio {ratio:g}",
+            rows,
+            features,
+            0,
+            roofline.sketch_and_mean_at_once(rows, features, rank),
+            lambda geometry=geometry: geometry | {"x": normal(rows, features)},
+            rival=one_after_the_other,
+            value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0))),
+        )
+
+        def gradient(rank: int = rank, geometry: Arguments = geometry) -> Arguments:
+            sketched_x, mean = normal(rank, features), normal(1, features)[0].float()
+            more = {"g": normal(rows, out), "sketched_x": sketched_x, "mean": mean, "factor": 1.0, "bias_dtype": dtype}
+            return geometry | more
+
+        yield Case(
+            "hadamard_at_once",
+            "grad_weight_at_once",
+            f"grad_weight_at_once, ratio {ratio:g}",
+            rows,
+            features,
+            out,
+            roofline.grad_weight_at_once(rows, features, out, rank),
+            gradient,
+            rival=two_after_each_other,
+            value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(1)), 1),
         )
 
 

@@ -81,7 +81,8 @@ def as_on_a_gpu(*, small: bool = True) -> Iterator[PretendedGPU]:
     In float32 they may not have a storage, for which there is another kernel in half precision.
 
     Args:
-        small: Whether the product of the sketches is one of those for which a kernel is launched, or one of cuBLAS'.
+        small: False to take the ways of large inputs, whatever the size: a kernel for each thing to do, and the product
+            of the sketches by cuBLAS.
 
     Yields:
         What holds the launches.
@@ -95,6 +96,9 @@ def as_on_a_gpu(*, small: bool = True) -> Iterator[PretendedGPU]:
         "rmm_linear.ops.grad_weight._is_one_launch": lambda *operands: small,
         "rmm_linear_kernels.sketched_grad_weight.reference.has_half_precision_product": lambda g, dtype: True,
     }
+    if not small:
+        for way in ("input", "gradient"):
+            patches[f"rmm_linear_kernels.hadamard_at_once.reference.holds_{way}"] = lambda *sizes: False
     with pretended_gpu() as gpu, contextlib.ExitStack() as stack:
         for place, value in patches.items():
             stack.enter_context(mock.patch(place, value))

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BLOCK_ROWS = 64
+# Columns of a tile of a gradient that is formed at once: each sketches g for itself.
+_AT_ONCE_TILE = 64
 # shape (rows, in, out) -> the time over nn.Linear's that is aimed at, by ratio
 GOALS = {
     (8192, 768, 3072): {0.5: 0.97, 0.25: 0.90, 0.1: 0.85},
@@ -136,6 +138,38 @@ def hadamard_sketch(rows: int, features: int, rank: int, *, with_sum: bool = Fal
     sums = _WIDE * -(-rows // BLOCK_ROWS) * features if with_sum else 0
     mean = _WIDE * features if with_mean else 0
     return Cost(_HALF * (rows + rank) * features + _SEED + sums + mean, 2 * BLOCK_ROWS * rank * features)
+
+
+def sketch_and_mean_at_once(rows: int, features: int, rank: int) -> Cost:
+    """Return the cost of the sketch of few rows with what is left of their mean, all rows read once from memory.
+
+    Args:
+        rows: Rows read.
+        features: Their length.
+        rank: Rows written.
+
+    Returns:
+        The cost.
+    """
+    return Cost(_HALF * (rows + rank) * features + _SEED + _WIDE * features, 2 * BLOCK_ROWS * rank * features)
+
+
+def grad_weight_at_once(rows: int, features: int, out: int, rank: int, *, with_mean: bool = True) -> Cost:
+    """Return the cost of a small gradient out of g and the sketch of x, both read once from memory.
+
+    Args:
+        rows: Rows of g.
+        features: Columns of the sketch.
+        out: Columns of g.
+        rank: Rows of the sketch.
+        with_mean: Also add the outer product of the sum of g and a mean.
+
+    Returns:
+        The cost: g is sketched once for every 64 columns of the gradient.
+    """
+    moved = _HALF * (rows * out + rank * features + out * features + out) + _SEED + _WIDE * features * with_mean
+    sketches = -(-features // _AT_ONCE_TILE) * 2 * BLOCK_ROWS * rank * out
+    return Cost(moved, sketches + 2 * (rank + with_mean) * out * features + rows * out)
 
 
 def sampled_mean(features: int, *, sample: int = SAMPLE) -> Cost:
@@ -381,6 +415,8 @@ _FORMULAS = (
     ("hadamard_sketch of x", "2 in (rows + rank)", "128 rank in"),
     ("hadamard_sketch of x - 1 m^T, with its mean", "2 in (rows + rank) + 4 in rows / 64", "128 rank in"),
     ("hadamard_sketch of g, with sums", "2 out (rows + rank) + 4 out rows / 64", "128 rank out"),
+    ("sketch_and_mean_at_once", "2 in (rows + rank) + 4 in", "128 rank in"),
+    ("grad_weight_at_once", "2 (rows out + rank in + out in) + 4 in", "4 rank out in"),
     ("sampled_mean", "512 in", "256 in"),
     ("random_projection of x", "2 in (rows + rank)", "2 rows rank in"),
     ("row_gather, gather_rows", "4 rank in + 4 rank", "rank in"),

@@ -30,6 +30,7 @@ from rmm_linear.ops.dispatch import (
     wants_half,
 )
 from rmm_linear.ops.grad_weight import as_operand, product_operand, reads_codes, sketched_grad_weight
+from rmm_linear.ops.hadamard_gradient import hadamard_grad_weight
 from rmm_linear.ops.projections import (
     hadamard_sketch,
     hadamard_sketch_and_mean,
@@ -72,6 +73,7 @@ __all__ = [
     "draw_seed",
     "gather_rows",
     "hadamard_dense",
+    "hadamard_grad_weight",
     "hadamard_order",
     "hadamard_sketch",
     "hadamard_sketch_and_mean",

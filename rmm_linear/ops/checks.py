@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rmm_linear.ops.dispatch import KERNELS, chosen, kernel_status, use_kernels
 from rmm_linear.ops.grad_weight import outer_product_of_sums, sketched_grad_weight
+from rmm_linear.ops.hadamard_gradient import hadamard_grad_weight
 from rmm_linear.ops.projections import (
     hadamard_sketch,
     hadamard_sketch_and_mean,
@@ -26,6 +27,7 @@ _Call = Callable[[], tuple[Tensor, ...]]
 # rows, features, outputs: large enough for a GPU's time to be more than its launches
 _ON_GPU = (8192, 1024, 4096)
 _ON_CPU = (512, 96, 128)
+_FEW_ROWS, _FEW_OUTPUTS = 256, 512
 _BLOCK, _KEPT = 64, 16
 _KIND, _GROUP = "int8", 128
 
@@ -83,13 +85,22 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
     options: dict[str, Any] = {"kind": _KIND, "group": _GROUP}
     stored, sketched = normal(rank, features), normal(rank, outputs)
     sums = normal(rows // _BLOCK, outputs, dtype=torch.float32)
+    # as few as are done at once
+    few, few_g = x[:_FEW_ROWS], g[:_FEW_ROWS, :_FEW_OUTPUTS]
+    few_geometry: dict[str, Any] = {"blocks": _FEW_ROWS // _BLOCK, "kept": _KEPT}
+    few_stored = stored[: _FEW_ROWS // _BLOCK * _KEPT]
+    few_options: dict[str, Any] = {"ratio": _KEPT / _BLOCK, "dtype": dtype, "bias_dtype": dtype}
     index = torch.arange(rank, device=device, dtype=torch.int32)
     with use_kernels("torch"):
         codes = quantize(stored, seed, None, kind=_KIND, group=_GROUP)
     calls: dict[str, _Call] = {
         "hadamard_sketch": lambda: (hadamard_sketch(x, seed, mean, **geometry, gradient=False),),
-        "hadamard_sketch_and_mean": lambda: hadamard_sketch_and_mean(x, seed, mean, **geometry),
+        "hadamard_sketch_and_mean": lambda: hadamard_sketch_and_mean(x, seed, **geometry),
         "hadamard_sketch_and_sums": lambda: hadamard_sketch_and_sums(g, seed, **geometry, half=True),
+        "sketch_and_mean_at_once": lambda: hadamard_sketch_and_mean(few, seed, **few_geometry),
+        "grad_weight_at_once": lambda: hadamard_grad_weight(
+            few_g, seed, few_stored, mean, **few_geometry, **few_options
+        ),
         "hadamard_sketch_quantized": lambda: _without_edges(
             *hadamard_sketch_quantized(x, seed, mean, **geometry, **options), seed
         ),

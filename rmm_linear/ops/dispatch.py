@@ -27,6 +27,8 @@ KERNELS = {
     "hadamard_sketch_and_mean": "hadamard_sketch",
     "hadamard_sketch_and_sums": "hadamard_sketch",
     "hadamard_sketch_quantized": "hadamard_sketch_quantized",
+    "sketch_and_mean_at_once": "hadamard_at_once",
+    "grad_weight_at_once": "hadamard_at_once",
     "random_projection": "random_projection",
     "gather_rows": "row_gather",
     "row_norms": "row_gather",

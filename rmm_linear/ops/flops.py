@@ -6,22 +6,29 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 # the operators have to exist
-from rmm_linear.ops import grad_weight, projections, quantized_sketch  # noqa: F401
+from rmm_linear.ops import grad_weight, hadamard_gradient, projections, quantized_sketch  # noqa: F401
 
 _OPS = torch.ops.rmm_linear
 _Shape = tuple[int, ...]
 
 
-@register_flop_formula([_OPS.hadamard_sketch, _OPS.hadamard_sketch_and_mean, _OPS.hadamard_sketch_quantized])
+@register_flop_formula([_OPS.hadamard_sketch, _OPS.hadamard_sketch_quantized])
 def _hadamard_sketch(
     x: _Shape, seed: _Shape, mean: _Shape | None, blocks: int, kept: int, *args: Any, **kwargs: Any
 ) -> int:
     return 2 * x[0] * kept * x[1]
 
 
-@register_flop_formula(_OPS.hadamard_sketch_and_sums)
-def _hadamard_sketch_and_sums(g: _Shape, seed: _Shape, blocks: int, kept: int, *args: Any, **kwargs: Any) -> int:
-    return 2 * g[0] * kept * g[1]
+@register_flop_formula([_OPS.hadamard_sketch_and_mean, _OPS.hadamard_sketch_and_sums])
+def _hadamard_sketch_with_more(x: _Shape, seed: _Shape, blocks: int, kept: int, *args: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * kept * x[1]
+
+
+@register_flop_formula(_OPS.hadamard_grad_weight)
+def _hadamard_grad_weight(
+    g: _Shape, seed: _Shape, sketched_x: _Shape, mean: _Shape | None, blocks: int, kept: int, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * g[1] * (g[0] * kept + sketched_x[0] * sketched_x[1])
 
 
 @register_flop_formula([_OPS.random_projection, _OPS.trigonometric_sketch])

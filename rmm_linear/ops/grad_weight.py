@@ -37,10 +37,10 @@ def _sketched_grad_weight(
     bias_dtype: torch.dtype | None,
     divisor: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    return _product(sketched_g, sketched_x, sums, mean, scale * odd_factor(divisor), dtype, bias_dtype)
+    return product(sketched_g, sketched_x, sums, mean, scale * odd_factor(divisor), dtype, bias_dtype)
 
 
-def _product(
+def product(
     sketched_g: Tensor,
     sketched_x: Tensor,
     sums: Tensor | None,
@@ -49,6 +49,20 @@ def _product(
     dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
+    """Return what `sketched_grad_weight` does: what its operator does, for other operators.
+
+    Args:
+        sketched_g: As for `sketched_grad_weight`.
+        sketched_x: As for `sketched_grad_weight`, no codes.
+        sums: As for `sketched_grad_weight`.
+        mean: As for `sketched_grad_weight`.
+        scale: Factor of the product.
+        dtype: As for `sketched_grad_weight`.
+        bias_dtype: As for `sketched_grad_weight`.
+
+    Returns:
+        As `sketched_grad_weight`.
+    """
     dtype = dtype or sketched_g.dtype
     options: dict[str, Any] = {"scale": scale, "dtype": dtype, "bias_dtype": bias_dtype}
     operands = sketched_g, sketched_x, sums, mean
@@ -58,8 +72,8 @@ def _product(
     if sums is None or not _grad_weight.has_half_precision_product(sketched_g, dtype):
         return _grad_weight.sketched_grad_weight(*operands, **options)
     mean_part, bias = outer_product_of_sums(sums, mean, dtype, bias_dtype or dtype)
-    product = _grad_weight.with_half_precision_product(mean_part, sketched_g, sketched_x, scale)
-    return product, sketched_g.new_empty(0) if bias_dtype is None else bias
+    grad_weight = _grad_weight.with_half_precision_product(mean_part, sketched_g, sketched_x, scale)
+    return grad_weight, sketched_g.new_empty(0) if bias_dtype is None else bias
 
 
 def outer_product_of_sums(
@@ -102,17 +116,29 @@ def _(
     bias_dtype: torch.dtype | None,
     divisor: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    return _empty(sketched_g, sketched_x.shape[1], sums, dtype, bias_dtype)
+    return empty_results(sketched_g, sketched_x.shape[1], sums is not None, dtype, bias_dtype)
 
 
-def _empty(
-    sketched_g: Tensor, features: int, sums: Tensor | None, dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+def empty_results(
+    g: Tensor, features: int, has_sum: bool, dtype: torch.dtype | None, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    out = sketched_g.shape[1]
-    grad_weight = sketched_g.new_empty((out, features), dtype=dtype)
-    if sums is None or bias_dtype is None:
-        return grad_weight, sketched_g.new_empty((0,))
-    return grad_weight, sketched_g.new_empty((out,), dtype=bias_dtype)
+    """Return what a fake implementation of a product returns.
+
+    Args:
+        g: Shape (..., out).
+        features: Columns of the gradient.
+        has_sum: Whether there is a sum of g to be had.
+        dtype: Dtype of the gradient, that of `g` if None.
+        bias_dtype: Dtype of the sum of g; None where it is not wanted.
+
+    Returns:
+        Gradient (out, features); sum of g (out,) or (0,).
+    """
+    out = g.shape[1]
+    grad_weight = g.new_empty((out, features), dtype=dtype)
+    if not has_sum or bias_dtype is None:
+        return grad_weight, g.new_empty((0,))
+    return grad_weight, g.new_empty((out,), dtype=bias_dtype)
 
 
 def reads_codes(rank: int, out: int, in_features: int, kind: str) -> bool:
@@ -198,7 +224,7 @@ def product_of_codes(
     stored_dtype = sketched_g.dtype if sketched_g.dtype in HALVES else torch.float32
     options = {"kind": kind, "group": group, "features": features, "dtype": stored_dtype}
     sketched_x = run("dequantize", _low_bit.dequantize, *parts, **options)
-    return _product(sketched_g, sketched_x, sums, mean, scale, dtype, bias_dtype)
+    return product(sketched_g, sketched_x, sums, mean, scale, dtype, bias_dtype)
 
 
 @torch.library.register_fake("rmm_linear::sketched_grad_weight_low_bit")
@@ -217,7 +243,7 @@ def _(
     bias_dtype: torch.dtype | None,
     divisor: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    return _empty(sketched_g, steps.shape[1], sums, dtype, bias_dtype)
+    return empty_results(sketched_g, steps.shape[1], sums is not None, dtype, bias_dtype)
 
 
 def sketched_grad_weight(

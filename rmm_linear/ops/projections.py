@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rmm_linear.ops.dispatch import near_power_of_2, product_dtype, run
 from rmm_linear.ops.registration import define, result_dtype
+from rmm_linear_kernels.hadamard_at_once import reference as _at_once
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 from rmm_linear_kernels.random_projection import reference as _projection
 from rmm_linear_kernels.sampled_mean import reference as _sampled_mean
@@ -29,6 +30,23 @@ def hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
     # Without a rounding of its own by this factor: one that all combinations of a lonely row would share.
     stored = near_power_of_2((max(1, rows) / max(1, blocks)) ** -0.5)
     return stored, 1 / (kept * stored)
+
+
+@lru_cache
+def gradient_scale(rows: int, blocks: int, kept: int, half: bool) -> float:
+    """Return the factor of the +-1 combinations of g in the dtype that they are multiplied in.
+
+    Args:
+        rows: Rows of g.
+        blocks: Number of strided blocks.
+        kept: Hadamard rows kept of each block.
+        half: Whether that is half precision, where the product takes care of what is no power of 2: `odd_factor`.
+
+    Returns:
+        That of `hadamard_scales`, or a power of 2 near it.
+    """
+    stored, scale = hadamard_scales(rows, blocks, kept)
+    return 1 / (near_power_of_2(kept) * stored) if half else scale
 
 
 @define("hadamard_sketch(Tensor x, Tensor seed, Tensor? mean, SymInt blocks, SymInt kept, bool gradient) -> Tensor")
@@ -61,35 +79,37 @@ def hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int
     return _hadamard_sketch(x, seed, mean, blocks, kept, gradient)
 
 
-@define("hadamard_sketch_and_mean(Tensor x, Tensor seed, Tensor mean, SymInt blocks, SymInt kept) -> (Tensor, Tensor)")
-def _hadamard_sketch_and_mean(x: Tensor, seed: Tensor, mean: Tensor, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
-    scale, _ = hadamard_scales(x.shape[0], blocks, kept)
-    twin = _hadamard.hadamard_sketch_and_mean
+@define("hadamard_sketch_and_mean(Tensor x, Tensor seed, SymInt blocks, SymInt kept) -> (Tensor, Tensor)")
+def _hadamard_sketch_and_mean(x: Tensor, seed: Tensor, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0]
+    scale, _ = hadamard_scales(rows, blocks, kept)
     options = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": x.dtype}
-    return run("hadamard_sketch_and_mean", twin, x, seed, mean, **options)
+    if _at_once.holds_input(rows, blocks):
+        return run("sketch_and_mean_at_once", _at_once.sketch_and_mean_at_once, x, seed, **options)
+    mean = run("sampled_mean", _sampled_mean.sampled_mean, x)
+    return run("hadamard_sketch_and_mean", _hadamard.hadamard_sketch_and_mean, x, seed, mean, **options)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_and_mean")
-def _(x: Tensor, seed: Tensor, mean: Tensor, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, seed: Tensor, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
     return x.new_empty((blocks * kept, x.shape[1])), x.new_empty((x.shape[1],), dtype=result_dtype(x, True))
 
 
-def hadamard_sketch_and_mean(x: Tensor, seed: Tensor, mean: Tensor, *, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
-    """Read x once, for the sketch of x - 1 mean^T and for what is left of its mean.
+def hadamard_sketch_and_mean(x: Tensor, seed: Tensor, *, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
+    """Read x once, for the sketch of x - 1 m^T and for what is left of its mean, m being its `sampled_mean`.
 
     Args:
         x: Input, shape (rows, features), any float dtype.
         seed: 0-d int64.
-        mean: Shape (features,), taken off every row before it is sketched.
         blocks: Number of strided blocks.
         kept: Hadamard rows kept of each block.
 
     Returns:
         The stored sketch (blocks * kept, features), times the storage scale, in x's dtype; and the column mean of x
-        less X^T (S^T 1) / rows, for X = S^T (x - 1 mean^T), (features,), float32 (float64 for float64): what the column
+        less X^T (S^T 1) / rows, for X = S^T (x - 1 m^T), (features,), float32 (float64 for float64): what the column
         sum of g is multiplied by where S^T g is not centred.
     """
-    return _hadamard_sketch_and_mean(x, seed, mean, blocks, kept)
+    return _hadamard_sketch_and_mean(x, seed, blocks, kept)
 
 
 @define(
@@ -99,11 +119,9 @@ def hadamard_sketch_and_mean(x: Tensor, seed: Tensor, mean: Tensor, *, blocks: i
 def _hadamard_sketch_and_sums(
     g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool, over: float
 ) -> tuple[Tensor, Tensor]:
-    stored, scale = hadamard_scales(g.shape[0], blocks, kept)
-    # in half precision, the product takes care of what is no power of 2
-    factor = 1 / (near_power_of_2(kept) * stored) if half else scale
+    scale = gradient_scale(g.shape[0], blocks, kept, half) / over
     twin = _hadamard.hadamard_sketch_and_sums
-    options = {"blocks": blocks, "kept": kept, "scale": factor / over, "dtype": product_dtype(g, half)}
+    options = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": product_dtype(g, half)}
     return run("hadamard_sketch_and_sums", twin, g, seed, None, **options)
 
 

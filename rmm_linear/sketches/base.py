@@ -128,37 +128,37 @@ class Sketch(ABC):
             does not read that one: `LowBit` puts other values in its place.
         """
 
-    def compress_with_mean(self, x: Tensor, seed: Tensor, *, mean: Tensor) -> tuple[SavedSketch, Tensor]:
-        """Sketch the input and average it over its rows: in one reading of it, where a subclass can.
+    def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
+        """Sketch x - 1 m^T, m being about the mean of x, and average x: in one reading of it, where a subclass can.
 
         Args:
             x: Activations, shape (rows, in), any float dtype.
             seed: 0-d int64 on x's device.
-            mean: Shape (in,), as for `compress`.
 
         Returns:
-            What `compress` returns; and what the sum of g is to be multiplied by beside S^T g, shape (in,), float32
-            (float64 for float64): the mean of x itself, where g is centred before it is sketched. Where `one_pass`
-            sketches g as it is, the mean less X^T (S^T 1) / rows, X being the sketch of x - 1 mean^T as it is stored;
-            see `Centered`.
+            What `compress` returns of m = `ops.sampled_mean(x)`; and what the sum of g is to be multiplied by beside
+            S^T g, shape (in,), float32 (float64 for float64): the mean of x itself, where g is centred before it is
+            sketched. Where `one_pass` or `one_pass_backward` sketches g as it is, the mean less X^T (S^T 1) / rows, X
+            being the sketch of x - 1 m^T as it is stored; see `Centered`.
         """
-        return self.compress(x, seed, mean=mean), x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
+        whole_mean = x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
+        return self.compress(x, seed, mean=ops.sampled_mean(x)), whole_mean
 
     def compress_low_bit(
-        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int
+        self, x: Tensor, seed: Tensor, *, center: bool, kind: str, group: int
     ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         """Sketch the input and round the sketch to a few bits in one pass, where there is one.
 
         Args:
-            x: Activations, shape (rows, in), any float dtype.
+            x: Activations, shape (rows, in).
             seed: 0-d int64, of the sketch and of the rounding.
-            mean: Shape (in,), or None.
+            center: Whether about the mean is taken off x, as `compress_with_mean` does.
             kind: How S^T x is held; see `LowBit`.
             group: Rows of S^T x that share, in a column, a step and an offset.
 
         Returns:
             Codes, steps and offsets (see `ops.quantize`) in place of the first tensor of `compress`, then its others;
-            and, with a mean, the second result of `compress_with_mean`. None in place of both where the two steps are
+            and, centred, the second result of `compress_with_mean`. None in place of both where the two steps are
             as good: always, unless a subclass says otherwise.
         """
         return None
@@ -204,8 +204,9 @@ class Sketch(ABC):
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Sketch g and sum it over its rows in one reading of it, where that is faster than two.
 
-        A subclass that defines this defines `compress_with_mean` as well, and both go by the same rule: what the
-        forward pass has kept of the mean is for a g that is sketched as it is, or for one that is centred.
+        A subclass that defines this, or `one_pass_backward`, defines `compress_with_mean` as well, and all go by the
+        same rule: what the forward pass has kept of the mean is for a g that is sketched as it is, or for one that is
+        centred.
 
         Args:
             g: Gradient of the output, shape (rows, out).
@@ -242,26 +243,48 @@ class Sketch(ABC):
         if not need_weight:
             return None, g.sum(0) if need_bias else None
         dtype = dtype or accumulate_dtype(g.dtype)
-        read = self.one_pass(g, saved, need_sum=need_bias)
-        if read is not None:
-            sketched, scale = read.sketched, read.scale
-        else:
-            sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g, self.ratio)
+        found = self.one_pass_backward(g, saved, None, need_bias=need_bias, dtype=dtype)
+        if found is not None:
+            return found
+        sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g, self.ratio)
         stored = self.operand(saved, sketched.dtype)
-        divisor = 1 if read is None else read.divisor
-        sums = None if read is None or not need_bias else read.sums
-        grad_weight, column_sum = ops.sketched_grad_weight(
-            sketched,
+        grad_weight, _ = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype)
+        return grad_weight, g.sum(0) if need_bias else None
+
+    def one_pass_backward(
+        self, g: Tensor, saved: SavedSketch, mean: Tensor | None, *, need_bias: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Form what `backward` returns out of one reading of g, where that is faster than two.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            mean: What the sum of g is to be multiplied by, as `compress_with_mean` returned it, or None.
+            need_bias: Whether the bias gradient is wanted.
+            dtype: Dtype of the estimate.
+
+        Returns:
+            What `one_pass` and the product make of it; None where that is None, unless a subclass has a way of its own.
+        """
+        read = self.one_pass(g, saved, need_sum=need_bias or mean is not None)
+        if read is None:
+            return None
+        assert mean is None or read.sums is not None
+        stored = self.operand(saved, read.sketched.dtype)
+        bias_dtype = g.dtype if need_bias and read.sums is not None else None
+        grad_weight, bias = ops.sketched_grad_weight(
+            read.sketched,
             stored,
-            sums,
-            scale=scale,
+            read.sums if need_bias or mean is not None else None,
+            mean,
+            scale=read.scale,
             dtype=dtype,
-            bias_dtype=None if sums is None else g.dtype,
-            divisor=divisor,
+            bias_dtype=bias_dtype,
+            divisor=read.divisor,
         )
         if not need_bias:
             return grad_weight, None
-        return grad_weight, g.sum(0) if sums is None else column_sum
+        return grad_weight, g.sum(0) if bias_dtype is None else bias
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes that a forward pass keeps, all-in: the sketch, the seed, and whatever goes with them.

@@ -75,11 +75,13 @@ class Centered(Sketch):
 
     def __post_init__(self) -> None:
         of = type(self.inner)
-        if of.one_pass is not Sketch.one_pass and of.compress_with_mean is Sketch.compress_with_mean:
-            raise ValueError(
-                f"{of.__qualname__} has a one_pass and no compress_with_mean of its own; define it as well: a gradient"
-                " that is not centred when it is sketched needs what is left of the mean"
-            )
+        for name in ("one_pass", "one_pass_backward"):
+            has_one = getattr(of, name) is not getattr(Sketch, name)
+            if has_one and of.compress_with_mean is Sketch.compress_with_mean:
+                raise ValueError(
+                    f"{of.__qualname__} has a {name} and no compress_with_mean of its own; define it as well: a"
+                    " gradient that is not centred when it is sketched needs what is left of the mean"
+                )
         object.__setattr__(self, "ratio", self.inner.ratio)
         super().__post_init__()
 
@@ -119,7 +121,7 @@ class Centered(Sketch):
             mu - X^T (S^T 1) / n, where the inner sketch reads g once.
         """
         assert mean is None
-        saved, kept_mean = self.inner.compress_with_mean(x, seed, mean=ops.sampled_mean(x))
+        saved, kept_mean = self.inner.compress_with_mean(x, seed)
         return SavedSketch(seed, (*saved.tensors, kept_mean))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
@@ -182,21 +184,11 @@ class Centered(Sketch):
         """
         compute = accumulate_dtype(g.dtype)
         dtype = dtype or compute
-        read = self.inner.one_pass(g, SavedSketch(saved.seed, saved.tensors[:-1])) if need_weight else None
-        if read is not None:
-            assert read.sums is not None
-            stored, mean = self.operand(saved, read.sketched.dtype), saved.tensors[-1]
-            estimate, bias = ops.sketched_grad_weight(
-                read.sketched,
-                stored,
-                read.sums,
-                mean,
-                scale=read.scale,
-                dtype=dtype,
-                bias_dtype=g.dtype if need_bias else None,
-                divisor=read.divisor,
-            )
-            return estimate, bias if need_bias else None
+        if need_weight:
+            inner, mean = SavedSketch(saved.seed, saved.tensors[:-1]), saved.tensors[-1]
+            found = self.inner.one_pass_backward(g, inner, mean, need_bias=need_bias, dtype=dtype)
+            if found is not None:
+                return found
         # The bias gradient is summed as nn.Linear sums it; a half-precision sum is too coarse for the mean's part.
         column_sum = g.sum(0) if need_bias or g.dtype == compute else None
         grad_weight = None

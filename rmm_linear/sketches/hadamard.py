@@ -118,43 +118,43 @@ class Hadamard(ObliviousSketch):
         blocks, kept = self.geometry(y.shape[0])
         return ops.hadamard_sketch(y, seed, mean, blocks=blocks, kept=kept, gradient=gradient)
 
-    def compress_with_mean(self, x: Tensor, seed: Tensor, *, mean: Tensor) -> tuple[SavedSketch, Tensor]:
+    def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
         """Read x once on a GPU; see `Sketch.compress_with_mean`.
 
         Args:
             x: Activations, shape (rows, in).
             seed: 0-d int64.
-            mean: Shape (in,).
 
         Returns:
-            What `compress` returns, and the mean of x; on a GPU, where `one_pass` reads g, what is left of it.
+            What `compress` returns, and the mean of x; on a GPU, where g is read once, what is left of it.
         """
         if not ops.is_for_kernels(x):
-            return super().compress_with_mean(x, seed, mean=mean)
+            return super().compress_with_mean(x, seed)
         blocks, kept = self.geometry(x.shape[0])
-        stored, rest = ops.hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept)
+        stored, rest = ops.hadamard_sketch_and_mean(x, seed, blocks=blocks, kept=kept)
         return SavedSketch(seed, (stored,)), rest
 
     def compress_low_bit(
-        self, x: Tensor, seed: Tensor, *, mean: Tensor | None, kind: str, group: int
+        self, x: Tensor, seed: Tensor, *, center: bool, kind: str, group: int
     ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         """Sketch and round on a GPU, without the sketch in memory; see `Sketch.compress_low_bit`.
 
         Args:
             x: Activations, shape (rows, in).
             seed: 0-d int64.
-            mean: Shape (in,), or None.
+            center: Whether about the mean is taken off x.
             kind: How S^T x is held.
             group: Rows of S^T x that share a step.
 
         Returns:
-            Codes, steps and offsets, and, with a mean, what is left of it; None on a CPU.
+            Codes, steps and offsets, and, centred, what is left of the mean; None on a CPU.
         """
         if not ops.is_for_kernels(x):
             return None
         blocks, kept = self.geometry(x.shape[0])
+        mean = ops.sampled_mean(x) if center else None
         *codes, rest = ops.hadamard_sketch_quantized(x, seed, mean, blocks=blocks, kept=kept, kind=kind, group=group)
-        return tuple(codes), rest if mean is not None else None
+        return tuple(codes), rest if center else None
 
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Read g once on a GPU; see `Sketch.one_pass`.
@@ -174,6 +174,37 @@ class Hadamard(ObliviousSketch):
         scale = ops.product_scale(g.dtype, self.ratio) if half else 1.0
         sketched, sums = ops.hadamard_sketch_and_sums(g, saved.seed, blocks=blocks, kept=kept, half=half, over=scale)
         return GradientPass(sketched, sums, scale, kept if half else 1)
+
+    def one_pass_backward(
+        self, g: Tensor, saved: SavedSketch, mean: Tensor | None, *, need_bias: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Read g once on a GPU; see `Sketch.one_pass_backward`.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            mean: What the sum of g is to be multiplied by, or None.
+            need_bias: Whether the bias gradient is wanted.
+            dtype: Dtype of the estimate.
+
+        Returns:
+            The estimate and the sum of g, by one operator; None on a CPU.
+        """
+        if not ops.is_for_kernels(g):
+            return None
+        blocks, kept = self.geometry(g.shape[0])
+        grad_weight, bias = ops.hadamard_grad_weight(
+            g,
+            saved.seed,
+            saved.tensors[0],
+            mean,
+            blocks=blocks,
+            kept=kept,
+            ratio=self.ratio,
+            dtype=dtype,
+            bias_dtype=g.dtype if need_bias else None,
+        )
+        return grad_weight, bias if need_bias else None
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it.

@@ -95,39 +95,39 @@ class LowBit(Sketch):
         """
         if self.inner is None:
             return SavedSketch(seed, ops.quantize(x, seed, mean, kind=self.storage, group=self.group))
-        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group)
-        if found is not None:
-            return SavedSketch(seed, found[0])
+        if mean is None:
+            found = self.inner.compress_low_bit(x, seed, center=False, kind=self.storage, group=self.group)
+            if found is not None:
+                return SavedSketch(seed, found[0])
         values, *rest = self.inner.compress(x, seed, mean=mean).tensors
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest))
 
-    def compress_with_mean(self, x: Tensor, seed: Tensor, *, mean: Tensor) -> tuple[SavedSketch, Tensor]:
+    def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
         """Read x as the inner sketch does; see `Sketch.compress_with_mean`.
 
         Args:
             x: Activations, shape (rows, in).
             seed: 0-d int64.
-            mean: Shape (in,).
 
         Returns:
             What `compress` returns, and the mean of x. On a GPU, what the inner sketch leaves of it; without an inner
             sketch, the mean less that of what the codes stand for, which are all there is of x - 1 mean^T.
         """
         if self.inner is None:
-            saved, whole_mean = super().compress_with_mean(x, seed, mean=mean)
+            saved, whole_mean = super().compress_with_mean(x, seed)
             if not ops.is_for_kernels(x):
                 return saved, whole_mean
             ones = ops.product_operand(x.new_ones((x.shape[0], 1)))
             stored, sums = self.operand(saved, ones.dtype), accumulate_dtype(x.dtype)
             total, _ = ops.sketched_grad_weight(ones, stored, dtype=sums)
             return saved, whole_mean - total.squeeze(0) / larger(1, x.shape[0])
-        found = self.inner.compress_low_bit(x, seed, mean=mean, kind=self.storage, group=self.group)
+        found = self.inner.compress_low_bit(x, seed, center=True, kind=self.storage, group=self.group)
         if found is not None:
             tensors, kept_mean = found
             assert kept_mean is not None
             return SavedSketch(seed, tensors), kept_mean
-        inner, kept_mean = self.inner.compress_with_mean(x, seed, mean=mean)
+        inner, kept_mean = self.inner.compress_with_mean(x, seed)
         values, *rest = inner.tensors
         codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest)), kept_mean

@@ -26,6 +26,7 @@ def test_a_processor_times_the_twins_of_every_op_that_has_a_kernel(each_kernel, 
     status, rows = run(each_kernel, tmp_path)
     assert status == 0
     assert {row["op"] for row in rows} == {
+        "hadamard_at_once",
         "hadamard_sketch",
         "hadamard_sketch_quantized",
         "random_projection",

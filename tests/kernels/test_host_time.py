@@ -14,6 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
 KERNELS = {
+    "sketch at once": "_sketch_and_mean_at_once_kernel",
+    "gradient at once": "_grad_weight_at_once_kernel",
     "sketch": "_hadamard_sketch_kernel",
     "codes": "_hadamard_sketch_quantized_kernel",
     "mean": "_sampled_mean_kernel",
@@ -47,8 +49,8 @@ def test_a_linear_layer_launches_four_kernels(host_time):
 @pytest.mark.parametrize(
     ("center", "storage", "small", "expected"),
     [
-        (False, None, True, ["sketch", "sketch", "product", "addmm", "mm", "randint"]),
-        (True, None, True, ["sketch", "sketch", "product", "mean", "addmm", "mm", "randint", "sum"]),
+        (False, None, True, ["sketch", "gradient at once", "addmm", "mm", "randint"]),
+        (True, None, True, ["sketch at once", "gradient at once", "addmm", "mm", "randint"]),
         (False, None, False, ["sketch", "sketch", "outer", "addmm", "addmm_", "mm", "randint"]),
         (True, None, False, ["sketch", "sketch", "outer", "mean", "addmm", "addmm_", "mm", "randint", "sum"]),
         (False, "int8", True, ["codes", "sketch", "product of codes", "addmm", "mm", "randint"]),
@@ -56,9 +58,10 @@ def test_a_linear_layer_launches_four_kernels(host_time):
     ],
 )
 def test_what_a_sketched_layer_launches(host_time, center, storage, small, expected):
-    """A seed, about the mean, the sketch of x, the sum of its parts; of g the sketch; and the two other products.
+    """Few rows: a seed, the sketch, the weight's gradient out of g; and the two other products.
 
-    Where the product of the sketches is a large one, what it is added to is a launch of its own.
+    Many: a seed, about the mean, the sketch of x, the sum of its parts; of g the sketch, and what its product with the
+    other sketch is added to.
     """
     layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.5, center=center, storage=storage, min_rows=1))
     dtype = torch.float32 if storage is None else torch.bfloat16
@@ -66,11 +69,20 @@ def test_what_a_sketched_layer_launches(host_time, center, storage, small, expec
     assert found == sorted(KERNELS.get(name, name) for name in expected)
 
 
-@pytest.mark.parametrize(("rows", "more"), [(512, []), (513, ["sum"])])
-def test_more_than_eight_sums_of_blocks_are_added_up_first(host_time, rows, more):
-    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.5, center=False, min_rows=1))
+@pytest.mark.parametrize(
+    ("rows", "of_x", "of_g"),
+    [
+        (256, ["sketch at once"], ["gradient at once"]),
+        (257, ["mean", "sketch", "sum"], ["gradient at once"]),
+        (512, ["mean", "sketch", "sum"], ["gradient at once"]),
+        # the blocks' sums of g are more than the product adds up by itself
+        (513, ["mean", "sketch", "sum"], ["sketch", "sum", "product"]),
+    ],
+)
+def test_what_is_done_at_once(host_time, rows, of_x, of_g):
+    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.5, min_rows=1))
     found = launched(host_time, layer, torch.float32, small=True, rows=rows)
-    expected = ["sketch", "sketch", "product", "addmm", "mm", "randint", *more]
+    expected = [*of_x, *of_g, "addmm", "mm", "randint"]
     assert found == sorted(KERNELS.get(name, name) for name in expected)
 
 
@@ -87,8 +99,8 @@ def test_the_file_has_a_row_a_layer(host_time, tmp_path, monkeypatch, capsys):
         exact, *sketched = csv.DictReader(file)
     assert (exact["layer"], exact["launches"], float(exact["over_linear"])) == ("nn.Linear", "4", 1.0)
     assert [(row["layer"], row["center"], row["launches"]) for row in sketched] == [
-        ("hadamard", "False", "6"),
-        ("hadamard", "True", "8"),
+        ("hadamard", "False", "5"),
+        ("hadamard", "True", "5"),
     ]
     for row in (exact, *sketched):
         assert 0 < float(row["forward_us"]) < float(row["step_us"])

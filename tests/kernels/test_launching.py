@@ -18,6 +18,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from rmm_linear_kernels import launching
+from rmm_linear_kernels.hadamard_at_once import kernel as at_once
 from rmm_linear_kernels.hadamard_sketch import kernel as hadamard_sketch
 from rmm_linear_kernels.hadamard_sketch_quantized import kernel as quantized
 from rmm_linear_kernels.launching import Constants, ceil_div, launch
@@ -313,6 +314,12 @@ def calls_of_the_launchers():
         yield hadamard_sketch, partial(hadamard_sketch.hadamard_sketch, x, seed, None, **options)
         yield hadamard_sketch, partial(hadamard_sketch.hadamard_sketch_and_mean, x, seed, mean, **options)
         yield hadamard_sketch, partial(hadamard_sketch.hadamard_sketch_and_sums, x, seed, None, **options)
+        if blocks * 64 <= 256:
+            yield at_once, partial(at_once.sketch_and_mean_at_once, x, seed, **options)
+        stored, geometry = torch.zeros(blocks * kept, 33, dtype=x.dtype), {"blocks": blocks, "kept": kept, "scale": 0.5}
+        for centre, bias_dtype in ((None, None), (torch.zeros(33), x.dtype)):
+            how = {**geometry, "bias_dtype": bias_dtype}
+            yield at_once, partial(at_once.grad_weight_at_once, x, seed, stored, centre, **how)
     # full blocks of 64 rows
     full = torch.zeros(320, 48, dtype=torch.bfloat16)
     options = {"blocks": 5, "kept": 16, "scale": 0.5, "kind": "int8", "group": 32}
@@ -348,6 +355,8 @@ def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
         "_dequantize_kernel",
         "_random_projection_kernel",
         "_hadamard_sketch_kernel",
+        "_sketch_and_mean_at_once_kernel",
+        "_grad_weight_at_once_kernel",
         "_hadamard_sketch_quantized_kernel",
         "_grad_weight_kernel",
         "_low_bit_grad_weight_kernel",

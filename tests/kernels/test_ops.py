@@ -11,6 +11,7 @@ NAMES = (
     "dequantize",
     "draw_seed",
     "gather_rows",
+    "hadamard_grad_weight",
     "hadamard_sketch",
     "hadamard_sketch_and_mean",
     "hadamard_sketch_and_sums",
@@ -50,7 +51,15 @@ def calls(rows, dtype):
                 yield "trigonometric_sketch", (x, seed, centre, rank, kind, gradient)
     for half in (False, True):
         yield "hadamard_sketch_and_sums", (x, seed, blocks, kept, half, 4.0 if half else 1.0)
-    yield "hadamard_sketch_and_mean", (x, seed, mean, blocks, kept)
+    yield "hadamard_sketch_and_mean", (x, seed, blocks, kept)
+    # more than is done at once
+    yield "hadamard_sketch_and_mean", (torch.randn(300, 6).to(dtype), seed, 5, 3)
+    g = torch.randn(rows, 5).to(dtype)
+    for stored in (torch.randn(blocks * kept, 6).to(dtype), torch.randn(blocks * kept, 6).to(accumulate)):
+        yield "hadamard_grad_weight", (g, seed, stored, None, blocks, kept, 0.3, None, None)
+        yield "hadamard_grad_weight", (g, seed, stored, mean, blocks, kept, 0.3, torch.float32, dtype)
+    many, its = torch.randn(600, 5).to(dtype), torch.randn(30, 6).to(dtype)
+    yield "hadamard_grad_weight", (many, seed, its, mean, 10, 3, 0.05, dtype, None)
     yield "sampled_mean", (x,)
     index = torch.arange(rank, dtype=torch.int32)
     scales = torch.rand(rank).to(accumulate)
@@ -162,6 +171,11 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
         elif name in ("sketched_grad_weight", "sketched_grad_weight_low_bit"):
             # a divisor may follow
             dtype_of_result, bias_dtype = arguments[5:7] if name == "sketched_grad_weight" else arguments[10:12]
+            assert results[0].dtype == (dtype_of_result or accumulate)
+            assert results[1].shape == ((0,) if bias_dtype is None else (5,))
+            assert bias_dtype is None or results[1].dtype == bias_dtype
+        elif name == "hadamard_grad_weight":
+            *_, dtype_of_result, bias_dtype = arguments
             assert results[0].dtype == (dtype_of_result or accumulate)
             assert results[1].shape == ((0,) if bias_dtype is None else (5,))
             assert bias_dtype is None or results[1].dtype == bias_dtype

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rmm_linear import RMMConfig
+from rmm_linear_kernels.hadamard_at_once import reference as at_once
 from rmm_linear_kernels.hadamard_sketch import reference as hadamard
 from rmm_linear_kernels.low_bit import reference as low_bit
 
@@ -38,6 +39,13 @@ def test_bytes_are_those_of_the_tensors(roofline) -> None:
     x = torch.randn(rows, features).bfloat16()
     y = hadamard.hadamard_sketch(x, seed, None, blocks=4, kept=rank // 4, scale=0.1, dtype=x.dtype)
     assert roofline.hadamard_sketch(rows, features, rank).moved_bytes == x.nbytes + y.nbytes + seed.nbytes
+    y, rest = at_once.sketch_and_mean_at_once(x, seed, blocks=4, kept=rank // 4, scale=0.1, dtype=x.dtype)
+    moved = roofline.sketch_and_mean_at_once(rows, features, rank).moved_bytes
+    assert moved == x.nbytes + y.nbytes + seed.nbytes + rest.nbytes
+    g, how = torch.randn(rows, out).bfloat16(), {"scale": 0.1, "bias_dtype": torch.bfloat16}
+    gradient, bias = at_once.grad_weight_at_once(g, seed, y, rest, blocks=4, kept=rank // 4, **how)
+    moved = roofline.grad_weight_at_once(rows, features, out, rank).moved_bytes
+    assert moved == sum(part.nbytes for part in (g, seed, y, rest, gradient, bias))
     for kind, bits in low_bit.BITS.items():
         if kind == low_bit.FP8:
             continue

@@ -10,6 +10,7 @@ from rmm_linear.functional import linear
 from rmm_linear.ops import dispatch
 from rmm_linear.sketches import SKETCHES, Centered, Hadamard, LowBit, Sketch
 from rmm_linear.sketches.contract import SketchContract
+from rmm_linear_kernels.hadamard_at_once import reference as at_once
 from rmm_linear_kernels.hadamard_sketch import reference as hadamard
 from rmm_linear_kernels.hadamard_sketch_quantized import reference as quantized
 from rmm_linear_kernels.sampled_mean import reference
@@ -126,6 +127,9 @@ def test_a_sketch_that_reads_once_says_what_it_leaves_of_the_mean():
         Centered(Half(ratio=0.5))
 
 
+SKETCH_OF_G, AT_ONCE = "hadamard_sketch_and_sums", "grad_weight_at_once"
+
+
 class Readers(TorchDispatchMode):
     """Operators that are given all rows of x."""
 
@@ -142,16 +146,18 @@ class Readers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("storage", "ratio", "rows", "op", "kernel"),
+    ("storage", "ratio", "rows", "op", "of_x", "of_g"),
     [
-        (None, 0.3, ROWS, "hadamard_sketch_and_mean", "hadamard_sketch_and_mean"),
-        ("int4", 0.3, ROWS, "hadamard_sketch_quantized", "hadamard_sketch_and_sums"),
-        ("int8", 0.5, 384, "hadamard_sketch_quantized", "hadamard_sketch_quantized"),
-        ("int4", 0.25, 384, "hadamard_sketch_quantized", "hadamard_sketch_quantized"),
+        (None, 0.3, 600, "hadamard_sketch_and_mean", ["sampled_mean", "hadamard_sketch_and_mean"], SKETCH_OF_G),
+        (None, 0.3, ROWS, "hadamard_sketch_and_mean", ["sampled_mean", "hadamard_sketch_and_mean"], AT_ONCE),
+        (None, 0.3, 256, "hadamard_sketch_and_mean", ["sketch_and_mean_at_once"], AT_ONCE),
+        ("int4", 0.3, ROWS, "hadamard_sketch_quantized", ["sampled_mean", "hadamard_sketch_and_sums"], SKETCH_OF_G),
+        ("int8", 0.5, 384, "hadamard_sketch_quantized", ["sampled_mean", "hadamard_sketch_quantized"], SKETCH_OF_G),
+        ("int4", 0.25, 384, "hadamard_sketch_quantized", ["sampled_mean", "hadamard_sketch_quantized"], SKETCH_OF_G),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_x_is_read_once(storage, ratio, rows, op, kernel, dtype, monkeypatch):
+def test_x_is_read_once(storage, ratio, rows, op, of_x, of_g, dtype, monkeypatch):
     """With the twins in the kernels' place: 256 rows for m, one pass for sketch and sum; and so is g."""
     launched = []
     twins = {
@@ -159,6 +165,8 @@ def test_x_is_read_once(storage, ratio, rows, op, kernel, dtype, monkeypatch):
         "hadamard_sketch_and_mean": hadamard.hadamard_sketch_and_mean,
         "hadamard_sketch_and_sums": hadamard.hadamard_sketch_and_sums,
         "hadamard_sketch_quantized": quantized.hadamard_sketch_quantized,
+        "sketch_and_mean_at_once": at_once.sketch_and_mean_at_once,
+        "grad_weight_at_once": at_once.grad_weight_at_once,
     }
 
     def loaded(name):
@@ -178,14 +186,14 @@ def test_x_is_read_once(storage, ratio, rows, op, kernel, dtype, monkeypatch):
     sketch = RMMConfig(ratio=ratio, storage=storage).sketch_object
     with Readers(x) as readers:
         saved = sketch.compress(x, torch.tensor(5))
-    of_x = [name for name, where in launched if where == x.data_ptr()]
-    assert of_x == ["sampled_mean", kernel]
-    assert readers.names == ["rmm_linear.sampled_mean.default", f"rmm_linear.{op}.default"]
+    assert [name for name, where in launched if where == x.data_ptr()] == of_x
+    assert readers.names == [f"rmm_linear.{name}.default" for name in (["sampled_mean"] if storage else []) + [op]]
     launched.clear()
     with Readers(g) as readers:
         sketch.backward(g, saved)
-    assert [name for name, where in launched if where == g.data_ptr()] == ["hadamard_sketch_and_sums"]
-    assert readers.names == ["rmm_linear.hadamard_sketch_and_sums.default"]
+    assert [name for name, where in launched if where == g.data_ptr()] == [of_g]
+    op_of_g = "hadamard_grad_weight" if storage is None else "hadamard_sketch_and_sums"
+    assert readers.names == [f"rmm_linear.{op_of_g}.default"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -70,7 +70,7 @@ def _is_paley_negative(row, column, PRIME: tl.constexpr, SQUARES: tl.constexpr):
 
 
 @triton.jit
-def _ranked_columns(seed, ORDER: tl.constexpr, ORDER_2: tl.constexpr, KEPT_2: tl.constexpr):
+def ranked_columns(seed, ORDER: tl.constexpr, ORDER_2: tl.constexpr, KEPT_2: tl.constexpr):
     """The rows of H in the order of their keys, for orders that are no power of 2; ORDER_2 and KEPT_2 are."""
     item = tl.arange(0, ORDER_2)
     key = random_word(seed, item, CHOICE_STREAM)
@@ -156,7 +156,7 @@ def signed_entries(
 
 
 @triton.jit
-def _paley_entries(
+def paley_entries(
     seed, columns, block, PRIME: tl.constexpr, SQUARES: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr
 ):
     """As `block_entries` for an order with a factor of Paley's: blocks of less than 64 rows, one element at a time."""
@@ -169,7 +169,7 @@ def _paley_entries(
 
 
 @triton.jit
-def _sums_of_entries(entries, present, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
+def sums_of_entries(entries, present, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
     """Sums of the rows of the entries at the first `present` places, float32: S^T 1, unscaled."""
     # by the tensor cores, with 16 equal columns: sums along a row would be many shuffles
     place = tl.arange(0, CHUNK)[:, None] + tl.zeros((1, 16), tl.int32)
@@ -252,10 +252,10 @@ def _hadamard_sketch_kernel(
     if PRIME == 0:
         mixing = block_entries(seed, 0, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
     else:
-        columns = _ranked_columns(seed, ORDER, ORDER_2, KEPT_2)
-        mixing = _paley_entries(seed, columns, block, PRIME, SQUARES, CHUNK, DTYPE)
+        columns = ranked_columns(seed, ORDER, ORDER_2, KEPT_2)
+        mixing = paley_entries(seed, columns, block, PRIME, SQUARES, CHUNK, DTYPE)
     if HAS_MEAN:
-        ones = _sums_of_entries(mixing, present, CHUNK, DTYPE)
+        ones = sums_of_entries(mixing, present, CHUNK, DTYPE)
     for tile in tl.static_range(TILES):
         feature = (first_tile + tile) * TILE + tl.arange(0, TILE)
         is_feature = feature < features
@@ -284,7 +284,7 @@ def _hadamard_sketch_kernel(
             signs = block_entries(seed, chunk * CHUNK, block, sign_stride, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
             product += mixed(signs, part, IS_WIDE, UPCAST)
             if HAS_MEAN:
-                ones += _sums_of_entries(signs, present - chunk * CHUNK, CHUNK, DTYPE)
+                ones += sums_of_entries(signs, present - chunk * CHUNK, CHUNK, DTYPE)
             if HAS_SUMS:
                 sums += tl.sum(part.to(tl.float32), axis=0)
         if HAS_MEAN:

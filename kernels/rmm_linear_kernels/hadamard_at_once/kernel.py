@@ -1,0 +1,413 @@
+"""A small input's sketch and the gradient that it gives, on a GPU, in one launch each.
+
+The sketch: a program takes some features of all rows, adds them up for the mean, and sketches block after block of what
+it holds in registers; what is left of the mean is whole then, and nothing has to be added up by others.
+
+The gradient: a program takes a tile of it, sketches the tile's columns of g block after block, and multiplies what it
+has by the stored sketch. Each of the tiles in a row of them sketches the same columns of g, and sums them.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..builds import TYPE_NAMES, Build
+from ..hadamard_sketch import reference as hadamard
+from ..hadamard_sketch.kernel import block_entries, mixed, paley_entries, ranked_columns, sums_of_entries
+from ..interpreter import IS_INTERPRETED
+from ..launching import Constants, ceil_div, launch
+from ..low_bit.kernel import converted
+from . import reference
+
+# The least that a matrix instruction takes.
+_LEAST_KEPT = 16
+_LEAST_CHUNK = 16
+# Rows of three parts of float32 that four warps share in a way that spills; of twice as many, they don't.
+_SPILLING_KEPT = 32
+# Features of a program of the sketch: few, for the sake of many programs.
+_FEATURES = 32
+# Rows and columns of a tile of the gradient, in half precision and in float32.
+_TILE, _WIDE_TILE = 64, 32
+_WARPS = 4
+_STAGES = 2
+
+
+@triton.jit
+def _entries(
+    seed,
+    columns,
+    block,
+    DEGREE: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    PRIME: tl.constexpr,
+    SQUARES: tl.constexpr,
+    KEPT_2: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """H[columns] diag(signs) of a block of at most 64 rows, +-1."""
+    if PRIME == 0:
+        entries = block_entries(seed, 0, block, 64, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+    else:
+        entries = paley_entries(seed, columns, block, PRIME, SQUARES, CHUNK, DTYPE)
+    return entries
+
+
+@triton.jit
+def _columns(seed, ORDER: tl.constexpr, ORDER_2: tl.constexpr, PRIME: tl.constexpr, KEPT_2: tl.constexpr):
+    """Rows of H, where they are not made of one word."""
+    return ranked_columns(seed, ORDER, ORDER_2, KEPT_2) if PRIME else tl.zeros((KEPT_2,), tl.int32)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "shortest", "longer", "kept", "scale"])
+def _sketch_and_mean_at_once_kernel(
+    X,
+    SEED,
+    OUT,
+    REST,
+    rows,
+    features,
+    blocks,
+    shortest,
+    longer,
+    kept,
+    row_stride,
+    column_stride,
+    scale,
+    ORDER: tl.constexpr,
+    ORDER_2: tl.constexpr,
+    DEGREE: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    PRIME: tl.constexpr,
+    SQUARES: tl.constexpr,
+    KEPT_2: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    feature = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_feature = feature < features
+    place, kept_place = tl.arange(0, CHUNK), tl.arange(0, KEPT_2)
+    is_kept = kept_place < kept
+    x_columns = X + feature[None, :].to(tl.int64) * column_stride
+    total = tl.zeros((TILE,), tl.float32)
+    # the interpreter wants a Python number, and makes a tensor of whatever has a name
+    for block in range(blocks if STEPS is None else STEPS):
+        row = place * blocks + block
+        x = tl.load(
+            x_columns + row[:, None].to(tl.int64) * row_stride,
+            mask=(row < rows)[:, None] & is_feature[None, :],
+            other=0.0,
+        )
+        total += tl.sum(x.to(tl.float32), axis=0)
+    mean = tl.div_rn(total, tl.zeros((TILE,), tl.float32) + rows)
+    seed = tl.load(SEED)
+    columns = _columns(seed, ORDER, ORDER_2, PRIME, KEPT_2)
+    off = tl.zeros((TILE,), tl.float32)
+    # read again, as what is held would not leave registers enough
+    for block in range(blocks if STEPS is None else STEPS):
+        row = place * blocks + block
+        x = tl.load(
+            x_columns + row[:, None].to(tl.int64) * row_stride,
+            mask=(row < rows)[:, None] & is_feature[None, :],
+            other=0.0,
+        )
+        mixing = _entries(seed, columns, block, DEGREE, POLYNOMIAL, PRIME, SQUARES, KEPT_2, CHUNK, DTYPE)
+        present = shortest + tl.where(block < longer, 1, 0)
+        ones = sums_of_entries(mixing, present, CHUNK, DTYPE)
+        product = mixed(mixing, x, IS_WIDE, INTERPRETED) - ones[:, None] * mean[None, :]
+        stored = converted(product * scale, OUT.dtype.element_ty, INTERPRETED)
+        # the combinations that are not kept may have overflown
+        off += tl.sum(tl.where(is_kept[:, None], stored.to(tl.float32) * ones[:, None], 0.0), axis=0)
+        out_row = (block * kept + kept_place).to(tl.int64)
+        tl.store(
+            OUT + out_row[:, None] * features + feature[None, :], stored, mask=is_kept[:, None] & is_feature[None, :]
+        )
+    rest = (total - off * (1.0 / scale) * (1.0 / kept)) * (1.0 / rows)
+    tl.store(REST + feature, rest, mask=is_feature)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "kept", "scale", "factor"])
+def _grad_weight_at_once_kernel(
+    G,
+    SEED,
+    X,
+    MEAN,
+    OUT,
+    BIAS,
+    rows,
+    out_features,
+    in_features,
+    blocks,
+    kept,
+    g_row,
+    g_column,
+    x_row,
+    x_column,
+    mean_stride,
+    scale,
+    factor,
+    ORDER: tl.constexpr,
+    ORDER_2: tl.constexpr,
+    DEGREE: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    PRIME: tl.constexpr,
+    SQUARES: tl.constexpr,
+    KEPT_2: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    STEPS: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    out = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_out, is_column = out < out_features, column < in_features
+    place, kept_place = tl.arange(0, CHUNK), tl.arange(0, KEPT_2)
+    is_kept = kept_place < kept
+    g_columns = G + out[None, :].to(tl.int64) * g_column
+    x_columns = X + column[None, :].to(tl.int64) * x_column
+    seed = tl.load(SEED)
+    columns = _columns(seed, ORDER, ORDER_2, PRIME, KEPT_2)
+    product = tl.zeros((TILE, TILE), tl.float32)
+    sums = tl.zeros((TILE,), tl.float32)
+    # the interpreter wants a Python number, and makes a tensor of whatever has a name
+    for block in range(blocks if STEPS is None else STEPS):
+        row = place * blocks + block
+        g = tl.load(
+            g_columns + row[:, None].to(tl.int64) * g_row, mask=(row < rows)[:, None] & is_out[None, :], other=0.0
+        )
+        x_rows = (block * kept + kept_place)[:, None].to(tl.int64) * x_row
+        x = tl.load(x_columns + x_rows, mask=is_kept[:, None] & is_column[None, :], other=0.0)
+        sums += tl.sum(g.to(tl.float32), axis=0)
+        mixing = _entries(seed, columns, block, DEGREE, POLYNOMIAL, PRIME, SQUARES, KEPT_2, CHUNK, DTYPE)
+        # rounded as a sketch in memory is; the combinations that are not kept may overflow
+        sketched = converted(mixed(mixing, g, IS_WIDE, INTERPRETED) * scale, X.dtype.element_ty, INTERPRETED)
+        sketched = tl.where(is_kept[:, None], sketched, 0.0)
+        if INTERPRETED:
+            sketched, x = sketched.to(tl.float32), x.to(tl.float32)
+        product = tl.dot(tl.trans(sketched), x, product, input_precision="ieee")
+    product *= factor
+    if HAS_MEAN:
+        mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
+        product += sums[:, None] * mean[None, :]
+    if HAS_BIAS:
+        is_first = is_out & (tl.program_id(1) == 0)
+        tl.store(BIAS + out, converted(sums, BIAS.dtype.element_ty, INTERPRETED), is_first)
+    to = OUT + out.to(tl.int64)[:, None] * in_features + column[None, :]
+    tl.store(to, converted(product, OUT.dtype.element_ty, INTERPRETED), is_out[:, None] & is_column[None, :])
+
+
+def _matrix(order: int, kept: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants of the Hadamard matrix, which both kernels have."""
+    prime = hadamard.paley_prime(order)
+    degree = order.bit_length() - 1
+    kept_2 = max(_LEAST_KEPT, triton.next_power_of_2(kept))
+    if dtype == torch.float32 and kept_2 == _SPILLING_KEPT:
+        kept_2 *= 2
+    return {
+        "ORDER": order,
+        "ORDER_2": triton.next_power_of_2(order),
+        "DEGREE": degree,
+        "POLYNOMIAL": hadamard.POLYNOMIALS[degree],
+        "PRIME": prime,
+        "SQUARES": sum(1 << square for square in {number * number % prime for number in range(1, prime)}),
+        "KEPT_2": kept_2,
+        "CHUNK": max(_LEAST_CHUNK, triton.next_power_of_2(order)),
+        "IS_WIDE": dtype == torch.float32,
+        "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
+    }
+
+
+# of the number of rows, and not of the order: what is remembered is found with one question
+@lru_cache
+def _sketch_constants(rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Constants:
+    """Constants of the sketch's kernel; the launcher and `builds` share them."""
+    values = _matrix(hadamard.hadamard_order(ceil_div(rows, blocks)), kept, dtype)
+    values |= {"TILE": _FEATURES, "STEPS": blocks if IS_INTERPRETED else None, "INTERPRETED": IS_INTERPRETED}
+    return _equal(_WARPS, _STAGES, **values)
+
+
+@lru_cache
+def _gradient_constants(rows: int, blocks: int, kept: int, dtype: torch.dtype, mean: bool, bias: bool) -> Constants:
+    """Constants of the gradient's kernel; the launcher and `builds` share them."""
+    is_wide = dtype == torch.float32
+    values = _matrix(hadamard.hadamard_order(ceil_div(rows, blocks)), kept, dtype)
+    values |= {"TILE": _WIDE_TILE if is_wide else _TILE, "HAS_MEAN": mean, "HAS_BIAS": bias}
+    values |= {"STEPS": blocks if IS_INTERPRETED else None, "INTERPRETED": IS_INTERPRETED}
+    # of float32 neither a second stage nor four warps would leave registers enough
+    return _equal(2 * _WARPS, 1, **values) if is_wide else _equal(_WARPS, _STAGES, **values)
+
+
+@lru_cache
+def _equal(warps: int, stages: int, **values: Any) -> Constants:
+    """One object for equal constants: a launch with another one would go through Triton."""
+    return Constants(values, num_warps=warps, num_stages=stages)
+
+
+def sketch_and_mean_at_once(
+    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the sketch of the centred x, and what is left of the mean; see the reference.
+
+    Args:
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides; `reference.holds_input` of it.
+        seed: 0-d int64 on x's device.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations of the sketch, and not of what is taken off the mean.
+        dtype: Dtype of the sketch.
+
+    Returns:
+        Sketch (blocks * kept, features) of x - 1 m^T, m the mean; mean (features,), float32.
+    """
+    rows, features = x.shape
+    if x.numel() == 0:
+        return reference.sketch_and_mean_at_once(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+    out = x.new_empty((blocks * kept, features), dtype=dtype)
+    rest = x.new_empty(features, dtype=torch.float32)
+    sizes = rows, features, blocks, rows // blocks, rows % blocks, kept
+    arguments = (x, seed, out, rest, *sizes, *x.stride(), scale)
+    grid = (ceil_div(features, _FEATURES), 1, 1)
+    launch(_sketch_and_mean_at_once_kernel, grid, arguments, _sketch_constants(rows, blocks, kept, x.dtype))
+    return out, rest
+
+
+def grad_weight_at_once(
+    g: Tensor,
+    seed: Tensor,
+    sketched_x: Tensor,
+    mean: Tensor | None,
+    *,
+    blocks: int,
+    kept: int,
+    scale: float,
+    factor: float = 1.0,
+    dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weight's gradient out of g and the stored sketch of x; and the sum of g. See the reference.
+
+    Args:
+        g: Gradient of the output, shape (rows, out), float32, bfloat16 or float16, any strides, in blocks of at most 64
+            rows.
+        seed: 0-d int64, of the sketch of x.
+        sketched_x: S^T x as stored, shape (blocks * kept, in), dtype of `g`, any strides.
+        mean: What goes with the sum of g, shape (in,), float32, or None.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations of g before they are rounded.
+        factor: What their product with the sketch of x lacks.
+        dtype: Dtype of the gradient, that of `sketched_x` by default.
+        bias_dtype: Dtype of the sum of g; None where it is not wanted.
+
+    Returns:
+        Gradient (out, in); sum of g (out,), (0,) where it is not wanted.
+    """
+    rows, out_features = g.shape
+    in_features = sketched_x.shape[1]
+    if g.numel() == 0 or in_features == 0:
+        sizes: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "factor": factor}
+        return reference.grad_weight_at_once(g, seed, sketched_x, mean, **sizes, dtype=dtype, bias_dtype=bias_dtype)
+    grad_weight = sketched_x.new_empty((out_features, in_features), dtype=dtype)
+    bias = None if bias_dtype is None else g.new_empty(out_features, dtype=bias_dtype)
+    arguments = (
+        g,
+        seed,
+        sketched_x,
+        mean,
+        grad_weight,
+        bias,
+        rows,
+        out_features,
+        in_features,
+        blocks,
+        kept,
+        *g.stride(),
+        *sketched_x.stride(),
+        0 if mean is None else mean.stride(0),
+        scale,
+        factor,
+    )
+    constants = _gradient_constants(rows, blocks, kept, g.dtype, mean is not None, bias is not None)
+    tile = constants["TILE"]
+    launch(
+        _grad_weight_at_once_kernel,
+        (ceil_div(out_features, tile), ceil_div(in_features, tile), 1),
+        arguments,
+        constants,
+    )
+    return grad_weight, sketched_x.new_empty(0) if bias is None else bias
+
+
+def builds() -> list[Build]:
+    """Return what a training run compiles for a small input: sizes that are multiples of 16, rows next to each other.
+
+    Returns:
+        Both kernels in every dtype, for blocks of 64 rows and the ratios 0.5 and 0.1, for one whose matrix is Paley's,
+        and for the largest ratio; the gradient without a mean, and into float32.
+    """
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, blocks, kept in ((256, 4, 32), (256, 4, 6), (120, 2, 30), (256, 4, 58)):
+            found.append(_sketch_build(dtype, rows, blocks, kept))
+            found.append(_gradient_build(dtype, dtype, rows, blocks, kept, has_mean=True))
+    found.append(_gradient_build(torch.bfloat16, torch.bfloat16, 256, 4, 32, has_mean=False))
+    found.append(_gradient_build(torch.bfloat16, torch.float32, 256, 4, 32, has_mean=True))
+    return found
+
+
+def _sketch_build(dtype: torch.dtype, rows: int, blocks: int, kept: int) -> Build:
+    shared = _sketch_constants(rows, blocks, kept, dtype)
+    types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[dtype]}", "REST": "*fp32"}
+    pointers, sizes = tuple(types), ("features", "row_stride")
+    any_rows = ("rows", "blocks", "shortest", "longer", "kept")
+    return Build(
+        f"sketch_and_mean_at_once {TYPE_NAMES[dtype]} order={shared['ORDER']} kept={kept}",
+        _sketch_and_mean_at_once_kernel,
+        types | dict.fromkeys((*any_rows, *sizes), "i32") | {"scale": "fp32"},
+        {**shared.values, "column_stride": 1},
+        (*pointers, *sizes),
+        num_warps=shared.num_warps,
+        num_stages=shared.num_stages or 1,
+        uses_tensor_cores=True,
+    )
+
+
+def _gradient_build(
+    dtype: torch.dtype, result: torch.dtype, rows: int, blocks: int, kept: int, *, has_mean: bool
+) -> Build:
+    shared = _gradient_constants(rows, blocks, kept, dtype, has_mean, True)
+    constants: dict[str, Any] = {**shared.values, "g_column": 1, "x_column": 1}
+    of_g, of_result = f"*{TYPE_NAMES[dtype]}", f"*{TYPE_NAMES[result]}"
+    types = {"G": of_g, "SEED": "*i64", "X": of_g, "OUT": of_result, "BIAS": of_g}
+    sizes = ["out_features", "in_features", "g_row", "x_row"]
+    if has_mean:
+        types["MEAN"] = "*fp32"
+        constants["mean_stride"] = 1
+    else:
+        constants["MEAN"] = None
+        sizes.append("mean_stride")
+    pointers = tuple(types)
+    types |= dict.fromkeys(("rows", "blocks", "kept", *sizes), "i32") | {"scale": "fp32", "factor": "fp32"}
+    names = [TYPE_NAMES[dtype], f"to {TYPE_NAMES[result]}", f"order={shared['ORDER']} kept={kept}"]
+    return Build(
+        " ".join(["grad_weight_at_once", *names, *(["centred"] if has_mean else [])]),
+        _grad_weight_at_once_kernel,
+        types,
+        constants,
+        (*pointers, *sizes),
+        num_warps=shared.num_warps,
+        num_stages=shared.num_stages or 1,
+        uses_tensor_cores=True,
+    )

@@ -1,0 +1,105 @@
+"""What a forward and a backward pass of few rows need, in plain torch: each a few other operations in turn.
+
+A large input is sketched by kernels that read it once, whose results others add up or multiply. On a small one, the
+time of a step is that of its launches, whatever they do: there one kernel reads all there is, several times over where
+it has to.
+"""
+
+import torch
+from torch import Tensor
+
+from ..hadamard_sketch.reference import hadamard_sketch_and_mean, hadamard_sketch_and_sums
+from ..sampled_mean.reference import SAMPLE, sampled_mean
+from ..sketched_grad_weight.reference import sketched_grad_weight
+
+# Rows of the largest blocks that a program holds; larger ones belong to ratios below 1/32.
+_MOST_BLOCK_ROWS = 64
+# Blocks that a program goes through, one after the other.
+_MOST_BLOCKS = 8
+# Tiles of 64 x 64 of a gradient, each of which sketches g for itself: what a large GPU works on at once, twice over.
+_TILE, _MOST_TILES = 64, 256
+
+
+def holds_input(rows: int, blocks: int) -> bool:
+    """Return whether an input is small enough for `sketch_and_mean_at_once` to be the one kernel of its sketch.
+
+    Args:
+        rows: Rows of x, at least 1.
+        blocks: Number of strided blocks.
+
+    Returns:
+        True up to 256 rows, about whose mean a sample says no less than all of them, in blocks of at most 64.
+    """
+    return rows <= SAMPLE and rows <= _MOST_BLOCK_ROWS * blocks
+
+
+def holds_gradient(rows: int, blocks: int, out_features: int, in_features: int) -> bool:
+    """Return whether `grad_weight_at_once` is no slower than a sketch of g and a product: an unmeasured rule.
+
+    Args:
+        rows: Rows of g, at least 1.
+        blocks: Number of strided blocks.
+        out_features: Columns of g.
+        in_features: Columns of the sketch of x.
+
+    Returns:
+        True for at most 8 blocks of at most 64 rows, and gradients of at most 256 tiles of 64 x 64.
+    """
+    tiles = -(-out_features // _TILE) * -(-in_features // _TILE)
+    return blocks <= _MOST_BLOCKS and rows <= _MOST_BLOCK_ROWS * blocks and tiles <= _MOST_TILES
+
+
+def sketch_and_mean_at_once(
+    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the sketch of the centred x, and what is left of the mean; `hadamard_sketch_and_mean` tells the rest.
+
+    Args:
+        x: Input, shape (rows, features), any float dtype.
+        seed: 0-d int64.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations of the sketch, and not of what is taken off the mean.
+        dtype: Dtype of the sketch.
+
+    Returns:
+        Sketch (blocks * kept, features) of x - 1 m^T, m = `sampled_mean` of x; mean (features,), float32 (float64 for
+        float64).
+    """
+    return hadamard_sketch_and_mean(x, seed, sampled_mean(x), blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+
+
+def grad_weight_at_once(
+    g: Tensor,
+    seed: Tensor,
+    sketched_x: Tensor,
+    mean: Tensor | None,
+    *,
+    blocks: int,
+    kept: int,
+    scale: float,
+    factor: float = 1.0,
+    dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weight's gradient out of g and the stored sketch of x; and the sum of g.
+
+    Args:
+        g: Gradient of the output, shape (rows, out), any float dtype.
+        seed: 0-d int64, of the sketch of x.
+        sketched_x: S^T x as stored, shape (blocks * kept, in), of the dtype that S^T g is held in.
+        mean: What goes with the sum of g, shape (in,), or None.
+        blocks: Number of strided blocks K.
+        kept: Hadamard rows kept of each block, p.
+        scale: Factor on the +-1 combinations of g before they are rounded.
+        factor: What their product with the sketch of x lacks.
+        dtype: Dtype of the gradient, that of `sketched_x` by default.
+        bias_dtype: Dtype of the sum of g; None where it is not wanted.
+
+    Returns:
+        Gradient (out, in); sum of g (out,), (0,) where it is not wanted.
+    """
+    sketched_g, sums = hadamard_sketch_and_sums(
+        g, seed, None, blocks=blocks, kept=kept, scale=scale, dtype=sketched_x.dtype
+    )
+    return sketched_grad_weight(sketched_g, sketched_x, sums, mean, scale=factor, dtype=dtype, bias_dtype=bias_dtype)
