@@ -195,10 +195,22 @@ def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: An
 
     Raises:
         ValueError: If Triton is forced, and cannot run.
+        OutOfMemoryError: If the kernel finds no memory: no fault of its own.
     """
     reason = _reason_against(name, x)
     if reason is None:
-        return _guarded(name, twin, x, *args, **kwargs)
+        try:
+            kernel = _loaded(name)
+            if x.is_cuda and x.device.index != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    return kernel(x, *args, **kwargs)
+            return kernel(x, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
+            if _state.choice == "triton":
+                raise
+            return _instead(name, error, twin, x, *args, **kwargs)
     if x.dtype in _DTYPES:
         if _state.choice == "triton":
             raise ValueError(
@@ -247,29 +259,19 @@ def unusable(device: int) -> str | None:
     return None
 
 
-def _guarded(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    try:
-        kernel = _loaded(name)
-        if x.is_cuda and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                return kernel(x, *args, **kwargs)
-        return kernel(x, *args, **kwargs)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
-        if _state.choice == "triton":
-            raise
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the Triton kernel of {name} failed while a CUDA graph was captured; run a step before the capture, so"
-                " that kernels are compiled and loaded"
-            ) from error
-        # Before the verdict: the caller's mistakes, and what has broken the GPU itself, are raised from the twin.
-        found = twin(x, *args, **kwargs)
-        reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
-        _state.broken[name, x.dtype, x.device] = reason
-        _warn(reason)
-        return found
+def _instead(name: str, error: Exception, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the twin of a kernel that has failed, now and from now on."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the Triton kernel of {name} failed while a CUDA graph was captured; run a step before the capture, so"
+            " that kernels are compiled and loaded"
+        ) from error
+    # Before the verdict: the caller's mistakes, and what has broken the GPU itself, are raised from the twin.
+    found = twin(x, *args, **kwargs)
+    reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
+    _state.broken[name, x.dtype, x.device] = reason
+    _warn(reason)
+    return found
 
 
 @lru_cache

@@ -14,9 +14,20 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_torch_function_mode_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
+from torch._C._autograd import _profiler_enabled
+from torch.autograd import profiler
+from torch.compiler import is_compiling
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
 def _autocast_off(device_type: str) -> AbstractContextManager[object]:
@@ -51,9 +62,9 @@ def define(schema: str, *, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callab
         @wraps(implementation)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             # asked first: all that a compiler traces is the operator
-            if torch.compiler.is_compiling() or kwargs or _is_watched() or not _are_plain(args):
+            if is_compiling() or kwargs or _is_watched() or not _are_plain(args):
                 return operator(*args, **kwargs)
-            if torch._C._is_any_autocast_enabled():
+            if _is_any_autocast_enabled():
                 return run(*args, **kwargs)
             return implementation(*args, **kwargs)
 
@@ -67,13 +78,13 @@ def _is_watched() -> bool:
     """Tell whether somebody follows the operators that run in this thread."""
     return (
         # FLOP counters, selective checkpointing, fake tensors, make_fx
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
+        _len_torch_dispatch_stack() > 0
+        or _is_torch_function_mode_enabled()
+        or _are_functorch_transforms_active()
+        or _is_tracing()
         # of this thread, and any that Python has started
-        or torch._C._autograd._profiler_enabled()
-        or torch.autograd.profiler._is_profiler_enabled
+        or _profiler_enabled()
+        or profiler._is_profiler_enabled
     )
 
 
@@ -89,10 +100,16 @@ def _are_plain(arguments: tuple[object, ...]) -> bool:
     """
     can_follow = torch.is_grad_enabled()
     for argument in arguments:
-        if isinstance(argument, Tensor) and (
-            (type(argument) is not Tensor and type(argument) is not nn.Parameter)
-            # autograd makes a node that says that there is no derivative
-            or (can_follow and argument.requires_grad)
+        kind = type(argument)
+        if (
+            # where most arguments end: isinstance takes the longest of what is no tensor
+            kind not in _NO_TENSORS
+            and isinstance(argument, Tensor)
+            and (
+                (kind is not Tensor and kind is not nn.Parameter)
+                # autograd makes a node that says that there is no derivative
+                or (can_follow and argument.requires_grad)
+            )
         ):
             return False
     first = arguments[0]
