@@ -30,10 +30,10 @@ as well.
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 # The operation of `x.to(dtype)`.
 _COPY = "ToCopyBackward0"
@@ -46,10 +46,12 @@ class SharedSketch:
         seed: The first member's seed; None before.
     """
 
+    __slots__ = ("__weakref__", "_parts", "seed")
+
     def __init__(self) -> None:
         self.seed: Tensor | None = None
         # tensors of the kept rows, and of the sketch
-        self._parts: list[list[TensorWeakRef]] | None = None
+        self._parts: list[tuple[weakref.ref[Tensor], ...]] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -80,10 +82,13 @@ class SharedSketch:
         """
         if self._parts is None or seed is not self.seed:
             return None
-        found = tuple(tuple(reference() for reference in part) for part in self._parts)
-        if any(tensor is None for part in found for tensor in part):
-            return None
-        return found
+        found = []
+        for part in self._parts:
+            alive = tuple(tensor for reference in part if (tensor := reference()) is not None)
+            if len(alive) < len(part):
+                return None
+            found.append(alive)
+        return tuple(found)
 
     def remember(self, seed: Tensor, *parts: tuple[Tensor, ...]) -> None:
         """Remember what was made, without keeping it alive.
@@ -93,18 +98,22 @@ class SharedSketch:
             *parts: Tensors.
         """
         if seed is self.seed:
-            self._parts = [[TensorWeakRef(tensor) for tensor in part] for part in parts]
+            # which hold while a graph has the tensors, whether or not Python does
+            self._parts = [tuple(map(weakref.ref, part)) for part in parts]
 
     def close(self) -> None:
         """Let nobody join any more: a backward pass has used this S."""
         self._parts = None
 
 
-class _Input:
+class _Input(weakref.ref[Tensor]):
     """A tensor that layers were called with, and the groups of its readers, by how they are configured."""
 
-    def __init__(self, x: Tensor, forget: Callable[[weakref.ref[Tensor]], object]) -> None:
-        self.reference = weakref.ref(x, forget)
+    __slots__ = ("groups", "place", "readers", "version")
+
+    def __init__(self, x: Tensor, forget: Callable[["_Input"], None]) -> None:
+        # `forget` is taken by the __new__ of all weak references
+        self.place = id(x)
         self.version = x._version
         # by the dtype that they compute in, whatever their configurations: the layers of this forward pass
         self.readers: dict[torch.dtype, list[weakref.ref[nn.Module]]] = {}
@@ -112,7 +121,7 @@ class _Input:
 
     def is_still(self, x: Tensor) -> bool:
         """Tell whether it is this tensor, unchanged."""
-        return self.reference() is x and self.version == x._version
+        return self() is x and self.version == x._version
 
     def group_of(self, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch:
         """Find the group of a layer that is called with this input, or begin one."""
@@ -123,17 +132,19 @@ class _Input:
         else:
             # an input that stays may see many layers come and go
             readers[1:] = [reader for reader in readers[1:] if reader() is not None] + [own]
-        found = self.groups.get(key)
-        shared, members = (None, []) if found is None else (found[0](), found[1])
-        if shared is None or shared.is_over or any(_are_one(member(), layer) for member in members):
-            shared, members = SharedSketch(), []
+        # most inputs have one reader, and no key is looked for
+        if self.groups:
+            found = self.groups.get(key)
+            shared, members = (None, []) if found is None else (found[0](), found[1])
+            if not (shared is None or shared.is_over or any(_are_one(member(), layer) for member in members)):
+                # as with the readers: layers may come and go while a graph keeps the sketch
+                members[:] = [member for member in members if member() is not None]
+                members.append(own)
+                return shared
             # others whose sketch is gone are of no use to anybody
-            if self.groups:
-                self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
-            self.groups[key] = weakref.ref(shared), members
-        # as with the readers: layers may come and go while a graph keeps the sketch
-        members[:] = [member for member in members if member() is not None]
-        members.append(own)
+            self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
+        shared = SharedSketch()
+        self.groups[key] = weakref.ref(shared), [own]
         return shared
 
 
@@ -146,12 +157,19 @@ def _is_of_use(group: SharedSketch | None) -> bool:
     return group is not None and not group.is_over
 
 
+def _forget(inputs: dict[int, _Input], gone: _Input) -> None:
+    # unless another tensor lies there by now
+    if inputs.get(gone.place) is gone:
+        del inputs[gone.place]
+
+
 class InputGroups:
     """Finds the layers that are called with the same tensor."""
 
     def __init__(self) -> None:
         # by id: a tensor's own comparison is element by element
         self._inputs: dict[int, _Input] = {}
+        self._forget = partial(_forget, self._inputs)
         # what the adapted layers that are running were given, the innermost last, and its version
         self._given: list[tuple[Tensor, int]] = []
 
@@ -193,17 +211,10 @@ class InputGroups:
         """
         if x.is_inference():
             return None
-        source = self._source_of(x)
+        source = self._source_of(x) if self._given else x
         known = self._inputs.get(id(source))
         if known is None or not known.is_still(source):
-            inputs, place = self._inputs, id(source)
-
-            def forget(reference: weakref.ref[Tensor]) -> None:
-                # unless another tensor lies there by now
-                if place in inputs and inputs[place].reference is reference:
-                    del inputs[place]
-
-            known = inputs[place] = _Input(source, forget)
+            known = self._inputs[id(source)] = _Input(source, self._forget)
         return known.group_of(layer, (key, dtype, x.dtype, x.device), dtype)
 
     def first_reader(self, x: Tensor, dtype: torch.dtype) -> nn.Module | None:
@@ -218,7 +229,7 @@ class InputGroups:
         """
         if x.is_inference():
             return None
-        source = self._source_of(x)
+        source = self._source_of(x) if self._given else x
         known = self._inputs.get(id(source))
         return known.readers[dtype][0]() if known and known.is_still(source) and dtype in known.readers else None
 
@@ -231,7 +242,7 @@ class InputGroups:
         Returns:
             The source, if it is known and unchanged since; the tensor itself if not.
         """
-        if not self._given or x._version or x.grad_fn is None or x.grad_fn.name() != _COPY:
+        if x._version or x.grad_fn is None or x.grad_fn.name() != _COPY:
             return x
         node, output = x.grad_fn.next_functions[0]
         for given, version in reversed(self._given):
