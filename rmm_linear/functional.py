@@ -117,7 +117,7 @@ def linear(
         return F.linear(x, weight, bias)
     keeps_graph = torch.is_grad_enabled()
     if keeps_graph:
-        _refuse_tracing()
+        _refuse_tracing(is_compiling)
     # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
     values = _sketched_rows(x, dtype, valid_rows) if is_compiling else x.detach()
     # Under no_grad as well: see the docstring.
@@ -131,15 +131,19 @@ def linear(
         index = valid_rows.index_on(x.device, config.keep_tokens)
     layout = layout_of(x.shape, config.keep_tokens, index)
     # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
-    if not config.sketches(rows if index is None else index.shape[0], layout.kept):
+    rows = rows if index is None else index.shape[0]
+    if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    x = _cast(x, dtype)
-    beside, sketch = _made(values if is_compiling else x, seed, config, layout, index, shared)
+    if x.dtype != dtype:
+        x = x.to(dtype)
+        values = values if is_compiling else x.detach()
+    beside, sketch = _made(values, seed, config, layout, index, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     # torch.compile knows either class, and torch.func only the one with a setup_context
-    is_eager = not is_compiling and not torch._C._are_functorch_transforms_active()
-    function = _EagerSketchedLinear if is_eager else _SketchedLinear
-    return function.apply(x, weight, bias, config, layout, index, check, shared, len(beside), seed, *beside, *sketch)
+    others = config, layout, index, check, shared, len(beside), seed, *beside, *sketch
+    if not is_compiling and not torch._C._are_functorch_transforms_active():
+        return _EagerSketchedLinear.apply(x, weight, bias, others)
+    return _SketchedLinear.apply(x, weight, bias, *others)
 
 
 def _made(
@@ -150,10 +154,10 @@ def _made(
     index: Tensor | None,
     shared: SharedSketch | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What is kept of x: some rows, and the sketch of the others. Copies end with this."""
+    """What is kept of x, which autograd does not follow: some rows, and the sketch of the others."""
     made = None if shared is None else shared.tensors(seed)
     if made is None:
-        rest = _sketched_rows(x, x.dtype, None)
+        rest = _flat(x)
         beside: tuple[Tensor, ...] = ()
         if layout.kept or index is not None:
             kept, rest = split(rest, layout, index)
@@ -217,8 +221,8 @@ def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig) -> Ten
     return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 
-def _refuse_tracing() -> None:
-    is_traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
+def _refuse_tracing(is_compiling: bool) -> None:
+    is_traced = not is_compiling and torch._C._is_tracing()
     # what is_exporting() returns: asked by the compiler of torch 2.11, that says yes whatever it compiles for
     if is_traced or torch.compiler._is_exporting_flag:
         raise TracingError(
@@ -274,10 +278,6 @@ def _is_column_major(x: Tensor) -> bool:
     return True
 
 
-# Arguments of _SketchedLinear between the bias and the saved tensors.
-_OPTIONS = 7
-
-
 class _SketchedLinear(torch.autograd.Function):
     """F.linear forward; in the backward pass the weight gradient comes from the sketch."""
 
@@ -318,34 +318,43 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        weight, index, seed, *tensors = ctx.saved_tensors
-        if ctx.shared is not None:
-            ctx.shared.close()
-        # off already, but for create_graph=True
-        if not torch.is_grad_enabled():
-            grads = _gradients(ctx, g, weight, index, seed, tensors)
-        else:
-            with torch.no_grad():
-                grads = _gradients(ctx, g, weight, index, seed, tensors)
-            # fine as long as nobody differentiates what comes out once more
-            wanted = [grad for grad in grads if grad is not None]
-            refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
-            grads = [None if grad is None else next(refused) for grad in grads]
-        return (*grads, *(None,) * (_OPTIONS + len(tensors)))
+        grads = _backward(ctx, g)
+        return (*grads, *(None,) * (len(ctx.needs_input_grad) - len(grads)))
 
 
 class _EagerSketchedLinear(torch.autograd.Function):
-    """The same for eager mode: of a Function with a setup_context, torch binds the arguments at every call."""
+    """The same for eager mode.
+
+    Of a Function with a setup_context, torch binds the arguments at every call. Of any, it looks at each argument and
+    each gradient: those that have none come in one tuple.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: tuple[Any, ...]) -> Tensor:
+        inputs = x, weight, bias, *others
         output = _SketchedLinear.forward(*inputs)
         _SketchedLinear.setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _SketchedLinear.backward(ctx, g)
+        return (*_backward(ctx, g), None)
+
+
+def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
+    """The gradients of x, weight and bias, None where they are not wanted."""
+    weight, index, seed, *tensors = ctx.saved_tensors
+    if ctx.shared is not None:
+        ctx.shared.close()
+    # off already, but for create_graph=True
+    if not torch.is_grad_enabled():
+        return _gradients(ctx, g, weight, index, seed, tensors)
+    with torch.no_grad():
+        grads = _gradients(ctx, g, weight, index, seed, tensors)
+    # fine as long as nobody differentiates what comes out once more
+    wanted = [grad for grad in grads if grad is not None]
+    refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
+    return [None if grad is None else next(refused) for grad in grads]
 
 
 def _gradients(

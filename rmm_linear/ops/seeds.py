@@ -19,9 +19,12 @@ def data_parallel_rank() -> int:
 @define("draw_seed(Tensor x, Tensor? token=None) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 def _draw_seed(x: Tensor, token: Tensor | None = None) -> Tensor:
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=x.device)
-    shift = (data_parallel_rank() * _RANK_STRIDE) % (1 << 64)
-    # for most, a launch less on a GPU
-    return seed if shift == 0 else seed + (shift - (1 << 64) if shift >= 1 << 63 else shift)
+    rank = data_parallel_rank()
+    if rank == 0:
+        # for most, a launch less on a GPU
+        return seed
+    shift = (rank * _RANK_STRIDE) % (1 << 64)
+    return seed + (shift - (1 << 64) if shift >= 1 << 63 else shift)
 
 
 @torch.library.register_fake("rmm_linear::draw_seed")
