@@ -76,8 +76,9 @@ class Constants:
         return self.values[name]
 
 
-# What is remembered of a launch: the compiled kernel, and the constants in the order of the kernel's signature.
-_Remembered = tuple[CompiledKernel, tuple[Any, ...]]
+# What is remembered of a launch: the compiled kernel; what Triton itself calls, and its arguments that are the kernel's
+# own, where that is known; and the constants in the order of the kernel's signature.
+_Remembered = tuple[CompiledKernel, tuple[Any, Any, Any] | None, tuple[Any, ...]]
 
 
 class _Plan:
@@ -154,12 +155,12 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
         key = (*key, *(tensor.untyped_storage().size() < 2**31 for tensor in plan.tensors(arguments)))
     remembered = plan.remembered.get(key)
     if remembered is not None:
-        compiled, values = remembered
+        compiled, call, values = remembered
         stream = active.get_current_stream(device)
-        if _IS_CALL_KNOWN and not _calls(runtime.launch_enter_hook) and not _calls(runtime.launch_exit_hook):
+        if call is not None and not _calls(runtime.launch_enter_hook) and not _calls(runtime.launch_exit_hook):
+            run, function, metadata = call
             # neither what hooks are told, nor hooks
-            handles = compiled.function, compiled.packed_metadata, None, None, None
-            compiled.run(*grid, stream, *handles, *arguments, *values)
+            run(*grid, stream, function, metadata, None, None, None, *arguments, *values)
         else:
             compiled[grid](*arguments, *values, stream=stream)
         return
@@ -168,7 +169,8 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
     if isinstance(compiled, CompiledKernel):
         if len(plan.remembered) >= _MOST_REMEMBERED:
             plan.remembered.clear()
-        plan.remembered[key] = compiled, tuple(constants.values[name] for name in plan.constant_names)
+        call = (compiled.run, compiled.function, compiled.packed_metadata) if _IS_CALL_KNOWN else None
+        plan.remembered[key] = compiled, call, tuple(constants.values[name] for name in plan.constant_names)
 
 
 def ceil_div(size: int, block: int) -> int:
