@@ -28,10 +28,10 @@ def host_time_table() -> str:
         for row in read_csv(path):
             name = row["layer"] + (", centred" if row["center"] == "True" else "")
             times = (f"{float(row[column]):.0f}" for column in ("forward_us", "step_us"))
-            lines.append((row["hardware"], name, row["launches"], *times, f"{float(row['over_linear']):.2f}"))
-    return roofline.markdown_table(
-        ("host", "layer", "launches", "forward, us", "forward + backward, us", "over nn.Linear"), lines
-    )
+            over_linear = f"{float(row['over_linear']):.2f}"
+            lines.append((row["hardware"], row["mode"], row["layers"], name, row["launches"], *times, over_linear))
+    heads = ("host", "mode", "in a row", "layer", "launches", "forward, us", "forward + backward, us", "over nn.Linear")
+    return roofline.markdown_table(heads, lines)
 
 
 BLOCKS = {

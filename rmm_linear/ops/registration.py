@@ -52,6 +52,8 @@ def define(schema: str, *, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callab
     def register(implementation: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(implementation)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if not _is_any_autocast_enabled():
+                return implementation(*args, **kwargs)
             first = args[0]
             assert isinstance(first, Tensor)
             if first.device.type == "meta" or not torch.is_autocast_enabled(first.device.type):

@@ -86,30 +86,44 @@ def test_what_is_done_at_once(host_time, rows, of_x, of_g):
     assert found == sorted(KERNELS.get(name, name) for name in expected)
 
 
-def test_the_file_has_a_row_a_layer(host_time, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(host_time, "_STEPS", 3)
+def rows_of_a_run(host_time, folder, monkeypatch, *options: str) -> list[dict[str, str]]:
+    monkeypatch.setattr(host_time, "_STEPS", 16)
     monkeypatch.setattr(host_time, "_WARM_STEPS", 2)
     threads = torch.get_num_threads()
     try:
-        assert host_time.main(["--repeats", "2", "--results", str(tmp_path)]) == 0
+        assert host_time.main(["--repeats", "2", "--results", str(folder), *options]) == 0
     finally:
         torch.set_num_threads(threads)
-    (path,) = tmp_path.glob("host-time-*.csv")
+    (path,) = folder.glob("host-time-*.csv")
     with path.open(newline="") as file:
-        exact, *sketched = csv.DictReader(file)
-    assert (exact["layer"], exact["launches"], float(exact["over_linear"])) == ("nn.Linear", "4", 1.0)
-    assert [(row["layer"], row["center"], row["launches"]) for row in sketched] == [
-        ("hadamard", "False", "5"),
-        ("hadamard", "True", "5"),
+        return list(csv.DictReader(file))
+
+
+def test_the_file_has_a_row_a_layer(host_time, tmp_path, monkeypatch, capsys):
+    found = rows_of_a_run(host_time, tmp_path, monkeypatch, "--modes", "eager")
+    assert [(row["layers"], row["layer"], row["center"], row["launches"]) for row in found] == [
+        (layers, *layer)
+        for layers in ("1", "8")
+        for layer in (("nn.Linear", "", "4"), ("hadamard", "False", "5"), ("hadamard", "True", "5"))
     ]
-    for row in (exact, *sketched):
+    for row in found:
+        assert row["mode"] == "eager"
+        assert (float(row["over_linear"]) == 1) == (row["layer"] == "nn.Linear")
         assert 0 < float(row["forward_us"]) < float(row["step_us"])
         assert float(row["step_us_q20"]) <= float(row["step_us"]) <= float(row["step_us_q80"])
         assert row["commit"]
-    assert str(path) in capsys.readouterr().out
+    assert "host-time-" in capsys.readouterr().out
 
 
-def test_no_repetitions_are_refused(host_time, capsys):
-    with pytest.raises(SystemExit):
-        host_time.main(["--repeats", "0"])
-    assert "--repeats 0" in capsys.readouterr().err
+@pytest.mark.slow
+def test_compiled_layers_are_timed_as_well(host_time, tmp_path, monkeypatch):
+    monkeypatch.setattr(host_time, "DEPTHS", (2,))
+    found = rows_of_a_run(host_time, tmp_path, monkeypatch, "--modes", "compiled")
+    assert [(row["mode"], row["layers"], row["launches"]) for row in found] == [("compiled", "2", "")] * 3
+
+
+def test_bad_options_are_refused(host_time, capsys):
+    for option, value in (("--repeats", "0"), ("--modes", "eager,graph")):
+        with pytest.raises(SystemExit):
+            host_time.main([option, value])
+        assert f"{option} {value}" in capsys.readouterr().err
