@@ -373,8 +373,8 @@ def test_a_sketch_is_rounded_in_its_own_pass_where_a_program_holds_its_groups(st
         names = [name for name, _ in calls]
         sketch_kernel = "hadamard_sketch_and_sums" if center else "hadamard_sketch"
         to_codes = ["hadamard_sketch_quantized"] if is_held else [sketch_kernel, "quantize"]
-        # what the codes stand for is taken off the mean: S^T 1, and its product with them
-        assert names == (["sampled_mean", *to_codes, "hadamard_sketch", "dequantize"] if center else to_codes)
+        # what the codes stand for is taken off the mean
+        assert names == (["sampled_mean", *to_codes, "mean_less_codes"] if center else to_codes)
         # on a CPU there is one way
         assert sketched.compress(x, seed).tensors[0].equal(expected.tensors[0])
 
@@ -462,7 +462,7 @@ def test_a_centred_layer_in_low_bits_has_the_gradients_of_plain_torch(storage, r
         with use_kernels(choice):
             found = [gradients(seed) for seed in range(3)]
         product = "sketched_grad_weight_low_bit" if rule or choice == "triton" else "dequantize"
-        expected_calls = [*of_x, "hadamard_sketch", product, "hadamard_sketch_and_sums", product]
+        expected_calls = [*of_x, "mean_less_codes", "hadamard_sketch_and_sums", product]
         assert [name for name, _ in calls] == expected_calls * 3
         for (weights, biases), (expected_weights, expected_biases) in zip(found, expected, strict=True):
             # Sketches that were rounded to half precision, or were not, have another code next to an edge.

@@ -180,7 +180,7 @@ def cases(shapes: tuple[tuple[int, int, int], ...], *, device: torch.device, dty
         yield from _at_once_cases(shape, normal, seed, dtype)
         yield from _row_cases(shape, normal, seed, dtype)
         yield from _low_bit_cases(shape, normal, seed)
-        yield from _quantized_sketch_cases(shape, normal, seed)
+        yield from _quantized_sketch_cases(shape, normal, seed, dtype)
         yield from _product_cases(shape, normal, seed, dtype)
 
 
@@ -379,7 +379,7 @@ def _low_bit_cases(shape: tuple[int, int, int], normal: Callable[[int, int], Ten
 
 
 def _quantized_sketch_cases(
-    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor
+    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor, dtype: torch.dtype
 ) -> Iterator[Case]:
     rows, features, _ = shape
     blocks = -(-rows // roofline.BLOCK_ROWS)
@@ -417,10 +417,10 @@ def _quantized_sketch_cases(
 
         def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
             how = {name: arguments[name] for name in ("kind", "group")}
-            *codes, column_sum = result
+            *codes, sums = result
             y = dequantize(*codes, seed, **how, features=arguments["x"].shape[1]).double()
             # one more row
-            return torch.cat((y, column_sum.double().unsqueeze(0) / rows)) if column_sum.numel() else y
+            return torch.cat((y, sums.double().sum(0, keepdim=True) / rows)) if sums.numel() else y
 
         yield Case(
             "hadamard_sketch_quantized",
@@ -433,6 +433,26 @@ def _quantized_sketch_cases(
             sketched,
             rival=in_two_steps,
             value=read_back,
+        )
+    for kind, ratio in itertools.product(KINDS, (0.5, 0.25)):
+        rank = roofline.rank_of(rows, ratio)
+
+        def centred_codes(rank: int = rank, kind: str = kind) -> Arguments:
+            # as many sums as the kernel before it writes
+            groups = -(-rank * BITS[kind] // roofline.GROUP_BITS)
+            more = {"rows": rows, "blocks": blocks, "kept": rank // blocks, "scale": 8 * blocks / rank}
+            sums = normal(groups, features).float() * (rows / groups) ** 0.5
+            return _stored(normal(rank, features), seed, kind) | more | {"sums": sums, "decoded": dtype}
+
+        yield Case(
+            "mean_less_codes",
+            "mean_less_codes",
+            f"mean_less_codes, {kind}, ratio {ratio:g}",
+            rows,
+            features,
+            0,
+            roofline.mean_less_codes(rank, features, BITS[kind]),
+            centred_codes,
         )
 
 

@@ -23,6 +23,8 @@ _HALF, _WIDE, _SEED = 2, 4, 8
 GROUP_BITS = 1024
 # Rows out of which the mean is guessed that is taken off x.
 SAMPLE = 256
+# Rows of codes of a program that takes what they stand for off the mean.
+MEAN_ROWS = 64
 # Share of the data sheet's rates that a large copy and a large matrix product reach.
 COPY_SHARE, PRODUCT_SHARE = 0.9, 0.75
 
@@ -206,6 +208,21 @@ def hadamard_sketch_quantized(
     mean = _WIDE * features if with_mean else 0
     moved = _HALF * rows * features + _codes(rank, features, bits) + _SEED + sums + mean
     return Cost(moved, (2 * BLOCK_ROWS + 8) * rank * features)
+
+
+def mean_less_codes(rank: int, features: int, bits: int) -> Cost:
+    """Return the cost of what the codes of a sketch take off the mean, and of the sum of the programs' parts.
+
+    Args:
+        rank: Rows of the sketch.
+        features: Their length.
+        bits: Bits of a code.
+
+    Returns:
+        The cost: a sum for every group of rows is read; for every `MEAN_ROWS` one is written and read again.
+    """
+    sums = -(-rank * bits // GROUP_BITS) + 2 * -(-rank // MEAN_ROWS) + 1
+    return Cost(_codes(rank, features, bits) + _SEED + _WIDE * sums * features, 2 * rank * features)
 
 
 def random_projection(rows: int, features: int, rank: int) -> Cost:
@@ -404,6 +421,7 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
             "hadamard_sketch_quantized of x - 1 m^T to int8, with its mean",
             hadamard_sketch_quantized(rows, features, rank, 8, with_sum=True, with_mean=True),
         ),
+        ("mean_less_codes, int8", mean_less_codes(rank, features, 8)),
         ("low_bit, dequantize int8", dequantize(rank, features, 8)),
         ("outer_product_of_sums", outer_product_of_sums(-(-rows // BLOCK_ROWS), features, out)),
         ("sketched_grad_weight", sketched_grad_weight(rank, features, out)),
@@ -424,6 +442,7 @@ _FORMULAS = (
     ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
     ("hadamard_sketch_quantized to b bits", "2 rows in + rank in b (1/8 + 1/256)", "136 rank in"),
     ("hadamard_sketch_quantized of x - 1 m^T, with its mean", "2 rows in + rank in b (1/8 + 1/128)", "136 rank in"),
+    ("mean_less_codes of b bits", "rank in b (1/8 + 1/128) + rank in / 8", "2 rank in"),
     ("low_bit, dequantize b bits", "rank in b (1/8 + 1/256) + 4 rank in", "4 rank in"),
     ("outer_product_of_sums", "4 out rows / 64 + 2 out (in + 1) + 4 in", "out in + out rows / 64"),
     ("sketched_grad_weight", "2 (rank out + rank in + out in)", "2 rank in out"),

@@ -19,7 +19,7 @@ from rmm_linear.ops.projections import (
     random_projection,
     sampled_mean,
 )
-from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized
+from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized, mean_less_codes
 from rmm_linear.ops.rows import gather_rows, importance_rows
 from rmm_linear.ops.storage import Codes, dequantize, quantize
 
@@ -85,6 +85,7 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
     options: dict[str, Any] = {"kind": _KIND, "group": _GROUP}
     stored, sketched = normal(rank, features), normal(rank, outputs)
     sums = normal(rows // _BLOCK, outputs, dtype=torch.float32)
+    sums_of_x = normal(rank // _GROUP, features, dtype=torch.float32)
     # as few as are done at once
     few, few_g = x[:_FEW_ROWS], g[:_FEW_ROWS, :_FEW_OUTPUTS]
     few_geometry: dict[str, Any] = {"blocks": _FEW_ROWS // _BLOCK, "kept": _KEPT}
@@ -111,6 +112,9 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
         "sampled_mean": lambda: (sampled_mean(x),),
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
+        "mean_less_codes": lambda: (
+            mean_less_codes(sums_of_x, Codes(*codes, seed, **options), rows, **geometry, scale=8 / _KEPT, dtype=dtype),
+        ),
         "outer_product_of_sums": lambda: _both(*outer_product_of_sums(sums, mean, dtype, dtype)),
         "sketched_grad_weight": lambda: sketched_grad_weight(
             sketched, stored, sums, mean, dtype=dtype, bias_dtype=dtype

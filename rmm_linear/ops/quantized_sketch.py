@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from rmm_linear.ops.dispatch import HALVES, run
-from rmm_linear.ops.grad_weight import product_of_codes
 from rmm_linear.ops.projections import hadamard_scales
 from rmm_linear.ops.registration import define, result_dtype
 from rmm_linear.ops.storage import Codes, empty_codes
@@ -14,9 +13,7 @@ from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 from rmm_linear_kernels.hadamard_sketch_quantized import reference as _quantized
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
 from rmm_linear_kernels.low_bit import reference as _low_bit
-
-# Rows of a block whose sum of signs bfloat16 holds; of more, it is held in two parts.
-_EXACT_ROWS = 256
+from rmm_linear_kernels.mean_less_codes import reference as _mean_less_codes
 
 
 @define(
@@ -28,39 +25,48 @@ def _hadamard_sketch_quantized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # here, where sizes are numbers: a compiled model would otherwise be compiled anew for either answer
     rows = x.shape[0]
-    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": hadamard_scales(rows, blocks, kept)[0]}
+    scale, factor = hadamard_scales(rows, blocks, kept)
+    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale}
+    sums = None
     if rows and holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
         twin = _quantized.hadamard_sketch_quantized
-        *parts, column_sum = run("hadamard_sketch_quantized", twin, x, seed, mean, **options, kind=kind, group=group)
+        *parts, sums = run("hadamard_sketch_quantized", twin, x, seed, mean, **options, kind=kind, group=group)
     else:
-        column_sum = None
         if mean is None:
             sketch = run("hadamard_sketch", _hadamard.hadamard_sketch, x, seed, None, **options, dtype=x.dtype)
         else:
             with_sums = _hadamard.hadamard_sketch_and_sums
             sketch, sums = run("hadamard_sketch_and_sums", with_sums, x, seed, mean, **options, dtype=x.dtype)
-            column_sum = sums.sum(0)
         parts = run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group)
     codes, steps, offsets = parts
-    if mean is None:
+    if mean is None or sums is None:
         return codes, steps, offsets, x.new_empty(0, dtype=result_dtype(x, True))
-    return codes, steps, offsets, _rest(x, column_sum, Codes(codes, steps, offsets, seed, kind, group), blocks, kept)
+    stored = Codes(codes, steps, offsets, seed, kind, group)
+    return codes, steps, offsets, mean_less_codes(sums, stored, rows, blocks, kept, factor, x.dtype)
 
 
-def _rest(x: Tensor, column_sum: Tensor, codes: Codes, blocks: int, kept: int) -> Tensor:
-    """The mean of x less X^T (S^T 1) / rows, for what the codes stand for as X."""
-    rows = x.shape[0]
-    _, factor = hadamard_scales(rows, blocks, kept)
-    # S^T 1 but for a factor: whole numbers. Codes are decoded for it as they will be for the sketch of g.
-    is_exact = x.dtype not in HALVES or rows <= _EXACT_ROWS * blocks
-    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": 1.0}
-    options["dtype"] = x.dtype if is_exact else torch.float32
-    ones = run("hadamard_sketch", _hadamard.hadamard_sketch, x.new_ones((rows, 1)), codes.seed, None, **options)
-    if not is_exact:
-        high = ones.to(x.dtype)
-        ones = torch.cat((high, (ones - high).to(x.dtype)), 1)
-    total, _ = product_of_codes(ones, codes, None, None, 1.0, result_dtype(x, True), None)
-    return (column_sum - (total[0] if is_exact else total.sum(0)) * factor) / max(1, rows)
+def mean_less_codes(
+    sums: Tensor, stored: Codes, rows: int, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Return the mean of x less X^T (S^T 1) / rows, for what codes stand for as X: a part of the sketch's operator.
+
+    Args:
+        sums: Sums of parts of x over their rows, shape (parts, features), float32 (float64 for float64).
+        stored: The codes of the Hadamard sketch, or of x itself.
+        rows: Rows of x.
+        blocks: Number of strided blocks of the sketch; 0 for x itself.
+        kept: Hadamard rows kept of each block; 1 for x itself.
+        scale: Factor of the +-1 combinations of g.
+        dtype: Dtype of x: in half precision, codes are decoded to it here as they will be for the sketch of g.
+
+    Returns:
+        Shape (features,), in the dtype of the sums.
+    """
+    *parts, kind, group = stored
+    options: dict[str, Any] = {"rows": rows, "blocks": blocks, "kept": kept, "scale": scale}
+    decoded = dtype if dtype in HALVES else torch.float32
+    twin = _mean_less_codes.mean_less_codes
+    return run("mean_less_codes", twin, sums, *parts, **options, kind=kind, group=group, decoded=decoded)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_quantized")

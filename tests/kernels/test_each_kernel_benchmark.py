@@ -32,6 +32,7 @@ def test_a_processor_times_the_twins_of_every_op_that_has_a_kernel(each_kernel, 
         "random_projection",
         "row_gather",
         "sampled_mean",
+        "mean_less_codes",
         "low_bit",
         "sketched_grad_weight",
     }

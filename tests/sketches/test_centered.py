@@ -13,7 +13,9 @@ from rmm_linear.sketches.contract import SketchContract
 from rmm_linear_kernels.hadamard_at_once import reference as at_once
 from rmm_linear_kernels.hadamard_sketch import reference as hadamard
 from rmm_linear_kernels.hadamard_sketch_quantized import reference as quantized
+from rmm_linear_kernels.low_bit import reference as low_bit
 from rmm_linear_kernels.sampled_mean import reference
+from rmm_linear_kernels.sketched_grad_weight import reference as grad_weight
 
 ROWS = 389
 
@@ -100,6 +102,13 @@ def test_what_rounding_leaves_is_multiplied_by_the_centred_gradient(storage, dty
     assert by_g_itself.norm() > 10 * (found.double() - expected).norm()
 
 
+def product_as_on_a_gpu(sketched_g, codes, steps, offsets, seed, *sums_and_mean, kind, group, **how):
+    """What is decoded is rounded to the dtype of the product there, by the kernel as by its twin."""
+    stored = {"kind": kind, "group": group, "features": steps.shape[1], "dtype": sketched_g.dtype}
+    values = low_bit.dequantize(codes, steps, offsets, seed, **stored)
+    return grad_weight.sketched_grad_weight(sketched_g, values, *sums_and_mean, **how)
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("ratio", [0.4, 0.004])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,6 +119,7 @@ def test_a_gradient_of_equal_rows_is_exact(storage, dtype, ratio, is_read, monke
     monkeypatch.setattr("rmm_linear.ops.dispatch.is_for_kernels", lambda x: True)
     monkeypatch.setattr("rmm_linear.ops.grad_weight.is_for_kernels", lambda x: True)
     monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes: is_read)
+    monkeypatch.setattr("rmm_linear.ops.grad_weight._grad_weight.sketched_grad_weight_low_bit", product_as_on_a_gpu)
     x, g = (torch.randn(1100, 12) + 2).to(dtype), torch.ones(1100, 10, dtype=dtype)
     sketch = RMMConfig(ratio=ratio, storage=storage).sketch_object
     found, bias = sketch.backward(g, sketch.compress(x, torch.tensor(5)), dtype=torch.float32)

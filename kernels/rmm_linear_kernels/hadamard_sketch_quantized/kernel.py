@@ -188,22 +188,23 @@ def hadamard_sketch_quantized(
     Returns:
         Codes (blocks * kept, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the
         same shape and dtype, (0,) for fp8: those of the reference, but where a sum that is rounded otherwise falls on
-        the other side of an edge. With a mean, the column sum of x itself (features,), otherwise (0,), float32.
+        the other side of an edge. With a mean, sums of parts of x itself over their rows, (groups, features), of blocks
+        instead of groups for what is sketched first; otherwise (0, features); float32.
     """
     rows, features = x.shape
     if x.numel() == 0 or x.dtype not in _HALVES or not holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
         if mean is None:
-            sketch, column_sum = hadamard_sketch(x, seed, None, **options), seed.new_empty(0, dtype=torch.float32)
+            sketch, sums = hadamard_sketch(x, seed, None, **options), x.new_empty((0, features), dtype=torch.float32)
         else:
             sketch, sums = hadamard_sketch_and_sums(x, seed, mean, **options)
-            column_sum = sums.sum(0)
-        return *quantize(sketch, seed, None, kind=kind, group=group), column_sum
+        return *quantize(sketch, seed, None, kind=kind, group=group), sums
     rank = blocks * kept
     codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
     steps = torch.empty((ceil_div(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
     offsets = steps.new_empty(0) if kind == low_bit.FP8 else torch.empty_like(steps)
-    sums = None if mean is None else torch.empty(steps.shape, dtype=torch.float32, device=x.device)
+    groups = 0 if mean is None else steps.shape[0]
+    sums = torch.empty((groups, features), dtype=torch.float32, device=x.device)
     arguments = (
         x,
         seed,
@@ -211,7 +212,7 @@ def hadamard_sketch_quantized(
         codes,
         steps.view(torch.int16),
         offsets.view(torch.int16),
-        sums,
+        None if mean is None else sums,
         rows,
         features,
         codes.shape[1],
@@ -225,9 +226,7 @@ def hadamard_sketch_quantized(
     grid = (steps.shape[0] * ceil_div(features, _TILE), 1, 1)
     constants = _constants(kept, x.dtype, kind, group, mean is not None)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
-    # one sum after the other: the same in every run, which atomic additions are not
-    column_sum = torch.empty(0, dtype=torch.float32, device=x.device) if sums is None else sums.sum(0)
-    return codes, steps, offsets, column_sum
+    return codes, steps, offsets, sums
 
 
 def builds() -> list[Build]:

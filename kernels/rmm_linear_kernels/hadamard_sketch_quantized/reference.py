@@ -35,10 +35,11 @@ def hadamard_sketch_quantized(
         group: Rows of the sketch that share, in a column, a step and an offset.
 
     Returns:
-        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and, with
-        a mean, the column sum of x itself (features,), otherwise (0,), float32 (float64 for float64).
+        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and sums
+        of parts of x itself over their rows, float32 (float64 for float64): with a mean one of all rows, (1, features),
+        otherwise none, (0, features).
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
-    column_sum = x.new_empty(0, dtype=wide) if mean is None else x.sum(0, dtype=wide)
-    return *quantize(sketch, seed, None, kind=kind, group=group), column_sum
+    sums = x[:0].to(wide) if mean is None else x.sum(0, dtype=wide, keepdim=True)
+    return *quantize(sketch, seed, None, kind=kind, group=group), sums

@@ -126,6 +126,50 @@ def half_value(codes, half_step, half_offset, of_row, of_column, IS_FP8: tl.cons
 
 
 @triton.jit
+def decoded(
+    CODES,
+    STEPS,
+    OFFSETS,
+    seed,
+    group,
+    row,
+    is_row,
+    first_column,
+    rows,
+    features,
+    width,
+    codes_row,
+    codes_column,
+    BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """What the codes of some rows of a group stand for, float32; in rows that are not there, what code 0 does."""
+    WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
+    WORDS: tl.constexpr = COLUMNS * BITS // (8 * WORD_BYTES)
+    column = first_column + tl.arange(0, COLUMNS)
+    is_column = column < features
+    place = first_column * BITS // 8 + tl.arange(0, WORDS) * WORD_BYTES
+    words = tl.zeros((ROWS, WORDS), tl.int32)
+    for byte in tl.static_range(WORD_BYTES):
+        inside = is_row[:, None] & (place + byte < width)[None, :]
+        at = CODES + row.to(tl.int64)[:, None] * codes_row + (place + byte).to(tl.int64)[None, :] * codes_column
+        words |= tl.load(at, inside, other=0).to(tl.int32) << (8 * byte)
+    scales = group.to(tl.int64) * features + column
+    half_step = widened(tl.load(STEPS + scales, is_column, other=0)) * 0.5
+    half_offset = tl.zeros_like(half_step)
+    if not IS_FP8:
+        half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) * 0.5
+
+    # after the loads, which are on their way meanwhile
+    of_row = random_part(seed, row)
+    of_column = random_part(seed, rows + column)
+    codes = words if BITS == 8 else unpacked(words, BITS)
+    return 2 * half_value(codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8)
+
+
+@triton.jit
 def _centred(Y, y_row, y_column, mean, row, column, is_column):
     """Rows of y - mean, float32; 0 - mean in columns that are not there."""
     at = Y + row.to(tl.int64)[:, None] * y_row + column.to(tl.int64)[None, :] * y_column
@@ -335,8 +379,6 @@ def _dequantize_kernel(
     INTERPRETED: tl.constexpr,
 ):
     CHUNKS: tl.constexpr = (GROUP + CHUNK - 1) // CHUNK
-    WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
-    WORDS: tl.constexpr = BLOCK * BITS // (8 * WORD_BYTES)
     blocks = tl.cdiv(features, BLOCK)
     chunk = tl.program_id(0) // blocks
     first_column = (tl.program_id(0) % blocks) * BLOCK
@@ -345,24 +387,25 @@ def _dequantize_kernel(
     is_row = row < tl.minimum((group + 1) * GROUP, rows)
     column = first_column + tl.arange(0, BLOCK)
     is_column = column < features
-    seed = tl.load(SEED)
-    of_row = random_part(seed, row)
-    of_column = random_part(seed, rows + column)
-
-    place = first_column * BITS // 8 + tl.arange(0, WORDS) * WORD_BYTES
-    words = tl.zeros((CHUNK, WORDS), tl.int32)
-    for byte in tl.static_range(WORD_BYTES):
-        inside = is_row[:, None] & (place + byte < width)[None, :]
-        at = CODES + row.to(tl.int64)[:, None] * codes_row + (place + byte).to(tl.int64)[None, :] * codes_column
-        words |= tl.load(at, inside, other=0).to(tl.int32) << (8 * byte)
-    codes = words if BITS == 8 else unpacked(words, BITS)
-
-    scales = group.to(tl.int64) * features + column
-    half_step = widened(tl.load(STEPS + scales, is_column, other=0)) * 0.5
-    half_offset = tl.zeros_like(half_step)
-    if not IS_FP8:
-        half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) * 0.5
-    value = 2 * half_value(codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8)
+    value = decoded(
+        CODES,
+        STEPS,
+        OFFSETS,
+        tl.load(SEED),
+        group,
+        row,
+        is_row,
+        first_column,
+        rows,
+        features,
+        width,
+        codes_row,
+        codes_column,
+        BITS,
+        IS_FP8,
+        CHUNK,
+        BLOCK,
+    )
     to = OUT + row.to(tl.int64)[:, None] * features + column[None, :]
     tl.store(to, converted(value, OUT.dtype.element_ty, INTERPRETED), is_row[:, None] & is_column[None, :])
 

@@ -1,0 +1,1 @@
+"""The mean of x, less what the codes of its sketch take of it."""
