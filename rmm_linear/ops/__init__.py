@@ -39,7 +39,7 @@ from rmm_linear.ops.projections import (
     sampled_mean,
     trigonometric_sketch,
 )
-from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized
+from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized, quantize_and_mean
 from rmm_linear.ops.rows import gather_rows, importance_rows, uniform_row_sketch
 from rmm_linear.ops.seeds import data_parallel_rank, draw_seed
 from rmm_linear.ops.storage import Codes, dequantize, quantize
@@ -88,6 +88,7 @@ __all__ = [
     "product_scale",
     "projection_slab",
     "quantize",
+    "quantize_and_mean",
     "random_projection",
     "reads_codes",
     "rounding_variance",

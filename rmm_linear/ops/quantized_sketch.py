@@ -1,4 +1,4 @@
-"""The Hadamard sketch on its way to codes: what is stored of x in low bits, and of its mean."""
+"""The Hadamard sketch, or x itself, on its way to codes: what is stored of x in low bits, and of its mean."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def _hadamard_sketch_quantized(
 def mean_less_codes(
     sums: Tensor, stored: Codes, rows: int, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the mean of x less X^T (S^T 1) / rows, for what codes stand for as X: a part of the sketch's operator.
+    """Return the mean of x less X^T (S^T 1) / rows, for what codes stand for as X: a part of two operators.
 
     Args:
         sums: Sums of parts of x over their rows, shape (parts, features), float32 (float64 for float64).
@@ -101,3 +101,39 @@ def hadamard_sketch_quantized(
         (float64 for float64).
     """
     return _hadamard_sketch_quantized(x, seed, mean, blocks, kept, kind, group)
+
+
+@define(
+    "quantize_and_mean(Tensor x, Tensor seed, Tensor mean, str kind, int group) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _quantize_and_mean(
+    x: Tensor, seed: Tensor, mean: Tensor, kind: str, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    codes, steps, offsets = run("quantize", _low_bit.quantize, x, seed, mean, kind=kind, group=group)
+    sums = x.sum(0, dtype=result_dtype(x, True), keepdim=True)
+    stored = Codes(codes, steps, offsets, seed, kind, group)
+    return codes, steps, offsets, mean_less_codes(sums, stored, x.shape[0], 0, 1, 1.0, x.dtype)
+
+
+@torch.library.register_fake("rmm_linear::quantize_and_mean")
+def _(x: Tensor, seed: Tensor, mean: Tensor, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *empty_codes(x, x.shape[0], kind, group), x.new_empty((x.shape[1],), dtype=result_dtype(x, True))
+
+
+def quantize_and_mean(
+    x: Tensor, seed: Tensor, mean: Tensor, *, kind: str, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round x - 1 mean^T to 8, 4, 3 or 2 bits an element, and return what is left of the mean of x next to it.
+
+    Args:
+        x: Input, shape (rows, features), any float dtype.
+        seed: 0-d int64.
+        mean: Shape (features,), subtracted from every row.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows of a column that share a step and an offset.
+
+    Returns:
+        What `quantize` does; and the mean of x less that of what the codes stand for, (features,), float32 (float64 for
+        float64).
+    """
+    return _quantize_and_mean(x, seed, mean, kind, group)

@@ -25,7 +25,6 @@ from rmm_linear import ops
 from rmm_linear.sketches.base import SEED_BYTES, GradientPass, SavedSketch, Sketch, accumulate_dtype
 from rmm_linear.sketches.centered import Centered
 from rmm_linear.sketches.closed_forms import row_squares
-from rmm_linear.sketches.sizes import larger
 
 STORAGES = tuple(ops.STORAGE_BITS)
 # Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2, for
@@ -115,13 +114,10 @@ class LowBit(Sketch):
             sketch, the mean less that of what the codes stand for, which are all there is of x - 1 mean^T.
         """
         if self.inner is None:
-            saved, whole_mean = super().compress_with_mean(x, seed)
             if not ops.is_for_kernels(x):
-                return saved, whole_mean
-            ones = ops.product_operand(x.new_ones((x.shape[0], 1)))
-            stored, sums = self.operand(saved, ones.dtype), accumulate_dtype(x.dtype)
-            total, _ = ops.sketched_grad_weight(ones, stored, dtype=sums)
-            return saved, whole_mean - total.squeeze(0) / larger(1, x.shape[0])
+                return super().compress_with_mean(x, seed)
+            *parts, left = ops.quantize_and_mean(x, seed, ops.sampled_mean(x), kind=self.storage, group=self.group)
+            return SavedSketch(seed, tuple(parts)), left
         found = self.inner.compress_low_bit(x, seed, center=True, kind=self.storage, group=self.group)
         if found is not None:
             tensors, kept_mean = found

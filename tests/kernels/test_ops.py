@@ -18,6 +18,7 @@ NAMES = (
     "hadamard_sketch_quantized",
     "importance_rows",
     "quantize",
+    "quantize_and_mean",
     "random_projection",
     "sampled_mean",
     "sketched_grad_weight",
@@ -77,6 +78,7 @@ def calls(rows, dtype):
             if rows == 128:
                 # in one pass
                 yield "hadamard_sketch_quantized", (x, seed, centre, 2, 16, kind, 32)
+        yield "quantize_and_mean", (x, seed, mean, kind, 32)
         codes = torch.ops.rmm_linear.quantize.default(x, seed, None, kind, 32)
         for result in (None, torch.bfloat16):
             yield "dequantize", (*codes, seed, kind, 32, result)
@@ -186,7 +188,7 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
             assert [result.dtype for result in results] == [dtype if is_half else accumulate, accumulate]
         elif name == "hadamard_sketch_and_mean":
             assert [result.dtype for result in results] == [dtype, accumulate]
-        elif name in ("quantize", "hadamard_sketch_quantized"):
+        elif name in ("quantize", "quantize_and_mean", "hadamard_sketch_quantized"):
             assert [result.dtype for result in results[:3]] == [torch.uint8, torch.bfloat16, torch.bfloat16]
             assert [result.dtype for result in results[3:]] == [accumulate] * (name != "quantize")
         elif name == "dequantize":
