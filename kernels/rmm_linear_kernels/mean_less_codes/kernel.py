@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import _is_paley_negative, _parity, _ranked_columns
+from ..hadamard_sketch.kernel import _is_paley_negative, _parity, ranked_columns
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit.kernel import converted, decoded, spread
@@ -100,7 +100,7 @@ def _sums_of_rows(
     else:
         SOME: tl.constexpr = 8 if ORDER_2 > 8 else ORDER_2
         BASE: tl.constexpr = PRIME + 1 if PRIME % 4 == 3 else 2 * (PRIME + 1)
-        column = tl.gather(_ranked_columns(seed, ORDER, ORDER_2, KEPT_2), combination, 0)[:, None]
+        column = tl.gather(ranked_columns(seed, ORDER, ORDER_2, KEPT_2), combination, 0)[:, None]
     total = present * 0
     for chunk in range(CHUNKS):
         index = block * sign_stride + chunk * 64
