@@ -60,7 +60,7 @@ def test_a_sketch_of_full_blocks_goes_to_codes_in_one_kernel(storage, tolerance,
     pytest.importorskip("triton")
     from rmm_linear_kernels.hadamard_sketch_quantized import kernel
 
-    if storage == "int4" and torch.version.hip is not None:
+    if torch.version.hip is not None and (storage == "int4" or ratio == 0.5):
         pytest.skip("AMD's GPUs take two kernels")
 
     def in_two(*arguments, **options):

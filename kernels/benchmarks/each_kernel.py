@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
+from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes
 
 TINY_SHAPES = ((256, 48, 80),)
 RATIOS = (0.5, 0.25, 0.1)
@@ -402,25 +403,38 @@ def _quantized_sketch_cases(
             """What it competes with: the sketch by way of the memory."""
             centred = arguments["mean"] is not None
             module = "kernel" if seed.is_cuda else "reference"
-            sketch, rounding = (
+            sketch, rounding, left = (
                 implementation(op, function, module) or implementation(op, function, "reference")
                 for op, function in (
                     ("hadamard_sketch", "hadamard_sketch_and_sums" if centred else "hadamard_sketch"),
                     ("low_bit", "quantize"),
+                    ("mean_less_codes", "mean_less_codes"),
                 )
             )
             assert sketch is not None
             assert rounding is not None
+            assert left is not None
+            how = {name: arguments[name] for name in ("kind", "group")}
             y = call(sketch, arguments)
-            y = y[0] if centred else y
-            return rounding(y, seed, None, kind=arguments["kind"], group=arguments["group"])[0]
+            if not centred:
+                return rounding(y, seed, None, **how)[0]
+            y, sums = y
+            codes = rounding(y, seed, None, **how)
+            more = {name: arguments[name] for name in ("blocks", "kept", "scale")} | {"rows": rows, "decoded": dtype}
+            return left(sums, *codes, seed, **how, **more)
 
         def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
             how = {name: arguments[name] for name in ("kind", "group")}
-            *codes, sums = result
+            *codes, rest = result
             y = dequantize(*codes, seed, **how, features=arguments["x"].shape[1]).double()
-            # one more row
-            return torch.cat((y, sums.double().sum(0, keepdim=True) / rows)) if sums.numel() else y
+            if not rest.numel():
+                return y
+            # one more row: the error of what is left of the sum of x next to these codes
+            more = {name: arguments[name] for name in ("blocks", "kept")} | {"rows": rows, "decoded": dtype}
+            scale = 1 / (arguments["kept"] * arguments["scale"])
+            sums = arguments["x"].double().sum(0, keepdim=True)
+            expected = mean_less_codes(sums, *codes, seed, **how, **more, scale=scale)
+            return torch.cat((y, (rest.double() - expected).unsqueeze(0) * rows))
 
         yield Case(
             "hadamard_sketch_quantized",
@@ -434,24 +448,22 @@ def _quantized_sketch_cases(
             rival=in_two_steps,
             value=read_back,
         )
-    for kind, ratio in itertools.product(KINDS, (0.5, 0.25)):
-        rank = roofline.rank_of(rows, ratio)
+    rank = roofline.rank_of(rows, 0.1)
+    for kind in KINDS:
 
-        def centred_codes(rank: int = rank, kind: str = kind) -> Arguments:
-            # as many sums as the kernel before it writes
-            groups = -(-rank * BITS[kind] // roofline.GROUP_BITS)
+        def centred_codes(kind: str = kind) -> Arguments:
+            sums = normal(blocks, features).float() * (rows / blocks) ** 0.5
             more = {"rows": rows, "blocks": blocks, "kept": rank // blocks, "scale": 8 * blocks / rank}
-            sums = normal(groups, features).float() * (rows / groups) ** 0.5
             return _stored(normal(rank, features), seed, kind) | more | {"sums": sums, "decoded": dtype}
 
         yield Case(
             "mean_less_codes",
             "mean_less_codes",
-            f"mean_less_codes, {kind}, ratio {ratio:g}",
+            f"mean_less_codes, {kind}, ratio 0.1",
             rows,
             features,
             0,
-            roofline.mean_less_codes(rank, features, BITS[kind]),
+            roofline.mean_less_codes(rows, features, rank, BITS[kind]),
             centred_codes,
         )
 
@@ -554,10 +566,10 @@ def _twin_of(case: Case) -> Callable[[Arguments], Any]:
 
 
 def _exact_sketch(arguments: Arguments) -> Tensor:
-    """The sketch that is rounded, and the mean of x where its sum is formed, float64."""
+    """The sketch that is rounded, float64; and no error of what is left of the sum of x, where it is formed."""
     exact = _exact(arguments)
-    sketch, x = call(hadamard_sketch, exact), exact["x"]
-    return sketch if exact["mean"] is None else torch.cat((sketch, x.mean(0, keepdim=True)))
+    sketch = call(hadamard_sketch, exact)
+    return sketch if exact["mean"] is None else torch.cat((sketch, torch.zeros_like(sketch[:1])))
 
 
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:

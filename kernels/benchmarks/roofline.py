@@ -210,18 +210,19 @@ def hadamard_sketch_quantized(
     return Cost(moved, (2 * BLOCK_ROWS + 8) * rank * features)
 
 
-def mean_less_codes(rank: int, features: int, bits: int) -> Cost:
+def mean_less_codes(rows: int, features: int, rank: int, bits: int) -> Cost:
     """Return the cost of what the codes of a sketch take off the mean, and of the sum of the programs' parts.
 
     Args:
-        rank: Rows of the sketch.
+        rows: Rows of x, of whose blocks the sums are read.
         features: Their length.
+        rank: Rows of the sketch.
         bits: Bits of a code.
 
     Returns:
-        The cost: a sum for every group of rows is read; for every `MEAN_ROWS` one is written and read again.
+        The cost: for every `MEAN_ROWS` rows of codes a sum is written and read again.
     """
-    sums = -(-rank * bits // GROUP_BITS) + 2 * -(-rank // MEAN_ROWS) + 1
+    sums = -(-rows // BLOCK_ROWS) + 2 * -(-rank // MEAN_ROWS) + 1
     return Cost(_codes(rank, features, bits) + _SEED + _WIDE * sums * features, 2 * rank * features)
 
 
@@ -421,7 +422,7 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
             "hadamard_sketch_quantized of x - 1 m^T to int8, with its mean",
             hadamard_sketch_quantized(rows, features, rank, 8, with_sum=True, with_mean=True),
         ),
-        ("mean_less_codes, int8", mean_less_codes(rank, features, 8)),
+        ("mean_less_codes, int8", mean_less_codes(rows, features, rank, 8)),
         ("low_bit, dequantize int8", dequantize(rank, features, 8)),
         ("outer_product_of_sums", outer_product_of_sums(-(-rows // BLOCK_ROWS), features, out)),
         ("sketched_grad_weight", sketched_grad_weight(rank, features, out)),
@@ -442,7 +443,7 @@ _FORMULAS = (
     ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
     ("hadamard_sketch_quantized to b bits", "2 rows in + rank in b (1/8 + 1/256)", "136 rank in"),
     ("hadamard_sketch_quantized of x - 1 m^T, with its mean", "2 rows in + rank in b (1/8 + 1/128)", "136 rank in"),
-    ("mean_less_codes of b bits", "rank in b (1/8 + 1/128) + rank in / 8", "2 rank in"),
+    ("mean_less_codes of b bits", "rank in b (1/8 + 1/256) + in (rank / 8 + rows / 16)", "2 rank in"),
     ("low_bit, dequantize b bits", "rank in b (1/8 + 1/256) + 4 rank in", "4 rank in"),
     ("outer_product_of_sums", "4 out rows / 64 + 2 out (in + 1) + 4 in", "out in + out rows / 64"),
     ("sketched_grad_weight", "2 (rank out + rank in + out in)", "2 rank in out"),

@@ -27,20 +27,19 @@ def _hadamard_sketch_quantized(
     rows = x.shape[0]
     scale, factor = hadamard_scales(rows, blocks, kept)
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale}
-    sums = None
     if rows and holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
         twin = _quantized.hadamard_sketch_quantized
-        *parts, sums = run("hadamard_sketch_quantized", twin, x, seed, mean, **options, kind=kind, group=group)
-    else:
-        if mean is None:
-            sketch = run("hadamard_sketch", _hadamard.hadamard_sketch, x, seed, None, **options, dtype=x.dtype)
-        else:
-            with_sums = _hadamard.hadamard_sketch_and_sums
-            sketch, sums = run("hadamard_sketch_and_sums", with_sums, x, seed, mean, **options, dtype=x.dtype)
-        parts = run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group)
-    codes, steps, offsets = parts
-    if mean is None or sums is None:
+        codes, steps, offsets, rest = run(
+            "hadamard_sketch_quantized", twin, x, seed, mean, **options, kind=kind, group=group
+        )
+        return codes, steps, offsets, rest
+    if mean is None:
+        sketch = run("hadamard_sketch", _hadamard.hadamard_sketch, x, seed, None, **options, dtype=x.dtype)
+        codes, steps, offsets = run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group)
         return codes, steps, offsets, x.new_empty(0, dtype=result_dtype(x, True))
+    with_sums = _hadamard.hadamard_sketch_and_sums
+    sketch, sums = run("hadamard_sketch_and_sums", with_sums, x, seed, mean, **options, dtype=x.dtype)
+    codes, steps, offsets = run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group)
     stored = Codes(codes, steps, offsets, seed, kind, group)
     return codes, steps, offsets, mean_less_codes(sums, stored, rows, blocks, kept, factor, x.dtype)
 

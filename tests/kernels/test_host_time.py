@@ -20,6 +20,7 @@ KERNELS = {
     "codes": "_hadamard_sketch_quantized_kernel",
     "mean": "_sampled_mean_kernel",
     "left": "_mean_less_codes_kernel",
+    "quantize": "_quantize_kernel",
     "outer": "_outer_product_of_sums_kernel",
     "product": "_grad_weight_kernel",
     "product of codes": "_low_bit_grad_weight_kernel",
@@ -53,23 +54,27 @@ def test_a_linear_layer_launches_four_kernels(host_time):
         (False, None, False, ["sketch", "sketch", "outer", "addmm", "addmm_", "mm", "randint"]),
         (True, None, False, ["sketch", "sketch", "outer", "mean", "addmm", "addmm_", "mm", "randint", "sum"]),
         (False, "int8", True, ["codes", "sketch", "product of codes", "addmm", "mm", "randint"]),
-        (
-            True,
-            "int8",
-            True,
-            ["codes", "sketch", "product of codes", "mean", "left", "addmm", "mm", "randint", "sum"],
-        ),
+        (True, "int8", True, ["codes", "sketch", "product of codes", "mean", "addmm", "mm", "randint", "sum"]),
     ],
 )
 def test_what_a_sketched_layer_launches(host_time, center, storage, small, expected):
     """Few rows: a seed, the sketch, the weight's gradient out of g; and the two other products.
 
     Many: a seed, about the mean, the sketch of x, the sum of its parts; of g the sketch, and what its product with the
-    other sketch is added to. What codes take off the mean is a launch.
+    other sketch is added to.
     """
     layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.5, center=center, storage=storage, min_rows=1))
     dtype = torch.float32 if storage is None else torch.bfloat16
     found = launched(host_time, layer, dtype, small=small)
+    assert found == sorted(KERNELS.get(name, name) for name in expected)
+
+
+def test_codes_that_are_not_made_in_one_pass_take_two_launches_more(host_time):
+    """The sketch by way of the memory, and what they take off the mean."""
+    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.3, storage="int8", min_rows=1))
+    found = launched(host_time, layer, torch.bfloat16, small=True)
+    of_x = ["mean", "sketch", "quantize", "left", "sum"]
+    expected = [*of_x, "sketch", "product of codes", "addmm", "mm", "randint"]
     assert found == sorted(KERNELS.get(name, name) for name in expected)
 
 

@@ -59,8 +59,9 @@ def test_bytes_are_those_of_the_tensors(roofline) -> None:
         centred = roofline.hadamard_sketch_quantized(rows, features, rank, bits, with_sum=True, with_mean=True)
         assert centred.moved_bytes == x.nbytes + weight + sums.nbytes + mean.nbytes
         parts = torch.zeros(-(-rank // roofline.MEAN_ROWS), features)
-        moved = weight + sums.nbytes + 2 * parts.nbytes + mean.nbytes
-        assert roofline.mean_less_codes(rank, features, bits).moved_bytes == moved
+        sums_of_blocks = torch.zeros(-(-rows // roofline.BLOCK_ROWS), features)
+        moved = weight + sums_of_blocks.nbytes + 2 * parts.nbytes + mean.nbytes
+        assert roofline.mean_less_codes(rows, features, rank, bits).moved_bytes == moved
         value = low_bit.dequantize(*stored, seed, kind=kind, group=group, features=features)
         assert roofline.dequantize(rank, features, bits).moved_bytes == weight + value.nbytes
         g = torch.zeros(rank, out).bfloat16()

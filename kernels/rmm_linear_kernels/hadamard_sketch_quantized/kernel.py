@@ -2,7 +2,8 @@
 
 Row `block * kept + c` of the sketch is combination c of a block, so that a group of rows with a step of its own is a
 whole number of neighbouring blocks, if `kept` divides it. A program sketches these blocks for a tile of features, one
-after the other, finds the extremes of all, and rounds them; and sums them over their rows, where a mean is taken off.
+after the other, finds the extremes of all, and rounds them. Where a mean is taken off, it also sums x over the blocks'
+rows, and takes off what the codes stand for times S^T 1: its part of what is left of the mean of x.
 """
 
 # a tuple of tiles grows in a loop that the compiler unrolls
@@ -23,9 +24,19 @@ from ..hadamard_sketch.kernel import hadamard_sketch, hadamard_sketch_and_sums, 
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit import reference as low_bit
-from ..low_bit.kernel import codes_of, quantize, random_part, store_codes, store_scales
+from ..low_bit.kernel import (
+    codes_of,
+    converted,
+    half_value,
+    quantize,
+    random_part,
+    spread,
+    store_codes,
+    store_scales,
+)
+from ..mean_less_codes.kernel import mean_less_codes, sum_of_signs, sylvester_column, sylvester_words
 from ..philox.kernel import SIGN_STREAM, random_word
-from .shapes import MOST_ROWS, ORDER, holds
+from .shapes import KEPT, MOST_ROWS, ORDER, holds
 
 # Features of a program: more than rows are kept of a block, or the warps would share a product otherwise.
 _TILE = 64
@@ -46,7 +57,7 @@ def _hadamard_sketch_quantized_kernel(
     CODES,
     STEPS,
     OFFSETS,
-    SUMS,
+    REST,
     rows,
     features,
     width,
@@ -123,20 +134,42 @@ def _hadamard_sketch_quantized_kernel(
     for index in tl.static_range(1, BLOCKS):
         total += tl.abs(products[index])
     scales = group.to(tl.int64) * features + feature
-    factor, divisor, inverse, quotient = store_scales(
+    factor, divisor, inverse, quotient, step, offset = store_scales(
         low, high, total, STEPS + scales, OFFSETS + scales, is_feature, LEVELS, IS_FP8, TILE
     )
     if HAS_MEAN:
-        # any of the equal rows
-        tl.store(SUMS + scales, tl.max(sums, 0), mask=is_feature)
+        # S^T 1 of all rows at once
+        index_of_row = tl.arange(0, BLOCKS * KEPT) // KEPT
+        block_of_row = first_block + index_of_row
+        low_entries, high_entries = sylvester_words(
+            sylvester_column(seed, tl.arange(0, BLOCKS * KEPT) % KEPT, DEGREE, POLYNOMIAL)
+        )
+        ones = sum_of_signs(
+            low_entries ^ tl.gather(signs, index_of_row * (CHUNK // 32), 0),
+            high_entries ^ tl.gather(signs, index_of_row * (CHUNK // 32) + 1, 0),
+            shortest + (block_of_row < longer).to(tl.int32),
+        )
+        # Of halves, for KEPT equal rows, and over what the codes lack: 1 / (KEPT scale). A block that stands in for
+        # another one counts for nothing.
+        ones = spread(tl.where(block_of_row < blocks, ones, 0).to(tl.float32) * (2.0 / scale))
+        half_step, half_offset = step * 0.5, offset * 0.5
     for index in tl.static_range(BLOCKS):
         block = first_block + index
         row = block * KEPT + kept_place
         of_row = tl.gather(of_rows, index * KEPT + kept_place, 0)
         codes = codes_of(products[index], factor, divisor, inverse, quotient, of_row, of_column, IS_FP8, LEVELS, UPCAST)
+        if HAS_MEAN:
+            value = half_value(
+                codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8
+            )
+            # as it will be multiplied by the sketch of g
+            value = converted(value, X.dtype.element_ty, UPCAST).to(tl.float32)
+            sums -= value * tl.gather(ones, index * KEPT + kept_place, 0)[:, None]
         # A feature that is not there is 0, and 0 are its codes: the bits that a row's last byte has left.
         is_row = tl.zeros((KEPT,), tl.int32) + block < blocks
         store_codes(codes, CODES, width, row, first_feature, is_row, BITS, KEPT, TILE)
+    if HAS_MEAN:
+        tl.store(REST + scales, tl.sum(sums, 0) * (1.0 / KEPT) * (1.0 / rows), mask=is_feature)
 
 
 @lru_cache
@@ -188,23 +221,24 @@ def hadamard_sketch_quantized(
     Returns:
         Codes (blocks * kept, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the
         same shape and dtype, (0,) for fp8: those of the reference, but where a sum that is rounded otherwise falls on
-        the other side of an edge. With a mean, sums of parts of x itself over their rows, (groups, features), of blocks
-        instead of groups for what is sketched first; otherwise (0, features); float32.
+        the other side of an edge. With a mean, the mean of x less X^T (S^T 1) / rows, with X what the codes stand for,
+        rounded to x's dtype, (features,), otherwise (0,), float32.
     """
     rows, features = x.shape
     if x.numel() == 0 or x.dtype not in _HALVES or not holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
         if mean is None:
-            sketch, sums = hadamard_sketch(x, seed, None, **options), x.new_empty((0, features), dtype=torch.float32)
-        else:
-            sketch, sums = hadamard_sketch_and_sums(x, seed, mean, **options)
-        return *quantize(sketch, seed, None, kind=kind, group=group), sums
+            sketch = hadamard_sketch(x, seed, None, **options)
+            return *quantize(sketch, seed, None, kind=kind, group=group), x.new_empty(0, dtype=torch.float32)
+        sketch, sums = hadamard_sketch_and_sums(x, seed, mean, **options)
+        stored = quantize(sketch, seed, None, kind=kind, group=group)
+        options = {"blocks": blocks, "kept": kept, "scale": 1 / (kept * scale), "kind": kind, "group": group}
+        return *stored, mean_less_codes(sums, *stored, seed, rows=rows, **options, decoded=x.dtype)
     rank = blocks * kept
     codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
     steps = torch.empty((ceil_div(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
     offsets = steps.new_empty(0) if kind == low_bit.FP8 else torch.empty_like(steps)
-    groups = 0 if mean is None else steps.shape[0]
-    sums = torch.empty((groups, features), dtype=torch.float32, device=x.device)
+    rest = None if mean is None else torch.empty(steps.shape, dtype=torch.float32, device=x.device)
     arguments = (
         x,
         seed,
@@ -212,7 +246,7 @@ def hadamard_sketch_quantized(
         codes,
         steps.view(torch.int16),
         offsets.view(torch.int16),
-        None if mean is None else sums,
+        rest,
         rows,
         features,
         codes.shape[1],
@@ -226,15 +260,17 @@ def hadamard_sketch_quantized(
     grid = (steps.shape[0] * ceil_div(features, _TILE), 1, 1)
     constants = _constants(kept, x.dtype, kind, group, mean is not None)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
-    return codes, steps, offsets, sums
+    # one part after the other: the same in every run, which atomic additions are not
+    left = torch.empty(0, dtype=torch.float32, device=x.device) if rest is None else rest.sum(0)
+    return codes, steps, offsets, left
 
 
 def builds() -> list[Build]:
     """Return what a training run compiles: ratios 0.5 and 0.25 of full blocks.
 
     Returns:
-        All kinds in bfloat16, with a mean and without; int8 and int4 in float16 at one ratio, with one. int4 for
-        NVIDIA's GPUs alone, see `shapes.MOST_ROWS`.
+        All kinds in bfloat16, with a mean and without; int8 and int4 in float16 at one ratio, with one. int4, and ratio
+        0.5, for NVIDIA's GPUs alone, see `shapes`.
     """
     found = []
     for kind, kept in itertools.product(("int8", low_bit.FP8, "int4"), (32, 16)):
@@ -248,10 +284,10 @@ def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
     shared = _constants(kept, dtype, kind, group, centred)
     constants: dict[str, Any] = {"column_stride": 1, **shared.values}
     if centred:
-        types |= {"MEAN": "*fp32", "SUMS": "*fp32"}
+        types |= {"MEAN": "*fp32", "REST": "*fp32"}
         constants["mean_stride"] = 1
     else:
-        constants |= {"MEAN": None, "SUMS": None}
+        constants |= {"MEAN": None, "REST": None}
     pointers, sizes = tuple(types), ("features", "width", "row_stride")
     types |= dict.fromkeys((*_ANY_ROWS, *sizes), "i32") | {"scale": "fp32"}
     if not centred:
@@ -264,5 +300,5 @@ def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
         (*pointers, *sizes),
         num_warps=shared.num_warps,
         uses_tensor_cores=True,
-        backends=tuple(backend for backend, most in MOST_ROWS.items() if group <= most),
+        backends=tuple(backend for backend, most in MOST_ROWS.items() if group <= most and kept in KEPT[backend]),
     )

@@ -4,11 +4,14 @@ The sketch goes from one to the other in float32. A sketch that is kept in half 
 (`hadamard_sketch` into the dtype of x, then `low_bit.quantize`) is rounded once more.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..hadamard_sketch.reference import hadamard_sketch
 from ..low_bit.reference import quantize
+from ..mean_less_codes.reference import mean_less_codes
 
 
 def hadamard_sketch_quantized(
@@ -35,11 +38,15 @@ def hadamard_sketch_quantized(
         group: Rows of the sketch that share, in a column, a step and an offset.
 
     Returns:
-        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and sums
-        of parts of x itself over their rows, float32 (float64 for float64): with a mean one of all rows, (1, features),
-        otherwise none, (0, features).
+        Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and, with
+        a mean, that of x less X^T (S^T 1) / rows, with X what the codes stand for, rounded to x's dtype in half
+        precision, (features,), otherwise (0,), float32 (float64 for float64).
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
-    sums = x[:0].to(wide) if mean is None else x.sum(0, dtype=wide, keepdim=True)
-    return *quantize(sketch, seed, None, kind=kind, group=group), sums
+    stored = quantize(sketch, seed, None, kind=kind, group=group)
+    if mean is None:
+        return *stored, x.new_empty(0, dtype=wide)
+    sums, decoded = x.sum(0, dtype=wide, keepdim=True), torch.float32 if x.dtype == torch.float64 else x.dtype
+    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": 1 / (kept * scale), "kind": kind}
+    return *stored, mean_less_codes(sums, *stored, seed, rows=x.shape[0], **options, group=group, decoded=decoded)

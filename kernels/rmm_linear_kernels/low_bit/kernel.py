@@ -239,7 +239,7 @@ def _codes(value, of_row, of_column, IS_FP8: tl.constexpr, LEVELS: tl.constexpr)
 def store_scales(
     low, high, total, STEPS, OFFSETS, is_column, LEVELS: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store the step and the offset of a group of each column; the rest is what `codes_of` wants of them."""
+    """Store the step and the offset of a group of each column; return what `codes_of` wants of them, and themselves."""
     # Low and high are the extremes, of the sizes for fp8, and total the sum of the sizes, over any parts of the rows.
     # Of a number and NaN, either extreme is the number. A sum of what is not negative is NaN where one of it is.
     total = tl.sum(total, 0)
@@ -260,7 +260,7 @@ def store_scales(
     factor, divisor, inverse = _divisor(step)
     # each divided by itself: the difference may overflow
     quotient = tl.where(step == 0, 0.0, tl.div_rn(offset, step))
-    return spread(factor), spread(divisor), spread(inverse), spread(quotient)
+    return spread(factor), spread(divisor), spread(inverse), spread(quotient), spread(step), spread(offset)
 
 
 @triton.jit
@@ -345,7 +345,7 @@ def _quantize_kernel(
         else:
             low, high, total = tl.minimum(low, value), tl.maximum(high, value), total + tl.abs(y)
     scales = group.to(tl.int64) * features + column
-    factor, divisor, inverse, quotient = store_scales(
+    factor, divisor, inverse, quotient, _, _ = store_scales(
         low, high, total, STEPS + scales, OFFSETS + scales, is_column, LEVELS, IS_FP8, BLOCK
     )
 

@@ -59,7 +59,13 @@ def _count(bits):
 
 
 @triton.jit
-def _sylvester_column(seed, combination, DEGREE: tl.constexpr, POLYNOMIAL: tl.constexpr):
+def sum_of_signs(low, high, present):
+    """The sum of the first `present` of 64 signs, int32; 1 of the two words stands for -1."""
+    return present - 2 * (_count(low & _lowest_bits(present)) + _count(high & _lowest_bits(present - 32)))
+
+
+@triton.jit
+def sylvester_column(seed, combination, DEGREE: tl.constexpr, POLYNOMIAL: tl.constexpr):
     """The rows of H that combinations are: `reference.columns_of_words` of the Hadamard sketch, for powers of two."""
     word, _, _, _ = words_of_counter(seed, tl.full((), 0, tl.int32), CHOICE_STREAM)
     factor = 1 + ((word.to(tl.uint64) * ((1 << DEGREE) - 1)) >> 32).to(tl.int32)
@@ -70,6 +76,16 @@ def _sylvester_column(seed, combination, DEGREE: tl.constexpr, POLYNOMIAL: tl.co
         power = power << 1
         power ^= (power >> DEGREE) * POLYNOMIAL
     return column
+
+
+@triton.jit
+def sylvester_words(column):
+    """The first 64 entries of rows of H, as two words of signs: bit j is the parity of column & j."""
+    low = column.to(tl.uint32) * 0
+    for bit in tl.static_range(5):
+        # times the numbers below 32 that have this bit
+        low ^= ((column >> bit) & 1).to(tl.uint32) * (0xFFFFFFFF // ((1 << (1 << bit)) + 1) << (1 << bit))
+    return low, low ^ (((column >> 5) & 1).to(tl.uint32) * 0xFFFFFFFF)
 
 
 @triton.jit
@@ -90,13 +106,8 @@ def _sums_of_rows(
 ):
     """S^T 1 but for a factor, of a combination of a block of `present` rows each: whole numbers, int32."""
     if PRIME == 0:
-        column = _sylvester_column(seed, combination, DEGREE, POLYNOMIAL)
-        # bit j of these words is the parity of column & j
-        negative = column.to(tl.uint32) * 0
-        for bit in tl.static_range(5):
-            # times the numbers below 32 that have this bit
-            negative ^= ((column >> bit) & 1).to(tl.uint32) * (0xFFFFFFFF // ((1 << (1 << bit)) + 1) << (1 << bit))
-        negative_above = negative ^ (((column >> 5) & 1).to(tl.uint32) * 0xFFFFFFFF)
+        column = sylvester_column(seed, combination, DEGREE, POLYNOMIAL)
+        entries_low, entries_high = sylvester_words(column)
     else:
         SOME: tl.constexpr = 8 if ORDER_2 > 8 else ORDER_2
         BASE: tl.constexpr = PRIME + 1 if PRIME % 4 == 3 else 2 * (PRIME + 1)
@@ -110,9 +121,7 @@ def _sums_of_rows(
         here = tl.minimum(tl.maximum(present - chunk * 64, 0), 64)
         if PRIME == 0:
             flipped = _parity((column >> 6) & chunk).to(tl.uint32) * 0xFFFFFFFF
-            low = (low ^ negative ^ flipped) & _lowest_bits(here)
-            high = (high ^ negative_above ^ flipped) & _lowest_bits(here - 32)
-            total += here - 2 * (_count(low) + _count(high))
+            total += sum_of_signs(low ^ entries_low ^ flipped, high ^ entries_high ^ flipped, here)
         else:
             # some entries at a time: all would not fit the registers
             for start in range(0, ORDER_2, SOME):
