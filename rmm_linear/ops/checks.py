@@ -88,8 +88,8 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
     sums_of_x = normal(rank // _GROUP, features, dtype=torch.float32)
     # as few as are done at once
     few, few_g = x[:_FEW_ROWS], g[:_FEW_ROWS, :_FEW_OUTPUTS]
-    few_geometry: dict[str, Any] = {"blocks": _FEW_ROWS // _BLOCK, "kept": _KEPT}
-    few_stored = stored[: _FEW_ROWS // _BLOCK * _KEPT]
+    few_geometry: dict[str, Any] = {"blocks": few.shape[0] // _BLOCK, "kept": _KEPT}
+    few_stored = stored[: few.shape[0] // _BLOCK * _KEPT]
     few_options: dict[str, Any] = {"ratio": _KEPT / _BLOCK, "dtype": dtype, "bias_dtype": dtype}
     index = torch.arange(rank, device=device, dtype=torch.int32)
     with use_kernels("torch"):
