@@ -29,6 +29,7 @@ from measuring import device_of, hardware_name, milliseconds, quantiles, rotatin
 from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
 from torch import Tensor
 
+from rmm_linear_kernels.hadamard_at_once.reference import holds_gradient
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes
@@ -38,8 +39,8 @@ RATIOS = (0.5, 0.25, 0.1)
 KINDS = ("int8", "int4")
 # A twin may take a hundred times as long as its kernel, and its median need not be as sharp.
 _TWIN_REPEATS = 5
-# Rows of what is done at once, and columns of 64 x 64 tiles of a gradient.
-_FEW_ROWS, _FEW_TILES, _TILE = 256, 256, 64
+# Rows of what is done at once.
+_FEW_ROWS = 256
 # As many sums of parts of g as a product takes as they are.
 _FEW_PARTS = 8
 Arguments = dict[str, Any]
@@ -267,8 +268,9 @@ def _at_once_cases(
 ) -> Iterator[Case]:
     """Of so many of the shape's rows and outputs as are few; next to the kernels of large inputs."""
     rows, features, out = min(shape[0], _FEW_ROWS), shape[1], shape[2]
-    out = min(out, _TILE * max(1, _FEW_TILES // -(-features // _TILE)))
     blocks = -(-rows // roofline.BLOCK_ROWS)
+    while not holds_gradient(rows, blocks, out, features, dtype):
+        out //= 2
 
     def kernel_of(op: str, function: str) -> Callable[..., Any]:
         found = implementation(op, function, "kernel" if seed.is_cuda else "reference")

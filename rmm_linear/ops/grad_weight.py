@@ -185,35 +185,9 @@ def _sketched_grad_weight_low_bit(
     bias_dtype: torch.dtype | None,
     divisor: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    stored = Codes(codes, steps, offsets, seed, kind, group)
-    return product_of_codes(sketched_g, stored, sums, mean, scale * odd_factor(divisor), dtype, bias_dtype)
-
-
-def product_of_codes(
-    sketched_g: Tensor,
-    stored: Codes,
-    sums: Tensor | None,
-    mean: Tensor | None,
-    scale: float,
-    dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Return what `sketched_grad_weight` does of codes: what its operator does, for other operators.
-
-    Args:
-        sketched_g: As for `sketched_grad_weight`.
-        stored: The codes.
-        sums: As for `sketched_grad_weight`.
-        mean: As for `sketched_grad_weight`.
-        scale: Factor of the product.
-        dtype: As for `sketched_grad_weight`.
-        bias_dtype: As for `sketched_grad_weight`.
-
-    Returns:
-        As `sketched_grad_weight`.
-    """
-    *parts, kind, group = stored
-    (rank, out), features = sketched_g.shape, stored.steps.shape[-1]
+    scale *= odd_factor(divisor)
+    parts = codes, steps, offsets, seed
+    (rank, out), features = sketched_g.shape, steps.shape[-1]
     is_chosen = is_for_kernels(sketched_g) and chosen() == "auto" and reads_codes(rank, out, features, kind)
     # int3's and other groups' codes are unpacked by the kernel into memory as well
     is_readable = sketched_g.dtype in HALVES and kind != "int3" and group % 16 == 0

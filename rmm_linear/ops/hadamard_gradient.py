@@ -35,7 +35,7 @@ def _hadamard_grad_weight(
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale}
     (rows, out), features = g.shape, sketched_x.shape[1]
     stored_dtype = product_dtype(g, half)
-    if rows and sketched_x.dtype == stored_dtype and _at_once.holds_gradient(rows, blocks, out, features):
+    if rows and sketched_x.dtype == stored_dtype and _at_once.holds_gradient(rows, blocks, out, features, g.dtype):
         options |= {"factor": factor, "dtype": dtype or stored_dtype, "bias_dtype": bias_dtype}
         return run("grad_weight_at_once", _at_once.grad_weight_at_once, g, seed, sketched_x, mean, **options)
     twin = _hadamard.hadamard_sketch_and_sums

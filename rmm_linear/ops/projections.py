@@ -13,8 +13,11 @@ from rmm_linear_kernels.random_projection import reference as _projection
 from rmm_linear_kernels.sampled_mean import reference as _sampled_mean
 from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
 
+# Numbers of rows whose factors are remembered: batches of sentences have another number of them each.
+_MOST_REMEMBERED = 4096
 
-@lru_cache
+
+@lru_cache(maxsize=_MOST_REMEMBERED)
 def hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
     """Return the factors of the +-1 combinations of x and of g.
 
@@ -32,7 +35,7 @@ def hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
     return stored, 1 / (kept * stored)
 
 
-@lru_cache
+@lru_cache(maxsize=_MOST_REMEMBERED)
 def gradient_scale(rows: int, blocks: int, kept: int, half: bool) -> float:
     """Return the factor of the +-1 combinations of g in the dtype that they are multiplied in.
 

@@ -204,9 +204,8 @@ class Sketch(ABC):
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
         """Sketch g and sum it over its rows in one reading of it, where that is faster than two.
 
-        A subclass that defines this, or `one_pass_backward`, defines `compress_with_mean` as well, and all go by the
-        same rule: what the forward pass has kept of the mean is for a g that is sketched as it is, or for one that is
-        centred.
+        A subclass that defines this defines `compress_with_mean` as well, and both go by the same rule: what the
+        forward pass has kept of the mean is for a g that is sketched as it is, or for one that is centred.
 
         Args:
             g: Gradient of the output, shape (rows, out).
@@ -255,6 +254,9 @@ class Sketch(ABC):
         self, g: Tensor, saved: SavedSketch, mean: Tensor | None, *, need_bias: bool, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None] | None:
         """Form what `backward` returns out of one reading of g, where that is faster than two.
+
+        A subclass that defines this defines `one_pass` as well, which another sketch around it asks, and both go by the
+        same rule.
 
         Args:
             g: Gradient of the output, shape (rows, out).

@@ -61,6 +61,17 @@ def centred_input(x: Tensor) -> Tensor:
     return x.to(accumulate_dtype(x.dtype)) - ops.sampled_mean(x)
 
 
+# What a sketch has, what it needs then to be centred, and why.
+_NEEDED = (
+    (
+        "one_pass",
+        "compress_with_mean",
+        "a gradient that is not centred when it is sketched needs what is left of the mean",
+    ),
+    ("one_pass_backward", "one_pass", "a sketch around it takes what is left of the mean, and asks for that"),
+)
+
+
 @dataclass(frozen=True)
 class Centered(Sketch):
     """Any sketch, applied to the centred input. Not in the registry: `RMMConfig(center=True)` puts it around one.
@@ -74,14 +85,16 @@ class Centered(Sketch):
     inner: Sketch
 
     def __post_init__(self) -> None:
-        of = type(self.inner)
-        for name in ("one_pass", "one_pass_backward"):
-            has_one = getattr(of, name) is not getattr(Sketch, name)
-            if has_one and of.compress_with_mean is Sketch.compress_with_mean:
-                raise ValueError(
-                    f"{of.__qualname__} has a {name} and no compress_with_mean of its own; define it as well: a"
-                    " gradient that is not centred when it is sketched needs what is left of the mean"
-                )
+        # another sketch may be around the one that reads g
+        sketch: object = self.inner
+        while isinstance(sketch, Sketch):
+            for name, needed, why in _NEEDED:
+                of = type(sketch)
+                if getattr(of, name) is not getattr(Sketch, name) and getattr(of, needed) is getattr(Sketch, needed):
+                    raise ValueError(
+                        f"{of.__qualname__} has a {name} and no {needed} of its own; define it as well: {why}"
+                    )
+            sketch = getattr(sketch, "inner", None)
         object.__setattr__(self, "ratio", self.inner.ratio)
         super().__post_init__()
 

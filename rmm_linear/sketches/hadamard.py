@@ -188,8 +188,12 @@ class Hadamard(ObliviousSketch):
             dtype: Dtype of the estimate.
 
         Returns:
-            The estimate and the sum of g, by one operator; None on a CPU.
+            The estimate and the sum of g, by one operator, unless a subclass has its own `one_pass` or `operand`; None
+            on a CPU.
         """
+        of = type(self)
+        if of.one_pass is not Hadamard.one_pass or of.operand is not Hadamard.operand:
+            return super().one_pass_backward(g, saved, mean, need_bias=need_bias, dtype=dtype)
         if not ops.is_for_kernels(g):
             return None
         blocks, kept = self.geometry(g.shape[0])

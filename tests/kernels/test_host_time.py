@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear
+from rmm_linear_kernels.hadamard_at_once import reference
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'rmm-linear[kernels]'")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -33,8 +34,8 @@ def host_time(benchmark_script):
 
 
 def launched(host_time, layer: nn.Module, dtype: torch.dtype, *, small: bool, rows: int = 128) -> list[str]:
-    x = torch.randn(rows, 8, dtype=dtype, requires_grad=True)
-    g = torch.randn(rows, 8, dtype=dtype)
+    x = torch.randn(rows, layer.in_features, dtype=dtype, requires_grad=True)
+    g = torch.randn(rows, layer.out_features, dtype=dtype)
     with host_time.as_on_a_gpu(small=small) as gpu:
         step = host_time.step_of(layer.to(dtype), x, g)
         # what is compiled and cached is so by the second
@@ -79,20 +80,35 @@ def test_codes_that_are_not_made_in_one_pass_take_two_launches_more(host_time):
 
 
 @pytest.mark.parametrize(
-    ("rows", "of_x", "of_g"),
+    ("rows", "features", "of_x", "of_g"),
     [
-        (256, ["sketch at once"], ["gradient at once"]),
-        (257, ["mean", "sketch", "sum"], ["gradient at once"]),
-        (512, ["mean", "sketch", "sum"], ["gradient at once"]),
+        (256, 8, ["sketch at once"], ["gradient at once"]),
+        (257, 8, ["mean", "sketch", "sum"], ["gradient at once"]),
+        (512, 8, ["mean", "sketch", "sum"], ["gradient at once"]),
         # the blocks' sums of g are more than the product adds up by itself
-        (513, ["mean", "sketch", "sum"], ["sketch", "sum", "product"]),
+        (513, 8, ["mean", "sketch", "sum"], ["sketch", "sum", "product"]),
+        # 1024 tiles of 32 x 32, and a row of them more
+        (64, 1024, ["sketch at once"], ["gradient at once"]),
+        (64, 1025, ["sketch at once"], ["sketch", "product"]),
     ],
 )
-def test_what_is_done_at_once(host_time, rows, of_x, of_g):
-    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.5, min_rows=1))
+def test_what_is_done_at_once(host_time, rows, features, of_x, of_g):
+    layer = RMMLinear(features, features, config=RMMConfig(ratio=0.5, min_rows=1))
     found = launched(host_time, layer, torch.float32, small=True, rows=rows)
     expected = [*of_x, *of_g, "addmm", "mm", "randint"]
     assert found == sorted(KERNELS.get(name, name) for name in expected)
+
+
+def test_gradients_of_feed_forward_layers_are_formed_at_once():
+    for rows, blocks, out, features, dtype, expected in (
+        (128, 2, 3072, 768, torch.bfloat16, True),
+        (128, 2, 1024, 4096, torch.float16, True),
+        (128, 2, 1024, 4097, torch.float16, False),
+        (128, 2, 3072, 768, torch.float32, False),
+        (513, 9, 64, 64, torch.bfloat16, False),
+        (512, 4, 64, 64, torch.bfloat16, False),
+    ):
+        assert reference.holds_gradient(rows, blocks, out, features, dtype) == expected
 
 
 def rows_of_a_run(host_time, folder, monkeypatch, *options: str) -> list[dict[str, str]]:

@@ -133,8 +133,40 @@ def test_a_sketch_that_reads_once_says_what_it_leaves_of_the_mean():
         name = "half"
         compress_with_mean = Sketch.compress_with_mean
 
-    with pytest.raises(ValueError, match="no compress_with_mean of its own"):
-        Centered(Half(ratio=0.5))
+    class Whole(Hadamard):
+        name = "whole"
+        one_pass = Sketch.one_pass
+
+    for sketch, message in (
+        (Half, "Half has a one_pass and no compress_with_mean of its own"),
+        (Whole, "Whole has a one_pass_backward and no one_pass of its own"),
+    ):
+        for inner in (sketch(ratio=0.5), LowBit(sketch(ratio=0.5), "int8")):
+            with pytest.raises(ValueError, match=message):
+                Centered(inner)
+
+
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_a_subclass_is_asked_for_what_it_has_made_its_own(storage, monkeypatch):
+    asked = []
+
+    class Other(Hadamard):
+        name = "other"
+
+        def one_pass(self, g, saved, *, need_sum=True):
+            asked.append("one_pass")
+            return super().one_pass(g, saved, need_sum=need_sum)
+
+    for place in ("rmm_linear.ops.is_for_kernels", "rmm_linear.ops.dispatch.is_for_kernels"):
+        monkeypatch.setattr(place, lambda x: True)
+    x, g = pair(200, torch.float32)
+    estimates = []
+    for of in (Hadamard, Other):
+        inner = of(ratio=0.5)
+        sketch = Centered(inner if storage is None else LowBit(inner, storage))
+        estimates.append(sketch.backward(g, sketch.compress(x, torch.tensor(5)))[0])
+    assert asked == ["one_pass"]
+    torch.testing.assert_close(*estimates)
 
 
 SKETCH_OF_G, AT_ONCE = "hadamard_sketch_and_sums", "grad_weight_at_once"

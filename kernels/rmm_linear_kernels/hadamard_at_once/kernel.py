@@ -30,10 +30,9 @@ _LEAST_CHUNK = 16
 _SPILLING_KEPT = 32
 # Features of a program of the sketch: few, for the sake of many programs.
 _FEATURES = 32
-# Rows and columns of a tile of the gradient, in half precision and in float32.
-_TILE, _WIDE_TILE = 64, 32
 _WARPS = 4
 _STAGES = 2
+_MOST_REMEMBERED = 4096
 
 
 @triton.jit
@@ -229,8 +228,9 @@ def _matrix(order: int, kept: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-# of the number of rows, and not of the order: what is remembered is found with one question
-@lru_cache
+# Of the number of rows, and not of the order: what is remembered is found with one question. For all numbers that there
+# may be, at several ratios: batches of sentences have another one each.
+@lru_cache(maxsize=_MOST_REMEMBERED)
 def _sketch_constants(rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Constants:
     """Constants of the sketch's kernel; the launcher and `builds` share them."""
     values = _matrix(hadamard.hadamard_order(ceil_div(rows, blocks)), kept, dtype)
@@ -238,18 +238,18 @@ def _sketch_constants(rows: int, blocks: int, kept: int, dtype: torch.dtype) -> 
     return _equal(_WARPS, _STAGES, **values)
 
 
-@lru_cache
+@lru_cache(maxsize=_MOST_REMEMBERED)
 def _gradient_constants(rows: int, blocks: int, kept: int, dtype: torch.dtype, mean: bool, bias: bool) -> Constants:
     """Constants of the gradient's kernel; the launcher and `builds` share them."""
     is_wide = dtype == torch.float32
     values = _matrix(hadamard.hadamard_order(ceil_div(rows, blocks)), kept, dtype)
-    values |= {"TILE": _WIDE_TILE if is_wide else _TILE, "HAS_MEAN": mean, "HAS_BIAS": bias}
+    values |= {"TILE": reference.tile_of(dtype), "HAS_MEAN": mean, "HAS_BIAS": bias}
     values |= {"STEPS": blocks if IS_INTERPRETED else None, "INTERPRETED": IS_INTERPRETED}
     # of float32 neither a second stage nor four warps would leave registers enough
     return _equal(2 * _WARPS, 1, **values) if is_wide else _equal(_WARPS, _STAGES, **values)
 
 
-@lru_cache
+@lru_cache(maxsize=_MOST_REMEMBERED)
 def _equal(warps: int, stages: int, **values: Any) -> Constants:
     """One object for equal constants: a launch with another one would go through Triton."""
     return Constants(values, num_warps=warps, num_stages=stages)

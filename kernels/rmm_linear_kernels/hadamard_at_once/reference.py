@@ -16,8 +16,10 @@ from ..sketched_grad_weight.reference import sketched_grad_weight
 _MOST_BLOCK_ROWS = 64
 # Blocks that a program goes through, one after the other.
 _MOST_BLOCKS = 8
-# Tiles of 64 x 64 of a gradient, each of which sketches g for itself: what a large GPU works on at once, twice over.
-_TILE, _MOST_TILES = 64, 256
+# Rows and columns of a tile of the gradient, in half precision and in float32.
+_TILE, _WIDE_TILE = 64, 32
+# Tiles of a gradient, each of which sketches g for itself: as many as a large GPU works on at once, four times over.
+_MOST_TILES = 1024
 
 
 def holds_input(rows: int, blocks: int) -> bool:
@@ -33,7 +35,19 @@ def holds_input(rows: int, blocks: int) -> bool:
     return rows <= SAMPLE and rows <= _MOST_BLOCK_ROWS * blocks
 
 
-def holds_gradient(rows: int, blocks: int, out_features: int, in_features: int) -> bool:
+def tile_of(dtype: torch.dtype) -> int:
+    """Return how many rows and columns of the gradient a program of `grad_weight_at_once` forms.
+
+    Args:
+        dtype: Dtype of g.
+
+    Returns:
+        64; 32 in float32, which takes more registers.
+    """
+    return _WIDE_TILE if dtype == torch.float32 else _TILE
+
+
+def holds_gradient(rows: int, blocks: int, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
     """Return whether `grad_weight_at_once` is no slower than a sketch of g and a product: an unmeasured rule.
 
     Args:
@@ -41,11 +55,14 @@ def holds_gradient(rows: int, blocks: int, out_features: int, in_features: int) 
         blocks: Number of strided blocks.
         out_features: Columns of g.
         in_features: Columns of the sketch of x.
+        dtype: Dtype of g.
 
     Returns:
-        True for at most 8 blocks of at most 64 rows, and gradients of at most 256 tiles of 64 x 64.
+        True for at most 8 blocks of at most 64 rows, and gradients of at most 1024 tiles: 4096 x 1024 in half
+        precision.
     """
-    tiles = -(-out_features // _TILE) * -(-in_features // _TILE)
+    tile = tile_of(dtype)
+    tiles = -(-out_features // tile) * -(-in_features // tile)
     return blocks <= _MOST_BLOCKS and rows <= _MOST_BLOCK_ROWS * blocks and tiles <= _MOST_TILES
 
 

@@ -38,7 +38,7 @@ _ANY_ROWS = ("rows", "blocks", "shortest", "longer", "kept", "sign_stride")
 
 
 @triton.jit
-def _parity(bits):
+def parity(bits):
     """The number of ones of each 32-bit number, modulo 2."""
     bits = bits ^ (bits >> 16)
     bits = bits ^ (bits >> 8)
@@ -55,7 +55,7 @@ def _is_nonsquare(number, SQUARES: tl.constexpr):
 
 
 @triton.jit
-def _is_paley_negative(row, column, PRIME: tl.constexpr, SQUARES: tl.constexpr):
+def is_paley_negative(row, column, PRIME: tl.constexpr, SQUARES: tl.constexpr):
     """1 where the entry of Paley's matrix is -1: order PRIME + 1 if PRIME % 4 is 3, 2 (PRIME + 1) if it is 1."""
     if PRIME % 4 == 3:
         outside = _is_nonsquare((row - column + PRIME) % PRIME, SQUARES)
@@ -101,7 +101,7 @@ def _multiplied_places(seed, place, DEGREE: tl.constexpr, POLYNOMIAL: tl.constex
     power = 1 + ((word.to(tl.uint64) * ((1 << DEGREE) - 1)) >> 32).to(tl.int32)
     found = place * 0
     for bit in tl.static_range(DEGREE):
-        found |= _parity(power & place) << bit
+        found |= parity(power & place) << bit
         power = (power << 1) ^ (-(power >> (DEGREE - 1)) & POLYNOMIAL)
     return found
 
@@ -162,8 +162,8 @@ def paley_entries(
     """As `block_entries` for an order with a factor of Paley's: blocks of less than 64 rows, one element at a time."""
     place = tl.arange(0, CHUNK)
     base: tl.constexpr = PRIME + 1 if PRIME % 4 == 3 else 2 * (PRIME + 1)
-    negative = _parity((columns // base)[:, None] & (place // base)[None, :])
-    negative ^= _is_paley_negative((columns % base)[:, None], (place % base)[None, :], PRIME, SQUARES)
+    negative = parity((columns // base)[:, None] & (place // base)[None, :])
+    negative ^= is_paley_negative((columns % base)[:, None], (place % base)[None, :], PRIME, SQUARES)
     sign = sign_bit(seed, block * 64 + place, SIGN_STREAM).to(tl.int32)
     return (1 - 2 * (negative ^ sign[None, :])).to(DTYPE)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import _is_paley_negative, _parity, ranked_columns
+from ..hadamard_sketch.kernel import is_paley_negative, parity, ranked_columns
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit.kernel import converted, decoded, spread
@@ -120,14 +120,14 @@ def _sums_of_rows(
         low, high = tl.where(is_second_half, third, first), tl.where(is_second_half, fourth, second)
         here = tl.minimum(tl.maximum(present - chunk * 64, 0), 64)
         if PRIME == 0:
-            flipped = _parity((column >> 6) & chunk).to(tl.uint32) * 0xFFFFFFFF
+            flipped = parity((column >> 6) & chunk).to(tl.uint32) * 0xFFFFFFFF
             total += sum_of_signs(low ^ entries_low ^ flipped, high ^ entries_high ^ flipped, here)
         else:
             # some entries at a time: all would not fit the registers
             for start in range(0, ORDER_2, SOME):
                 place = start + tl.arange(0, SOME)[None, :]
-                odd = _parity((column // BASE) & (place // BASE))
-                odd ^= _is_paley_negative(column % BASE, place % BASE, PRIME, SQUARES)
+                odd = parity((column // BASE) & (place // BASE))
+                odd ^= is_paley_negative(column % BASE, place % BASE, PRIME, SQUARES)
                 signs = tl.where(place < 32, low[:, None], high[:, None]) >> (place & 31).to(tl.uint32)
                 odd ^= (signs & 1).to(tl.int32)
                 total += tl.sum(tl.where(place < here[:, None], 1 - 2 * odd, 0), axis=1)
@@ -208,7 +208,9 @@ def _mean_less_codes_kernel(
         ROWS,
         TILE,
     )
-    value = converted(value, DTYPE, INTERPRETED)
+    # Half of it, as the product with the sketch of g decodes it: some codes stand for more than float16 has, and code 0,
+    # which is read where there is no row, may be one of them.
+    value = converted(0.5 * value, DTYPE, INTERPRETED)
     ones = is_row.to(tl.int32)
     if ORDER > 0:
         block = row // kept
@@ -240,7 +242,7 @@ def _mean_less_codes_kernel(
         taken_off = tl.max(product, axis=0)
     else:
         taken_off = tl.sum(value.to(tl.float32) * ones[:, None], axis=0)
-    taken_off *= scale
+    taken_off *= 2 * scale
     rest = (tl.sum(sums, axis=0) - taken_off) * (1.0 / rows)
     tl.store(OUT + part.to(tl.int64) * features + feature, rest, mask=is_feature)
 

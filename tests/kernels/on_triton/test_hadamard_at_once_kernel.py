@@ -72,7 +72,7 @@ def test_sketch_and_what_is_left_of_the_mean(rows, ratio, dtype, device):
 @pytest.mark.parametrize(("rows", "ratio", "dtype"), [*CASES, *((*geometry, torch.bfloat16) for geometry in LARGER)])
 def test_gradient_and_sum(rows, ratio, dtype, device):
     sizes = sizes_of(rows, ratio)
-    assert reference.holds_gradient(rows, sizes["blocks"], 70, 37)
+    assert reference.holds_gradient(rows, sizes["blocks"], 70, 37, dtype)
     g = within_nan((torch.randn(rows, 70) - 1).to(device, dtype))
     seed, mean = torch.tensor(-7, device=device), torch.randn(37, device=device)
     x = within_nan(torch.randn(sizes["blocks"] * sizes["kept"], 37).to(device, dtype))

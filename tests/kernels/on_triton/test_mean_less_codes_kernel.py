@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from rmm_linear_kernels.low_bit.reference import BITS, FP8, quantize
+from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 from rmm_linear_kernels.mean_less_codes import kernel, reference
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -98,6 +98,21 @@ def test_what_is_not_finite_stays_in_its_column(kind, device):
     expected = torch.ones(70, dtype=torch.bool, device=device)
     expected[[3, 5, 66]] = False
     assert torch.equal(found.isfinite(), expected)
+
+
+@pytest.mark.parametrize(("kind", "group", "size"), [("int2", 512, 50000), ("int4", 48, 63500)])
+def test_codes_at_the_end_of_float16_are_finite(kind, group, size, device):
+    """What they stand for may be beyond it by a step; so may code 0, which is read where the last group has no row."""
+    seed, features = torch.tensor(5, device=device), 420
+    x = (size * (2 * torch.rand(70, features) - 1)).to(device)
+    codes = quantize(x, seed, None, kind=kind, group=group)
+    decoded = dequantize(*codes, seed, kind=kind, group=group, features=features)
+    assert decoded.abs().max() > 65504
+    options = {"rows": 70, "blocks": 0, "kept": 1, "scale": 1.0, "kind": kind, "group": group}
+    found = kernel.mean_less_codes(x.sum(0, keepdim=True), *codes, seed, **options, decoded=torch.float16)
+    expected = x.double().mean(0) - decoded.double().mean(0)
+    # rounded to eleven bits each
+    assert (found - expected).abs().max() < 2**-11 * size / 2
 
 
 @pytest.mark.parametrize(("rows", "features"), [(0, 3), (5, 0)])
