@@ -208,8 +208,8 @@ def _mean_less_codes_kernel(
         ROWS,
         TILE,
     )
-    # Half of it, as the product with the sketch of g decodes it: some codes stand for more than float16 has, and code 0,
-    # which is read where there is no row, may be one of them.
+    # Half of it, as the product with the sketch of g decodes it: some codes stand for more than float16 has, and code 0
+    # may be one of them, which is read where there is no row.
     value = converted(0.5 * value, DTYPE, INTERPRETED)
     ones = is_row.to(tl.int32)
     if ORDER > 0:
