@@ -17,7 +17,14 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import block_entries, mixed, paley_entries, ranked_columns, sums_of_entries
+from ..hadamard_sketch.kernel import (
+    block_entries,
+    matrix_constants,
+    mixed,
+    paley_entries,
+    ranked_columns,
+    sums_of_entries,
+)
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit.kernel import converted
@@ -209,18 +216,11 @@ def _grad_weight_at_once_kernel(
 
 def _matrix(order: int, kept: int, dtype: torch.dtype) -> dict[str, Any]:
     """Constants of the Hadamard matrix, which both kernels have."""
-    prime = hadamard.paley_prime(order)
-    degree = order.bit_length() - 1
     kept_2 = max(_LEAST_KEPT, triton.next_power_of_2(kept))
     if dtype == torch.float32 and kept_2 == _SPILLING_KEPT:
         kept_2 *= 2
     return {
-        "ORDER": order,
-        "ORDER_2": triton.next_power_of_2(order),
-        "DEGREE": degree,
-        "POLYNOMIAL": hadamard.POLYNOMIALS[degree],
-        "PRIME": prime,
-        "SQUARES": sum(1 << square for square in {number * number % prime for number in range(1, prime)}),
+        **matrix_constants(order),
         "KEPT_2": kept_2,
         "CHUNK": max(_LEAST_CHUNK, triton.next_power_of_2(order)),
         "IS_WIDE": dtype == torch.float32,

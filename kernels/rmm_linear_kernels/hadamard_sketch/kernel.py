@@ -10,6 +10,7 @@ mean that is taken off (see `reference.hadamard_sketch_and_mean`), for which S^T
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -306,21 +307,35 @@ def _hadamard_sketch_kernel(
             tl.store(SUMS + block.to(tl.int64) * features + feature, sums, mask=is_feature)
 
 
-# without keywords, which take the cache a microsecond
-@lru_cache
-def _constants(
-    order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype, mean: bool, sums: bool, rest: bool
-) -> Constants:
-    """Constants of the kernel for a geometry and a tile; the launcher and `builds` share them."""
+def matrix_constants(order: int) -> dict[str, int]:
+    """Return the constants of a kernel that say which Hadamard matrix it makes.
+
+    Args:
+        order: A value of `reference.hadamard_order`.
+
+    Returns:
+        ORDER, ORDER_2, DEGREE, POLYNOMIAL, PRIME and SQUARES.
+    """
     prime = reference.paley_prime(order)
     degree = order.bit_length() - 1
-    values = {
+    return {
         "ORDER": order,
         "ORDER_2": triton.next_power_of_2(order),
         "DEGREE": degree,
         "POLYNOMIAL": reference.POLYNOMIALS[degree],
         "PRIME": prime,
         "SQUARES": sum(1 << square for square in {number * number % prime for number in range(1, prime)}),
+    }
+
+
+# without keywords, which take the cache a microsecond
+@lru_cache
+def _constants(
+    order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype, mean: bool, sums: bool, rest: bool
+) -> Constants:
+    """Constants of the kernel for a geometry and a tile; the launcher and `builds` share them."""
+    values: dict[str, Any] = {
+        **matrix_constants(order),
         "KEPT_2": max(_LEAST_KEPT, triton.next_power_of_2(kept)),
         "CHUNK": max(_LEAST_KEPT, triton.next_power_of_2(min(order, _CHUNK))),
         "CHUNKS": _chunks(order),

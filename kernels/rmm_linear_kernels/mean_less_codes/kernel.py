@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import is_paley_negative, parity, ranked_columns
+from ..hadamard_sketch.kernel import is_paley_negative, matrix_constants, parity, ranked_columns
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit.kernel import converted, decoded, spread
@@ -250,20 +250,15 @@ def _mean_less_codes_kernel(
 @lru_cache
 def _constants(kind: str, group: int, order: int, kept: int, share: int, dtype: torch.dtype) -> Constants:
     """Constants of the kernel; the launcher and `builds` share them. Order 0 stands for S = I."""
-    prime = hadamard.paley_prime(order) if order else 0
-    degree = max(order, 1).bit_length() - 1
+    matrix = matrix_constants(max(order, 1))
     values = {
+        **matrix,
         "GROUP": group,
         "BITS": BITS[kind],
         "IS_FP8": kind == FP8,
         "ORDER": order,
-        "ORDER_2": triton.next_power_of_2(order),
-        "DEGREE": degree,
-        "POLYNOMIAL": hadamard.POLYNOMIALS[degree],
-        "PRIME": prime,
-        "SQUARES": sum(1 << square for square in {number * number % prime for number in range(1, prime)}),
         # of Paley's matrices alone, whose columns are sorted
-        "KEPT_2": triton.next_power_of_2(kept) if prime else 1,
+        "KEPT_2": triton.next_power_of_2(kept) if matrix["PRIME"] else 1,
         "CHUNKS": ceil_div(order, _CHUNK),
         "SHARE": share,
         "ROWS": _ROWS,
