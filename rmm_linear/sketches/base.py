@@ -273,11 +273,12 @@ class Sketch(ABC):
             return None
         assert mean is None or read.sums is not None
         stored = self.operand(saved, read.sketched.dtype)
-        bias_dtype = g.dtype if need_bias and read.sums is not None else None
+        sums = read.sums if need_bias or mean is not None else None
+        bias_dtype = g.dtype if need_bias and sums is not None else None
         grad_weight, bias = ops.sketched_grad_weight(
             read.sketched,
             stored,
-            read.sums if need_bias or mean is not None else None,
+            sums,
             mean,
             scale=read.scale,
             dtype=dtype,

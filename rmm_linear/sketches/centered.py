@@ -88,8 +88,8 @@ class Centered(Sketch):
         # another sketch may be around the one that reads g
         sketch: object = self.inner
         while isinstance(sketch, Sketch):
+            of = type(sketch)
             for name, needed, why in _NEEDED:
-                of = type(sketch)
                 if getattr(of, name) is not getattr(Sketch, name) and getattr(of, needed) is getattr(Sketch, needed):
                     raise ValueError(
                         f"{of.__qualname__} has a {name} and no {needed} of its own; define it as well: {why}"

@@ -1,7 +1,7 @@
 """A small input's sketch and the gradient that it gives, on a GPU, in one launch each.
 
-The sketch: a program takes some features of all rows, adds them up for the mean, and sketches block after block of what
-it holds in registers; what is left of the mean is whole then, and nothing has to be added up by others.
+The sketch: a program takes some features of all rows, adds them up for the mean, and reads them again to sketch block
+after block; what is left of the mean is whole then, and nothing has to be added up by others.
 
 The gradient: a program takes a tile of it, sketches the tile's columns of g block after block, and multiplies what it
 has by the stored sketch. Each of the tiles in a row of them sketches the same columns of g, and sums them.
@@ -39,6 +39,7 @@ _SPILLING_KEPT = 32
 _FEATURES = 32
 _WARPS = 4
 _STAGES = 2
+# Constants of different launches.
 _MOST_REMEMBERED = 4096
 
 
