@@ -422,7 +422,7 @@ def _quantized_sketch_cases(
                 return rounding(y, seed, None, **how)[0]
             y, sums = y
             codes = rounding(y, seed, None, **how)
-            more = {name: arguments[name] for name in ("blocks", "kept", "scale")} | {"rows": rows, "decoded": dtype}
+            more = {name: arguments[name] for name in ("blocks", "kept", "scale")} | {"rows": rows}
             return left(sums, *codes, seed, **how, **more)
 
         def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
@@ -432,7 +432,7 @@ def _quantized_sketch_cases(
             if not rest.numel():
                 return y
             # one more row: the error of what is left of the sum of x next to these codes
-            more = {name: arguments[name] for name in ("blocks", "kept")} | {"rows": rows, "decoded": dtype}
+            more = {name: arguments[name] for name in ("blocks", "kept")} | {"rows": rows}
             scale = 1 / (arguments["kept"] * arguments["scale"])
             sums = arguments["x"].double().sum(0, keepdim=True)
             expected = mean_less_codes(sums, *codes, seed, **how, **more, scale=scale)
@@ -456,7 +456,7 @@ def _quantized_sketch_cases(
         def centred_codes(kind: str = kind) -> Arguments:
             sums = normal(blocks, features).float() * (rows / blocks) ** 0.5
             more = {"rows": rows, "blocks": blocks, "kept": rank // blocks, "scale": 8 * blocks / rank}
-            return _stored(normal(rank, features), seed, kind) | more | {"sums": sums, "decoded": dtype}
+            return _stored(normal(rank, features), seed, kind) | more | {"sums": sums}
 
         yield Case(
             "mean_less_codes",

@@ -125,7 +125,19 @@ def formatted(lines: Sequence[Resources]) -> str:
         One line each, under a heading.
     """
     width = max([len(line.name) for line in lines], default=0) + 2
-    heads = ("target", "registers", "spilled", "stack", "shared", "warps", "resident", "matrix", "wide/loads", "local")
+    heads = (
+        "target",
+        "registers",
+        "spilled",
+        "stack",
+        "shared",
+        "warps",
+        "resident",
+        "code",
+        "matrix",
+        "wide/loads",
+        "local",
+    )
     text = [f"{'build':{width}}" + "".join(f"{head:>11}" for head in heads)]
     for line in lines:
         cells = (
@@ -136,6 +148,7 @@ def formatted(lines: Sequence[Resources]) -> str:
             line.shared,
             line.warps,
             line.resident_warps,
+            line.instructions,
             line.matrix_instructions,
             f"{line.wide_loads}/{line.global_loads}",
             line.local_stores,

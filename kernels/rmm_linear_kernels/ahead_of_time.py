@@ -116,6 +116,7 @@ class Resources:
         shared: Bytes of shared memory a program.
         warps: Warps of a program.
         resident_warps: Warps that a multiprocessor holds at once, by registers and shared memory.
+        instructions: All instructions, as written.
         matrix_instructions: Instructions that multiply matrices.
         global_loads: Instructions that load from global memory.
         wide_loads: Those of them that load 128 bits a lane or more, or whole tiles.
@@ -135,6 +136,7 @@ class Resources:
     shared: int
     warps: int
     resident_warps: int
+    instructions: int
     matrix_instructions: int
     global_loads: int
     wide_loads: int
@@ -247,6 +249,7 @@ def compile_build(build: Build, target: str) -> Resources:
         shared=shared,
         warps=build.num_warps,
         resident_warps=resident_warps(target, registers=figures["registers"], shared=shared, warps=build.num_warps),
+        instructions=len(opcodes),
         matrix_instructions=count(_MATRIX),
         global_loads=count(_GLOBAL_LOAD),
         wide_loads=count(_WIDE_LOAD),

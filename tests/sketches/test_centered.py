@@ -114,7 +114,10 @@ def product_as_on_a_gpu(sketched_g, codes, steps, offsets, seed, *sums_and_mean,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("storage", [None, "int8", "int4", "fp8"])
 def test_a_gradient_of_equal_rows_is_exact(storage, dtype, ratio, is_read, monkeypatch):
-    """Nothing is left of it once it is centred, so nothing of the noise; in blocks of 64 rows and of 550."""
+    """Nothing is left of it once it is centred, so nothing of the noise; in blocks of 64 rows and of 550.
+
+    But for what half precision rounds off the codes on their way to the product.
+    """
     monkeypatch.setattr("rmm_linear.ops.is_for_kernels", lambda x: True)
     monkeypatch.setattr("rmm_linear.ops.dispatch.is_for_kernels", lambda x: True)
     monkeypatch.setattr("rmm_linear.ops.grad_weight.is_for_kernels", lambda x: True)
@@ -124,7 +127,8 @@ def test_a_gradient_of_equal_rows_is_exact(storage, dtype, ratio, is_read, monke
     sketch = RMMConfig(ratio=ratio, storage=storage).sketch_object
     found, bias = sketch.backward(g, sketch.compress(x, torch.tensor(5)), dtype=torch.float32)
     expected = x.double().sum(0).expand(10, 12)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6 * float(expected.abs().max()))
+    allowed = 2e-6 if storage is None else torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(found.double(), expected, rtol=allowed, atol=allowed * float(expected.abs().max()))
     assert bias.tolist() == torch.full((10,), 1100.0).to(dtype).tolist()
 
 

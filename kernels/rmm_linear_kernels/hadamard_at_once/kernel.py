@@ -16,25 +16,32 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..device_functions import converted
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import (
-    block_entries,
+from ..hadamard_sketch.entries import (
+    block_words,
+    entries_of,
+    half_places,
     matrix_constants,
-    mixed,
+    mixing_rows,
     paley_entries,
     ranked_columns,
+    sum_of_signs,
     sums_of_entries,
 )
+from ..hadamard_sketch.kernel import both_halves, column_sums, either, mixed
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
-from ..low_bit.kernel import converted
 from . import reference
 
 # The least that a matrix instruction takes.
 _LEAST_KEPT = 16
-_LEAST_CHUNK = 16
+# Rows of a block that words of signs are made for, 32 to a word.
+_LEAST_CHUNK = 32
 # Rows of three parts of float32 that four warps share in a way that spills; of twice as many, they don't.
 _SPILLING_KEPT = 32
+# Rows that the tensor cores make of a sum.
+_SUM_ROWS = tl.constexpr(16)
 # Features of a program of the sketch: few, for the sake of many programs.
 _FEATURES = 32
 _WARPS = 4
@@ -44,30 +51,44 @@ _MOST_REMEMBERED = 4096
 
 
 @triton.jit
-def _entries(
+def _matrix_rows(
     seed,
-    columns,
-    block,
+    ORDER: tl.constexpr,
+    ORDER_2: tl.constexpr,
     DEGREE: tl.constexpr,
     POLYNOMIAL: tl.constexpr,
     PRIME: tl.constexpr,
-    SQUARES: tl.constexpr,
     KEPT_2: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
-    """H[columns] diag(signs) of a block of at most 64 rows, +-1."""
+    """The kept rows of H, and the words of `mixing_rows` where they are made of words."""
     if PRIME == 0:
-        entries = block_entries(seed, 0, block, 64, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
+        row, low, high = mixing_rows(seed, DEGREE, POLYNOMIAL, KEPT_2)
     else:
-        entries = paley_entries(seed, columns, block, PRIME, SQUARES, CHUNK, DTYPE)
-    return entries
+        row = ranked_columns(seed, ORDER, ORDER_2, KEPT_2)
+        low, high = row, row
+    return row, low, high
 
 
 @triton.jit
-def _columns(seed, ORDER: tl.constexpr, ORDER_2: tl.constexpr, PRIME: tl.constexpr, KEPT_2: tl.constexpr):
-    """Rows of H, where they are not made of one word."""
-    return ranked_columns(seed, ORDER, ORDER_2, KEPT_2) if PRIME else tl.zeros((KEPT_2,), tl.int32)
+def _entries(
+    seed,
+    matrix_row,
+    low,
+    high,
+    block,
+    DEGREE: tl.constexpr,
+    PRIME: tl.constexpr,
+    SQUARES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """H[columns] diag(signs) of both halves of a block of at most 64 rows, +-1; and the words that they are made of."""
+    if PRIME == 0:
+        low, high = block_words(seed, matrix_row, low, high, block, 0, 64, DEGREE)
+        first, second = entries_of(low, high, CHUNK, DTYPE)
+    else:
+        first, second = paley_entries(seed, matrix_row, block, PRIME, SQUARES, CHUNK, DTYPE)
+    return first, second, low, high
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "shortest", "longer", "kept", "scale"])
@@ -101,35 +122,31 @@ def _sketch_and_mean_at_once_kernel(
 ):
     feature = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_feature = feature < features
-    place, kept_place = tl.arange(0, CHUNK), tl.arange(0, KEPT_2)
+    place, kept_place = half_places(CHUNK), tl.arange(0, KEPT_2)
     is_kept = kept_place < kept
     x_columns = X + feature[None, :].to(tl.int64) * column_stride
-    total = tl.zeros((TILE,), tl.float32)
+    total = tl.zeros((_SUM_ROWS, TILE), tl.float32)
     # the interpreter wants a Python number, and makes a tensor of whatever has a name
     for block in range(blocks if STEPS is None else STEPS):
-        row = place * blocks + block
-        x = tl.load(
-            x_columns + row[:, None].to(tl.int64) * row_stride,
-            mask=(row < rows)[:, None] & is_feature[None, :],
-            other=0.0,
-        )
-        total += tl.sum(x.to(tl.float32), axis=0)
+        x, more_of_x = both_halves(x_columns, place, block, blocks, rows, row_stride, is_feature)
+        total = column_sums(total, x, more_of_x, IS_WIDE, INTERPRETED, DTYPE)
+    total = tl.reduce(total, 0, either)
     mean = tl.div_rn(total, tl.zeros((TILE,), tl.float32) + rows)
     seed = tl.load(SEED)
-    columns = _columns(seed, ORDER, ORDER_2, PRIME, KEPT_2)
+    matrix_row, low, high = _matrix_rows(seed, ORDER, ORDER_2, DEGREE, POLYNOMIAL, PRIME, KEPT_2)
     off = tl.zeros((TILE,), tl.float32)
     # read again, as what is held would not leave registers enough
     for block in range(blocks if STEPS is None else STEPS):
-        row = place * blocks + block
-        x = tl.load(
-            x_columns + row[:, None].to(tl.int64) * row_stride,
-            mask=(row < rows)[:, None] & is_feature[None, :],
-            other=0.0,
-        )
-        mixing = _entries(seed, columns, block, DEGREE, POLYNOMIAL, PRIME, SQUARES, KEPT_2, CHUNK, DTYPE)
+        x, more_of_x = both_halves(x_columns, place, block, blocks, rows, row_stride, is_feature)
         present = shortest + tl.where(block < longer, 1, 0)
-        ones = sums_of_entries(mixing, present, CHUNK, DTYPE)
-        product = mixed(mixing, x, IS_WIDE, INTERPRETED) - ones[:, None] * mean[None, :]
+        first, second, signed_low, signed_high = _entries(
+            seed, matrix_row, low, high, block, DEGREE, PRIME, SQUARES, CHUNK, DTYPE
+        )
+        if PRIME == 0:
+            ones = sum_of_signs(signed_low, signed_high, present).to(tl.float32)
+        else:
+            ones = sums_of_entries(first, second, present, CHUNK, DTYPE)
+        product = mixed(first, second, x, more_of_x, IS_WIDE, INTERPRETED) - ones[:, None] * mean[None, :]
         stored = converted(product * scale, OUT.dtype.element_ty, INTERPRETED)
         # the combinations that are not kept may have overflown
         off += tl.sum(tl.where(is_kept[:, None], stored.to(tl.float32) * ones[:, None], 0.0), axis=0)
@@ -180,31 +197,31 @@ def _grad_weight_at_once_kernel(
     out = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_out, is_column = out < out_features, column < in_features
-    place, kept_place = tl.arange(0, CHUNK), tl.arange(0, KEPT_2)
+    place, kept_place = half_places(CHUNK), tl.arange(0, KEPT_2)
     is_kept = kept_place < kept
     g_columns = G + out[None, :].to(tl.int64) * g_column
     x_columns = X + column[None, :].to(tl.int64) * x_column
     seed = tl.load(SEED)
-    columns = _columns(seed, ORDER, ORDER_2, PRIME, KEPT_2)
+    matrix_row, low, high = _matrix_rows(seed, ORDER, ORDER_2, DEGREE, POLYNOMIAL, PRIME, KEPT_2)
     product = tl.zeros((TILE, TILE), tl.float32)
-    sums = tl.zeros((TILE,), tl.float32)
+    sums = tl.zeros((_SUM_ROWS, TILE), tl.float32)
     # the interpreter wants a Python number, and makes a tensor of whatever has a name
     for block in range(blocks if STEPS is None else STEPS):
-        row = place * blocks + block
-        g = tl.load(
-            g_columns + row[:, None].to(tl.int64) * g_row, mask=(row < rows)[:, None] & is_out[None, :], other=0.0
-        )
+        g, more_of_g = both_halves(g_columns, place, block, blocks, rows, g_row, is_out)
         x_rows = (block * kept + kept_place)[:, None].to(tl.int64) * x_row
         x = tl.load(x_columns + x_rows, mask=is_kept[:, None] & is_column[None, :], other=0.0)
-        sums += tl.sum(g.to(tl.float32), axis=0)
-        mixing = _entries(seed, columns, block, DEGREE, POLYNOMIAL, PRIME, SQUARES, KEPT_2, CHUNK, DTYPE)
+        sums = column_sums(sums, g, more_of_g, IS_WIDE, INTERPRETED, DTYPE)
+        first, second, _, _ = _entries(seed, matrix_row, low, high, block, DEGREE, PRIME, SQUARES, CHUNK, DTYPE)
         # rounded as a sketch in memory is; the combinations that are not kept may overflow
-        sketched = converted(mixed(mixing, g, IS_WIDE, INTERPRETED) * scale, X.dtype.element_ty, INTERPRETED)
+        sketched = converted(
+            mixed(first, second, g, more_of_g, IS_WIDE, INTERPRETED) * scale, X.dtype.element_ty, INTERPRETED
+        )
         sketched = tl.where(is_kept[:, None], sketched, 0.0)
         if INTERPRETED:
             sketched, x = sketched.to(tl.float32), x.to(tl.float32)
         product = tl.dot(tl.trans(sketched), x, product, input_precision="ieee")
     product *= factor
+    sums = tl.reduce(sums, 0, either)
     if HAS_MEAN:
         mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
         product += sums[:, None] * mean[None, :]

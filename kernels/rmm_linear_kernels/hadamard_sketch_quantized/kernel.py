@@ -19,23 +19,25 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..device_functions import spread
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import hadamard_sketch, hadamard_sketch_and_sums, mixed, signed_entries
+from ..hadamard_sketch.entries import entries_of, half_places, sum_of_signs, sylvester_rows, sylvester_words
+from ..hadamard_sketch.kernel import both_halves, hadamard_sketch, hadamard_sketch_and_sums, mixed
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit import reference as low_bit
 from ..low_bit.kernel import (
-    codes_of,
-    converted,
-    half_value,
+    codes_of_sums,
+    extremes,
+    fp8_value,
     quantize,
-    random_part,
-    spread,
+    rest_of_sums,
     store_codes,
     store_scales,
+    sums_of_codes,
 )
-from ..mean_less_codes.kernel import mean_less_codes, sum_of_signs, sylvester_column, sylvester_words
-from ..philox.kernel import SIGN_STREAM, random_word
+from ..mean_less_codes.kernel import mean_less_codes
+from ..philox.kernel import CHOICE_STREAM, ROUNDING_STREAM, SIGN_STREAM, half_of_words, words_in_order
 from .shapes import KEPT, MOST_ROWS, ORDER, holds
 
 # Features of a program: more than rows are kept of a block, or the warps would share a product otherwise.
@@ -47,6 +49,53 @@ _VALUES = 64
 _HALVES = (torch.bfloat16, torch.float16)
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
 _ANY_ROWS = ("rows", "blocks", "shortest", "longer")
+
+
+@triton.jit
+def _drawn(
+    seed,
+    first_block,
+    first_feature,
+    blocks,
+    shortest,
+    longer,
+    DEGREE: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """All that is random, of which each thread makes a part: one counter a lane, and few numbers.
+
+    Returns:
+        Of each row of the sketch, KEPT to a block: the two words of its signs; and S^T 1 from bit 16 on, above twice
+        its part of the dither. The sum of S^T 1. Of each feature: twice its part of the dither.
+    """
+    RANK: tl.constexpr = BLOCKS * KEPT
+    # first counters of 8 halves of a word, or 4 words
+    OF_COLUMNS: tl.constexpr = RANK // 8
+    OF_SIGNS: tl.constexpr = OF_COLUMNS + TILE // 8
+    OF_CHOICE: tl.constexpr = OF_SIGNS + BLOCKS // 2
+    LANES: tl.constexpr = 32 if OF_CHOICE < 32 else 64
+    lane = tl.arange(0, LANES)
+    counter = tl.where(lane < OF_COLUMNS, first_block * KEPT // 8 + lane, 0)
+    counter = tl.where(
+        (lane >= OF_COLUMNS) & (lane < OF_SIGNS), (blocks * KEPT + first_feature) // 8 + lane - OF_COLUMNS, counter
+    )
+    counter = tl.where((lane >= OF_SIGNS) & (lane < OF_CHOICE), first_block // 2 + lane - OF_SIGNS, counter)
+    stream = tl.where(lane < OF_SIGNS, ROUNDING_STREAM, tl.where(lane < OF_CHOICE, SIGN_STREAM, CHOICE_STREAM))
+    words = words_in_order(seed, counter, stream)
+
+    row = tl.arange(0, RANK)
+    of_row, of_column = half_of_words(words, row), half_of_words(words, OF_COLUMNS * 8 + tl.arange(0, TILE))
+    choice = tl.gather(words, OF_CHOICE * 4 + row * 0, 0)
+    low, high = sylvester_words(sylvester_rows(choice, row % KEPT, DEGREE, POLYNOMIAL))
+    sign = OF_SIGNS * 4 + row // KEPT * 2
+    low, high = low ^ tl.gather(words, sign, 0), high ^ tl.gather(words, sign + 1, 0)
+    block = tl.minimum(first_block + row // KEPT, blocks - 1)
+    ones = sum_of_signs(low, high, shortest + (block < longer).to(tl.int32))
+    total = tl.sum(tl.where(first_block + row // KEPT < blocks, ones, 0), 0)
+    return low, high, (ones << 16) | ((of_row * 2) & 0xFFFE), total, spread(of_column * 2)
 
 
 @triton.jit(do_not_specialize=[*_ANY_ROWS, "scale"])
@@ -81,90 +130,86 @@ def _hadamard_sketch_quantized_kernel(
     DTYPE: tl.constexpr,
 ):
     LEVELS: tl.constexpr = 2**BITS - 1
-    tiles = tl.cdiv(features, TILE)
     # programs next to each other in time read neighbouring parts of the same rows
-    group = tl.program_id(0) // tiles
-    first_feature = (tl.program_id(0) % tiles) * TILE
+    first_feature = tl.program_id(0) * TILE
+    group = tl.program_id(1)
     first_block = group * BLOCKS
     feature = first_feature + tl.arange(0, TILE)
     is_feature = feature < features
-    place, kept_place = tl.arange(0, CHUNK), tl.arange(0, KEPT)
+    place, kept_place = half_places(CHUNK), tl.arange(0, KEPT)
     seed = tl.load(SEED)
     x_columns = X + feature.to(tl.int64)[None, :] * column_stride
     mean = tl.zeros((TILE,), tl.float32)
     if HAS_MEAN:
         mean = tl.load(MEAN + feature.to(tl.int64) * mean_stride, mask=is_feature, other=0.0).to(tl.float32)
-    of_column = random_part(seed, blocks * KEPT + feature)
-    # of all rows at once: a thread or two a row, where every block's would be drawn by all threads
-    of_rows = random_part(seed, first_block * KEPT + tl.arange(0, BLOCKS * KEPT))
-    # The signs of all blocks, for the same reason: a word for 32 rows, CHUNK bits a block (`hadamard.sign_stride`).
-    signs = random_word(seed, first_block * (CHUNK // 32) + tl.arange(0, BLOCKS * CHUNK // 32), SIGN_STREAM)
-    if HAS_MEAN:
         sums = tl.zeros((KEPT, TILE), tl.float32)
-    products = ()
+    low, high, ones_and_dither, sum_of_ones, twice_of_column = _drawn(
+        seed,
+        first_block,
+        first_feature,
+        blocks,
+        shortest,
+        longer,
+        DEGREE,
+        POLYNOMIAL,
+        KEPT,
+        BLOCKS,
+        TILE,
+    )
+    products, drawn = (), ()
     for index in tl.static_range(BLOCKS):
         # The last block stands in for those that are not there: it changes no extreme, and masks nothing.
         block = tl.minimum(first_block + index, blocks - 1)
-        row = (place * blocks + block).to(tl.int64)
-        x = tl.load(x_columns + row[:, None] * row_stride, mask=(row < rows)[:, None] & is_feature[None, :], other=0.0)
-        word = tl.gather(signs, (block - first_block) * (CHUNK // 32) + place // 32, 0)
-        sign = ((word >> (place & 31).to(tl.uint32)) & 1).to(tl.int32)
-        entries = signed_entries(seed, sign, 0, DEGREE, POLYNOMIAL, KEPT, CHUNK, DTYPE)
+        x, more_of_x = both_halves(x_columns, place, block, blocks, rows, row_stride, is_feature)
+        in_group = (block - first_block) * KEPT + kept_place
+        of_rows = tl.gather(ones_and_dither, in_group, 0)
+        first, second = entries_of(tl.gather(low, in_group, 0), tl.gather(high, in_group, 0), CHUNK, DTYPE)
+        product = mixed(first, second, x, more_of_x, False, UPCAST)
         if HAS_MEAN:
-            present = shortest + (block < longer).to(tl.int32)
-            entries = tl.where(place[None, :] < present, entries, 0.0)
-        product = mixed(entries, x, False, UPCAST)
-        if HAS_MEAN:
-            # By the tensor cores, in as many equal rows as the sketch has: x is there for them in the same layout. Sums
-            # along its columns would take 12 to 24 % more instructions, most of them to exchange parts of sums.
-            with_block = sums + mixed(tl.full((KEPT, CHUNK), 1.0, DTYPE), x, False, UPCAST)
-            sums = tl.where(first_block + index < blocks, with_block, sums)
-            # As many columns of S^T 1 as there are features: what is equal to the other product in shape is shared by
-            # the warps in the same way, and nothing has to be exchanged.
-            product -= tl.dot(entries, tl.full((CHUNK, TILE), 1.0, DTYPE)) * mean[None, :]
-        product *= scale
-        value = tl.abs(product) if IS_FP8 else product
+            # in as many equal rows as the sketch has: nothing has to be exchanged
+            is_block = tl.zeros((KEPT, CHUNK // 2), DTYPE)
+            is_block += tl.where(first_block + index < blocks, 1.0, 0.0).to(DTYPE)
+            sums = mixed(is_block, is_block, x, more_of_x, False, UPCAST, sums)
+            product -= (of_rows >> 16).to(tl.float32)[:, None] * mean[None, :]
         if index == 0:
-            low, high = value, value
+            least, largest = extremes(product, product, product, True, IS_FP8)
         else:
-            low, high = tl.minimum(low, value), tl.maximum(high, value)
+            least, largest = extremes(product, least, largest, False, IS_FP8)
         products += (product,)
-    # last, as what is held through the products takes registers
-    total = tl.abs(products[0])
-    for index in tl.static_range(1, BLOCKS):
-        total += tl.abs(products[index])
+        drawn += (of_rows,)
     scales = group.to(tl.int64) * features + feature
-    factor, divisor, inverse, quotient, step, offset = store_scales(
-        low, high, total, STEPS + scales, OFFSETS + scales, is_feature, LEVELS, IS_FP8, TILE
+    inverse, minus_half_offset, start, half_step = store_scales(
+        least, largest, scale, STEPS + scales, OFFSETS + scales, is_feature, LEVELS, IS_FP8, TILE
     )
     if HAS_MEAN:
-        # S^T 1 of all rows at once
-        index_of_row = tl.arange(0, BLOCKS * KEPT) // KEPT
-        block_of_row = first_block + index_of_row
-        low_entries, high_entries = sylvester_words(
-            sylvester_column(seed, tl.arange(0, BLOCKS * KEPT) % KEPT, DEGREE, POLYNOMIAL)
-        )
-        ones = sum_of_signs(
-            low_entries ^ tl.gather(signs, index_of_row * (CHUNK // 32), 0),
-            high_entries ^ tl.gather(signs, index_of_row * (CHUNK // 32) + 1, 0),
-            shortest + (block_of_row < longer).to(tl.int32),
-        )
-        # Of halves, for KEPT equal rows, and over what the codes lack: 1 / (KEPT scale). A block that stands in for
-        # another one counts for nothing.
-        ones = spread(tl.where(block_of_row < blocks, ones, 0).to(tl.float32) * (2.0 / scale))
-        half_step, half_offset = step * 0.5, offset * 0.5
+        # what the codes stand for is products, less what is rounded off, for which the scale of the sketch is left out
+        unit = half_step * ((2.0 if IS_FP8 else 2.0**-15) / scale)
+        if not IS_FP8:
+            sums -= (unit * (sum_of_ones.to(tl.float32) * (32767.0 / KEPT)))[None, :]
     for index in tl.static_range(BLOCKS):
         block = first_block + index
         row = block * KEPT + kept_place
-        of_row = tl.gather(of_rows, index * KEPT + kept_place, 0)
-        codes = codes_of(products[index], factor, divisor, inverse, quotient, of_row, of_column, IS_FP8, LEVELS, UPCAST)
+        codes_and_rest = sums_of_codes(
+            products[index],
+            scale,
+            inverse[None, :],
+            minus_half_offset[None, :],
+            start[None, :],
+            # ones are from bit 16 on, which are left out
+            drawn[index][:, None],
+            twice_of_column[None, :],
+            IS_FP8,
+            UPCAST,
+        )
+        codes = codes_of_sums(codes_and_rest, BITS)
         if HAS_MEAN:
-            value = half_value(
-                codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8
-            )
-            # as it will be multiplied by the sketch of g
-            value = converted(value, X.dtype.element_ty, UPCAST).to(tl.float32)
-            sums -= value * tl.gather(ones, index * KEPT + kept_place, 0)[:, None]
+            # S^T 1 for KEPT equal rows. A block that stands in for another one counts for nothing.
+            ones = ((drawn[index] >> 16) * (block < blocks).to(tl.int32)).to(tl.float32)[:, None]
+            if IS_FP8:
+                value = fp8_value(codes) * unit[None, :]
+            else:
+                value = products[index] - rest_of_sums(codes_and_rest) * unit[None, :]
+            sums -= value * ones
         # A feature that is not there is 0, and 0 are its codes: the bits that a row's last byte has left.
         is_row = tl.zeros((KEPT,), tl.int32) + block < blocks
         store_codes(codes, CODES, width, row, first_feature, is_row, BITS, KEPT, TILE)
@@ -222,7 +267,7 @@ def hadamard_sketch_quantized(
         Codes (blocks * kept, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the
         same shape and dtype, (0,) for fp8: those of the reference, but where a sum that is rounded otherwise falls on
         the other side of an edge. With a mean, the mean of x less X^T (S^T 1) / rows, with X what the codes stand for,
-        rounded to x's dtype, (features,), otherwise (0,), float32.
+        (features,), otherwise (0,), float32.
     """
     rows, features = x.shape
     if x.numel() == 0 or x.dtype not in _HALVES or not holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
@@ -233,7 +278,7 @@ def hadamard_sketch_quantized(
         sketch, sums = hadamard_sketch_and_sums(x, seed, mean, **options)
         stored = quantize(sketch, seed, None, kind=kind, group=group)
         options = {"blocks": blocks, "kept": kept, "scale": 1 / (kept * scale), "kind": kind, "group": group}
-        return *stored, mean_less_codes(sums, *stored, seed, rows=rows, **options, decoded=x.dtype)
+        return *stored, mean_less_codes(sums, *stored, seed, rows=rows, **options)
     rank = blocks * kept
     codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
     steps = torch.empty((ceil_div(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
@@ -257,7 +302,7 @@ def hadamard_sketch_quantized(
         0 if mean is None else mean.stride(0),
         scale,
     )
-    grid = (steps.shape[0] * ceil_div(features, _TILE), 1, 1)
+    grid = (ceil_div(features, _TILE), steps.shape[0], 1)
     constants = _constants(kept, x.dtype, kind, group, mean is not None)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not

@@ -39,14 +39,14 @@ def hadamard_sketch_quantized(
 
     Returns:
         Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and, with
-        a mean, that of x less X^T (S^T 1) / rows, with X what the codes stand for, rounded to x's dtype in half
-        precision, (features,), otherwise (0,), float32 (float64 for float64).
+        a mean, that of x less X^T (S^T 1) / rows, with X what the codes stand for, (features,),
+        otherwise (0,), float32 (float64 for float64).
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
     stored = quantize(sketch, seed, None, kind=kind, group=group)
     if mean is None:
         return *stored, x.new_empty(0, dtype=wide)
-    sums, decoded = x.sum(0, dtype=wide, keepdim=True), torch.float32 if x.dtype == torch.float64 else x.dtype
+    sums = x.sum(0, dtype=wide, keepdim=True)
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": 1 / (kept * scale), "kind": kind}
-    return *stored, mean_less_codes(sums, *stored, seed, rows=x.shape[0], **options, group=group, decoded=decoded)
+    return *stored, mean_less_codes(sums, *stored, seed, rows=x.shape[0], **options, group=group)

@@ -13,16 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..device_functions import converted, spread
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..philox.kernel import ROUNDING_STREAM, random_half
-from .reference import _LARGEST_FP8, BITS, FP8, SCALE_DTYPE, packed_width
+from .reference import _LARGEST_FP8, BITS, CENTRE, FP8, MARGIN, SCALE_DTYPE, packed_width
 
 # Rows of y that the registers of a program hold; a group of more is read twice.
 _MOST_ROWS = 512
 _LARGEST_FP8_BITS = tl.constexpr(0x7E)
 _FP8_NAN_BITS = tl.constexpr(0x7F)
 _LARGEST_FP8_VALUE = tl.constexpr(_LARGEST_FP8)
+_MARGIN = tl.constexpr(MARGIN)
+_CENTRE = tl.constexpr(CENTRE)
 
 
 @triton.jit
@@ -42,35 +45,25 @@ def widened(upper):
 
 
 @triton.jit
-def converted(value, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """A float32 in another type, rounded to nearest even."""
-    IS_CUT: tl.constexpr = INTERPRETED and TYPE.is_bf16()
-    if IS_CUT:
-        # by the interpreter
-        bits = value.to(tl.int32, bitcast=True)
-        near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-        value = tl.where(value == value, near, value)
-    return value.to(TYPE)
-
-
-@triton.jit
-def spread(vector):
-    """The vector, made by few threads and handed to the others."""
-    # A vector that belongs to the rows or the columns of a tile is otherwise computed by every thread that holds a part
-    # of the row or the column, which takes longer than the tile itself. The compiler looks through all but a gather.
-    return tl.gather(vector, tl.arange(0, vector.shape[0]), 0)
+def fused(a, b, c, INTERPRETED: tl.constexpr):
+    """The sum a * b + c rounded once, where the interpreter would round twice."""
+    if INTERPRETED:
+        total = (a.to(tl.float64) * b + c).to(tl.float32)
+    else:
+        total = tl.fma(a, b, c)
+    return total
 
 
 @triton.jit
 def random_part(seed, index):
-    """A row's or a column's part of the dither, twice over: the bit below it stands for half an interval."""
-    return spread(random_half(seed, index, ROUNDING_STREAM).to(tl.int32) * 2)
+    """A row's or a column's part of the dither, of which the lowest 15 bits count."""
+    return spread(random_half(seed, index, ROUNDING_STREAM).to(tl.int32))
 
 
 @triton.jit
-def dither_above_64(of_row, of_column):
-    """64 + u: u has 17 bits, which are laid into a float32 as they are. A conversion would be slower."""
-    return (((of_row + of_column) & 0x1FFFE) | 0x4B000001).to(tl.float32, bitcast=True) * 0.00000762939453125
+def _twice_the_dither(twice_of_row, twice_of_column):
+    """2 d, of parts times 2."""
+    return (twice_of_row + twice_of_column) & 0xFFFE
 
 
 @triton.jit
@@ -115,14 +108,27 @@ def fp8_value(bits):
 
 
 @triton.jit
-def half_value(codes, half_step, half_offset, of_row, of_column, IS_FP8: tl.constexpr):
-    """Half of what codes stand for, float32, out of arguments that broadcast to each other."""
-    # halves: a code times a step may overflow where the value itself does not
+def values_of_codes(codes, step, offset, of_row, of_column, IS_FP8: tl.constexpr, INTERPRETED: tl.constexpr):
+    """What codes stand for, times the factor of `scales_of`, float32, out of arguments that broadcast to each other."""
     if IS_FP8:
-        value = fp8_value(codes) * half_step
+        value = fp8_value(codes) * step
     else:
-        value = (codes.to(tl.float32) - (dither_above_64(of_row, of_column) - 64.5)) * half_step + half_offset
+        steps = ((codes << 15) - ((of_row + of_column) & 0x7FFF)).to(tl.float32)
+        # rounded once: a code times a step may overflow where the value itself does not
+        value = fused(steps, step, offset, INTERPRETED)
     return value
+
+
+@triton.jit
+def scales_of(STEPS, OFFSETS, scales, is_column, FACTOR: tl.constexpr, IS_FP8: tl.constexpr):
+    """What `values_of_codes` wants of the steps and offsets of a group, for values times a factor."""
+    step = widened(tl.load(STEPS + scales, is_column, other=0)) * FACTOR
+    offset = tl.zeros_like(step)
+    if not IS_FP8:
+        offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) * FACTOR + step * _CENTRE
+        # in units of the dither; no bit is lost, as the least step is 2**-126, of 8 bits
+        step *= 2.0**-15
+    return step, offset
 
 
 @triton.jit
@@ -132,7 +138,7 @@ def decoded(
     OFFSETS,
     seed,
     group,
-    row,
+    first_row,
     is_row,
     first_column,
     rows,
@@ -144,11 +150,13 @@ def decoded(
     IS_FP8: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """What the codes of some rows of a group stand for, float32; in rows that are not there, what code 0 does."""
     WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
     WORDS: tl.constexpr = COLUMNS * BITS // (8 * WORD_BYTES)
     column = first_column + tl.arange(0, COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
     is_column = column < features
     place = first_column * BITS // 8 + tl.arange(0, WORDS) * WORD_BYTES
     words = tl.zeros((ROWS, WORDS), tl.int32)
@@ -157,16 +165,13 @@ def decoded(
         at = CODES + row.to(tl.int64)[:, None] * codes_row + (place + byte).to(tl.int64)[None, :] * codes_column
         words |= tl.load(at, inside, other=0).to(tl.int32) << (8 * byte)
     scales = group.to(tl.int64) * features + column
-    half_step = widened(tl.load(STEPS + scales, is_column, other=0)) * 0.5
-    half_offset = tl.zeros_like(half_step)
-    if not IS_FP8:
-        half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) * 0.5
-
+    step, offset = scales_of(STEPS, OFFSETS, scales, is_column, 1.0, IS_FP8)
     # after the loads, which are on their way meanwhile
-    of_row = random_part(seed, row)
-    of_column = random_part(seed, rows + column)
+    of_row, of_column = random_part(seed, row), random_part(seed, rows + column)
     codes = words if BITS == 8 else unpacked(words, BITS)
-    return 2 * half_value(codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8)
+    return values_of_codes(
+        codes, step[None, :], offset[None, :], of_row[:, None], of_column[None, :], IS_FP8, INTERPRETED
+    )
 
 
 @triton.jit
@@ -178,109 +183,111 @@ def _centred(Y, y_row, y_column, mean, row, column, is_column):
 
 
 @triton.jit
-def _fused(a, b, c, INTERPRETED: tl.constexpr):
-    """The sum a * b + c rounded once, where the interpreter would round twice."""
-    if INTERPRETED:
-        total = (a.to(tl.float64) * b + c).to(tl.float32)
-    else:
-        total = tl.fma(a, b, c)
-    return total
+def _fp8_codes(value, twice_the_dither):
+    """The bits of one of the two e4m3 numbers around each value."""
+    uniform = (twice_the_dither | 0x43000001).to(tl.float32, bitcast=True) - 128.0
+    # The spacing of the numbers around the value is 2**(exponent - 3), the exponent being -6 at least.
+    exponent = tl.maximum(((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127, -6)
+    scaled = value * ((130 - exponent) << 23).to(tl.float32, bitcast=True)
+    below = tl.floor(scaled)
+    number = below + (uniform < scaled - below).to(tl.float32)
+    # 8 to 16 spacings, 16 being the first number of the next exponent; less than 8 at the least exponent only
+    magnitude = tl.minimum(((exponent + 6) << 3) + tl.abs(number).to(tl.int32), _LARGEST_FP8_BITS)
+    code = tl.where(number < 0, magnitude | 0x80, magnitude)
+    return tl.where(value != value, _FP8_NAN_BITS, code)
 
 
 @triton.jit
-def _divisor(step):
-    """Three numbers that `_divided` wants instead of the step: a power of two, the step times it, and one over that."""
-    exponent = (step.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    # 2**-127, whose exponent has no bits of its own
-    factor = tl.where(exponent == 254, 5.877471754111438e-39, factor)
-    # Divided by infinity, what is finite is 0, and infinity is NaN. A group without spread is its offset, 0 steps away.
-    is_number = (step > 0) & (step < float("inf"))
-    divisor = tl.where(is_number, step * factor, 1.0)
-    factor = tl.where(is_number, factor, tl.where(step == step, 0.0, float("nan")))
-    return factor, divisor, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), divisor)
+def _least(one, other):
+    return tl.minimum(one, other, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _divided(y, factor, divisor, inverse, INTERPRETED: tl.constexpr):
-    """The quotient of y and the step, rounded to nearest, in four instructions: the rest is computed once a group."""
-    # The step is scaled to [1, 2), so that nothing overflows, and nothing but what is far below the dither underflows.
-    # One correction is enough since a step has 8 bits: before it is rounded, the last sum is within 2**-22 ulp of the
-    # quotient, and a quotient of 24 by 8 bits is at least 2**-9 ulp from where rounding changes.
-    y = y * factor
-    near = y * inverse
-    return _fused(_fused(-near, divisor, y, INTERPRETED), inverse, near, INTERPRETED)
-
-
-@triton.jit
-def _codes(value, of_row, of_column, IS_FP8: tl.constexpr, LEVELS: tl.constexpr):
-    """The codes of values in steps, int32; fp8's are bits of e4m3 numbers."""
-    # 1 - u, compared with what is rounded off: to add u would round
-    threshold = 65.0 - dither_above_64(of_row, of_column)
+def extremes(value, low, high, IS_FIRST: tl.constexpr, IS_FP8: tl.constexpr):
+    """The extremes of what there was and of one value more, and NaN once there is one; of sizes for fp8."""
     if IS_FP8:
-        # The spacing of the numbers around the value is 2**(exponent - 3), the exponent being -6 at least.
-        exponent = tl.maximum(((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127, -6)
-        scaled = value * ((130 - exponent) << 23).to(tl.float32, bitcast=True)
-        below = tl.floor(scaled)
-        number = below + (threshold < scaled - below).to(tl.float32)
-        # 8 to 16 spacings, 16 being the first number of the next exponent; less than 8 at the least exponent only
-        magnitude = tl.minimum(((exponent + 6) << 3) + tl.abs(number).to(tl.int32), _LARGEST_FP8_BITS)
-        code = tl.where(number < 0, magnitude | 0x80, magnitude)
-        code = tl.where(value != value, _FP8_NAN_BITS, code)
+        value = tl.abs(value)
+    if IS_FIRST:
+        low, high = value, value
     else:
-        # Clamping undoes what rounding the quotient may do at the ends. NaN becomes 0: the step tells.
-        value = tl.minimum(tl.maximum(value, 0.0), LEVELS)
-        below = tl.floor(value)
-        code = below.to(tl.int32) + (threshold < value - below).to(tl.int32)
-    return code
+        # NaN in either will do
+        low, high = _least(low, value), tl.maximum(high, value)
+    return low, high
 
 
 @triton.jit
 def store_scales(
-    low, high, total, STEPS, OFFSETS, is_column, LEVELS: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr
+    low, high, scale, STEPS, OFFSETS, is_column, LEVELS: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store the step and the offset of a group of each column; return what `codes_of` wants of them, and themselves."""
-    # Low and high are the extremes, of the sizes for fp8, and total the sum of the sizes, over any parts of the rows.
-    # Of a number and NaN, either extreme is the number. A sum of what is not negative is NaN where one of it is.
-    total = tl.sum(total, 0)
-    has_nan = total != total
-    highest = spread(tl.where(has_nan, float("nan"), tl.max(high, 0)))
+    """Store the step and the offset of a group of each column.
+
+    Low and high are the `extremes`, over any parts of the rows, and scale is what they and all values are multiplied
+    by.
+
+    Returns:
+        What `sums_of_codes` wants: one over the step, of fp8, or half of it; half of the offset with a minus; and what
+        is added to quotients. And half of the step.
+    """
+    low = tl.reduce(low, 0, _least)
+    highest = spread(tl.where(low != low, low, tl.max(high, 0)) * scale)
     if IS_FP8:
-        step_bits = _rounded_outwards(tl.div_rn(highest, tl.full((BLOCK,), _LARGEST_FP8_VALUE, tl.float32)), True)
         offset = tl.zeros_like(highest)
     else:
-        offset_bits = _rounded_outwards(spread(tl.where(has_nan, float("nan"), tl.min(low, 0))), False)
+        offset_bits = _rounded_outwards(spread(low * scale), False)
         offset = widened(offset_bits)
-        # divided first: the difference of 3e38 and -3e38 overflows
-        levels = tl.full((BLOCK,), LEVELS, tl.float32)
-        step_bits = _rounded_outwards(tl.div_rn(highest, levels) - tl.div_rn(offset, levels), True)
         tl.store(OFFSETS, offset_bits.to(tl.int16), is_column)
+    # halves: the difference of 3e38 and -3e38 overflows
+    over_range: tl.constexpr = 2.0 / (_LARGEST_FP8_VALUE if IS_FP8 else LEVELS - 2 * _MARGIN)
+    step_bits = _rounded_outwards((highest * 0.5 - offset * 0.5) * over_range, True)
+    # 2**-126 is the least but 0
+    step_bits = tl.where(step_bits == 0, 0, tl.maximum(step_bits, 0x80))
     tl.store(STEPS, step_bits.to(tl.int16), is_column)
     step = widened(step_bits)
-    factor, divisor, inverse = _divisor(step)
-    # each divided by itself: the difference may overflow
-    quotient = tl.where(step == 0, 0.0, tl.div_rn(offset, step))
-    return spread(factor), spread(divisor), spread(inverse), spread(quotient), spread(step), spread(offset)
+    # A group without spread is its offset, 0 steps away.
+    inverse = tl.where(step == 0, 0.0, tl.div_rn(tl.full((BLOCK,), 1.0 if IS_FP8 else 2.0, tl.float32), step))
+    start = tl.where(step == 0, 256.0, 256.0 + _MARGIN)
+    return spread(inverse), spread(offset * -0.5), spread(start), spread(step * 0.5)
 
 
 @triton.jit
-def codes_of(
+def sums_of_codes(
     y,
-    factor,
-    divisor,
+    scale,
     inverse,
-    quotient,
-    of_row,
-    of_column,
+    minus_half_offset,
+    start,
+    twice_of_row,
+    twice_of_column,
     IS_FP8: tl.constexpr,
-    LEVELS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The codes of some rows of a group, int32, out of what `store_scales` and `random_part` returned."""
-    value = _divided(y, factor[None, :], divisor[None, :], inverse[None, :], INTERPRETED)
-    if not IS_FP8:
-        value -= quotient[None, :]
-    return _codes(value, of_row[:, None], of_column[None, :], IS_FP8, LEVELS)
+    """Codes of scale * y from bit 16 on, int32, with what is rounded off in 15 of the bits below, of integer kinds.
+
+    Returns:
+        Those out of what `store_scales` returned, and parts of the dither times 2: arguments that broadcast to each
+        other.
+    """
+    dither = _twice_the_dither(twice_of_row, twice_of_column)
+    if IS_FP8:
+        sums = _fp8_codes(y * scale * inverse, dither) << 16
+    else:
+        # the quotient in units of 2**-15 is the lower bits of a number in [256, 512)
+        halves = fused(y, scale * 0.5, minus_half_offset, INTERPRETED)
+        quotient = fused(halves, inverse, start, INTERPRETED)
+        sums = (quotient.to(tl.int32, bitcast=True) << 1) + dither
+    return sums
+
+
+@triton.jit
+def codes_of_sums(sums, BITS: tl.constexpr):
+    """The codes, int32: whatever NaN has become, other columns' bits are left alone."""
+    return (sums >> 16) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def rest_of_sums(sums):
+    """What was rounded off integer codes: y less what they stand for, in steps / 2**16, and 2**15 - 1 more, float32."""
+    return sums.to(tl.uint16).to(tl.float32)
 
 
 @triton.jit
@@ -330,7 +337,7 @@ def _quantize_kernel(
     column = first_column + tl.arange(0, BLOCK)
     is_column = column < features
     seed = tl.load(SEED)
-    of_column = random_part(seed, rows + column)
+    twice_of_column = 2 * random_part(seed, rows + column)
     mean = tl.zeros((BLOCK,), tl.float32)
     if HAS_MEAN:
         mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
@@ -339,24 +346,33 @@ def _quantize_kernel(
         row = first_row + start + tl.arange(0, CHUNK)
         # The last row stands in for those that are not there: it changes no extreme, and masks nothing.
         y = _centred(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
-        value = tl.abs(y) if IS_FP8 else y
         if start == 0:
-            low, high, total = value, value, tl.abs(y)
+            low, high = extremes(y, y, y, True, IS_FP8)
         else:
-            low, high, total = tl.minimum(low, value), tl.maximum(high, value), total + tl.abs(y)
+            low, high = extremes(y, low, high, False, IS_FP8)
     scales = group.to(tl.int64) * features + column
-    factor, divisor, inverse, quotient, _, _ = store_scales(
-        low, high, total, STEPS + scales, OFFSETS + scales, is_column, LEVELS, IS_FP8, BLOCK
+    inverse, minus_half_offset, begin, _ = store_scales(
+        low, high, 1.0, STEPS + scales, OFFSETS + scales, is_column, LEVELS, IS_FP8, BLOCK
     )
 
     for start in tl.static_range(0, GROUP, CHUNK):
         if GROUP > CHUNK:
             row = first_row + start + tl.arange(0, CHUNK)
             y = _centred(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
-        of_row = random_part(seed, row)
-        codes = codes_of(y, factor, divisor, inverse, quotient, of_row, of_column, IS_FP8, LEVELS, INTERPRETED)
+        of_row = random_part(seed, first_row + start + tl.arange(0, CHUNK))
+        sums = sums_of_codes(
+            y,
+            1.0,
+            inverse[None, :],
+            minus_half_offset[None, :],
+            begin[None, :],
+            2 * of_row[:, None],
+            twice_of_column[None, :],
+            IS_FP8,
+            INTERPRETED,
+        )
         # A column that is not there is 0, and 0 are its codes: the bits that a row's last byte has left.
-        store_codes(codes, CODES, width, row, first_column, row <= last_row, BITS, CHUNK, BLOCK)
+        store_codes(codes_of_sums(sums, BITS), CODES, width, row, first_column, row <= last_row, BITS, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -383,7 +399,8 @@ def _dequantize_kernel(
     chunk = tl.program_id(0) // blocks
     first_column = (tl.program_id(0) % blocks) * BLOCK
     group = chunk // CHUNKS
-    row = group * GROUP + (chunk % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
+    first_row = group * GROUP + (chunk % CHUNKS) * CHUNK
+    row = first_row + tl.arange(0, CHUNK)
     is_row = row < tl.minimum((group + 1) * GROUP, rows)
     column = first_column + tl.arange(0, BLOCK)
     is_column = column < features
@@ -393,7 +410,7 @@ def _dequantize_kernel(
         OFFSETS,
         tl.load(SEED),
         group,
-        row,
+        first_row,
         is_row,
         first_column,
         rows,
@@ -405,6 +422,7 @@ def _dequantize_kernel(
         IS_FP8,
         CHUNK,
         BLOCK,
+        INTERPRETED,
     )
     to = OUT + row.to(tl.int64)[:, None] * features + column[None, :]
     tl.store(to, converted(value, OUT.dtype.element_ty, INTERPRETED), is_row[:, None] & is_column[None, :])
@@ -422,7 +440,7 @@ def _quantize_constants(kind: str, group: int, has_mean: bool, interpreted: bool
 
 @lru_cache
 def _dequantize_constants(kind: str, group: int, interpreted: bool) -> Constants:
-    tile = {"CHUNK": min(triton.next_power_of_2(group), 32), "BLOCK": 128, "INTERPRETED": interpreted}
+    tile = {"CHUNK": min(triton.next_power_of_2(group), 64), "BLOCK": 128, "INTERPRETED": interpreted}
     return Constants(_of_kind(kind, group) | tile, num_warps=4)
 
 

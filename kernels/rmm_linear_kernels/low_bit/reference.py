@@ -16,11 +16,15 @@ The groups run down the columns because the columns of activations differ in siz
 (a few features of a Transformer are a hundred times larger than the others).
 
 Steps and offsets are kept in bfloat16, rounded outwards, so that nothing falls out of range and has to be clipped:
-clipping would be a bias. Values beyond 3.4e38 less half a step come out as infinity or NaN.
+clipping would be a bias. Codes of a group with NaN or an infinity mean nothing: its step says so.
 
-u = (a_row + b_column mod 2**16 + 1/2) / 2**16, with a and b of 16 random bits each, from the Philox stream
+u = (d + 1/2) / 2**15 with d = a_row + b_column mod 2**15, of 15 random bits each, from the Philox stream
 `ROUNDING_STREAM`: any two elements' are independent, which is all that a variance asks for, and rows + columns of them
-are drawn instead of rows times columns. The bias is below 2**-17 of a step.
+are drawn instead of rows times columns.
+
+(y - offset) / step is rounded to a multiple of 2**-15 first, as if y had been given so, so that a code and what is
+rounded off are the upper and the lower bits of one sum of integers. Of the multiples, the error's mean is exactly 0. A
+margin of 2**-12 of a step at both ends takes in what the arithmetic rounds.
 
 A row's codes are a string of bits: column j's are the bits from bits * j on, counted from the lowest bit of the first
 byte. The row ends with the byte that holds its last code; the bits left in it are 0. A byte so holds two columns of
@@ -43,6 +47,14 @@ FP8 = "fp8"
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8}
 # integer kind -> number of steps between the lowest and the highest code
 LEVELS = {kind: 2**bits - 1 for kind, bits in BITS.items() if kind != FP8}
+# Random bits of the dither.
+DITHER_BITS = 15
+# What is left free at both ends of the codes, in steps.
+MARGIN = 2.0**-12
+# What is added to codes less d / 2**15, so that the error's mean is 0.
+CENTRE = 0.5 - 2.0**-16 - MARGIN
+# Least step but 0: one over half of it is a float32 number.
+LEAST_STEP = 2.0**-126
 _LARGEST_FP8 = 448.0
 # e4m3: three bits of mantissa, exponents from -6
 _FP8_MANTISSA_BITS, _FP8_LEAST_EXPONENT = 3, -6
@@ -55,22 +67,54 @@ def _rounded(value: Tensor, *, up: bool) -> Tensor:
     return torch.where(wrong, torch.nextafter(near, torch.full_like(near, torch.inf if up else -torch.inf)), near)
 
 
+def over_range(kind: str) -> float:
+    """Return what half of the extent of a group is multiplied by for its step.
+
+    Args:
+        kind: A key of `BITS`.
+
+    Returns:
+        Two over the steps that there are, but for the margins; over the largest number for fp8.
+    """
+    return 2 / (_LARGEST_FP8 if kind == FP8 else LEVELS[kind] - 2 * MARGIN)
+
+
 def _scales(group: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Step and offset of each column of (..., rows, features): both (..., features); the offset is 0 for fp8."""
     if kind == FP8:
-        step = _rounded(group.abs().amax(-2) / _LARGEST_FP8, up=True)
-        return step, torch.zeros_like(step)
-    low, high = group.aminmax(dim=-2)
-    offset = _rounded(low, up=False)
-    # divided first: the difference of 3e38 and -3e38 overflows
-    return _rounded(high / LEVELS[kind] - offset.to(group.dtype) / LEVELS[kind], up=True), offset
+        step = _rounded(group.abs().amax(-2) * 0.5 * over_range(kind), up=True)
+        offset = torch.zeros_like(step)
+    else:
+        low, high = group.aminmax(dim=-2)
+        offset = _rounded(low, up=False)
+        # halves: the difference of 3e38 and -3e38 overflows
+        spread = high * 0.5 - offset.to(group.dtype) * 0.5
+        step = _rounded(spread * over_range(kind), up=True)
+    return torch.where(step > 0, step.clamp(min=LEAST_STEP), step), offset
 
 
-def _in_steps(group: Tensor, step: Tensor, offset: Tensor) -> Tensor:
-    """(y - offset) / step, 0 where the step is: a group without spread is its offset."""
+def _over(step: Tensor, numerator: float) -> Tensor:
+    """The numerator over the step, 0 where the step is: a group without spread is its offset, 0 steps away."""
+    return torch.where(step == 0, 0.0, numerator / step)
+
+
+def _integer_codes(group: Tensor, step: Tensor, offset: Tensor, dither: Tensor) -> Tensor:
+    """The codes of (..., rows, features), int32."""
     step, offset = step.to(group.dtype).unsqueeze(-2), offset.to(group.dtype).unsqueeze(-2)
-    # each divided by itself: the difference may overflow
-    return torch.where(step == 0, 0.0, group / step - offset / step)
+    halves = (group * 0.5 - offset * 0.5).double()
+    # rounded once: a product of two float32 numbers is a float64 number
+    value = halves * _over(step, 2.0).double() + torch.where(step == 0, 0.0, MARGIN).double()
+    grid = (value * (1 << DITHER_BITS)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int32)
+    return (grid + dither) >> DITHER_BITS
+
+
+def _fp8_codes(group: Tensor, step: Tensor, dither: Tensor) -> Tensor:
+    """The e4m3 numbers of (..., rows, features): as bits, as torch has next to no operations on the type itself."""
+    value = group * _over(step.to(group.dtype).unsqueeze(-2), 1.0)
+    spacing = _fp8_spacing(value)
+    below = torch.floor(value / spacing)
+    number = (below + (_uniform(dither, group.dtype) < value / spacing - below)) * spacing
+    return number.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _fp8_spacing(value: Tensor) -> Tensor:
@@ -85,14 +129,19 @@ def _centred(y: Tensor, mean: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _dither(seed: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
-    """The random parts of rows (..., rows, 1) and of columns (..., 1, features), in [0, 2**16)."""
+    """The random parts of rows (..., rows, 1) and of columns (..., 1, features), int32, of which 15 bits count."""
     halves = random_halves(seed, 0, rows + features, stream=ROUNDING_STREAM).int()
     return halves[..., :rows].unsqueeze(-1), halves[..., rows:].unsqueeze(-2)
 
 
-def _uniform(of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype) -> Tensor:
-    # in the middle of the 2**16 intervals
-    return ((of_rows + of_columns) & 0xFFFF).to(dtype).add_(0.5).mul_(2.0**-16)
+def _sum_of(of_rows: Tensor, of_columns: Tensor) -> Tensor:
+    """The dither d out of its parts, in [0, 2**15)."""
+    return (of_rows + of_columns) & ((1 << DITHER_BITS) - 1)
+
+
+def _uniform(dither: Tensor, dtype: torch.dtype) -> Tensor:
+    # in the middle of the 2**15 intervals
+    return dither.to(dtype).add_(0.5).mul_(2.0**-DITHER_BITS)
 
 
 def packed_width(features: int, kind: str) -> int:
@@ -185,18 +234,11 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     for start, end, size in _slabs(rows, group, features):
         part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
         step, offset = _scales(part, kind)
-        value = _in_steps(part, step, offset)
-        spacing = _fp8_spacing(value) if kind == FP8 else 1.0
-        uniform = _uniform(of_rows[..., start:end, :], of_columns, compute).unflatten(-2, (-1, size))
-        below = torch.floor(value / spacing)
-        # floor(value + uniform), but that the sum would be rounded
-        code = (below + (1 - uniform < value / spacing - below)) * spacing
+        dither = _sum_of(of_rows[..., start:end, :], of_columns).unflatten(-2, (-1, size))
         if kind == FP8:
-            # held as bits: torch has next to no operations on the type itself
-            code = code.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
+            code = _fp8_codes(part, step, dither)
         else:
-            # the clamp undoes what rounding the quotient may do at the ends; a NaN's code is 0, its step tells
-            code = code.clamp(0, LEVELS[kind]).nan_to_num(0.0).to(torch.uint8)
+            code = _integer_codes(part, step, offset, dither).to(torch.uint8)
             code = _packed(code, kind) if BITS[kind] < 8 else code
             offsets[..., start // group : -(-end // group), :] = offset
         codes[..., start:end, :] = code.flatten(-3, -2)
@@ -242,8 +284,10 @@ def dequantize(
             part = part.view(torch.float8_e4m3fn).float().unflatten(-2, (-1, size)) * step
         else:
             part = (_unpacked(part, features, kind) if BITS[kind] < 8 else part).float()
-            part = part.sub_(_uniform(of_rows[..., start:end, :], of_columns, torch.float32).sub_(0.5))
-            part = part.unflatten(-2, (-1, size)).mul_(step).add_(offsets[..., numbers, :].float().unsqueeze(-2) / 2)
+            dither = _sum_of(of_rows[..., start:end, :], of_columns)
+            part = part.sub_(dither.to(torch.float32).mul_(2.0**-DITHER_BITS)).unflatten(-2, (-1, size))
+            offset = offsets[..., numbers, :].float().unsqueeze(-2) / 2
+            part = part.mul_(step).add_(offset.add_(step * CENTRE))
         values[..., start:end, :] = part.flatten(-3, -2)
     return values.mul_(2).to(dtype)
 
@@ -269,7 +313,7 @@ def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) 
         part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
         step, offset = _scales(part, kind)
         if kind == FP8:
-            value = _in_steps(part, step, offset)
+            value = part * _over(step.to(compute).unsqueeze(-2), 1.0)
             spacing = _fp8_spacing(value)
             fraction = (value / spacing - torch.floor(value / spacing)).double()
             distance = spacing.double() * step.double().unsqueeze(-2)

@@ -16,76 +16,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..builds import TYPE_NAMES, Build
+from ..builds import Build
+from ..device_functions import spread
 from ..hadamard_sketch import reference as hadamard
-from ..hadamard_sketch.kernel import is_paley_negative, matrix_constants, parity, ranked_columns
+from ..hadamard_sketch.entries import (
+    choice_word,
+    is_paley_negative,
+    matrix_constants,
+    parity,
+    ranked_columns,
+    sign_words,
+    sum_of_signs,
+    sylvester_rows,
+    sylvester_words,
+)
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
-from ..low_bit.kernel import converted, decoded, spread
+from ..low_bit.kernel import decoded
 from ..low_bit.reference import BITS, FP8
-from ..philox.kernel import CHOICE_STREAM, SIGN_STREAM, words_of_counter
 from . import reference
 
 # Rows of codes and features of a program: enough programs for a large GPU, and 64 values a thread, each of which draws
 # what belongs to one row.
 _ROWS, _TILE, _WARPS = 64, 64, 2
-# Rows of a block whose sum of signs bfloat16 holds.
-_EXACT_ROWS = 256
 # Sums of parts of x that a program adds up; more are added up first.
 _MOST_SUMS = 16
 # Rows of a block whose signs one load of random words gives.
 _CHUNK = 64
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
 _ANY_ROWS = ("parts", "rows", "rank", "shortest", "longer", "kept", "sign_stride")
-
-
-@triton.jit
-def _lowest_bits(count):
-    """A word of so many ones, uint32: none for what is negative, 32 at most."""
-    ones = (tl.full(count.shape, 1, tl.uint32) << tl.minimum(tl.maximum(count, 0), 31).to(tl.uint32)) - 1
-    return tl.where(count >= 32, tl.full(count.shape, 0xFFFFFFFF, tl.uint32), ones)
-
-
-@triton.jit
-def _count(bits):
-    """How many bits of a word are 1, int32."""
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    bits += bits >> 8
-    bits += bits >> 16
-    return (bits & 63).to(tl.int32)
-
-
-@triton.jit
-def sum_of_signs(low, high, present):
-    """The sum of the first `present` of 64 signs, int32; 1 of the two words stands for -1."""
-    return present - 2 * (_count(low & _lowest_bits(present)) + _count(high & _lowest_bits(present - 32)))
-
-
-@triton.jit
-def sylvester_column(seed, combination, DEGREE: tl.constexpr, POLYNOMIAL: tl.constexpr):
-    """The rows of H that combinations are: `reference.columns_of_words` of the Hadamard sketch, for powers of two."""
-    word, _, _, _ = words_of_counter(seed, tl.full((), 0, tl.int32), CHOICE_STREAM)
-    factor = 1 + ((word.to(tl.uint64) * ((1 << DEGREE) - 1)) >> 32).to(tl.int32)
-    power = ((combination * (combination + 1)) >> 1) & ((1 << DEGREE) - 1)
-    column = power * 0
-    for bit in tl.static_range(DEGREE):
-        column ^= power * ((factor >> bit) & 1)
-        power = power << 1
-        power ^= (power >> DEGREE) * POLYNOMIAL
-    return column
-
-
-@triton.jit
-def sylvester_words(column):
-    """The first 64 entries of rows of H, as two words of signs: bit j is the parity of column & j."""
-    low = column.to(tl.uint32) * 0
-    for bit in tl.static_range(5):
-        # times the numbers below 32 that have this bit
-        low ^= ((column >> bit) & 1).to(tl.uint32) * (0xFFFFFFFF // ((1 << (1 << bit)) + 1) << (1 << bit))
-    return low, low ^ (((column >> 5) & 1).to(tl.uint32) * 0xFFFFFFFF)
 
 
 @triton.jit
@@ -106,7 +65,7 @@ def _sums_of_rows(
 ):
     """S^T 1 but for a factor, of a combination of a block of `present` rows each: whole numbers, int32."""
     if PRIME == 0:
-        column = sylvester_column(seed, combination, DEGREE, POLYNOMIAL)
+        column = sylvester_rows(choice_word(seed), combination, DEGREE, POLYNOMIAL)
         entries_low, entries_high = sylvester_words(column)
     else:
         SOME: tl.constexpr = 8 if ORDER_2 > 8 else ORDER_2
@@ -114,10 +73,7 @@ def _sums_of_rows(
         column = tl.gather(ranked_columns(seed, ORDER, ORDER_2, KEPT_2), combination, 0)[:, None]
     total = present * 0
     for chunk in range(CHUNKS):
-        index = block * sign_stride + chunk * 64
-        first, second, third, fourth = words_of_counter(seed, index >> 7, SIGN_STREAM)
-        is_second_half = ((index >> 6) & 1) == 1
-        low, high = tl.where(is_second_half, third, first), tl.where(is_second_half, fourth, second)
+        low, high = sign_words(seed, block, chunk, sign_stride)
         here = tl.minimum(tl.maximum(present - chunk * 64, 0), 64)
         if PRIME == 0:
             flipped = parity((column >> 6) & chunk).to(tl.uint32) * 0xFFFFFFFF
@@ -168,8 +124,6 @@ def _mean_less_codes_kernel(
     SHARE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    BY_DOT: tl.constexpr,
-    DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     PARTS_OF_GROUP: tl.constexpr = (GROUP + ROWS - 1) // ROWS
@@ -186,7 +140,8 @@ def _mean_less_codes_kernel(
         other=0.0,
     )
     group = part // PARTS_OF_GROUP
-    row = group * GROUP + (part % PARTS_OF_GROUP) * ROWS + tl.arange(0, ROWS)
+    first_row = group * GROUP + (part % PARTS_OF_GROUP) * ROWS
+    row = first_row + tl.arange(0, ROWS)
     is_row = row < tl.minimum((group + 1) * GROUP, rank)
     seed = tl.load(SEED)
     value = decoded(
@@ -195,7 +150,7 @@ def _mean_less_codes_kernel(
         OFFSETS,
         seed,
         group,
-        row,
+        first_row,
         is_row,
         first_feature,
         rank,
@@ -207,10 +162,8 @@ def _mean_less_codes_kernel(
         IS_FP8,
         ROWS,
         TILE,
+        INTERPRETED,
     )
-    # Half of it, as the product with the sketch of g decodes it: some codes stand for more than float16 has, and code 0
-    # may be one of them, which is read where there is no row.
-    value = converted(0.5 * value, DTYPE, INTERPRETED)
     ones = is_row.to(tl.int32)
     if ORDER > 0:
         block = row // kept
@@ -232,23 +185,14 @@ def _mean_less_codes_kernel(
         )
     # made by few threads, as the random parts are
     ones = spread(ones).to(tl.float32)
-    if BY_DOT:
-        # by the tensor cores, in 16 equal rows: values go there as they are rounded, and not back to float32
-        equal = tl.broadcast_to(ones[None, :], (16, ROWS))
-        if INTERPRETED:
-            product = tl.dot(equal, value.to(tl.float32), input_precision="ieee")
-        else:
-            product = tl.dot(equal.to(DTYPE), value)
-        taken_off = tl.max(product, axis=0)
-    else:
-        taken_off = tl.sum(value.to(tl.float32) * ones[:, None], axis=0)
-    taken_off *= 2 * scale
+    taken_off = tl.sum(value * ones[:, None], axis=0)
+    taken_off *= scale
     rest = (tl.sum(sums, axis=0) - taken_off) * (1.0 / rows)
     tl.store(OUT + part.to(tl.int64) * features + feature, rest, mask=is_feature)
 
 
 @lru_cache
-def _constants(kind: str, group: int, order: int, kept: int, share: int, dtype: torch.dtype) -> Constants:
+def _constants(kind: str, group: int, order: int, kept: int, share: int) -> Constants:
     """Constants of the kernel; the launcher and `builds` share them. Order 0 stands for S = I."""
     matrix = matrix_constants(max(order, 1))
     values = {
@@ -263,8 +207,6 @@ def _constants(kind: str, group: int, order: int, kept: int, share: int, dtype: 
         "SHARE": share,
         "ROWS": _ROWS,
         "TILE": _TILE,
-        "BY_DOT": dtype != torch.float32 and order <= _EXACT_ROWS,
-        "DTYPE": _TYPES[dtype],
         "INTERPRETED": IS_INTERPRETED,
     }
     return Constants(values, num_warps=_WARPS)
@@ -283,7 +225,6 @@ def mean_less_codes(
     scale: float,
     kind: str,
     group: int,
-    decoded: torch.dtype,
 ) -> Tensor:
     """Return the mean of x less X^T (S^T 1) / rows, for what the codes stand for as X.
 
@@ -299,14 +240,13 @@ def mean_less_codes(
         scale: What X and S^T 1, as sums of +-1, are multiplied by: that of the sketch of g.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of the sketch that share a step.
-        decoded: Dtype that X is rounded to: float32, bfloat16 or float16.
 
     Returns:
         Shape (features,), float32; 0 of no rows.
     """
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "kind": kind, "group": group}
     if codes.numel() == 0:
-        return reference.mean_less_codes(sums, codes, steps, offsets, seed, rows=rows, **options, decoded=decoded)
+        return reference.mean_less_codes(sums, codes, steps, offsets, seed, rows=rows, **options)
     rank, features = codes.shape[0], steps.shape[1]
     programs = ceil_div(rank, group) * ceil_div(group, _ROWS)
     if sums.shape[0] > programs * _MOST_SUMS:
@@ -334,34 +274,31 @@ def mean_less_codes(
         *codes.stride(),
         scale,
     )
-    constants = _constants(kind, group, order, kept, share, decoded)
+    constants = _constants(kind, group, order, kept, share)
     launch(_mean_less_codes_kernel, (programs * ceil_div(features, _TILE), 1, 1), arguments, constants)
     return rest.sum(0)
 
 
 def builds() -> list[Build]:
-    """Return what a training run compiles: ratio 0.5 of full blocks, for each kind in bfloat16.
+    """Return what a training run compiles: ratio 0.5 of full blocks, for each kind.
 
     Returns:
-        int8 also in float16 and float32; with sums of many blocks, for small and large blocks, and for x itself.
+        int8 also with sums of many blocks, for small and large blocks, and for x itself.
     """
-    found = [_build(kind, torch.bfloat16) for kind in BITS]
-    found += [_build("int8", dtype) for dtype in (torch.float16, torch.float32)]
-    for order, share in ((64, 16), (60, 2), (512, 1), (0, 1)):
-        found.append(_build("int8", torch.bfloat16, order=order, share=share))
+    found = [_build(kind) for kind in BITS]
+    found += [_build("int8", order=order, share=share) for order, share in ((64, 16), (60, 2), (512, 1), (0, 1))]
     return found
 
 
-def _build(kind: str, dtype: torch.dtype, *, order: int = 64, share: int = 1) -> Build:
-    shared = _constants(kind, 1024 // BITS[kind], order, 32, share, dtype)
+def _build(kind: str, *, order: int = 64, share: int = 1) -> Build:
+    shared = _constants(kind, 1024 // BITS[kind], order, 32, share)
     pointers = {"SUMS": "*fp32", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16", "SEED": "*i64", "OUT": "*fp32"}
     sizes = ("features", "width", "codes_row")
     return Build(
-        f"mean_less_codes {kind} {TYPE_NAMES[dtype]} order={order} share={share}",
+        f"mean_less_codes {kind} order={order} share={share}",
         _mean_less_codes_kernel,
         pointers | dict.fromkeys((*_ANY_ROWS, *sizes), "i32") | {"scale": "fp32"},
         {"codes_column": 1, **shared.values},
         (*pointers, *sizes),
         num_warps=shared.num_warps,
-        uses_tensor_cores=shared["BY_DOT"],
     )

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
+from ..device_functions import converted
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit import kernel as low_bit
-from ..low_bit.kernel import converted, half_value, random_part, unpacked, widened
+from ..low_bit.kernel import random_part, scales_of, unpacked, values_of_codes
 from ..low_bit.reference import BITS, FP8
 from . import reference
 
@@ -275,14 +276,13 @@ def _low_bit_grad_weight_kernel(
         words = tl.load(codes_at, is_inside[:, None] & is_byte, other=0)
         # all rows of a block belong to one group
         scales = (first // GROUP).to(tl.int64) * in_features + column
-        half_step = widened(tl.load(LOW_STEPS + scales, is_column, other=0)) * 0.5
-        half_offset = tl.zeros_like(half_step)
-        if not IS_FP8:
-            half_offset = widened(tl.load(OFFSETS + scales, is_column, other=0)) * 0.5
+        step_of_codes, offset = scales_of(LOW_STEPS, OFFSETS, scales, is_column, 0.5, IS_FP8)
         # What lies beyond the rank is a finite number wherever its group is finite, and meets zeros of g.
         codes = words.to(tl.int32) if BITS == 8 else unpacked(words.to(tl.int32), BITS)
         of_row = random_part(seed, first + k)
-        x = half_value(codes, half_step[None, :], half_offset[None, :], of_row[:, None], of_column[None, :], IS_FP8)
+        x = values_of_codes(
+            codes, step_of_codes[None, :], offset[None, :], of_row[:, None], of_column[None, :], IS_FP8, INTERPRETED
+        )
         x = converted(x, G.dtype.element_ty, INTERPRETED)
         if INTERPRETED:
             g, x = g.to(tl.float32), x.to(tl.float32)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from rmm_linear.sketches import Hadamard
+from rmm_linear_kernels.hadamard_sketch import entries as made
 from rmm_linear_kernels.hadamard_sketch import kernel, reference
 
 # every construction of the matrix, blocks of unequal length, one row, and blocks of more than 64 rows
@@ -168,9 +169,12 @@ def _entries_kernel(
     SEED, OUT, DEGREE: tl.constexpr, POLYNOMIAL: tl.constexpr, KEPT_2: tl.constexpr, CHUNK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    entries = kernel.block_entries(tl.load(SEED), 0, 0, 64, DEGREE, POLYNOMIAL, KEPT_2, CHUNK, DTYPE)
-    place = tl.arange(0, KEPT_2)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    tl.store(OUT + place, entries.to(tl.float32))
+    seed = tl.load(SEED)
+    row, low, high = made.mixing_rows(seed, DEGREE, POLYNOMIAL, KEPT_2)
+    first, second = made.entries_of(*made.block_words(seed, row, low, high, 0, 0, 64, DEGREE), CHUNK, DTYPE)
+    to = OUT + tl.arange(0, KEPT_2)[:, None] * CHUNK + made.half_places(CHUNK)[None, :]
+    tl.store(to, first.to(tl.float32))
+    tl.store(to + 16, second.to(tl.float32))
 
 
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float16, tl.float32], ids=str)
@@ -179,7 +183,7 @@ def test_entries_made_of_bits_are_the_twin_s(dtype, device):
     seed = torch.tensor(11, device=device)
     for degree in (2, 4, 5, 6):
         order = 1 << degree
-        kept, chunk = max(16, order // 2), max(16, order)
+        kept, chunk = max(16, order // 2), max(32, order)
         out = torch.empty(kept, chunk, device=device)
         _entries_kernel[(1,)](seed, out, degree, reference.POLYNOMIALS[degree], kept, chunk, dtype)
         expected = reference._mixing(seed, order, 1, order // 2, torch.float32)[0]

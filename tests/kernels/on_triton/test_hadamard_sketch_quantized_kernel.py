@@ -74,7 +74,7 @@ def assert_left_of_the_mean(found, x: Tensor, seed: Tensor, how: dict) -> None:
     """What these very codes stand for is taken off the mean of all rows."""
     *codes, rest = found
     sums, options = x.double().sum(0, keepdim=True), how | {"scale": 1 / (how["kept"] * how["scale"])}
-    expected = mean_less_codes(sums, *codes, seed, rows=x.shape[0], **options, decoded=x.dtype)
+    expected = mean_less_codes(sums, *codes, seed, rows=x.shape[0], **options)
     largest = float(x.double().abs().nan_to_num(0, 0).max())
     torch.testing.assert_close(rest.double(), expected, rtol=1e-5, atol=1e-6 * largest, equal_nan=True)
 
