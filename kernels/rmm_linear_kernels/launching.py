@@ -76,9 +76,10 @@ class Constants:
         return self.values[name]
 
 
-# What is remembered of a launch: the compiled kernel; what Triton itself calls, and its arguments that are the kernel's
-# own, where that is known; and the constants in the order of the kernel's signature.
-_Remembered = tuple[CompiledKernel, tuple[Any, Any, Any] | None, tuple[Any, ...]]
+# What Triton itself calls, its two arguments that are the kernel's own, and the constants in the signature's order.
+_Call = tuple[Any, Any, Any, tuple[Any, ...]]
+# What is remembered of a launch: the compiled kernel; what Triton calls, where that is known; and the constants.
+_Remembered = tuple[CompiledKernel, _Call | None, tuple[Any, ...]]
 
 
 class _Plan:
@@ -112,7 +113,71 @@ class _Plan:
 _plans: dict[tuple[int, tuple[type, ...]], _Plan] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Constants) -> None:
+class Prepared:
+    """A launch of which all but the tensors is settled. Make one for each, in a function under `functools.lru_cache`.
+
+    That function is asked with the dtypes of the tensors as well: of one `Prepared`, they are always the same, and so
+    are those that are None.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], constants: Constants) -> None:
+        """Settle it.
+
+        Args:
+            kernel: As for `launch`; its tensors come before all other parameters.
+            grid: As for `launch`.
+            numbers: The arguments after the tensors.
+            constants: The rest.
+        """
+        self.kernel = kernel
+        self.grid = grid
+        self.numbers = numbers
+        self.constants = constants
+        # in Triton's interpreter there is no driver to ask
+        self.is_interpreted = not isinstance(kernel, JITFunction)
+
+    def launch(self, *tensors: Tensor | None) -> None:
+        """Launch the kernel, as the function `launch` does.
+
+        Args:
+            *tensors: On the current device, or None.
+        """
+        if self.is_interpreted:
+            launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants)
+            return
+        addresses = 0
+        for tensor in tensors:
+            if tensor is not None:
+                addresses |= tensor.data_ptr()
+        active, runtime = driver.active, knobs.runtime
+        device = active.get_current_device()
+        key = self, device, runtime.debug, knobs.compilation.instrumentation_mode
+        found = _prepared.get(key)
+        if (
+            found is None
+            or addresses % _ALIGNMENT
+            or self.kernel.pre_run_hooks
+            or runtime.add_stages_inspection_hook is not None
+            or _calls(runtime.launch_enter_hook)
+            or _calls(runtime.launch_exit_hook)
+        ):
+            found = launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants)
+            if found is not None and addresses % _ALIGNMENT == 0:
+                if len(_prepared) >= _MOST_REMEMBERED:
+                    _prepared.clear()
+                _prepared[key] = found
+            return
+        run, function, metadata, values = found
+        stream = active.get_current_stream(device)
+        # neither what hooks are told, nor hooks
+        run(*self.grid, stream, function, metadata, None, None, None, *tensors, *self.numbers, *values)
+
+
+# by the launch, the device, and two settings
+_prepared: dict[tuple[Prepared, int, Any, Any], _Call] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Constants) -> _Call | None:
     """Launch a kernel on the current device, as `kernel[grid](*arguments, **constants)` does.
 
     Args:
@@ -120,6 +185,10 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
         grid: Programs along each of three axes.
         arguments: All other arguments, in their order: tensors on the current device, None, and numbers.
         constants: The rest.
+
+    Returns:
+        What launches the same with other tensors, if their dtypes and alignments are all that the choice of a kernel
+        depends on, and if it is remembered.
 
     Raises:
         ValueError: If arguments and constants are not those of the kernel.
@@ -131,7 +200,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
     runtime = knobs.runtime
     if not plan.is_remembering or kernel.pre_run_hooks or runtime.add_stages_inspection_hook is not None:
         _launch_by_triton(plan, grid, arguments, constants)
-        return
+        return None
     active = driver.active
     device = active.get_current_device()
     dtypes, misaligned = [], []
@@ -158,19 +227,21 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
         compiled, call, values = remembered
         stream = active.get_current_stream(device)
         if call is not None and not _calls(runtime.launch_enter_hook) and not _calls(runtime.launch_exit_hook):
-            run, function, metadata = call
+            run, function, metadata, _ = call
             # neither what hooks are told, nor hooks
             run(*grid, stream, function, metadata, None, None, None, *arguments, *values)
         else:
             compiled[grid](*arguments, *values, stream=stream)
-        return
+        return None if plan.has_ranges else call
     compiled = _launch_by_triton(plan, grid, arguments, constants)
     # None, or a promise of a kernel, if someone has told Triton to compile elsewhere or later
     if isinstance(compiled, CompiledKernel):
         if len(plan.remembered) >= _MOST_REMEMBERED:
             plan.remembered.clear()
-        call = (compiled.run, compiled.function, compiled.packed_metadata) if _IS_CALL_KNOWN else None
-        plan.remembered[key] = compiled, call, tuple(constants.values[name] for name in plan.constant_names)
+        values = tuple(constants.values[name] for name in plan.constant_names)
+        call = (compiled.run, compiled.function, compiled.packed_metadata, values) if _IS_CALL_KNOWN else None
+        plan.remembered[key] = compiled, call, values
+    return None
 
 
 def ceil_div(size: int, block: int) -> int:
@@ -197,6 +268,7 @@ def forget() -> None:
     For whoever replaces Triton's driver, or what Triton has compiled: no training run has to.
     """
     _plans.clear()
+    _prepared.clear()
 
 
 def _launch_by_triton(plan: _Plan, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Constants) -> Any:

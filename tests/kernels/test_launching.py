@@ -21,7 +21,7 @@ from rmm_linear_kernels import launching
 from rmm_linear_kernels.hadamard_at_once import kernel as at_once
 from rmm_linear_kernels.hadamard_sketch import kernel as hadamard_sketch
 from rmm_linear_kernels.hadamard_sketch_quantized import kernel as quantized
-from rmm_linear_kernels.launching import Constants, ceil_div, launch
+from rmm_linear_kernels.launching import Constants, Prepared, ceil_div, launch
 from rmm_linear_kernels.low_bit import kernel as low_bit
 from rmm_linear_kernels.mean_less_codes import kernel as mean_less
 from rmm_linear_kernels.random_projection import kernel as random_projection
@@ -233,6 +233,106 @@ def test_hooks_around_launches_are_handed_on_and_told_the_kernel(gpu, runs):
     assert runs == []
 
 
+def prepared(case):
+    """A case whose launch is prepared, as (function of the tensors, tensors)."""
+    kernel, grid, arguments, constants = case
+    return Prepared(kernel, grid, arguments[3:], constants).launch, arguments[:3]
+
+
+@pytest.fixture
+def general(monkeypatch):
+    """Launches that are asked of the function `launch`."""
+    seen = []
+
+    def noting_launch(*case):
+        seen.append(case)
+        return launch(*case)
+
+    monkeypatch.setattr(launching, "launch", noting_launch)
+    return seen
+
+
+def test_a_prepared_launch_is_triton_s_and_soon_asks_nothing(gpu, runs, general):
+    x, out = torch.zeros(64), torch.zeros(64)
+    cases = [sums(x, mean, out=out, features=size) for mean in (None, x) for size in (1, 3, 16, 2**31 + 5)]
+    cases += [sums(x, rows=rows, factor=factor) for rows in (1, 2**31 + 5) for factor in (1, 1.0)]
+    for case in cases:
+        call, tensors = prepared(case)
+        expected = noted(gpu, by_triton, case)
+        for _ in range(4):
+            assert are_equal(noted(gpu, call, tensors), expected)
+    assert len(general) == 2 * len(cases)
+    general.clear()
+    call, tensors = prepared(cases[0])
+    noted(gpu, call, tensors)
+    # other tensors, other memory
+    moved = x.clone(), None, out.clone()
+    call(*moved)
+    again = noted(gpu, call, moved)
+    assert are_equal(again, noted(gpu, by_triton, (cases[0][0], cases[0][1], (*moved, *cases[0][2][3:]), cases[0][3])))
+    assert len(general) == 1
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_prepared_launch_looks_where_the_tensors_lie(gpu, place):
+    whole = torch.zeros(64)
+    call, aligned = prepared(sums(whole, whole, out=whole))
+    shifted = tuple(whole[1:] if index == place else whole for index in range(3))
+    expected = {
+        tensors: noted(gpu, by_triton, sums(tensors[0], tensors[1], out=tensors[2])) for tensors in (aligned, shifted)
+    }
+    assert expected[aligned].handle != expected[shifted].handle
+    for tensors in (shifted, aligned, shifted, aligned, aligned, shifted, aligned, shifted):
+        assert are_equal(noted(gpu, call, tensors), expected[tensors])
+
+
+def test_a_prepared_launch_respects_devices_settings_and_hooks(gpu, general, monkeypatch):
+    case, seen = sums(torch.zeros(64)), []
+    call, tensors = prepared(case)
+
+    def check_now():
+        for _ in range(3):
+            assert are_equal(noted(gpu, call, tensors), noted(gpu, by_triton, case))
+        return gpu.launches[0].handle
+
+    handles = {check_now()}
+    gpu.switch_device()
+    handles.add(check_now())
+    with knobs.runtime.scope():
+        knobs.runtime.debug = True
+        handles.add(check_now())
+    assert len(handles) == 3
+    general.clear()
+    check_now()
+    assert general == []
+    with knobs.runtime.scope():
+        knobs.runtime.launch_enter_hook.add(seen.append)
+        try:
+            call(*tensors)
+            enter, _ = gpu.hooks
+            enter(gpu.told)
+        finally:
+            knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert [told.get()["name"] for told in seen] == ["_sums_kernel"]
+    with monkeypatch.context() as patch:
+        patch.setattr(_sums_kernel, "pre_run_hooks", [lambda *args, **kwargs: seen.append(args)])
+        call(*tensors)
+    assert len(seen) == 2
+    launching.forget()
+    general.clear()
+    check_now()
+    assert len(general) == 2
+
+
+def test_what_is_remembered_of_prepared_launches_is_bounded(gpu, monkeypatch):
+    monkeypatch.setattr(launching, "_MOST_REMEMBERED", 2)
+    calls = [prepared(sums(torch.zeros(64), features=features)) for features in (3, 16, 1, 5)]
+    for call, tensors in [*calls, *calls, *calls]:
+        call(*tensors)
+        call(*tensors)
+    assert 0 < len(launching._prepared) <= 2
+
+
 def test_what_is_remembered_is_bounded(gpu, runs, monkeypatch):
     monkeypatch.setattr(launching, "_MOST_REMEMBERED", 2)
     cases = [sums(torch.zeros(64), features=features) for features in (3, 16, 1, 5)]
@@ -275,6 +375,7 @@ def test_the_pretended_gpu_leaves_nothing_behind(benchmark_script, tmp_path):
     assert triton.runtime.driver._active is before
     assert not _sums_kernel.device_caches
     assert not launching._plans
+    assert not launching._prepared
 
 
 def test_on_amd_the_size_of_the_storage_decides(benchmark_script, runs, tmp_path):
@@ -283,6 +384,11 @@ def test_on_amd_the_size_of_the_storage_decides(benchmark_script, runs, tmp_path
     with knobs.cache.scope(), benchmark_script("pretended_gpu").pretended_gpu("gfx942") as gpu:
         knobs.cache.dir = str(tmp_path)
         assert len(check(gpu, runs, [sums(large), sums(torch.zeros(64))])) == 2
+        call, (x, *others) = prepared(sums(large))
+        small = x.clone()
+        for tensors in ((x, *others), (small, *others)) * 3:
+            expected = noted(gpu, by_triton, sums(tensors[0], out=others[1]))
+            assert are_equal(noted(gpu, call, tensors), expected)
 
 
 def calls_of_the_launchers():
@@ -350,7 +456,8 @@ def calls_of_the_launchers():
 def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
     cases = []
     for module, call in calls_of_the_launchers():
-        monkeypatch.setattr(module, "launch", lambda *case: cases.append(case))
+        for place in (module, launching):
+            monkeypatch.setattr(place, "launch", lambda *case: cases.append(case), raising=False)
         call()
     assert {case[0].__name__ for case in cases} == {
         "_sampled_mean_kernel",

@@ -31,7 +31,7 @@ from ..hadamard_sketch.entries import (
 )
 from ..hadamard_sketch.kernel import both_halves, column_sums, either, mixed
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, ceil_div, launch
+from ..launching import Constants, Prepared, ceil_div
 from . import reference
 
 # The least that a matrix instruction takes.
@@ -292,13 +292,28 @@ def sketch_and_mean_at_once(
     rows, features = x.shape
     if x.numel() == 0:
         return reference.sketch_and_mean_at_once(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    out = x.new_empty((blocks * kept, features), dtype=dtype)
+    prepared = _prepared_sketch(rows, features, blocks, kept, x.stride(), scale, (x.dtype, seed.dtype, dtype))
+    # sizes one by one: torch takes half the time to read them
+    out = x.new_empty(blocks * kept, features, dtype=dtype)
     rest = x.new_empty(features, dtype=torch.float32)
-    sizes = rows, features, blocks, rows // blocks, rows % blocks, kept
-    arguments = (x, seed, out, rest, *sizes, *x.stride(), scale)
-    grid = (ceil_div(features, _FEATURES), 1, 1)
-    launch(_sketch_and_mean_at_once_kernel, grid, arguments, _sketch_constants(rows, blocks, kept, x.dtype))
+    prepared.launch(x, seed, out, rest)
     return out, rest
+
+
+@lru_cache(maxsize=_MOST_REMEMBERED)
+def _prepared_sketch(
+    rows: int,
+    features: int,
+    blocks: int,
+    kept: int,
+    strides: tuple[int, ...],
+    scale: float,
+    dtypes: tuple[torch.dtype, ...],
+) -> Prepared:
+    """The launch of the sketch; `dtypes` are those of x, the seed and the sketch."""
+    numbers = (rows, features, blocks, rows // blocks, rows % blocks, kept, *strides, scale)
+    grid = (ceil_div(features, _FEATURES), 1, 1)
+    return Prepared(_sketch_and_mean_at_once_kernel, grid, numbers, _sketch_constants(rows, blocks, kept, dtypes[0]))
 
 
 def grad_weight_at_once(
@@ -337,35 +352,43 @@ def grad_weight_at_once(
     if g.numel() == 0 or in_features == 0:
         sizes: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "factor": factor}
         return reference.grad_weight_at_once(g, seed, sketched_x, mean, **sizes, dtype=dtype, bias_dtype=bias_dtype)
-    grad_weight = sketched_x.new_empty((out_features, in_features), dtype=dtype)
-    bias = None if bias_dtype is None else g.new_empty(out_features, dtype=bias_dtype)
-    arguments = (
-        g,
-        seed,
-        sketched_x,
-        mean,
-        grad_weight,
-        bias,
-        rows,
-        out_features,
+    dtype = dtype or sketched_x.dtype
+    prepared = _prepared_gradient(
+        g.shape,
         in_features,
         blocks,
         kept,
-        *g.stride(),
-        *sketched_x.stride(),
-        0 if mean is None else mean.stride(0),
+        (g.stride(), sketched_x.stride(), () if mean is None else mean.stride()),
         scale,
         factor,
+        (g.dtype, seed.dtype, sketched_x.dtype, None if mean is None else mean.dtype, dtype, bias_dtype),
     )
-    constants = _gradient_constants(rows, blocks, kept, g.dtype, mean is not None, bias is not None)
-    tile = constants["TILE"]
-    launch(
-        _grad_weight_at_once_kernel,
-        (ceil_div(out_features, tile), ceil_div(in_features, tile), 1),
-        arguments,
-        constants,
-    )
+    grad_weight = g.new_empty(out_features, in_features, dtype=dtype)
+    bias = None if bias_dtype is None else g.new_empty(out_features, dtype=bias_dtype)
+    prepared.launch(g, seed, sketched_x, mean, grad_weight, bias)
     return grad_weight, sketched_x.new_empty(0) if bias is None else bias
+
+
+@lru_cache(maxsize=_MOST_REMEMBERED)
+def _prepared_gradient(
+    shape: tuple[int, int],
+    in_features: int,
+    blocks: int,
+    kept: int,
+    strides: tuple[tuple[int, ...], ...],
+    scale: float,
+    factor: float,
+    dtypes: tuple[torch.dtype | None, ...],
+) -> Prepared:
+    """The launch of the gradient; `shape` is that of g, and `dtypes` those of the tensors, None where there is none."""
+    (rows, out_features), (of_g, of_x, of_mean) = shape, strides
+    dtype, _, _, mean_dtype, _, bias_dtype = dtypes
+    assert dtype is not None
+    constants = _gradient_constants(rows, blocks, kept, dtype, mean_dtype is not None, bias_dtype is not None)
+    tile = constants["TILE"]
+    numbers = (rows, out_features, in_features, blocks, kept, *of_g, *of_x, *(of_mean or (0,)), scale, factor)
+    grid = (ceil_div(out_features, tile), ceil_div(in_features, tile), 1)
+    return Prepared(_grad_weight_at_once_kernel, grid, numbers, constants)
 
 
 def builds() -> list[Build]:

@@ -5,6 +5,8 @@ time of a step is that of its launches, whatever they do: there one kernel reads
 it has to.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ _MOST_BLOCKS = 8
 _TILE, _WIDE_TILE = 64, 32
 # Tiles of a gradient, each of which sketches g for itself: as many as a large GPU works on at once, four times over.
 _MOST_TILES = 1024
+# Sizes whose answer is remembered.
+_MOST_REMEMBERED = 4096
 
 
 def holds_input(rows: int, blocks: int) -> bool:
@@ -47,6 +51,8 @@ def tile_of(dtype: torch.dtype) -> int:
     return _WIDE_TILE if dtype == torch.float32 else _TILE
 
 
+# asked at every step, and more than a look-up to answer
+@lru_cache(maxsize=_MOST_REMEMBERED)
 def holds_gradient(rows: int, blocks: int, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
     """Return whether `grad_weight_at_once` is no slower than a sketch of g and a product: an unmeasured rule.
 

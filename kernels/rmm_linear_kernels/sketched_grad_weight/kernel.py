@@ -414,7 +414,7 @@ def _empty_results(
 ) -> tuple[Tensor, Tensor | None]:
     """Memory for the gradient, and for the sum of g where it is wanted."""
     out_features = sketched_g.shape[1]
-    grad_weight = sketched_g.new_empty((out_features, in_features), dtype=dtype)
+    grad_weight = sketched_g.new_empty(out_features, in_features, dtype=dtype)
     if sums is None or bias_dtype is None:
         return grad_weight, None
     return grad_weight, sketched_g.new_empty(out_features, dtype=bias_dtype)
@@ -498,7 +498,7 @@ def outer_product_of_sums(
     if out_features == 0:
         return reference.outer_product_of_sums(sums, mean, dtype=dtype, bias_dtype=bias_dtype)
     sums = sums.contiguous()
-    outer = None if mean is None else sums.new_empty((out_features, in_features), dtype=dtype)
+    outer = None if mean is None else sums.new_empty(out_features, in_features, dtype=dtype)
     bias = sums.new_empty(out_features, dtype=bias_dtype)
     grid = (ceil_div(out_features, _OUTER_ROWS), max(1, ceil_div(in_features, _OUTER_COLUMNS)), 1)
     arguments = (
