@@ -90,7 +90,7 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
     few, few_g = x[:_FEW_ROWS], g[:_FEW_ROWS, :_FEW_OUTPUTS]
     few_geometry: dict[str, Any] = {"blocks": few.shape[0] // _BLOCK, "kept": _KEPT}
     few_stored = stored[: few.shape[0] // _BLOCK * _KEPT]
-    few_options: dict[str, Any] = {"ratio": _KEPT / _BLOCK, "dtype": dtype, "bias_dtype": dtype}
+    few_options: dict[str, Any] = {"ratio": _KEPT / _BLOCK, "need_bias": True}
     index = torch.arange(rank, device=device, dtype=torch.int32)
     with use_kernels("torch"):
         codes = quantize(stored, seed, None, kind=_KIND, group=_GROUP)

@@ -96,19 +96,19 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
         _state.choice = self._before
 
 
-def product_dtype(g: Tensor, half: bool) -> torch.dtype:
+def product_dtype(dtype: torch.dtype, half: bool) -> torch.dtype:
     """Return the dtype of a sketch of g that goes into the product with the sketch of x.
 
     Args:
-        g: The gradient.
+        dtype: Dtype of the gradient.
         half: Whether half precision stays what it is.
 
     Returns:
         float64 for float64; otherwise float32, or the gradient's half precision if wanted.
     """
-    if half and g.dtype in HALVES:
-        return g.dtype
-    return torch.float64 if g.dtype == torch.float64 else torch.float32
+    if half and dtype in HALVES:
+        return dtype
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def product_scale(dtype: torch.dtype, ratio: float) -> float:

@@ -1,21 +1,59 @@
 """From the gradient of the output to that of the weight, for the Hadamard sketch: one operator, one reading of g."""
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rmm_linear.ops.dispatch import odd_factor, product_dtype, product_scale, run, wants_half
 from rmm_linear.ops.grad_weight import empty_results, product
-from rmm_linear.ops.projections import gradient_scale
+from rmm_linear.ops.projections import MOST_REMEMBERED, gradient_scale
 from rmm_linear.ops.registration import define
 from rmm_linear_kernels.hadamard_at_once import reference as _at_once
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 
 
+class _Options(NamedTuple):
+    """What follows from sizes and dtypes.
+
+    Attributes:
+        stored_dtype: Dtype that g is sketched into.
+        sketching: Options of the sketch of g.
+        factor: What the product of that with the sketch of x lacks.
+        at_once: Options of both in one.
+    """
+
+    stored_dtype: torch.dtype
+    sketching: dict[str, Any]
+    factor: float
+    at_once: dict[str, Any]
+
+
+@lru_cache(maxsize=MOST_REMEMBERED)
+def _options(
+    rows: int,
+    blocks: int,
+    kept: int,
+    ratio: float,
+    g_dtype: torch.dtype,
+    half: bool,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> _Options:
+    """The same at every step: to be found with one question."""
+    over = product_scale(g_dtype, ratio) if half else 1.0
+    factor = over * odd_factor(kept) if half else 1.0
+    stored_dtype = product_dtype(g_dtype, half)
+    sizes: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": gradient_scale(rows, blocks, kept, half) / over}
+    at_once = {**sizes, "factor": factor, "dtype": dtype, "bias_dtype": bias_dtype}
+    return _Options(stored_dtype, {**sizes, "dtype": stored_dtype}, factor, at_once)
+
+
+# A dtype takes torch half a microsecond to hand over: the usual ones are None and a truth value.
 @define(
     "hadamard_grad_weight(Tensor g, Tensor seed, Tensor sketched_x, Tensor? mean, SymInt blocks, SymInt kept,"
-    " float ratio, ScalarType? dtype, ScalarType? bias_dtype) -> (Tensor, Tensor)"
+    " float ratio, ScalarType? dtype, bool need_bias) -> (Tensor, Tensor)"
 )
 def _hadamard_grad_weight(
     g: Tensor,
@@ -26,21 +64,17 @@ def _hadamard_grad_weight(
     kept: int,
     ratio: float,
     dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
+    need_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    half = wants_half(g)
-    over = product_scale(g.dtype, ratio) if half else 1.0
-    scale = gradient_scale(g.shape[0], blocks, kept, half) / over
-    factor = over * odd_factor(kept) if half else 1.0
-    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale}
-    (rows, out), features = g.shape, sketched_x.shape[1]
-    stored_dtype = product_dtype(g, half)
-    if rows and sketched_x.dtype == stored_dtype and _at_once.holds_gradient(rows, blocks, out, features, g.dtype):
-        options |= {"factor": factor, "dtype": dtype or stored_dtype, "bias_dtype": bias_dtype}
-        return run("grad_weight_at_once", _at_once.grad_weight_at_once, g, seed, sketched_x, mean, **options)
+    (rows, out), features, g_dtype = g.shape, sketched_x.shape[1], g.dtype
+    dtype, bias_dtype = dtype or g_dtype, g_dtype if need_bias else None
+    options = _options(rows, blocks, kept, ratio, g_dtype, wants_half(g), dtype, bias_dtype)
+    is_stored_alike = sketched_x.dtype == options.stored_dtype
+    if rows and is_stored_alike and _at_once.holds_gradient(rows, blocks, out, features, g_dtype):
+        return run("grad_weight_at_once", _at_once.grad_weight_at_once, g, seed, sketched_x, mean, **options.at_once)
     twin = _hadamard.hadamard_sketch_and_sums
-    sketched, sums = run("hadamard_sketch_and_sums", twin, g, seed, None, **options, dtype=stored_dtype)
-    return product(sketched, sketched_x, sums, mean, factor, dtype or stored_dtype, bias_dtype)
+    sketched, sums = run("hadamard_sketch_and_sums", twin, g, seed, None, **options.sketching)
+    return product(sketched, sketched_x, sums, mean, options.factor, dtype, bias_dtype)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_grad_weight")
@@ -53,10 +87,10 @@ def _(
     kept: int,
     ratio: float,
     dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
+    need_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    sketched_g = g.new_empty(g.shape, dtype=product_dtype(g, wants_half(g)))
-    return empty_results(sketched_g, sketched_x.shape[1], True, dtype, bias_dtype)
+    sketched_g = g.new_empty(g.shape, dtype=product_dtype(g.dtype, wants_half(g)))
+    return empty_results(sketched_g, sketched_x.shape[1], True, dtype or g.dtype, g.dtype if need_bias else None)
 
 
 def hadamard_grad_weight(
@@ -69,7 +103,7 @@ def hadamard_grad_weight(
     kept: int,
     ratio: float,
     dtype: torch.dtype | None = None,
-    bias_dtype: torch.dtype | None = None,
+    need_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (S^T g)^T X for the stored Hadamard sketch X, plus (sum of g) mean^T; and the sum of g.
 
@@ -84,10 +118,12 @@ def hadamard_grad_weight(
         blocks: Number of strided blocks.
         kept: Hadamard rows kept of each block.
         ratio: Rows kept over rows, by which the sketch of a float16 gradient is kept from overflowing.
-        dtype: Dtype of the gradient; that of the product of the sketches if None.
-        bias_dtype: Dtype of the sum of g; None where it is not wanted.
+        dtype: Dtype of the gradient; that of g if None.
+        need_bias: Whether the sum of g is wanted.
 
     Returns:
-        Gradient (out, in); sum of g (out,), (0,) where it is not wanted.
+        Gradient (out, in); sum of g (out,) in its dtype, (0,) where it is not wanted.
     """
-    return _hadamard_grad_weight(g, seed, sketched_x, mean, blocks, kept, ratio, dtype, bias_dtype)
+    return _hadamard_grad_weight(
+        g, seed, sketched_x, mean, blocks, kept, ratio, None if dtype == g.dtype else dtype, need_bias
+    )

@@ -14,10 +14,10 @@ from rmm_linear_kernels.sampled_mean import reference as _sampled_mean
 from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
 
 # Numbers of rows whose factors are remembered: batches of sentences have another number of them each.
-_MOST_REMEMBERED = 4096
+MOST_REMEMBERED = 4096
 
 
-@lru_cache(maxsize=_MOST_REMEMBERED)
+@lru_cache(maxsize=MOST_REMEMBERED)
 def hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
     """Return the factors of the +-1 combinations of x and of g.
 
@@ -35,7 +35,7 @@ def hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
     return stored, 1 / (kept * stored)
 
 
-@lru_cache(maxsize=_MOST_REMEMBERED)
+@lru_cache(maxsize=MOST_REMEMBERED)
 def gradient_scale(rows: int, blocks: int, kept: int, half: bool) -> float:
     """Return the factor of the +-1 combinations of g in the dtype that they are multiplied in.
 
@@ -124,13 +124,13 @@ def _hadamard_sketch_and_sums(
 ) -> tuple[Tensor, Tensor]:
     scale = gradient_scale(g.shape[0], blocks, kept, half) / over
     twin = _hadamard.hadamard_sketch_and_sums
-    options = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": product_dtype(g, half)}
+    options = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": product_dtype(g.dtype, half)}
     return run("hadamard_sketch_and_sums", twin, g, seed, None, **options)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_and_sums")
 def _(g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool, over: float) -> tuple[Tensor, Tensor]:
-    sketched = g.new_empty((blocks * kept, g.shape[1]), dtype=product_dtype(g, half))
+    sketched = g.new_empty((blocks * kept, g.shape[1]), dtype=product_dtype(g.dtype, half))
     return sketched, g.new_empty((blocks, g.shape[1]), dtype=result_dtype(g, True))
 
 

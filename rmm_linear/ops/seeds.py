@@ -16,8 +16,9 @@ def data_parallel_rank() -> int:
     return 0
 
 
-@define("draw_seed(Tensor x, Tensor? token=None) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-def _draw_seed(x: Tensor, token: Tensor | None = None) -> Tensor:
+# without a default: compiled code would hand that over by name, which takes longer
+@define("draw_seed(Tensor x, Tensor? token) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+def _draw_seed(x: Tensor, token: Tensor | None) -> Tensor:
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=x.device)
     rank = data_parallel_rank()
     if rank == 0:
@@ -28,7 +29,7 @@ def _draw_seed(x: Tensor, token: Tensor | None = None) -> Tensor:
 
 
 @torch.library.register_fake("rmm_linear::draw_seed")
-def _(x: Tensor, token: Tensor | None = None) -> Tensor:
+def _(x: Tensor, token: Tensor | None) -> Tensor:
     return x.new_empty((), dtype=torch.int64)
 
 

@@ -206,7 +206,7 @@ class Hadamard(ObliviousSketch):
             kept=kept,
             ratio=self.ratio,
             dtype=dtype,
-            bias_dtype=g.dtype if need_bias else None,
+            need_bias=need_bias,
         )
         return grad_weight, bias if need_bias else None
 

@@ -57,10 +57,10 @@ def calls(rows, dtype):
     yield "hadamard_sketch_and_mean", (torch.randn(300, 6).to(dtype), seed, 5, 3)
     g = torch.randn(rows, 5).to(dtype)
     for stored in (torch.randn(blocks * kept, 6).to(dtype), torch.randn(blocks * kept, 6).to(accumulate)):
-        yield "hadamard_grad_weight", (g, seed, stored, None, blocks, kept, 0.3, None, None)
-        yield "hadamard_grad_weight", (g, seed, stored, mean, blocks, kept, 0.3, torch.float32, dtype)
+        yield "hadamard_grad_weight", (g, seed, stored, None, blocks, kept, 0.3, None, False)
+        yield "hadamard_grad_weight", (g, seed, stored, mean, blocks, kept, 0.3, torch.float32, True)
     many, its = torch.randn(600, 5).to(dtype), torch.randn(30, 6).to(dtype)
-    yield "hadamard_grad_weight", (many, seed, its, mean, 10, 3, 0.05, dtype, None)
+    yield "hadamard_grad_weight", (many, seed, its, mean, 10, 3, 0.05, dtype, False)
     yield "sampled_mean", (x,)
     index = torch.arange(rank, dtype=torch.int32)
     scales = torch.rand(rank).to(accumulate)
@@ -132,7 +132,7 @@ def test_opcheck_of_draw_seed(device):
     # its results differ from call to call, which the comparison of eager and traced runs cannot allow for
     checks = ("test_schema", "test_faketensor")
     x = torch.randn(3, 4, device=device)
-    outcome = torch.library.opcheck(torch.ops.rmm_linear.draw_seed.default, (x,), test_utils=checks)
+    outcome = torch.library.opcheck(torch.ops.rmm_linear.draw_seed.default, (x, None), test_utils=checks)
     assert set(outcome.values()) == {"SUCCESS"}
     assert torch.Tag.nondeterministic_seeded in torch.ops.rmm_linear.draw_seed.default.tags
 
@@ -177,10 +177,10 @@ def test_results_have_the_promised_dtype_and_layout(dtype):
             assert results[1].shape == ((0,) if bias_dtype is None else (5,))
             assert bias_dtype is None or results[1].dtype == bias_dtype
         elif name == "hadamard_grad_weight":
-            *_, dtype_of_result, bias_dtype = arguments
-            assert results[0].dtype == (dtype_of_result or accumulate)
-            assert results[1].shape == ((0,) if bias_dtype is None else (5,))
-            assert bias_dtype is None or results[1].dtype == bias_dtype
+            *_, dtype_of_result, need_bias = arguments
+            assert results[0].dtype == (dtype_of_result or dtype)
+            assert results[1].shape == ((5,) if need_bias else (0,))
+            assert not need_bias or results[1].dtype == dtype
         elif name == "sampled_mean":
             assert results[0].dtype == accumulate
         elif name == "hadamard_sketch_and_sums":
