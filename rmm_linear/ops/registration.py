@@ -10,7 +10,7 @@ profiler, and implementations that somebody else has registered for them on a de
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ def _is_watched() -> bool:
     )
 
 
-def _are_plain(arguments: tuple[object, ...]) -> bool:
+def _are_plain(arguments: tuple[Any, ...]) -> bool:
     """Tell whether the dispatcher would do nothing with these tensors but call the implementation.
 
     Args:
@@ -103,16 +103,12 @@ def _are_plain(arguments: tuple[object, ...]) -> bool:
     can_follow = torch.is_grad_enabled()
     for argument in arguments:
         kind = type(argument)
-        if (
-            # where most arguments end: isinstance takes the longest of what is no tensor
-            kind not in _NO_TENSORS
-            and isinstance(argument, Tensor)
-            and (
-                (kind is not Tensor and kind is not nn.Parameter)
-                # autograd makes a node that says that there is no derivative
-                or (can_follow and argument.requires_grad)
-            )
-        ):
+        if kind is Tensor or kind is nn.Parameter:
+            # autograd makes a node that says that there is no derivative
+            if can_follow and argument.requires_grad:
+                return False
+        # where most arguments end: isinstance takes the longest of what is no tensor
+        elif kind not in _NO_TENSORS and isinstance(argument, Tensor):
             return False
     first = arguments[0]
     assert isinstance(first, Tensor)
