@@ -1,4 +1,4 @@
-"""Fill the tables of kernels/README.md: the roofline's predictions, and the host's time as it was measured.
+"""Fill the tables of kernels/README.md: predictions of time, and the host's time as it was measured.
 
     python kernels/benchmarks/readme_tables.py             fill them
     python kernels/benchmarks/readme_tables.py --check     write nothing; fail if a table is not what it should be
@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+import instructions
 import roofline
 from result_files import RESULTS, read_csv, write_text
 
@@ -39,6 +40,8 @@ BLOCKS = {
     "formulas": roofline.formula_table,
     "kernel times": roofline.kernel_table,
     "layer times": roofline.layer_table,
+    "instructions": instructions.kernel_table,
+    "low bits": instructions.low_bit_table,
 }
 
 

@@ -41,7 +41,7 @@ _LEAST_KEPT = 16
 _LEAST_CHUNK = 32
 # Features of a tile and tiles of a program: the matrix of a block is made once for all of its tiles.
 _TILE = 64
-_MOST_TILES, _MOST_WIDE_TILES = 4, 2
+_MOST_TILES, _MOST_LARGE_TILES = 4, 2
 # Three for each multiprocessor of a large GPU, which holds them at once.
 _PROGRAMS = 384
 _WARPS = 4
@@ -248,7 +248,7 @@ def _tile_of(order: int, kept: int, blocks: int, features: int, dtype: torch.dty
     wide, chunks = dtype == torch.float32, _chunks(order)
     # three parts, with a loop and the sums or with twice as many results, would not fit the registers
     tile = _TILE // 2 if wide and (chunks > 1 or kept > _CHUNK // 2) else _TILE
-    tiles, most = 1, _MOST_WIDE_TILES if wide else _MOST_TILES
+    tiles, most = 1, _MOST_LARGE_TILES if wide or kept > _CHUNK // 2 else _MOST_TILES
     # more than one tile a program as soon as there are programs enough
     while tiles < most and chunks == 1 and blocks * ceil_div(features, tile * tiles * 2) >= _PROGRAMS:
         tiles *= 2

@@ -42,9 +42,9 @@ from .shapes import KEPT, MOST_ROWS, ORDER, holds
 
 # Features of a program: more than rows are kept of a block, or the warps would share a product otherwise.
 _TILE = 64
-# Values of the sketch that a thread holds. 128 would take 11 to 16 % less instructions, as entries of H serve more of
-# them, but all 255 registers, some of which are spilled.
-_VALUES = 64
+# Values of the sketch that a thread holds. 128 take 15 to 20 % less instructions, as entries of H serve more of them,
+# but all 255 registers: they are for int4's groups at ratio 0.5, centred, which would spill in eight warps.
+_VALUES, _MANY_VALUES = 64, 128
 # float32, in three parts, would spill on gfx942.
 _HALVES = (torch.bfloat16, torch.float16)
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
@@ -156,7 +156,7 @@ def _hadamard_sketch_quantized_kernel(
         BLOCKS,
         TILE,
     )
-    products, drawn = (), ()
+    products = ()
     for index in tl.static_range(BLOCKS):
         # The last block stands in for those that are not there: it changes no extreme, and masks nothing.
         block = tl.minimum(first_block + index, blocks - 1)
@@ -176,9 +176,8 @@ def _hadamard_sketch_quantized_kernel(
         else:
             least, largest = extremes(product, least, largest, False, IS_FP8)
         products += (product,)
-        drawn += (of_rows,)
     scales = group.to(tl.int64) * features + feature
-    inverse, minus_half_offset, start, half_step = store_scales(
+    inverse, minus_half_offset, half_step = store_scales(
         least, largest, scale, STEPS + scales, OFFSETS + scales, is_feature, LEVELS, IS_FP8, TILE
     )
     if HAS_MEAN:
@@ -189,14 +188,15 @@ def _hadamard_sketch_quantized_kernel(
     for index in tl.static_range(BLOCKS):
         block = first_block + index
         row = block * KEPT + kept_place
+        # handed round once more: held from above, it would take registers
+        of_rows = tl.gather(ones_and_dither, index * KEPT + kept_place, 0)
         codes_and_rest = sums_of_codes(
             products[index],
             scale,
             inverse[None, :],
             minus_half_offset[None, :],
-            start[None, :],
             # ones are from bit 16 on, which are left out
-            drawn[index][:, None],
+            of_rows[:, None],
             twice_of_column[None, :],
             IS_FP8,
             UPCAST,
@@ -204,15 +204,14 @@ def _hadamard_sketch_quantized_kernel(
         codes = codes_of_sums(codes_and_rest, BITS)
         if HAS_MEAN:
             # S^T 1 for KEPT equal rows. A block that stands in for another one counts for nothing.
-            ones = ((drawn[index] >> 16) * (block < blocks).to(tl.int32)).to(tl.float32)[:, None]
+            ones = tl.where(block < blocks, of_rows >> 16, 0).to(tl.float32)[:, None]
             if IS_FP8:
                 value = fp8_value(codes) * unit[None, :]
             else:
                 value = products[index] - rest_of_sums(codes_and_rest) * unit[None, :]
             sums -= value * ones
-        # A feature that is not there is 0, and 0 are its codes: the bits that a row's last byte has left.
         is_row = tl.zeros((KEPT,), tl.int32) + block < blocks
-        store_codes(codes, CODES, width, row, first_feature, is_row, BITS, KEPT, TILE)
+        store_codes(codes, CODES, width, row, first_feature, is_row, is_feature, BITS, KEPT, TILE)
     if HAS_MEAN:
         tl.store(REST + scales, tl.sum(sums, 0) * (1.0 / KEPT) * (1.0 / rows), mask=is_feature)
 
@@ -234,8 +233,9 @@ def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool)
         "UPCAST": IS_INTERPRETED,
         "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
     }
-    # 8 warps for the 256 rows of int4's groups, 4 for fewer
-    return Constants(values, num_warps=max(4, group * _TILE // (32 * _VALUES)))
+    # 4 warps for the 128 rows of int8's groups, and 8 for the 256 of int4's but in one case
+    held = _MANY_VALUES if mean and group > 128 and kept == 32 else _VALUES
+    return Constants(values, num_warps=max(4, group * _TILE // (32 * held)))
 
 
 def hadamard_sketch_quantized(

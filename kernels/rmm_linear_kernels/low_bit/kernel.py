@@ -225,8 +225,8 @@ def store_scales(
     by.
 
     Returns:
-        What `sums_of_codes` wants: one over the step, of fp8, or half of it; half of the offset with a minus; and what
-        is added to quotients. And half of the step.
+        What `sums_of_codes` wants: one over the step, of fp8, or half of it; half of the offset with a minus. And half
+        of the step.
     """
     low = tl.reduce(low, 0, _least)
     highest = spread(tl.where(low != low, low, tl.max(high, 0)) * scale)
@@ -243,10 +243,9 @@ def store_scales(
     step_bits = tl.where(step_bits == 0, 0, tl.maximum(step_bits, 0x80))
     tl.store(STEPS, step_bits.to(tl.int16), is_column)
     step = widened(step_bits)
-    # A group without spread is its offset, 0 steps away.
+    # a group without spread is its offset, whatever its codes
     inverse = tl.where(step == 0, 0.0, tl.div_rn(tl.full((BLOCK,), 1.0 if IS_FP8 else 2.0, tl.float32), step))
-    start = tl.where(step == 0, 256.0, 256.0 + _MARGIN)
-    return spread(inverse), spread(offset * -0.5), spread(start), spread(step * 0.5)
+    return spread(inverse), spread(offset * -0.5), spread(step * 0.5)
 
 
 @triton.jit
@@ -255,7 +254,6 @@ def sums_of_codes(
     scale,
     inverse,
     minus_half_offset,
-    start,
     twice_of_row,
     twice_of_column,
     IS_FP8: tl.constexpr,
@@ -273,7 +271,7 @@ def sums_of_codes(
     else:
         # the quotient in units of 2**-15 is the lower bits of a number in [256, 512)
         halves = fused(y, scale * 0.5, minus_half_offset, INTERPRETED)
-        quotient = fused(halves, inverse, start, INTERPRETED)
+        quotient = fused(halves, inverse, 256.0 + _MARGIN, INTERPRETED)
         sums = (quotient.to(tl.int32, bitcast=True) << 1) + dither
     return sums
 
@@ -292,9 +290,21 @@ def rest_of_sums(sums):
 
 @triton.jit
 def store_codes(
-    codes, CODES, width, row, first_column, is_row, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    codes,
+    CODES,
+    width,
+    row,
+    first_column,
+    is_row,
+    is_column,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Pack and store the codes of some rows and columns, int32."""
+    if BITS < 8:
+        # the bits that a row's last byte has left are 0
+        codes = tl.where(is_column[None, :], codes, 0)
     words = _packed_words(codes, BITS, ROWS, COLUMNS)
     WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
     WORDS: tl.constexpr = COLUMNS * BITS // (8 * WORD_BYTES)
@@ -351,7 +361,7 @@ def _quantize_kernel(
         else:
             low, high = extremes(y, low, high, False, IS_FP8)
     scales = group.to(tl.int64) * features + column
-    inverse, minus_half_offset, begin, _ = store_scales(
+    inverse, minus_half_offset, _ = store_scales(
         low, high, 1.0, STEPS + scales, OFFSETS + scales, is_column, LEVELS, IS_FP8, BLOCK
     )
 
@@ -365,14 +375,13 @@ def _quantize_kernel(
             1.0,
             inverse[None, :],
             minus_half_offset[None, :],
-            begin[None, :],
             2 * of_row[:, None],
             twice_of_column[None, :],
             IS_FP8,
             INTERPRETED,
         )
-        # A column that is not there is 0, and 0 are its codes: the bits that a row's last byte has left.
-        store_codes(codes_of_sums(sums, BITS), CODES, width, row, first_column, row <= last_row, BITS, CHUNK, BLOCK)
+        codes = codes_of_sums(sums, BITS)
+        store_codes(codes, CODES, width, row, first_column, row <= last_row, is_column, BITS, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -430,17 +439,19 @@ def _dequantize_kernel(
 
 @lru_cache
 def _quantize_constants(kind: str, group: int, has_mean: bool, interpreted: bool) -> Constants:
-    """Also the rows and columns that a program holds at a time, and its warps: 64 elements a thread, 32 of fp8."""
+    """Also the rows and columns that a program holds at a time, and its warps: 64 elements a thread, or 32."""
     chunk = min(triton.next_power_of_2(group), _MOST_ROWS)
     block = 64 if chunk <= 128 else 32
-    elements = 32 if kind == FP8 else 64
+    elements = 32 if kind in (FP8, "int3") else 64
     tile = {"CHUNK": chunk, "BLOCK": block, "HAS_MEAN": has_mean, "INTERPRETED": interpreted}
     return Constants(_of_kind(kind, group) | tile, num_warps=max(4, chunk * block // (32 * elements)))
 
 
 @lru_cache
 def _dequantize_constants(kind: str, group: int, interpreted: bool) -> Constants:
-    tile = {"CHUNK": min(triton.next_power_of_2(group), 64), "BLOCK": 128, "INTERPRETED": interpreted}
+    # of fp8 and int3, 64 rows would take too many registers
+    rows = 32 if kind in (FP8, "int3") else 64
+    tile = {"CHUNK": min(triton.next_power_of_2(group), rows), "BLOCK": 128, "INTERPRETED": interpreted}
     return Constants(_of_kind(kind, group) | tile, num_warps=4)
 
 

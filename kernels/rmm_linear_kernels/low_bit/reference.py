@@ -94,7 +94,7 @@ def _scales(group: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _over(step: Tensor, numerator: float) -> Tensor:
-    """The numerator over the step, 0 where the step is: a group without spread is its offset, 0 steps away."""
+    """The numerator over the step, 0 where the step is: a group without spread is its offset, whatever its codes."""
     return torch.where(step == 0, 0.0, numerator / step)
 
 
@@ -103,7 +103,7 @@ def _integer_codes(group: Tensor, step: Tensor, offset: Tensor, dither: Tensor) 
     step, offset = step.to(group.dtype).unsqueeze(-2), offset.to(group.dtype).unsqueeze(-2)
     halves = (group * 0.5 - offset * 0.5).double()
     # rounded once: a product of two float32 numbers is a float64 number
-    value = halves * _over(step, 2.0).double() + torch.where(step == 0, 0.0, MARGIN).double()
+    value = halves * _over(step, 2.0).double() + MARGIN
     grid = (value * (1 << DITHER_BITS)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int32)
     return (grid + dither) >> DITHER_BITS
 
