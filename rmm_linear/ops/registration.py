@@ -2,7 +2,7 @@
 
 A call of an operator goes through torch's dispatcher, which knows who wants to see it: a compiler, a mode that counts
 memory or FLOPs, a profiler. Through the dispatcher into Python it takes some microseconds more than the implementation,
-and a step of a layer has five of them. Where none of these is there, the implementation is called as a function
+and a step of a layer has three of them. Where none of these is there, the implementation is called as a function
 instead. What is not asked for, and does not see the operators then: an execution trace that is recorded without a
 profiler, and implementations that somebody else has registered for them on a device.
 """

@@ -37,7 +37,7 @@ from ..low_bit.reference import BITS, FP8
 from . import reference
 
 # Rows of codes and features of a program: enough programs for a large GPU, and 64 values a thread, each of which draws
-# what belongs to one row.
+# what belongs to one row; 32 of fp8, of which 64 would spill.
 _ROWS, _TILE, _WARPS = 64, 64, 2
 # Sums of parts of x that a program adds up; more are added up first.
 _MOST_SUMS = 16
@@ -209,7 +209,7 @@ def _constants(kind: str, group: int, order: int, kept: int, share: int) -> Cons
         "TILE": _TILE,
         "INTERPRETED": IS_INTERPRETED,
     }
-    return Constants(values, num_warps=_WARPS)
+    return Constants(values, num_warps=2 * _WARPS if kind == FP8 else _WARPS)
 
 
 def mean_less_codes(
