@@ -32,7 +32,7 @@ from torch import Tensor
 from rmm_linear_kernels.hadamard_at_once.reference import holds_gradient
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
-from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes
+from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes, rounded_dtype
 
 TINY_SHAPES = ((256, 48, 80),)
 RATIOS = (0.5, 0.25, 0.1)
@@ -397,7 +397,7 @@ def _quantized_sketch_cases(
             x, kept = normal(rows, features), rank // blocks
             mean = x.float().mean(0) if centred else None
             return {
-                "x": x, "seed": seed, "mean": mean, "blocks": blocks, "kept": kept, "scale": kept**-0.5, "kind": kind,
+                "x": x, "seed": seed, "mean": mean, "blocks": blocks, "kept": kept, "scale": 0.125, "kind": kind,
                 "group": group, "dtype": x.dtype,
             }  # fmt: skip
 
@@ -422,7 +422,8 @@ def _quantized_sketch_cases(
                 return rounding(y, seed, None, **how)[0]
             y, sums = y
             codes = rounding(y, seed, None, **how)
-            more = {name: arguments[name] for name in ("blocks", "kept", "scale")} | {"rows": rows}
+            more = {name: arguments[name] for name in ("blocks", "kept", "scale")}
+            more |= {"rows": rows, "decoded": rounded_dtype(dtype, arguments["kind"], blocks)}
             return left(sums, *codes, seed, **how, **more)
 
         def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
@@ -432,7 +433,8 @@ def _quantized_sketch_cases(
             if not rest.numel():
                 return y
             # one more row: the error of what is left of the sum of x next to these codes
-            more = {name: arguments[name] for name in ("blocks", "kept")} | {"rows": rows}
+            more = {name: arguments[name] for name in ("blocks", "kept")}
+            more |= {"rows": rows, "decoded": rounded_dtype(dtype, arguments["kind"], blocks)}
             scale = 1 / (arguments["kept"] * arguments["scale"])
             sums = arguments["x"].double().sum(0, keepdim=True)
             expected = mean_less_codes(sums, *codes, seed, **how, **more, scale=scale)
@@ -456,7 +458,11 @@ def _quantized_sketch_cases(
         def centred_codes(kind: str = kind) -> Arguments:
             sums = normal(blocks, features).float() * (rows / blocks) ** 0.5
             more = {"rows": rows, "blocks": blocks, "kept": rank // blocks, "scale": 8 * blocks / rank}
-            return _stored(normal(rank, features), seed, kind) | more | {"sums": sums}
+            return (
+                _stored(normal(rank, features), seed, kind)
+                | more
+                | {"sums": sums, "decoded": rounded_dtype(dtype, kind, blocks)}
+            )
 
         yield Case(
             "mean_less_codes",

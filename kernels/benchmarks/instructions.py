@@ -137,7 +137,7 @@ def codes_of_x(rows: int, features: int, ratio: float) -> list[Kernel]:
         Kernel(f"hadamard_sketch x for codes bf16 order=64 kept={kept}", rows * features, cost),
         Kernel("quantize int8 bf16", rank * features, roofline.quantize(rank, features, 8)),
         Kernel(
-            "mean_less_codes int8 order=64 share=1",
+            "mean_less_codes int8 fp32 order=64 share=1",
             rank * features,
             roofline.mean_less_codes(rows, features, rank, 8),
         ),

@@ -113,7 +113,7 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
         "mean_less_codes": lambda: (
-            mean_less_codes(sums_of_x, Codes(*codes, seed, **options), rows, **geometry, scale=8 / _KEPT),
+            mean_less_codes(sums_of_x, Codes(*codes, seed, **options), rows, **geometry, scale=8 / _KEPT, dtype=dtype),
         ),
         "outer_product_of_sums": lambda: _both(*outer_product_of_sums(sums, mean, dtype, dtype)),
         "sketched_grad_weight": lambda: sketched_grad_weight(

@@ -41,10 +41,12 @@ def _hadamard_sketch_quantized(
     sketch, sums = run("hadamard_sketch_and_sums", with_sums, x, seed, mean, **options, dtype=x.dtype)
     codes, steps, offsets = run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group)
     stored = Codes(codes, steps, offsets, seed, kind, group)
-    return codes, steps, offsets, mean_less_codes(sums, stored, rows, blocks, kept, factor)
+    return codes, steps, offsets, mean_less_codes(sums, stored, rows, blocks, kept, factor, x.dtype)
 
 
-def mean_less_codes(sums: Tensor, stored: Codes, rows: int, blocks: int, kept: int, scale: float) -> Tensor:
+def mean_less_codes(
+    sums: Tensor, stored: Codes, rows: int, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> Tensor:
     """Return the mean of x less X^T (S^T 1) / rows, for what codes stand for as X: a part of two operators.
 
     Args:
@@ -54,14 +56,16 @@ def mean_less_codes(sums: Tensor, stored: Codes, rows: int, blocks: int, kept: i
         blocks: Number of strided blocks of the sketch; 0 for x itself.
         kept: Hadamard rows kept of each block; 1 for x itself.
         scale: Factor of the +-1 combinations of g.
+        dtype: Dtype of x: what some codes stand for is rounded to it here, as it will be for the product.
 
     Returns:
         Shape (features,), in the dtype of the sums.
     """
     *parts, kind, group = stored
     options: dict[str, Any] = {"rows": rows, "blocks": blocks, "kept": kept, "scale": scale}
+    decoded = _mean_less_codes.rounded_dtype(dtype, kind, blocks)
     twin = _mean_less_codes.mean_less_codes
-    return run("mean_less_codes", twin, sums, *parts, **options, kind=kind, group=group)
+    return run("mean_less_codes", twin, sums, *parts, **options, kind=kind, group=group, decoded=decoded)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_quantized")
@@ -107,7 +111,7 @@ def _quantize_and_mean(
     codes, steps, offsets = run("quantize", _low_bit.quantize, x, seed, mean, kind=kind, group=group)
     sums = x.sum(0, dtype=result_dtype(x, True), keepdim=True)
     stored = Codes(codes, steps, offsets, seed, kind, group)
-    return codes, steps, offsets, mean_less_codes(sums, stored, x.shape[0], 0, 1, 1.0)
+    return codes, steps, offsets, mean_less_codes(sums, stored, x.shape[0], 0, 1, 1.0, x.dtype)
 
 
 @torch.library.register_fake("rmm_linear::quantize_and_mean")

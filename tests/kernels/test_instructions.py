@@ -17,7 +17,7 @@ def test_instructions_a_value_are_those_of_the_table(instructions) -> None:
         ("hadamard_sketch_quantized int8 bf16 kept=32 centred", 4 * 64 * 64, 4),
         ("dequantize int8 bf16", 64 * 128, 4),
         ("quantize int8 bf16", 128 * 64, 4),
-        ("mean_less_codes int8 order=64 share=1", 64 * 64, 2),
+        ("mean_less_codes int8 fp32 order=64 share=1", 64 * 64, 2),
     ):
         assert counts[name] == int(rows[name, "sm_90"]["instructions"]) * 32 * warps / values
 

@@ -445,7 +445,7 @@ def calls_of_the_launchers():
     stored = (codes, steps, steps, seed)
     for rows, blocks, kept in ((128, 2, 20), (40, 0, 1)):
         options = {"rows": rows, "blocks": blocks, "kept": kept, "scale": 0.5, "kind": "int8", "group": 64}
-        rest = partial(mean_less.mean_less_codes, torch.zeros(2, 16), *stored, **options)
+        rest = partial(mean_less.mean_less_codes, torch.zeros(2, 16), *stored, **options, decoded=half.dtype)
         yield mean_less, rest
     yield (
         grad_weight,

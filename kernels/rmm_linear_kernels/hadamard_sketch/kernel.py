@@ -172,7 +172,7 @@ def _hadamard_sketch_kernel(
         is_feature = feature < features
         tile_of_x, more_of_tile = x, more_of_x
         if tile + 1 < TILES:
-            columns += TILE * column_stride
+            columns = X + (feature + TILE)[None, :].to(tl.int64) * column_stride
             x, more_of_x = both_halves(columns, place, block, blocks, rows, row_stride, feature + TILE < features)
         product = mixed(first, second, tile_of_x, more_of_tile, IS_WIDE, UPCAST)
         if HAS_SUMS:

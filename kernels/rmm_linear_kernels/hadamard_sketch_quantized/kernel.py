@@ -10,6 +10,7 @@ rows, and takes off what the codes stand for times S^T 1: its part of what is le
 # mypy: disable-error-code="assignment, misc"
 
 import itertools
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..builds import TYPE_NAMES, Build
-from ..device_functions import spread
+from ..device_functions import converted, spread
 from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import entries_of, half_places, sum_of_signs, sylvester_rows, sylvester_words
 from ..hadamard_sketch.kernel import both_halves, hadamard_sketch, hadamard_sketch_and_sums, mixed
@@ -37,6 +38,7 @@ from ..low_bit.kernel import (
     sums_of_codes,
 )
 from ..mean_less_codes.kernel import mean_less_codes
+from ..mean_less_codes.reference import rounded_dtype
 from ..philox.kernel import CHOICE_STREAM, ROUNDING_STREAM, SIGN_STREAM, half_of_words, words_in_order
 from .shapes import KEPT, MOST_ROWS, ORDER, holds
 
@@ -130,9 +132,9 @@ def _hadamard_sketch_quantized_kernel(
     DTYPE: tl.constexpr,
 ):
     LEVELS: tl.constexpr = 2**BITS - 1
-    # programs next to each other in time read neighbouring parts of the same rows
-    first_feature = tl.program_id(0) * TILE
-    group = tl.program_id(1)
+    # groups along the first axis: the second one is short
+    group = tl.program_id(0)
+    first_feature = tl.program_id(1) * TILE
     first_block = group * BLOCKS
     feature = first_feature + tl.arange(0, TILE)
     is_feature = feature < features
@@ -182,7 +184,7 @@ def _hadamard_sketch_quantized_kernel(
     )
     if HAS_MEAN:
         # what the codes stand for is products, less what is rounded off, for which the scale of the sketch is left out
-        unit = half_step * ((2.0 if IS_FP8 else 2.0**-15) / scale)
+        unit = half_step * (2.0**-15 / scale)
         if not IS_FP8:
             sums -= (unit * (sum_of_ones.to(tl.float32) * (32767.0 / KEPT)))[None, :]
     for index in tl.static_range(BLOCKS):
@@ -206,7 +208,9 @@ def _hadamard_sketch_quantized_kernel(
             # S^T 1 for KEPT equal rows. A block that stands in for another one counts for nothing.
             ones = tl.where(block < blocks, of_rows >> 16, 0).to(tl.float32)[:, None]
             if IS_FP8:
-                value = fp8_value(codes) * unit[None, :]
+                # half of it, rounded as it will be multiplied by the sketch of g
+                value = converted(fp8_value(codes) * half_step[None, :], X.dtype.element_ty, UPCAST)
+                value = value.to(tl.float32) * (2.0 / scale)
             else:
                 value = products[index] - rest_of_sums(codes_and_rest) * unit[None, :]
             sums -= value * ones
@@ -259,7 +263,7 @@ def hadamard_sketch_quantized(
         mean: Shape (features,), subtracted from every row, or None.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
-        scale: Factor on the +-1 combinations.
+        scale: Factor on the +-1 combinations; of one that is no power of 2, the sketch goes by way of the memory.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of the sketch that share, in a column, a step and an offset.
 
@@ -267,18 +271,21 @@ def hadamard_sketch_quantized(
         Codes (blocks * kept, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the
         same shape and dtype, (0,) for fp8: those of the reference, but where a sum that is rounded otherwise falls on
         the other side of an edge. With a mean, the mean of x less X^T (S^T 1) / rows, with X what the codes stand for,
-        (features,), otherwise (0,), float32.
+        rounded as `mean_less_codes.rounded_dtype` says, (features,), otherwise (0,), float32.
     """
     rows, features = x.shape
-    if x.numel() == 0 or x.dtype not in _HALVES or not holds(rows, blocks=blocks, kept=kept, kind=kind, group=group):
+    # products are scaled after the extremes have been found: any other scale would round these in another way
+    is_held = math.frexp(scale)[0] == 0.5 and holds(rows, blocks=blocks, kept=kept, kind=kind, group=group)
+    if x.numel() == 0 or x.dtype not in _HALVES or not is_held:
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
         if mean is None:
             sketch = hadamard_sketch(x, seed, None, **options)
             return *quantize(sketch, seed, None, kind=kind, group=group), x.new_empty(0, dtype=torch.float32)
         sketch, sums = hadamard_sketch_and_sums(x, seed, mean, **options)
         stored = quantize(sketch, seed, None, kind=kind, group=group)
+        decoded = rounded_dtype(x.dtype, kind, blocks)
         options = {"blocks": blocks, "kept": kept, "scale": 1 / (kept * scale), "kind": kind, "group": group}
-        return *stored, mean_less_codes(sums, *stored, seed, rows=rows, **options)
+        return *stored, mean_less_codes(sums, *stored, seed, rows=rows, **options, decoded=decoded)
     rank = blocks * kept
     codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
     steps = torch.empty((ceil_div(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
@@ -302,7 +309,7 @@ def hadamard_sketch_quantized(
         0 if mean is None else mean.stride(0),
         scale,
     )
-    grid = (ceil_div(features, _TILE), steps.shape[0], 1)
+    grid = (steps.shape[0], ceil_div(features, _TILE), 1)
     constants = _constants(kept, x.dtype, kind, group, mean is not None)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not

@@ -32,7 +32,8 @@ def holds(rows: int, *, blocks: int, kept: int, kind: str, group: int) -> bool:
         kinds and all other numbers kept.
     """
     backend = "cuda" if torch.version.hip is None else "hip"
-    if kept not in KEPT[backend] or not kept <= group <= MOST_ROWS[backend]:
+    # two blocks and more: one counter gives the signs of two
+    if kept not in KEPT[backend] or not 2 * kept <= group <= MOST_ROWS[backend]:
         return False
     if BITS[kind] & (BITS[kind] - 1) or group & (group - 1):
         return False

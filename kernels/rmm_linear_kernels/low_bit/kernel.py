@@ -471,7 +471,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
 
     Returns:
         Codes (rows, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the same
-        shape and dtype, (0,) for fp8: bit for bit the reference's, but for the sign of a NaN.
+        shape and dtype, (0,) for fp8: bit for bit the reference's, but for the codes of groups with NaN or an infinity.
     """
     rows, features = y.shape
     codes = y.new_empty((rows, packed_width(features, kind)), dtype=torch.uint8)

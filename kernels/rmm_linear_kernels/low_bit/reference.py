@@ -3,7 +3,7 @@
 Each column of y is cut into groups of neighbouring rows, and each group has a step and, for the integer kinds, an
 offset of its own:
 
-    int8, int4, int3, int2  y ~ offset + step * (code + 1/2 - u),  code = floor((y - offset) / step + u)
+    int8, int4, int3, int2  y ~ offset + step * (code + 1/2 - u),  code = floor((y - offset) / step + u), about
     fp8                     y ~ step * code,                       code = one of the two e4m3 numbers around y / step
 
 with u uniform on (0, 1). The integer kinds have subtractive dither (Roberts 1962, Schuchman 1964): u is drawn again
@@ -16,15 +16,17 @@ The groups run down the columns because the columns of activations differ in siz
 (a few features of a Transformer are a hundred times larger than the others).
 
 Steps and offsets are kept in bfloat16, rounded outwards, so that nothing falls out of range and has to be clipped:
-clipping would be a bias. Codes of a group with NaN or an infinity mean nothing: its step says so.
+clipping would be a bias. Codes of a group with NaN or an infinity mean nothing: its step says so. Values beyond 3.4e38
+less half a step come out as infinity or NaN.
 
 u = (d + 1/2) / 2**15 with d = a_row + b_column mod 2**15, of 15 random bits each, from the Philox stream
 `ROUNDING_STREAM`: any two elements' are independent, which is all that a variance asks for, and rows + columns of them
 are drawn instead of rows times columns.
 
-(y - offset) / step is rounded to a multiple of 2**-15 first, as if y had been given so, so that a code and what is
-rounded off are the upper and the lower bits of one sum of integers. Of the multiples, the error's mean is exactly 0. A
-margin of 2**-12 of a step at both ends takes in what the arithmetic rounds.
+To the bit: with v the multiple of 2**-15 next to (y - offset) / step + 2**-12, code = floor(v + d / 2**15), and it
+stands for offset + step * (code - d / 2**15 + 1/2 - 2**-16 - 2**-12). A code and what is rounded off are so the upper
+and the lower bits of one sum of integers; for v, the error's mean is exactly 0. The 2**-12, and as much at the upper
+end, take in what the arithmetic rounds.
 
 A row's codes are a string of bits: column j's are the bits from bits * j on, counted from the lowest bit of the first
 byte. The row ends with the byte that holds its last code; the bits left in it are 0. A byte so holds two columns of
@@ -278,18 +280,18 @@ def dequantize(
     for start, end, size in _slabs(rows, group, features):
         part = codes[..., start:end, :]
         numbers = slice(start // group, -(-end // group))
-        # halves, doubled at the end: a code times a step may overflow where the value itself does not
-        step = steps[..., numbers, :].float().unsqueeze(-2) / 2
+        step = steps[..., numbers, :].float().unsqueeze(-2)
         if kind == FP8:
             part = part.view(torch.float8_e4m3fn).float().unflatten(-2, (-1, size)) * step
         else:
             part = (_unpacked(part, features, kind) if BITS[kind] < 8 else part).float()
             dither = _sum_of(of_rows[..., start:end, :], of_columns)
             part = part.sub_(dither.to(torch.float32).mul_(2.0**-DITHER_BITS)).unflatten(-2, (-1, size))
-            offset = offsets[..., numbers, :].float().unsqueeze(-2) / 2
-            part = part.mul_(step).add_(offset.add_(step * CENTRE))
+            offset = offsets[..., numbers, :].float().unsqueeze(-2) + step * CENTRE
+            # rounded once: a code times a step may overflow where the value itself does not
+            part = part.double().mul_(step).add_(offset)
         values[..., start:end, :] = part.flatten(-3, -2)
-    return values.mul_(2).to(dtype)
+    return values.to(dtype)
 
 
 def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) -> Tensor:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..builds import Build
-from ..device_functions import spread
+from ..builds import TYPE_NAMES, Build
+from ..device_functions import converted, spread
 from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import (
     choice_word,
@@ -30,6 +30,7 @@ from ..hadamard_sketch.entries import (
     sylvester_rows,
     sylvester_words,
 )
+from ..hadamard_sketch.kernel import either
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit.kernel import decoded
@@ -39,10 +40,13 @@ from . import reference
 # Rows of codes and features of a program: enough programs for a large GPU, and 64 values a thread, each of which draws
 # what belongs to one row; 32 of fp8, of which 64 would spill.
 _ROWS, _TILE, _WARPS = 64, 64, 2
+# Rows of a block whose sum of signs bfloat16 holds.
+_EXACT_ROWS = 256
 # Sums of parts of x that a program adds up; more are added up first.
 _MOST_SUMS = 16
 # Rows of a block whose signs one load of random words gives.
 _CHUNK = 64
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
 _ANY_ROWS = ("parts", "rows", "rank", "shortest", "longer", "kept", "sign_stride")
 
@@ -124,6 +128,8 @@ def _mean_less_codes_kernel(
     SHARE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    BY_DOT: tl.constexpr,
+    DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     PARTS_OF_GROUP: tl.constexpr = (GROUP + ROWS - 1) // ROWS
@@ -164,6 +170,9 @@ def _mean_less_codes_kernel(
         TILE,
         INTERPRETED,
     )
+    # Half of it, as the product with the sketch of g decodes it: some codes stand for more than float16 has, and code 0
+    # may be one of them, which is read where there is no row.
+    value = converted(0.5 * value, DTYPE, INTERPRETED)
     ones = is_row.to(tl.int32)
     if ORDER > 0:
         block = row // kept
@@ -185,14 +194,23 @@ def _mean_less_codes_kernel(
         )
     # made by few threads, as the random parts are
     ones = spread(ones).to(tl.float32)
-    taken_off = tl.sum(value * ones[:, None], axis=0)
-    taken_off *= scale
+    if BY_DOT:
+        # by the tensor cores, in 16 equal rows: values go there as they are rounded, and not back to float32
+        equal = tl.broadcast_to(ones[None, :], (16, ROWS))
+        if INTERPRETED:
+            product = tl.dot(equal, value.to(tl.float32), input_precision="ieee")
+        else:
+            product = tl.dot(equal.to(DTYPE), value)
+        taken_off = tl.reduce(product, 0, either)
+    else:
+        taken_off = tl.sum(value.to(tl.float32) * ones[:, None], axis=0)
+    taken_off *= 2 * scale
     rest = (tl.sum(sums, axis=0) - taken_off) * (1.0 / rows)
     tl.store(OUT + part.to(tl.int64) * features + feature, rest, mask=is_feature)
 
 
 @lru_cache
-def _constants(kind: str, group: int, order: int, kept: int, share: int) -> Constants:
+def _constants(kind: str, group: int, order: int, kept: int, share: int, dtype: torch.dtype) -> Constants:
     """Constants of the kernel; the launcher and `builds` share them. Order 0 stands for S = I."""
     matrix = matrix_constants(max(order, 1))
     values = {
@@ -207,6 +225,8 @@ def _constants(kind: str, group: int, order: int, kept: int, share: int) -> Cons
         "SHARE": share,
         "ROWS": _ROWS,
         "TILE": _TILE,
+        "BY_DOT": dtype != torch.float32 and order <= _EXACT_ROWS,
+        "DTYPE": _TYPES[dtype],
         "INTERPRETED": IS_INTERPRETED,
     }
     return Constants(values, num_warps=2 * _WARPS if kind == FP8 else _WARPS)
@@ -225,6 +245,7 @@ def mean_less_codes(
     scale: float,
     kind: str,
     group: int,
+    decoded: torch.dtype,
 ) -> Tensor:
     """Return the mean of x less X^T (S^T 1) / rows, for what the codes stand for as X.
 
@@ -240,13 +261,14 @@ def mean_less_codes(
         scale: What X and S^T 1, as sums of +-1, are multiplied by: that of the sketch of g.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of the sketch that share a step.
+        decoded: Dtype that X is rounded to: bfloat16 or float16, or float32 for none.
 
     Returns:
         Shape (features,), float32; 0 of no rows.
     """
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "kind": kind, "group": group}
     if codes.numel() == 0:
-        return reference.mean_less_codes(sums, codes, steps, offsets, seed, rows=rows, **options)
+        return reference.mean_less_codes(sums, codes, steps, offsets, seed, rows=rows, **options, decoded=decoded)
     rank, features = codes.shape[0], steps.shape[1]
     programs = ceil_div(rank, group) * ceil_div(group, _ROWS)
     if sums.shape[0] > programs * _MOST_SUMS:
@@ -274,31 +296,33 @@ def mean_less_codes(
         *codes.stride(),
         scale,
     )
-    constants = _constants(kind, group, order, kept, share)
+    constants = _constants(kind, group, order, kept, share, decoded)
     launch(_mean_less_codes_kernel, (programs * ceil_div(features, _TILE), 1, 1), arguments, constants)
     return rest.sum(0)
 
 
 def builds() -> list[Build]:
-    """Return what a training run compiles: ratio 0.5 of full blocks, for each kind.
+    """Return what a training run compiles: ratio 0.5 of full blocks, for each kind; fp8 rounded to bfloat16.
 
     Returns:
-        int8 also with sums of many blocks, for small and large blocks, and for x itself.
+        int8 also with sums of many blocks, for small and large blocks; and for x itself, in every dtype.
     """
-    found = [_build(kind) for kind in BITS]
-    found += [_build("int8", order=order, share=share) for order, share in ((64, 16), (60, 2), (512, 1), (0, 1))]
-    return found
+    found = [_build(kind, torch.bfloat16 if kind == FP8 else torch.float32) for kind in BITS]
+    for order, share in ((64, 16), (60, 2), (512, 1)):
+        found.append(_build("int8", torch.float32, order=order, share=share))
+    return [*found, *(_build("int8", dtype, order=0) for dtype in _TYPES)]
 
 
-def _build(kind: str, *, order: int = 64, share: int = 1) -> Build:
-    shared = _constants(kind, 1024 // BITS[kind], order, 32, share)
+def _build(kind: str, dtype: torch.dtype, *, order: int = 64, share: int = 1) -> Build:
+    shared = _constants(kind, 1024 // BITS[kind], order, 32, share, dtype)
     pointers = {"SUMS": "*fp32", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16", "SEED": "*i64", "OUT": "*fp32"}
     sizes = ("features", "width", "codes_row")
     return Build(
-        f"mean_less_codes {kind} order={order} share={share}",
+        f"mean_less_codes {kind} {TYPE_NAMES[dtype]} order={order} share={share}",
         _mean_less_codes_kernel,
         pointers | dict.fromkeys((*_ANY_ROWS, *sizes), "i32") | {"scale": "fp32"},
         {"codes_column": 1, **shared.values},
         (*pointers, *sizes),
         num_warps=shared.num_warps,
+        uses_tensor_cores=shared["BY_DOT"],
     )

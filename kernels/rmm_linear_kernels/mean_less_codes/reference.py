@@ -1,16 +1,32 @@
 """What is left of the mean of x next to a sketch of x that is held in low bits, in plain torch.
 
 With mu the column mean of x, X what the codes stand for and n rows, that is mu - X^T (S^T 1) / n, as for a sketch that
-is stored as it is (`hadamard_sketch.reference.hadamard_sketch_and_mean`). On its way to a half-precision product X is
-rounded once more. That is left out here: what a value has next to the numbers of half precision is, by the dither that
-was taken off, as good as uniform, so that this rounding is a noise of mean 0, of 2**-9 of X in bfloat16.
+is stored as it is (`hadamard_sketch.reference.hadamard_sketch_and_mean`). X may be rounded to the dtype in which it
+will be multiplied by the sketch of g: what that rounds is then centred as all else is. Where S = I, it has to be, as
+equal rows are rounded alike; and fp8's, as its numbers lie no closer than those of half precision by much. The random
+signs of a sketch make a noise of mean 0 of what is rounded off integer codes, which need not be rounded there.
 """
 
 import torch
 from torch import Tensor
 
 from ..hadamard_sketch.reference import hadamard_sketch
-from ..low_bit.reference import dequantize
+from ..low_bit.reference import FP8, dequantize
+
+
+def rounded_dtype(dtype: torch.dtype, kind: str, blocks: int) -> torch.dtype:
+    """Return the dtype that X has to be rounded to, see the module's docstring.
+
+    Args:
+        dtype: Dtype of x.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        blocks: Number of strided blocks of the sketch; 0 for S = I.
+
+    Returns:
+        That of x in half precision, for fp8 or without a sketch; otherwise float32, which rounds nothing.
+    """
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return dtype if is_half and (blocks == 0 or kind == FP8) else torch.float32
 
 
 def mean_less_codes(
@@ -26,6 +42,7 @@ def mean_less_codes(
     scale: float,
     kind: str,
     group: int,
+    decoded: torch.dtype,
 ) -> Tensor:
     """Return the mean of x less X^T (S^T 1) / rows, for what the codes stand for as X.
 
@@ -42,11 +59,12 @@ def mean_less_codes(
         scale: What X and S^T 1, as sums of +-1, are multiplied by: that of the sketch of g.
         kind: "int8", "int4", "int3", "int2" or "fp8".
         group: Rows of the sketch that share a step.
+        decoded: Dtype that X is rounded to; float32 for none.
 
     Returns:
         Shape (features,), in the dtype of the sums; 0 of no rows.
     """
-    values = dequantize(codes, steps, offsets, seed, kind=kind, group=group, features=steps.shape[1])
+    values = dequantize(codes, steps, offsets, seed, kind=kind, group=group, features=steps.shape[1], dtype=decoded)
     ones = torch.ones((rows, 1), dtype=sums.dtype, device=sums.device)
     if blocks:
         # whole numbers

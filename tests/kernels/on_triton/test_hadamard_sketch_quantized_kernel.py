@@ -9,7 +9,7 @@ from rmm_linear_kernels.hadamard_sketch_quantized import kernel, reference
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
 from rmm_linear_kernels.low_bit.kernel import quantize
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize
-from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes
+from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes, rounded_dtype
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
 
@@ -73,8 +73,9 @@ def assert_the_twin_s(found, expected, *, kind: str, group: int, share: float = 
 def assert_left_of_the_mean(found, x: Tensor, seed: Tensor, how: dict) -> None:
     """What these very codes stand for is taken off the mean of all rows."""
     *codes, rest = found
+    decoded = rounded_dtype(x.dtype, how["kind"], how["blocks"])
     sums, options = x.double().sum(0, keepdim=True), how | {"scale": 1 / (how["kept"] * how["scale"])}
-    expected = mean_less_codes(sums, *codes, seed, rows=x.shape[0], **options)
+    expected = mean_less_codes(sums, *codes, seed, rows=x.shape[0], **options, decoded=decoded)
     largest = float(x.double().abs().nan_to_num(0, 0).max())
     torch.testing.assert_close(rest.double(), expected, rtol=1e-5, atol=1e-6 * largest, equal_nan=True)
 
@@ -201,6 +202,21 @@ def test_what_no_program_holds_is_sketched_first(rows, features, kept, kind, dev
             assert_left_of_the_mean(found, x, seed, how)
 
 
+@pytest.mark.parametrize("scale", [1.2451361, 0.3])
+def test_a_scale_that_is_no_power_of_2_rounds_no_code_around(scale, device):
+    """Products and extremes would be rounded in different ways: the lowest code could become the highest."""
+    x = torch.zeros(192, 8, device=device).half()
+    x[:, :] = 1.00390625 * torch.arange(1, 9, device=device)
+    x[::3] *= -1
+    how = options("int8", 32, 64, 192) | {"scale": scale}
+    seed = torch.tensor(3, device=device)
+    found = kernel.hadamard_sketch_quantized(x, seed, None, **how)
+    sketch = hadamard_sketch(x, seed, None, blocks=3, kept=32, scale=scale, dtype=torch.float32)
+    values = dequantize(*found[:3], seed, kind="int8", group=64, features=8)
+    step = found[1].float()[torch.arange(96, device=device) // 64]
+    assert ((values - sketch).abs() <= 0.5001 * step + 1e-5).all()
+
+
 def test_what_a_program_holds():
     full = {"blocks": 128, "kept": 32, "kind": "int8", "group": 128}
     for change, expected in (
@@ -215,6 +231,8 @@ def test_what_a_program_holds():
         ({"kind": "int2", "group": 512}, False),
         ({"kind": "int3", "group": 341}, False),
         ({"group": 16}, False),
+        # one block a group
+        ({"group": 32}, False),
     ):
         assert holds(8192, **full | change) == expected, change
     # blocks of 61 rows have the same matrix as those of 64, blocks of 60 another one
