@@ -132,9 +132,10 @@ def _hadamard_sketch_quantized_kernel(
     DTYPE: tl.constexpr,
 ):
     LEVELS: tl.constexpr = 2**BITS - 1
-    # groups along the first axis: the second one is short
-    group = tl.program_id(0)
-    first_feature = tl.program_id(1) * TILE
+    # programs next to each other in time read neighbouring parts of the same rows
+    tiles = tl.cdiv(features, TILE)
+    group = tl.program_id(0) // tiles
+    first_feature = (tl.program_id(0) % tiles) * TILE
     first_block = group * BLOCKS
     feature = first_feature + tl.arange(0, TILE)
     is_feature = feature < features
@@ -309,7 +310,7 @@ def hadamard_sketch_quantized(
         0 if mean is None else mean.stride(0),
         scale,
     )
-    grid = (steps.shape[0], ceil_div(features, _TILE), 1)
+    grid = (steps.shape[0] * ceil_div(features, _TILE), 1, 1)
     constants = _constants(kept, x.dtype, kind, group, mean is not None)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not
