@@ -44,8 +44,25 @@ def nan_poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that ask for a GPU are skipped, not failed, where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Processes may share the tests."""
+    parser.addoption("--share", metavar="K/N", help="run only every Nth test, from the Kth on: one of N processes")
+
+
+# After what `-m` and `-k` leave out.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that ask for a GPU are skipped, not failed, where there is none; others' shares are left to them."""
+    share = config.getoption("share")
+    if share is not None:
+        number, _, count = share.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise pytest.UsageError(f"--share {share}: K/N is needed, of which K is at least 1 and at most N")
+        mine = slice(int(number) - 1, None, int(count))
+        others = list(items)
+        del others[mine]
+        config.hook.pytest_deselected(items=others)
+        items[:] = items[mine]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -2,10 +2,11 @@
 
     python kernels/benchmarks/gpu.py [--budget 480] [--only layer ...] [--results DIR]
 
-Each stage runs in a process of its own, the kernels' tests in one for each of their files, at the same time. A stage is
-ended when its time is up: with an interrupt, on which pytest still tells what failed, and by force a few seconds later.
-What one stage does not use, later ones may; one that fails stops no other. Everything lands in `results/<gpu>/`: the
-tables, in `output/` what each process prints while it prints it, and after each stage `summary.json` and `summary.txt`.
+Each stage runs in a process of its own; tests, and what compute-sanitizer looks at, in several at the same time. The
+first stage compiles on all cores what later ones launch, so that these find it in Triton's cache. A stage is ended when
+its time is up: with an interrupt, on which pytest still tells what failed, and by force a few seconds later. What one
+stage does not use, later ones may; one that fails stops no other. Everything lands in `results/<gpu>/`: the tables, in
+`output/` what each process prints while it prints it, and after each stage `summary.json` and `summary.txt`.
 The interpreter is the one that runs this script; nothing is installed or downloaded.
 
 The exit status is 0 if no stage failed, 1 if one did, 2 if there is no GPU.
@@ -19,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,6 +36,8 @@ _SHOWN = 12
 # Between the interrupt and the end by force.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+# Processes that share a file of the kernels' tests, which compile for minutes; all other tests; and the memory checks.
+_FILE_SHARES, _TEST_SHARES, _CHECK_SHARES = 3, 8, 8
 # Asked in a process of its own: a CUDA context of this one would take memory from those that measure.
 _PROBE = """
 import importlib.util, json, platform
@@ -117,56 +121,87 @@ def sanitizer() -> str | None:
     )
 
 
-def stages(results: Path, *, has_pytest: bool, has_triton: bool) -> list[Stage]:
+def stages(results: Path, scratch: Path, *, has_pytest: bool, has_triton: bool) -> list[Stage]:
     """List what is run.
 
     Args:
         results: Folder of the tables.
+        scratch: Folder of tables that nobody wants.
         has_pytest: Whether the interpreter has pytest.
         has_triton: Whether it has triton.
 
     Returns:
         The stages, what matters most first; their budgets leave some of `BUDGET_SECONDS` to end the last one.
     """
-    python = sys.executable
     no_pytest = "" if has_pytest else "pytest is not installed"
     no_kernels = "" if has_triton else "triton is not installed"
     checker = sanitizer()
     no_checker = no_kernels or ("" if checker else "compute-sanitizer is not installed (CUDA's toolkit has it)")
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", "--tb=short", "-rfE"]
-    # A package that some test imports and this machine lacks must not stop the others.
-    whatever_is_missing = ["--continue-on-collection-errors"]
     # Only tensors' own allocations show a read beyond a tensor.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-
-    def script(name: str, *options: str) -> list[str]:
-        return [python, str(SCRIPTS / name), *options]
-
-    def checked(tool: str, *options: str) -> list[str]:
-        return [checker or "", "--tool", tool, "--error-exitcode", "9", *options, *script("memory_checks.py")]
-
-    files = sorted((ROOT / "tests" / "kernels" / "on_triton").glob("test_*.py"))
-    kernel_tests = {path.stem: [*pytest, "-m", "not slow", str(path.relative_to(ROOT))] for path in files}
-    # What it compiles, the sanitizer finds in Triton's cache.
-    kernel_tests["memory_checks"] = script("memory_checks.py")
+    doctor = [sys.executable, "-m", "rmm_linear.cli", "doctor"]
     into = ("--results", str(results))
+
+    def checked(tool: str) -> dict[str, list[str]]:
+        return _memory_checks(checker or "", "--tool", tool, "--error-exitcode", "9")
+
     return [
-        Stage("doctor", [python, "-m", "rmm_linear.cli", "doctor"], 25, shown=30),
-        # One file compiles for a minute.
-        Stage("kernel tests", kernel_tests, 120, skip=no_pytest or no_kernels, shown=40),
-        Stage("layer", script("layer.py", "--device", "cuda", "--repeats", "20", *into), 80, shown=60),
-        Stage("kernels", script("each_kernel.py", *into), 100, skip=no_kernels, shown=120),
-        Stage(
-            "gpu tests",
-            [*pytest, *whatever_is_missing, "-m", "gpu and not slow", "tests"],
-            50,
-            skip=no_pytest,
-            shown=40,
-        ),
-        Stage("peak memory", script("peak_memory.py", *into), 30, shown=20),
+        Stage("compile", _compiling(scratch, doctor), 90, skip=no_kernels),
+        Stage("doctor", doctor, 20, shown=30),
+        Stage("layer", _script("layer.py", "--device", "cuda", "--repeats", "20", *into), 70, shown=60),
+        Stage("kernels", _script("each_kernel.py", *into), 80, skip=no_kernels, shown=120),
+        Stage("kernel tests", _kernel_tests(), 80, skip=no_pytest or no_kernels, shown=40),
+        Stage("gpu tests", _other_tests(), 40, skip=no_pytest, shown=40),
+        Stage("peak memory", _script("peak_memory.py", *into), 25, shown=20),
         Stage("memcheck", checked("memcheck"), 40, environment=uncached, skip=no_checker),
         Stage("racecheck", checked("racecheck"), 30, environment=uncached, skip=no_checker),
     ]
+
+
+def _script(name: str, *options: str) -> list[str]:
+    return [sys.executable, str(SCRIPTS / name), *options]
+
+
+def _memory_checks(*before: str) -> dict[str, list[str]]:
+    """What launches every kernel on tiny shapes, in several processes; after another command."""
+    checks = _script("memory_checks.py", "--share")
+    return {f"memory checks {share}": [*before, *checks, share] for share in _shares(_CHECK_SHARES)}
+
+
+def _compiling(scratch: Path, doctor: list[str]) -> dict[str, list[str]]:
+    """What launches all that later stages do, once; what takes longest comes first."""
+    once = ("--repeats", "1", "--results", str(scratch))
+    return {
+        "layer": _script("layer.py", "--device", "cuda", *once),
+        "kernels": _script("each_kernel.py", *once),
+        "doctor": doctor,
+        **_memory_checks(),
+    }
+
+
+def _pytest(*options: str) -> list[str]:
+    quiet = ("-q", "-p", "no:cacheprovider", "--color=no", "--tb=short", "-rfE")
+    return [sys.executable, "-m", "pytest", *quiet, *options]
+
+
+def _kernel_tests() -> dict[str, list[str]]:
+    """Each file by itself: a bad access in one kernel is the end of all tests of its process."""
+    files = sorted((ROOT / "tests" / "kernels" / "on_triton").glob("test_*.py"))
+    return {
+        f"{path.stem} {share}": _pytest("-m", "not slow", "--share", share, str(path.relative_to(ROOT)))
+        for path in files
+        for share in _shares(_FILE_SHARES)
+    }
+
+
+def _other_tests() -> dict[str, list[str]]:
+    # A package that some test imports and this machine lacks must not stop the others.
+    options = ("--continue-on-collection-errors", "-m", "gpu and not slow")
+    return {share: _pytest(*options, "--share", share, "tests") for share in _shares(_TEST_SHARES)}
+
+
+def _shares(count: int) -> list[str]:
+    return [f"{number}/{count}" for number in range(1, count + 1)]
 
 
 def run_stage(stage: Stage, seconds: float, folder: Path) -> Outcome:
@@ -362,12 +397,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     results = options.results / slug(about["gpu"])
     check_results_folder(parser, results)
-    known = stages(results, has_pytest=about.pop("pytest"), has_triton=bool(about["triton"]))
-    unknown = set(options.only) - {stage.name for stage in known}
-    if unknown:
-        parser.error(f"--only {' '.join(sorted(unknown))}: the stages are {', '.join(stage.name for stage in known)}")
+    found = {"has_pytest": about.pop("pytest"), "has_triton": bool(about["triton"])}
     about = {"gpu": about.pop("gpu"), "commit": commit_name(), **about}
-    print(", ".join(f"{name} {value}" for name, value in about.items() if value), flush=True)
 
     def report(outcomes: list[Outcome]) -> None:
         whole = {**about, "seconds": round(sum(found.seconds for found in outcomes), 1)}
@@ -375,10 +406,17 @@ def main(arguments: list[str] | None = None) -> int:
         write_text(results / "summary.json", json.dumps(whole, indent=1) + "\n")
         write_text(results / "summary.txt", summary_text(about, outcomes))
 
-    chosen = [stage for stage in known if not options.only or stage.name in options.only]
-    outcomes = run_all(chosen, budget=options.budget, folder=results / "output", report=report)
+    with tempfile.TemporaryDirectory() as scratch:
+        known = stages(results, Path(scratch), **found)
+        unknown = set(options.only) - {stage.name for stage in known}
+        if unknown:
+            names = ", ".join(stage.name for stage in known)
+            parser.error(f"--only {' '.join(sorted(unknown))}: the stages are {names}")
+        print(", ".join(f"{name} {value}" for name, value in about.items() if value), flush=True)
+        chosen = [stage for stage in known if not options.only or stage.name in options.only]
+        outcomes = run_all(chosen, budget=options.budget, folder=results / "output", report=report)
     print(f"written to {results}")
-    return 0 if all(found.status in ("passed", "skipped") for found in outcomes) else 1
+    return 0 if all(outcome.status in ("passed", "skipped") for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -377,7 +377,8 @@ def main(arguments: list[str] | None = None) -> int:
         for row in benchmark(shape, variants, device=device, dtype=dtype, repeats=options.repeats):
             found.append(row)
             _print_row(row)
-    write_csv(path, [asdict(row) for row in found])
+        # After each: a run that is ended early has measured something.
+        write_csv(path, [asdict(row) for row in found])
     print(f"written to {path}")
     if not modes:
         return 0

@@ -1,5 +1,6 @@
 """`make gpu` keeps to its budget, ends what hangs, goes on after a failure, and tells by its exit status."""
 
+import itertools
 import json
 import os
 import shutil
@@ -43,7 +44,7 @@ def run(gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def main(stages, *options: str):
         monkeypatch.setattr(gpu, "_PROBE", probed())
-        monkeypatch.setattr(gpu, "stages", lambda results, **found: stages)
+        monkeypatch.setattr(gpu, "stages", lambda *folders, **found: stages)
         status = gpu.main(["--results", str(tmp_path), *options])
         return status, json.loads((tmp_path / "nvidia-made-up" / "summary.json").read_text())
 
@@ -151,9 +152,9 @@ def test_what_ignores_the_interrupt_is_ended_by_force(gpu, run, monkeypatch) -> 
 def test_tests_that_time_out_tell_what_failed(gpu, run, tmp_path) -> None:
     path = tmp_path / "test_slow.py"
     path.write_text("import time\n\ndef test_bad():\n    assert 1 + 1 == 3\n\ndef test_long():\n    time.sleep(60)\n")
-    stages = gpu.stages(tmp_path, has_pytest=True, has_triton=True)
-    (command,) = [stage.command["test_philox_kernel"] for stage in stages if stage.name == "kernel tests"]
-    status, summary = run([gpu.Stage("tests", {"slow": [*command[:-1], str(path)]}, 5)])
+    stages = gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)
+    (command,) = [stage.command["test_philox_kernel 1/3"] for stage in stages if stage.name == "kernel tests"]
+    status, summary = run([gpu.Stage("tests", {"slow": [*command[: command.index("--share")], str(path)]}, 5)])
     assert status == 1
     (stage,) = summary["stages"]
     assert stage["status"] == "timed out"
@@ -262,22 +263,24 @@ def test_the_interpreter_s_mode_and_the_path_do_not_reach_the_stages(gpu, run, m
 
 def test_what_is_not_installed_is_skipped_with_a_word(gpu, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(gpu, "sanitizer", lambda: None)
-    found = {stage.name: stage for stage in gpu.stages(tmp_path, has_pytest=False, has_triton=True)}
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, has_pytest=False, has_triton=True)}
     assert "pytest is not installed" in found["kernel tests"].skip
     assert "pytest is not installed" in found["gpu tests"].skip
     assert "compute-sanitizer" in found["memcheck"].skip
     assert not found["layer"].skip
     monkeypatch.setattr(gpu, "sanitizer", lambda: "/opt/compute-sanitizer")
-    found = {stage.name: stage for stage in gpu.stages(tmp_path, has_pytest=True, has_triton=False)}
-    assert all("triton" in found[name].skip for name in ("kernel tests", "kernels", "memcheck", "racecheck"))
-    found = {stage.name: stage for stage in gpu.stages(tmp_path, has_pytest=True, has_triton=True)}
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=False)}
+    needing = ("compile", "kernel tests", "kernels", "memcheck", "racecheck")
+    assert all("triton" in found[name].skip for name in needing)
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)}
     assert not any(stage.skip for stage in found.values())
-    assert found["memcheck"].command[0] == "/opt/compute-sanitizer"
+    for command in found["memcheck"].command.values():
+        assert command[:3] == ["/opt/compute-sanitizer", "--tool", "memcheck"]
     assert found["memcheck"].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def test_the_stages_budgets_are_the_whole_s_and_their_files_exist(gpu, tmp_path) -> None:
-    stages = gpu.stages(tmp_path, has_pytest=True, has_triton=True)
+    stages = gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)
     # The last one that hangs is ended within the budget, too.
     assert sum(stage.seconds for stage in stages) + gpu._GRACE_SECONDS <= gpu.BUDGET_SECONDS == 8 * 60
     named = [gpu.ROOT / part for command in commands(stages) for part in command if str(part).endswith(".py")]
@@ -290,18 +293,37 @@ def test_the_stages_budgets_are_the_whole_s_and_their_files_exist(gpu, tmp_path)
     }
 
 
-def test_each_file_of_the_kernels_tests_is_a_part(gpu, tmp_path) -> None:
-    (parts,) = [
-        stage.command
-        for stage in gpu.stages(tmp_path, has_pytest=True, has_triton=True)
-        if stage.name == "kernel tests"
-    ]
+def test_each_file_of_the_kernels_tests_is_shared_by_processes_of_its_own(gpu, tmp_path) -> None:
+    found = {stage.name: stage.command for stage in gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)}
     files = {path.stem for path in (ROOT / "tests/kernels/on_triton").glob("test_*.py")}
     assert files
-    assert set(parts) == {*files, "memory_checks"}
-    for name in files:
-        assert parts[name][-1] == f"tests/kernels/on_triton/{name}.py"
-        assert {"--tb=short", "-rfE", "not slow"} <= set(parts[name])
+    parts = found["kernel tests"]
+    assert set(parts) == {f"{name} {share}/3" for name in files for share in (1, 2, 3)}
+    for title, command in parts.items():
+        name, share = title.split()
+        assert command[-3:] == ["--share", share, f"tests/kernels/on_triton/{name}.py"]
+        assert {"--tb=short", "-rfE", "not slow"} <= set(command)
+    assert list(found["gpu tests"]) == [f"{number}/8" for number in range(1, 9)]
+    for share, command in found["gpu tests"].items():
+        assert command[-3:] == ["--share", share, "tests"]
+
+
+def test_what_is_launched_later_is_compiled_before_on_all_cores(gpu, tmp_path) -> None:
+    """The same commands, for less long, and no table of theirs stays."""
+    results, scratch = tmp_path / "results", tmp_path / "scratch"
+    first, *later = gpu.stages(results, scratch, has_pytest=True, has_triton=True)
+    parts = first.command
+    assert first.name == "compile"
+    found = {stage.name: stage.command for stage in later}
+    assert parts["doctor"] == found["doctor"]
+    for name in ("layer", "kernels"):
+        early, late = parts[name], found[name]
+        assert early[:2] == late[:2]
+        assert early[early.index("--repeats") + 1] == "1"
+        assert early[-2:] == ["--results", str(scratch)]
+        assert late[-2:] == ["--results", str(results)]
+    for tool in ("memcheck", "racecheck"):
+        assert all(command[-4:] == parts[name] for name, command in found[tool].items())
 
 
 @pytest.mark.parametrize("name", ["each_kernel", "layer", "peak_memory"])
@@ -309,13 +331,52 @@ def test_the_stages_options_are_those_of_the_scripts(gpu, benchmark_script, name
     """Without a GPU each script must get as far as saying that there is none."""
     script = benchmark_script(name)
     monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
-    stages = gpu.stages(tmp_path, has_pytest=True, has_triton=True)
-    (options,) = [command[2:] for command in commands(stages) if str(command[1]).endswith(f"{name}.py")]
+    stages = gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)
+    mine = [command[2:] for command in commands(stages) if str(command[1]).endswith(f"{name}.py")]
+    assert mine
     errors = []
     monkeypatch.setattr(script.argparse.ArgumentParser, "error", lambda self, message: errors.append(message) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        script.main(options)
-    assert "no CUDA device" in errors[0]
+    for options in mine:
+        with pytest.raises(ZeroDivisionError):
+            script.main(options)
+    assert len(errors) == len(mine)
+    assert all("no CUDA device" in error for error in errors)
+
+
+def test_the_memory_checks_options_are_those_of_the_stages(gpu, benchmark_script, tmp_path, monkeypatch, capsys):
+    script = benchmark_script("memory_checks")
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
+    (first, *_) = gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)
+    shares = [command[2:] for name, command in first.command.items() if name.startswith("memory checks")]
+    assert len(shares) == 8
+    for options in shares:
+        assert script.main(options) == 2
+    for wrong in ("9/8", "0/8", "3", "a/b", "1/-1"):
+        with pytest.raises(SystemExit, match="2"):
+            script.main(["--share", wrong])
+        assert f"--share: {wrong}: K/N is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_processes_share_all_tests_and_each_runs_in_one(count) -> None:
+    def collected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *options]
+        path = "tests/test_layout.py"
+        done = subprocess.run([*command, path], cwd=ROOT, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if line.startswith(path)]
+
+    whole = collected()
+    shares = [collected("--share", f"{number}/{count}") for number in range(1, count + 1)]
+    assert sorted(itertools.chain(*shares)) == sorted(whole)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b"])
+def test_a_share_that_is_none_is_refused(share) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "--share", share, "tests/test_layout.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"--share {share}: K/N is needed" in done.stderr
 
 
 def test_a_machine_without_a_gpu_is_told_in_one_line(gpu, monkeypatch, tmp_path, capsys) -> None:
@@ -350,6 +411,11 @@ def test_memory_checks_tell_wrong_kernels_and_their_absence(benchmark_script, mo
     assert said[0] == "gather_rows, ratio 0.5, 128 x 64, torch.bfloat16: RuntimeError: no such thing"
     # as it goes along, not at the end
     assert capsys.readouterr().out.splitlines() == said
+    shares = [checks.check(device, (number, 3))[1] for number in (1, 2, 3)]
+    # the draws are others
+    in_turn = [shares[index % 3][index // 3] for index in range(launched)]
+    assert [line.partition(": ")[0] for line in in_turn] == [line.partition(": ")[0] for line in said]
+    capsys.readouterr()
     kernels["row_norms"] = lambda x, mean: x.norm(dim=1)
     checks.check(device)
     assert "row_norms, 203 x 37, torch.float32: right\n" in capsys.readouterr().out
