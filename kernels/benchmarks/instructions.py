@@ -3,7 +3,11 @@
 A multiprocessor issues four instructions of a warp a cycle at most. A kernel that moves few bytes for each of its
 instructions is bound by that, and no kernel issues one in every slot. Instructions are those of `resources.py`'s table,
 as written: the kernels here have no loop but of one turn, and slow paths that are hardly ever taken are counted in.
-Like the roofline, these are predictions for a GPU to refute.
+
+Reading and computing overlap, of other programs or, in the sketch that is stored as it is, of a program's tiles. The
+programs of a small launch all run at once and begin together, so that they may all read before they all compute: what
+is predicted for that is the other end of what may come out. Like the roofline, these are predictions for a GPU to
+refute.
 """
 
 from collections.abc import Iterator
@@ -21,6 +25,7 @@ GPU = next(gpu for gpu in roofline.GPUS if gpu.name == "H200")
 SHAPE = (8192, 768, 3072)
 # Parts of all issue slots that kernels may make use of.
 SHARES = (1.0, 0.75, 0.5)
+_SHARE_IN_TURN = 0.75
 _LANES = 32
 
 
@@ -51,19 +56,35 @@ def _values_of_program(build: Build) -> int:
     return int(constants["ROWS"]) * int(constants["TILE"])
 
 
-def per_value() -> dict[str, float]:
-    """Return the instructions of a lane for one value, by the committed table.
+@dataclass(frozen=True)
+class Counted:
+    """What is known of a build.
+
+    Attributes:
+        each: Instructions of a lane for one value.
+        at_once: Values that all programs that a GPU holds at once go through between two times of reading.
+    """
+
+    each: float
+    at_once: float
+
+
+def counted() -> dict[str, Counted]:
+    """Return what the committed table says of the builds that are predicted.
 
     Returns:
-        Build -> its instructions, times its lanes, over the values that a program goes through.
+        Build -> its instructions, times its lanes, over the values that a program goes through; and these values, or
+        those of a tile where a program reads tile after tile, times the programs that a GPU holds.
     """
     builds = {build.name: build for build in all_builds()}
     found = {}
     for row in read_csv(RESULTS / "resources.csv"):
         build = builds.get(row["name"])
         if row["target"] == TARGET and build is not None and _is_known(build):
-            lanes = _LANES * build.num_warps
-            found[build.name] = int(row["instructions"]) * lanes / _values_of_program(build)
+            values = _values_of_program(build)
+            programs = GPU.multiprocessors * int(row["resident_warps"]) / build.num_warps
+            each = int(row["instructions"]) * _LANES * build.num_warps / values
+            found[build.name] = Counted(each, programs * values / int(build.constants.get("TILES", 1)))
     return found
 
 
@@ -71,20 +92,29 @@ def _is_known(build: Build) -> bool:
     return build.name.startswith(("hadamard_sketch", "quantize", "dequantize", "mean_less_codes"))
 
 
-def seconds(kernel: Kernel, counts: dict[str, float], share: float, gpu: Gpu = GPU) -> float:
+def seconds(
+    kernel: Kernel, counts: dict[str, Counted], share: float, gpu: Gpu = GPU, *, in_turn: bool = False
+) -> float:
     """Return the predicted time: for the bytes, the products or the instructions, whichever is longest.
 
     Args:
         kernel: The launch.
-        counts: `per_value()`.
+        counts: `counted()`.
         share: Part of the issue slots that it makes use of.
         gpu: Where.
+        in_turn: Whether all programs that are held at once read before they compute. Each lot of them then takes both
+            times, and the shorter one is hidden by the other lots'.
 
     Returns:
         Seconds.
     """
-    issued = counts[kernel.build] * kernel.values / _LANES
-    return max(kernel.cost.seconds(gpu), issued / (share * gpu.issues))
+    build = counts[kernel.build]
+    issuing = build.each * kernel.values / _LANES / (share * gpu.issues)
+    longest = max(kernel.cost.seconds(gpu), issuing)
+    if not in_turn:
+        return longest
+    lots = max(1.0, kernel.values / build.at_once)
+    return longest + min(kernel.cost.copy_seconds(gpu), issuing) / lots
 
 
 def sketch_of_x(rows: int, features: int, ratio: float) -> Kernel:
@@ -161,22 +191,25 @@ def decoded(rows: int, features: int, ratio: float) -> Kernel:
     return Kernel("dequantize int8 bf16", rank * features, Cost(cost.moved_bytes - 2 * rank * features, cost.flops))
 
 
-def low_bit_seconds(rows: int, features: int, ratio: float, counts: dict[str, float], share: float) -> float:
+def low_bit_seconds(
+    rows: int, features: int, ratio: float, counts: dict[str, Counted], share: float, *, in_turn: bool = False
+) -> float:
     """Return how much longer a step takes with int8 storage.
 
     Args:
         rows: Rows of x.
         features: Its columns.
         ratio: 0.5, 0.25 or 0.1.
-        counts: `per_value()`.
+        counts: `counted()`.
         share: Part of the issue slots that kernels make use of.
+        in_turn: As for `seconds`.
 
     Returns:
         Seconds: making codes and reading them, less the sketch that is stored as it is.
     """
     more = [*codes_of_x(rows, features, ratio), decoded(rows, features, ratio)]
-    plain = seconds(sketch_of_x(rows, features, ratio), counts, share)
-    return sum(seconds(kernel, counts, share) for kernel in more) - plain
+    plain = seconds(sketch_of_x(rows, features, ratio), counts, share, in_turn=in_turn)
+    return sum(seconds(kernel, counts, share, in_turn=in_turn) for kernel in more) - plain
 
 
 def _kernels(ratio: float) -> Iterator[tuple[str, Kernel]]:
@@ -193,11 +226,11 @@ def kernel_table() -> str:
     Returns:
         Markdown.
     """
-    counts = per_value()
+    counts = counted()
     lines = []
     for ratio in (0.5, 0.25):
         for name, kernel in _kernels(ratio):
-            each = counts[kernel.build]
+            each = counts[kernel.build].each
             issued = each * kernel.values / _LANES / GPU.issues
             moved = kernel.cost.copy_seconds(GPU)
             needed = 0.75 * issued / moved
@@ -213,13 +246,15 @@ def low_bit_table() -> str:
     Returns:
         Markdown.
     """
-    counts = per_value()
+    counts = counted()
     lines = []
     for shape, goals in roofline.GOALS.items():
         exact = roofline.linear_seconds(GPU, *shape)
         for ratio in goals:
-            cells = (f"{low_bit_seconds(*shape[:2], ratio, counts, share) / exact:+.3f}" for share in SHARES)
+            times = [low_bit_seconds(*shape[:2], ratio, counts, share) for share in SHARES]
+            times.append(low_bit_seconds(*shape[:2], ratio, counts, _SHARE_IN_TURN, in_turn=True))
             rows, features, out = shape
-            lines.append((f"{rows} x {features} -> {out}", f"{ratio:g}", *cells))
-    heads = ("shape", "ratio", *(f"{share:.0%} of the slots" for share in SHARES))
+            lines.append((f"{rows} x {features} -> {out}", f"{ratio:g}", *(f"{time / exact:+.3f}" for time in times)))
+    heads = (*(f"{share:.0%} of the slots" for share in SHARES), f"{_SHARE_IN_TURN:.0%}, in turn")
+    heads = ("shape", "ratio", *heads)
     return roofline.markdown_table(heads, lines)

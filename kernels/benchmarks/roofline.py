@@ -37,19 +37,26 @@ class Gpu:
         name: For people.
         bandwidth: Bytes a second of its memory.
         multiplication: Additions and multiplications a second of matrices in bfloat16, dense.
-        issues: Instructions of warps that are issued a second at most: 4 a cycle by each multiprocessor.
+        multiprocessors: Their number.
+        clock: Their cycles a second.
     """
 
     name: str
     bandwidth: float
     multiplication: float
-    issues: float
+    multiprocessors: int
+    clock: float
+
+    @property
+    def issues(self) -> float:
+        """Instructions of warps that are issued a second at most: 4 a cycle by each multiprocessor."""
+        return 4 * self.multiprocessors * self.clock
 
 
 GPUS = (
-    Gpu("A100", 2.0e12, 312e12, 108 * 4 * 1.41e9),
-    Gpu("H100", 3.35e12, 989e12, 132 * 4 * 1.83e9),
-    Gpu("H200", 4.8e12, 989e12, 132 * 4 * 1.83e9),
+    Gpu("A100", 2.0e12, 312e12, 108, 1.41e9),
+    Gpu("H100", 3.35e12, 989e12, 132, 1.83e9),
+    Gpu("H200", 4.8e12, 989e12, 132, 1.83e9),
 )
 
 

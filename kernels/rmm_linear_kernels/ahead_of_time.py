@@ -210,28 +210,11 @@ def compile_build(build: Build, target: str) -> Resources:
         ValueError: If the target is not known, or arguments of the kernel are not described by the build.
         RuntimeError: Under TRITON_INTERPRET, or if a report of the compiler's is not understood.
     """
-    if target not in TARGETS:
-        raise ValueError(f"target {target!r} is none of {', '.join(TARGETS)}")
-    if not isinstance(build.kernel, JITFunction):
-        raise RuntimeError(
-            f"build {build.name!r}: its kernel is a {type(build.kernel).__name__} and no compilable function; unset"
-            " TRITON_INTERPRET before triton is imported, and name the function itself, not an autotuner of it"
-        )
-    source, backend = _source(build), TARGETS[target].triton_name[0]
     log = io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        knobs.cache.scope(),
-        knobs.compilation.scope(),
-        knobs.nvidia.scope(),
-    ):
-        # A binary out of a cache has no log.
-        knobs.cache.dir = folder
-        knobs.compilation.always_compile = True
-        knobs.nvidia.dump_ptxas_log = True
-        options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(log):
-            compiled = triton.compile(source, target=GPUTarget(*TARGETS[target].triton_name), options=options)
+            compiled = _binary(build, target, folder)
+        backend = TARGETS[target].triton_name[0]
         figures = _from_ptxas(log.getvalue()) if backend == "cuda" else _from_amd_metadata(compiled.asm["amdgcn"])
         code = _disassembled(compiled.asm["cubin"], folder) if backend == "cuda" else compiled.asm["amdgcn"]
     opcodes = _OPCODES[backend].findall(code)
@@ -271,6 +254,44 @@ def ships(build: Build, target: str) -> bool:
         False where the launcher takes another way on GPUs of that kind.
     """
     return TARGETS[target].triton_name[0] in build.backends
+
+
+def intermediate_code(build: Build, target: str) -> str:
+    """Compile one build for one target, and return what triton makes of it before the target's own compiler.
+
+    Args:
+        build: What to compile.
+        target: A key of `TARGETS`.
+
+    Returns:
+        TTGIR: in which order the memory is read, shared memory written, and products are formed.
+
+    Raises:
+        ValueError: As `compile_build`.
+        RuntimeError: Under TRITON_INTERPRET.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        return _binary(build, target, folder).asm["ttgir"]
+
+
+def _binary(build: Build, target: str, folder: str) -> Any:
+    """Compile one build without triton's cache; what ptxas says is printed."""
+    if target not in TARGETS:
+        raise ValueError(f"target {target!r} is none of {', '.join(TARGETS)}")
+    if not isinstance(build.kernel, JITFunction):
+        raise RuntimeError(
+            f"build {build.name!r}: its kernel is a {type(build.kernel).__name__} and no compilable function; unset"
+            " TRITON_INTERPRET before triton is imported, and name the function itself, not an autotuner of it"
+        )
+    name = TARGETS[target].triton_name
+    source = _source(build, name[0])
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    with knobs.cache.scope(), knobs.compilation.scope(), knobs.nvidia.scope():
+        # A binary out of a cache has no log.
+        knobs.cache.dir = folder
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        return triton.compile(source, target=GPUTarget(*name), options=options)
 
 
 def fingerprint(build: Build) -> str:
@@ -315,7 +336,7 @@ def _told_sources(function: Any, found: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def _source(build: Build) -> ASTSource:
+def _source(build: Build, backend: str) -> ASTSource:
     names = list(build.kernel.arg_names)
     described = {*build.types, *build.constants}
     wrong = described.symmetric_difference(names) | (build.types.keys() & build.constants.keys())
@@ -324,10 +345,11 @@ def _source(build: Build) -> ASTSource:
             f"build {build.name!r}: its types and constants must be the arguments {names}, each once, and what is"
             f" divisible one of its types; look at {sorted(wrong | (set(build.divisible) - set(build.types)))}"
         )
+    constants = {**build.constants, **({"BACKEND": backend} if "BACKEND" in build.constants else {})}
     return ASTSource(
         fn=build.kernel,
         signature={name: build.types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in build.constants.items()},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in build.divisible},
     )
 

@@ -22,3 +22,15 @@ def spread(vector):
     # A vector that belongs to the rows or the columns of a tile is otherwise computed by every thread that holds a part
     # of the row or the column, which takes longer than the tile itself. The compiler looks through all but a gather.
     return tl.gather(vector, tl.arange(0, vector.shape[0]), 0)
+
+
+@triton.jit
+def awaited(x, BACKEND: tl.constexpr):
+    """Numbers of half precision out of the memory, which are waited for here and not where they are loaded."""
+    # What a matrix product takes is handed to the shared memory as soon as it is loaded, which has to wait for it. The
+    # compiler does not do so across a line of assembly, of which nothing is left in the end.
+    if BACKEND == "cuda":
+        bits = x.to(tl.int16, bitcast=True)
+        bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int16, is_pure=False, pack=2)
+        x = bits.to(x.dtype, bitcast=True)
+    return x

@@ -72,7 +72,7 @@ def test_bytes_are_those_of_the_tensors(roofline) -> None:
 
 
 def test_a_prediction_obeys_both_roofs(roofline) -> None:
-    gpu = roofline.Gpu("made up", bandwidth=1e9, multiplication=1e12, issues=1e12)
+    gpu = roofline.Gpu("made up", bandwidth=1e9, multiplication=1e12, multiprocessors=100, clock=2.5e9)
     assert roofline.Cost(9 * 10**8, 1).seconds(gpu) == pytest.approx(1.0)
     assert roofline.Cost(1, 75 * 10**10).seconds(gpu) == pytest.approx(1.0)
     for shape in roofline.GOALS:

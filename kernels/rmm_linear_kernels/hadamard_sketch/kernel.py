@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
+from ..device_functions import awaited
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from . import reference
@@ -143,6 +145,7 @@ def _hadamard_sketch_kernel(
     IS_WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     DTYPE: tl.constexpr,
+    BACKEND: tl.constexpr,
 ):
     block = tl.program_id(0)
     first_tile = tl.program_id(1) * TILES
@@ -174,6 +177,8 @@ def _hadamard_sketch_kernel(
         if tile + 1 < TILES:
             columns = X + (feature + TILE)[None, :].to(tl.int64) * column_stride
             x, more_of_x = both_halves(columns, place, block, blocks, rows, row_stride, feature + TILE < features)
+        if not IS_WIDE:
+            tile_of_x, more_of_tile = awaited(tile_of_x, BACKEND), awaited(more_of_tile, BACKEND)
         product = mixed(first, second, tile_of_x, more_of_tile, IS_WIDE, UPCAST)
         if HAS_SUMS:
             sums = tl.zeros((SUM_ROWS, TILE), tl.float32)
@@ -235,6 +240,7 @@ def _constants(
         "IS_WIDE": dtype == torch.float32,
         "UPCAST": IS_INTERPRETED,
         "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
+        "BACKEND": compiled_backend(),
     }
     return Constants(values, num_warps=_WARPS)
 

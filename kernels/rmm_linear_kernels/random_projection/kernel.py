@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
@@ -184,7 +185,7 @@ def _constants(gaussian: bool, dtype: torch.dtype, mean: bool, steps: int | None
         "BLOCK_ROWS": rows,
         # Float32 takes three products of tf32 parts. "ieee" would not do: where one factor is not loaded from memory as
         # float32, triton 3.7 makes a plain tf32 product of it on Blackwell GPUs. AMD's GPUs multiply float32 as it is.
-        "PRECISION": "tf32x3" if wide and torch.version.hip is None and not IS_INTERPRETED else "ieee",
+        "PRECISION": "tf32x3" if wide and compiled_backend() == "cuda" else "ieee",
         "UPCAST": IS_INTERPRETED,
         "STEPS": steps,
     }

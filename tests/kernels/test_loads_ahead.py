@@ -1,0 +1,58 @@
+"""What a kernel reads ahead is on its way while it computes: programs of few warps would wait for it otherwise."""
+
+import importlib.util
+import os
+import re
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from rmm_linear_kernels.ahead_of_time import all_builds, intermediate_code
+
+SHIPPED = {build.name: build for build in all_builds()}
+# Halves of 64 rows of x in tiles of 64 features.
+LOAD = re.compile(r"(%\S+) = tt\.load .*tensor<32x64x!tt\.ptr<")
+SHARED = re.compile(r"ttg\.local_alloc (%\S+) :")
+
+
+def operations(name: str) -> list[str]:
+    """Loads of x, those of them that are handed to the shared memory, and products, in their order."""
+    loads, found = set(), []
+    for line in intermediate_code(SHIPPED[name], "sm_90").splitlines():
+        loaded, handed = LOAD.search(line), SHARED.search(line)
+        if loaded:
+            loads.add(loaded[1])
+            found.append("load")
+        elif handed and handed[1] in loads:
+            found.append("shared at once")
+        elif " tt.dot " in line:
+            found.append("product")
+    return found
+
+
+@pytest.mark.parametrize("kept", [32, 16])
+@pytest.mark.parametrize("of", ["x", "g"])
+def test_the_next_tile_is_read_while_one_is_multiplied(of, kept):
+    """Two loads a tile, the next tile's before the products of this one; none is waited for where it is loaded."""
+    build = SHIPPED[f"hadamard_sketch {of} bf16 order=64 kept={kept}"]
+    found = operations(build.name)
+    assert "shared at once" not in found
+    tiles = build.constants["TILES"]
+    assert tiles > 1
+    # the sketch's products and the sums'
+    products = ["product"] * 4
+    assert found == ["load"] * 4 + [*products, "load", "load"] * (tiles - 2) + products * 2
+
+
+@pytest.mark.parametrize("kept", [32, 16])
+def test_several_blocks_are_read_before_the_first_is_multiplied(kept):
+    build = SHIPPED[f"hadamard_sketch_quantized int8 bf16 kept={kept} centred"]
+    found = [operation for operation in operations(build.name) if operation != "shared at once"]
+    blocks, ahead = build.constants["BLOCKS"], build.constants["AHEAD"]
+    assert 1 < ahead < blocks
+    assert found.index("product") == 2 * (ahead + 1)
+    assert found.count("load") == 2 * blocks
