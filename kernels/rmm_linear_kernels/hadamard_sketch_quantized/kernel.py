@@ -49,7 +49,7 @@ _TILE = 64
 _VALUES, _MANY_VALUES = 64, 128
 # Blocks that are read before the first one is multiplied: a multiprocessor has few programs, which would all wait for
 # one block after the other.
-_AHEAD = 3
+_AHEAD = 2
 # float32, in three parts, would spill on gfx942.
 _HALVES = (torch.bfloat16, torch.float16)
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
