@@ -35,7 +35,7 @@ help:
 	@echo "make check  lint, types and the whole test suite, slow tests included"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the layer against nn.Linear"
-	@echo "make gpu    what only a GPU can say, within 8 minutes: tests, sanitizer, kernels, layer, memory"
+	@echo "make gpu    what only a GPU can say, within 8 minutes: tests, sanitizer, kernels, layer, memory, fine-tuning"
 	@echo "make resources  registers, spills and instructions of the kernels for four GPUs, without one"
 	@echo "make readme fill the tables of both READMEs from the committed results"
 	@echo "make clean  remove the virtual environment and the caches"

@@ -45,9 +45,12 @@ import torch
 found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
 found["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 found["triton"] = __import__("triton").__version__ if importlib.util.find_spec("triton") else ""
-found["pytest"] = bool(importlib.util.find_spec("pytest"))
+packages = "pytest triton transformers datasets evaluate accelerate".split()
+found["missing"] = [name for name in packages if not importlib.util.find_spec(name)]
 print(json.dumps(found))
 """
+# Without any of these, nothing is fine-tuned.
+_HARNESS = ("transformers", "datasets", "evaluate", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -121,24 +124,29 @@ def sanitizer() -> str | None:
     )
 
 
-def stages(results: Path, scratch: Path, *, has_pytest: bool, has_triton: bool) -> list[Stage]:
+def stages(results: Path, scratch: Path, missing: Sequence[str]) -> list[Stage]:
     """List what is run.
 
     Args:
         results: Folder of the tables.
         scratch: Folder of tables that nobody wants.
-        has_pytest: Whether the interpreter has pytest.
-        has_triton: Whether it has triton.
+        missing: Packages that the interpreter lacks.
 
     Returns:
         The stages, what matters most first; their budgets leave some of `BUDGET_SECONDS` to end the last one.
     """
-    no_pytest = "" if has_pytest else "pytest is not installed"
-    no_kernels = "" if has_triton else "triton is not installed"
+
+    def without(*names: str) -> str:
+        lacking = [name for name in names if name in missing]
+        return f"{', '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} not installed" if lacking else ""
+
+    no_pytest, no_kernels = without("pytest"), without("triton")
     checker = sanitizer()
     no_checker = no_kernels or ("" if checker else "compute-sanitizer is not installed (CUDA's toolkit has it)")
     # Only tensors' own allocations show a read beyond a tensor.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # The harness takes one GPU, and stops where it sees several.
+    one = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
     doctor = [sys.executable, "-m", "rmm_linear.cli", "doctor"]
     into = ("--results", str(results))
 
@@ -147,14 +155,15 @@ def stages(results: Path, scratch: Path, *, has_pytest: bool, has_triton: bool) 
 
     return [
         Stage("compile", _compiling(scratch, doctor), 90, skip=no_kernels),
-        Stage("doctor", doctor, 20, shown=30),
-        Stage("layer", _script("layer.py", "--device", "cuda", "--repeats", "20", *into), 70, shown=60),
-        Stage("kernels", _script("each_kernel.py", *into), 80, skip=no_kernels, shown=120),
-        Stage("kernel tests", _kernel_tests(), 80, skip=no_pytest or no_kernels, shown=40),
+        Stage("doctor", doctor, 15, shown=30),
+        Stage("layer", _script("layer.py", "--device", "cuda", "--repeats", "20", *into), 65, shown=60),
+        Stage("kernels", _script("each_kernel.py", *into), 70, skip=no_kernels, shown=120),
+        Stage("kernel tests", _kernel_tests(), 60, skip=no_pytest or no_kernels, shown=40),
         Stage("gpu tests", _other_tests(), 40, skip=no_pytest, shown=40),
         Stage("peak memory", _script("peak_memory.py", *into), 25, shown=20),
         Stage("memcheck", checked("memcheck"), 40, environment=uncached, skip=no_checker),
         Stage("racecheck", checked("racecheck"), 30, environment=uncached, skip=no_checker),
+        Stage("fine-tuning", _fine_tuning(results), 40, environment=one, skip=without(*_HARNESS)),
     ]
 
 
@@ -198,6 +207,19 @@ def _other_tests() -> dict[str, list[str]]:
     # A package that some test imports and this machine lacks must not stop the others.
     options = ("--continue-on-collection-errors", "-m", "gpu and not slow")
     return {share: _pytest(*options, "--share", share, "tests") for share in _shares(_TEST_SHARES)}
+
+
+def _fine_tuning(results: Path) -> dict[str, list[str]]:
+    """The demo of the GLUE harness, all methods at the same time: the scores count, the times do not."""
+    run = [sys.executable, "-m", "experiments.glue.run", "--config", "demo", "--precision", "bfloat16", "--no-timing"]
+    run += ["--force", "--results", str(results / "demo")]
+    sketch = ("--method", "hadamard", "--ratio")
+    return {
+        "exact": [*run, "--method", "exact"],
+        "half": [*run, *sketch, "0.5"],
+        "tenth": [*run, *sketch, "0.1"],
+        "half in int8": [*run, *sketch, "0.5", "--storage", "int8"],
+    }
 
 
 def _shares(count: int) -> list[str]:
@@ -397,7 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     results = options.results / slug(about["gpu"])
     check_results_folder(parser, results)
-    found = {"has_pytest": about.pop("pytest"), "has_triton": bool(about["triton"])}
+    missing = about.pop("missing")
     about = {"gpu": about.pop("gpu"), "commit": commit_name(), **about}
 
     def report(outcomes: list[Outcome]) -> None:
@@ -407,7 +429,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_text(results / "summary.txt", summary_text(about, outcomes))
 
     with tempfile.TemporaryDirectory() as scratch:
-        known = stages(results, Path(scratch), **found)
+        known = stages(results, Path(scratch), missing)
         unknown = set(options.only) - {stage.name for stage in known}
         if unknown:
             names = ", ".join(stage.name for stage in known)

@@ -26,7 +26,7 @@ def python(code: str) -> list[str]:
 
 
 def probed(**changes) -> str:
-    found = {"python": "3", "torch": "2", "cuda": "13", "gpu": "NVIDIA Made-Up", "triton": "3", "pytest": True}
+    found = {"python": "3", "torch": "2", "cuda": "13", "gpu": "NVIDIA Made-Up", "triton": "3", "missing": []}
     return f"print('''{json.dumps(found | changes)}''')"
 
 
@@ -44,7 +44,7 @@ def run(gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def main(stages, *options: str):
         monkeypatch.setattr(gpu, "_PROBE", probed())
-        monkeypatch.setattr(gpu, "stages", lambda *folders, **found: stages)
+        monkeypatch.setattr(gpu, "stages", lambda *folders_and_missing: stages)
         status = gpu.main(["--results", str(tmp_path), *options])
         return status, json.loads((tmp_path / "nvidia-made-up" / "summary.json").read_text())
 
@@ -152,7 +152,7 @@ def test_what_ignores_the_interrupt_is_ended_by_force(gpu, run, monkeypatch) -> 
 def test_tests_that_time_out_tell_what_failed(gpu, run, tmp_path) -> None:
     path = tmp_path / "test_slow.py"
     path.write_text("import time\n\ndef test_bad():\n    assert 1 + 1 == 3\n\ndef test_long():\n    time.sleep(60)\n")
-    stages = gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)
+    stages = gpu.stages(tmp_path, tmp_path, [])
     (command,) = [stage.command["test_philox_kernel 1/3"] for stage in stages if stage.name == "kernel tests"]
     status, summary = run([gpu.Stage("tests", {"slow": [*command[: command.index("--share")], str(path)]}, 5)])
     assert status == 1
@@ -263,16 +263,17 @@ def test_the_interpreter_s_mode_and_the_path_do_not_reach_the_stages(gpu, run, m
 
 def test_what_is_not_installed_is_skipped_with_a_word(gpu, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(gpu, "sanitizer", lambda: None)
-    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, has_pytest=False, has_triton=True)}
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, ["pytest", "datasets", "evaluate"])}
     assert "pytest is not installed" in found["kernel tests"].skip
     assert "pytest is not installed" in found["gpu tests"].skip
+    assert found["fine-tuning"].skip == "datasets, evaluate are not installed"
     assert "compute-sanitizer" in found["memcheck"].skip
     assert not found["layer"].skip
     monkeypatch.setattr(gpu, "sanitizer", lambda: "/opt/compute-sanitizer")
-    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=False)}
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, ["triton"])}
     needing = ("compile", "kernel tests", "kernels", "memcheck", "racecheck")
     assert all("triton" in found[name].skip for name in needing)
-    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)}
+    found = {stage.name: stage for stage in gpu.stages(tmp_path, tmp_path, [])}
     assert not any(stage.skip for stage in found.values())
     for command in found["memcheck"].command.values():
         assert command[:3] == ["/opt/compute-sanitizer", "--tool", "memcheck"]
@@ -280,7 +281,7 @@ def test_what_is_not_installed_is_skipped_with_a_word(gpu, tmp_path, monkeypatch
 
 
 def test_the_stages_budgets_are_the_whole_s_and_their_files_exist(gpu, tmp_path) -> None:
-    stages = gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)
+    stages = gpu.stages(tmp_path, tmp_path, [])
     # The last one that hangs is ended within the budget, too.
     assert sum(stage.seconds for stage in stages) + gpu._GRACE_SECONDS <= gpu.BUDGET_SECONDS == 8 * 60
     named = [gpu.ROOT / part for command in commands(stages) for part in command if str(part).endswith(".py")]
@@ -294,7 +295,7 @@ def test_the_stages_budgets_are_the_whole_s_and_their_files_exist(gpu, tmp_path)
 
 
 def test_each_file_of_the_kernels_tests_is_shared_by_processes_of_its_own(gpu, tmp_path) -> None:
-    found = {stage.name: stage.command for stage in gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)}
+    found = {stage.name: stage.command for stage in gpu.stages(tmp_path, tmp_path, [])}
     files = {path.stem for path in (ROOT / "tests/kernels/on_triton").glob("test_*.py")}
     assert files
     parts = found["kernel tests"]
@@ -311,7 +312,7 @@ def test_each_file_of_the_kernels_tests_is_shared_by_processes_of_its_own(gpu, t
 def test_what_is_launched_later_is_compiled_before_on_all_cores(gpu, tmp_path) -> None:
     """The same commands, for less long, and no table of theirs stays."""
     results, scratch = tmp_path / "results", tmp_path / "scratch"
-    first, *later = gpu.stages(results, scratch, has_pytest=True, has_triton=True)
+    first, *later = gpu.stages(results, scratch, [])
     parts = first.command
     assert first.name == "compile"
     found = {stage.name: stage.command for stage in later}
@@ -331,7 +332,7 @@ def test_the_stages_options_are_those_of_the_scripts(gpu, benchmark_script, name
     """Without a GPU each script must get as far as saying that there is none."""
     script = benchmark_script(name)
     monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
-    stages = gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)
+    stages = gpu.stages(tmp_path, tmp_path, [])
     mine = [command[2:] for command in commands(stages) if str(command[1]).endswith(f"{name}.py")]
     assert mine
     errors = []
@@ -346,7 +347,7 @@ def test_the_stages_options_are_those_of_the_scripts(gpu, benchmark_script, name
 def test_the_memory_checks_options_are_those_of_the_stages(gpu, benchmark_script, tmp_path, monkeypatch, capsys):
     script = benchmark_script("memory_checks")
     monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
-    (first, *_) = gpu.stages(tmp_path, tmp_path, has_pytest=True, has_triton=True)
+    (first, *_) = gpu.stages(tmp_path, tmp_path, [])
     shares = [command[2:] for name, command in first.command.items() if name.startswith("memory checks")]
     assert len(shares) == 8
     for options in shares:
@@ -355,6 +356,22 @@ def test_the_memory_checks_options_are_those_of_the_stages(gpu, benchmark_script
         with pytest.raises(SystemExit, match="2"):
             script.main(["--share", wrong])
         assert f"--share: {wrong}: K/N is needed" in capsys.readouterr().err
+
+
+def test_fine_tuning_has_options_of_the_harness_and_a_result_for_each_run(gpu, tmp_path) -> None:
+    parser = pytest.importorskip("experiments.glue.run")._parser()
+    (parts,) = [stage.command for stage in gpu.stages(tmp_path, tmp_path, []) if stage.name == "fine-tuning"]
+    runs = [parser.parse_args(command[3:]) for command in parts.values()]
+    assert all(command[1:3] == ["-m", "experiments.glue.run"] for command in parts.values())
+    assert {(run.method, run.ratio, run.storage) for run in runs} == {
+        ("exact", None, None),
+        ("hadamard", 0.5, None),
+        ("hadamard", 0.1, None),
+        ("hadamard", 0.5, "int8"),
+    }
+    # a run's times mean nothing beside others'
+    assert not any(run.timing or run.cpu for run in runs)
+    assert {run.results for run in runs} == {tmp_path / "demo"}
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])
