@@ -49,10 +49,10 @@ def test_the_next_tile_is_read_while_one_is_multiplied(of, kept):
 
 
 @pytest.mark.parametrize("kept", [32, 16])
-def test_several_blocks_are_read_before_the_first_is_multiplied(kept):
+def test_blocks_are_read_four_at_a_time(kept):
     build = SHIPPED[f"hadamard_sketch_quantized int8 bf16 kept={kept} centred"]
     found = [operation for operation in operations(build.name) if operation != "shared at once"]
-    blocks, ahead = build.constants["BLOCKS"], build.constants["AHEAD"]
-    assert 1 < ahead < blocks
-    assert found.index("product") == 2 * (ahead + 1)
-    assert found.count("load") == 2 * blocks
+    blocks, at_once = build.constants["BLOCKS"], build.constants["AT_ONCE"]
+    assert (blocks, at_once) == (128 // kept, 4)
+    # two loads a block, and its products and those of the sums
+    assert found == (["load"] * 2 * at_once + ["product"] * 4 * at_once) * (blocks // at_once)

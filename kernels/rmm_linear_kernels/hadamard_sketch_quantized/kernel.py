@@ -47,9 +47,8 @@ _TILE = 64
 # Values of the sketch that a thread holds. 128 take 15 to 20 % less instructions, as entries of H serve more of them,
 # but all 255 registers: they are for int4's groups at ratio 0.5, centred, which would spill in eight warps.
 _VALUES, _MANY_VALUES = 64, 128
-# Blocks that are read before the first one is multiplied: a multiprocessor has few programs, which would all wait for
-# one block after the other.
-_AHEAD = 2
+# Blocks that are read at a time: a multiprocessor has few programs, which would all wait for one after the other.
+_AT_ONCE = 4
 # float32, in three parts, would spill on gfx942.
 _HALVES = (torch.bfloat16, torch.float16)
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
@@ -103,6 +102,19 @@ def _drawn(
     return low, high, (ones << 16) | ((of_row * 2) & 0xFFFE), total, spread(of_column * 2)
 
 
+@triton.jit
+def _some_blocks(X, place, first_block, blocks, rows, row_stride, is_feature, COUNT: tl.constexpr):
+    """Both halves of blocks that follow each other, as two tuples."""
+    x, more_of_x = (), ()
+    for index in tl.static_range(COUNT):
+        # The last block stands in for those that are not there: it changes no extreme, and masks nothing.
+        block = tl.minimum(first_block + index, blocks - 1)
+        one, other = both_halves(X, place, block, blocks, rows, row_stride, is_feature)
+        x += (one,)
+        more_of_x += (other,)
+    return x, more_of_x
+
+
 @triton.jit(do_not_specialize=[*_ANY_ROWS, "scale"])
 def _hadamard_sketch_quantized_kernel(
     X,
@@ -128,7 +140,7 @@ def _hadamard_sketch_quantized_kernel(
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BITS: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_MEAN: tl.constexpr,
@@ -146,13 +158,8 @@ def _hadamard_sketch_quantized_kernel(
     place, kept_place = half_places(CHUNK), tl.arange(0, KEPT)
     seed = tl.load(SEED)
     x_columns = X + feature.to(tl.int64)[None, :] * column_stride
-    # the first blocks are on their way while all that is random is drawn, and others while those are multiplied
-    x, more_of_x = (), ()
-    for index in tl.static_range(AHEAD):
-        block = tl.minimum(first_block + index, blocks - 1)
-        one, other = both_halves(x_columns, place, block, blocks, rows, row_stride, is_feature)
-        x += (one,)
-        more_of_x += (other,)
+    # before all that is random is drawn, so that they are on their way meanwhile
+    x, more_of_x = _some_blocks(x_columns, place, first_block, blocks, rows, row_stride, is_feature, AT_ONCE)
     mean = tl.zeros((TILE,), tl.float32)
     if HAS_MEAN:
         mean = tl.load(MEAN + feature.to(tl.int64) * mean_stride, mask=is_feature, other=0.0).to(tl.float32)
@@ -172,22 +179,20 @@ def _hadamard_sketch_quantized_kernel(
     )
     products = ()
     for index in tl.static_range(BLOCKS):
-        if index + AHEAD < BLOCKS:
-            block = tl.minimum(first_block + index + AHEAD, blocks - 1)
-            one, other = both_halves(x_columns, place, block, blocks, rows, row_stride, is_feature)
-            x += (one,)
-            more_of_x += (other,)
-        # The last block stands in for those that are not there: it changes no extreme, and masks nothing.
+        if index > 0 and index % AT_ONCE == 0:
+            x, more_of_x = _some_blocks(
+                x_columns, place, first_block + index, blocks, rows, row_stride, is_feature, AT_ONCE
+            )
         block = tl.minimum(first_block + index, blocks - 1)
         in_group = (block - first_block) * KEPT + kept_place
         of_rows = tl.gather(ones_and_dither, in_group, 0)
         first, second = entries_of(tl.gather(low, in_group, 0), tl.gather(high, in_group, 0), CHUNK, DTYPE)
-        product = mixed(first, second, x[index], more_of_x[index], False, UPCAST)
+        product = mixed(first, second, x[index % AT_ONCE], more_of_x[index % AT_ONCE], False, UPCAST)
         if HAS_MEAN:
             # in as many equal rows as the sketch has: nothing has to be exchanged
             is_block = tl.zeros((KEPT, CHUNK // 2), DTYPE)
             is_block += tl.where(first_block + index < blocks, 1.0, 0.0).to(DTYPE)
-            sums = mixed(is_block, is_block, x[index], more_of_x[index], False, UPCAST, sums)
+            sums = mixed(is_block, is_block, x[index % AT_ONCE], more_of_x[index % AT_ONCE], False, UPCAST, sums)
             product -= (of_rows >> 16).to(tl.float32)[:, None] * mean[None, :]
         if index == 0:
             least, largest = extremes(product, product, product, True, IS_FP8)
@@ -247,7 +252,7 @@ def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool)
         "BLOCKS": group // kept,
         "CHUNK": ORDER,
         "TILE": _TILE,
-        "AHEAD": min(_AHEAD, group // kept),
+        "AT_ONCE": min(_AT_ONCE, group // kept),
         "BITS": low_bit.BITS[kind],
         "IS_FP8": kind == low_bit.FP8,
         "HAS_MEAN": mean,
