@@ -3,13 +3,14 @@
     python kernels/benchmarks/gpu.py [--budget 480] [--only layer ...] [--results DIR]
 
 Each stage runs in a process of its own; tests, and what compute-sanitizer looks at, in several at the same time. The
-first stage compiles on all cores what later ones launch, so that these find it in Triton's cache. A stage is ended when
-its time is up: with an interrupt, on which pytest still tells what failed, and by force a few seconds later. What one
-stage does not use, later ones may; one that fails stops no other. Everything lands in `results/<gpu>/`: the tables, in
+first stage compiles what the doctor, the benchmarks and the memory checks launch, side by side, so that these find it
+in Triton's cache; what is wrong with it, they tell. A stage is ended when its time is up: with an interrupt, on which
+pytest still tells what failed, and by force a few seconds later. What one stage does not use, later ones may; one that
+fails stops no other. Everything lands in `results/<gpu>/`: the tables, in
 `output/` what each process prints while it prints it, and after each stage `summary.json` and `summary.txt`.
 The interpreter is the one that runs this script; nothing is installed or downloaded.
 
-The exit status is 0 if no stage failed, 1 if one did, 2 if there is no GPU.
+The exit status is 0 if no stage but the first failed, 1 if one did, 2 if there is no GPU.
 """
 
 import argparse
@@ -37,7 +38,11 @@ _SHOWN = 12
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 # Processes that share a file of the kernels' tests, which compile for minutes; all other tests; and the memory checks.
-_FILE_SHARES, _TEST_SHARES, _CHECK_SHARES = 3, 8, 8
+_FILE_SHARES, _TEST_SHARES, _CHECK_SHARES = 3, 8, 4
+# At the same time: each has a context of its own in the GPU's memory.
+_MOST_PROCESSES = 16
+# The stage that only prepares others.
+_PREPARING = "compile"
 # Asked in a process of its own: a CUDA context of this one would take memory from those that measure.
 _PROBE = """
 import importlib.util, json, platform
@@ -60,7 +65,7 @@ class Stage:
     Attributes:
         name: For people and `--only`.
         command: What runs, in the root of the repository; several by their names, of which as many run at a time as
-            there are cores.
+            there are cores, and 16 at most.
         seconds: Its budget; what earlier stages left over comes on top.
         environment: Variables beside those of this process.
         skip: Why it is not run, if it is not.
@@ -154,7 +159,7 @@ def stages(results: Path, scratch: Path, missing: Sequence[str]) -> list[Stage]:
         return _memory_checks(checker or "", "--tool", tool, "--error-exitcode", "9")
 
     return [
-        Stage("compile", _compiling(scratch, doctor), 90, skip=no_kernels),
+        Stage(_PREPARING, _compiling(scratch, doctor), 90, skip=no_kernels),
         Stage("doctor", doctor, 15, shown=30),
         Stage("layer", _script("layer.py", "--device", "cuda", "--repeats", "20", *into), 65, shown=60),
         Stage("kernels", _script("each_kernel.py", *into), 70, skip=no_kernels, shown=120),
@@ -178,7 +183,7 @@ def _memory_checks(*before: str) -> dict[str, list[str]]:
 
 
 def _compiling(scratch: Path, doctor: list[str]) -> dict[str, list[str]]:
-    """What launches all that later stages do, once; what takes longest comes first."""
+    """What launches what later stages measure, once; what takes longest comes first."""
     once = ("--repeats", "1", "--results", str(scratch))
     return {
         "layer": _script("layer.py", "--device", "cuda", *once),
@@ -248,7 +253,7 @@ def run_stage(stage: Stage, seconds: float, folder: Path) -> Outcome:
     began = time.monotonic()
     try:
         while (waiting or running) and time.monotonic() < began + seconds:
-            while waiting and len(running) < (os.cpu_count() or 1):
+            while waiting and len(running) < min(_MOST_PROCESSES, os.cpu_count() or 1):
                 part = waiting.pop(0)
                 _start(part, stage.environment)
                 if part.process is not None:
@@ -398,7 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: Command line, `sys.argv[1:]` by default.
 
     Returns:
-        The exit status: 0 if no stage failed, 1 if one did, 2 without a GPU.
+        The exit status: 0 if no stage but the first failed, 1 if one did, 2 without a GPU.
     """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for all stages")
@@ -438,7 +443,8 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = [stage for stage in known if not options.only or stage.name in options.only]
         outcomes = run_all(chosen, budget=options.budget, folder=results / "output", report=report)
     print(f"written to {results}")
-    return 0 if all(outcome.status in ("passed", "skipped") for outcome in outcomes) else 1
+    counting = [outcome for outcome in outcomes if outcome.name != _PREPARING]
+    return 0 if all(outcome.status in ("passed", "skipped") for outcome in counting) else 1
 
 
 if __name__ == "__main__":

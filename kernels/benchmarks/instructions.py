@@ -5,9 +5,8 @@ instructions is bound by that, and no kernel issues one in every slot. Instructi
 as written: the kernels here have no loop but of one turn, and slow paths that are hardly ever taken are counted in.
 
 Reading and computing overlap, of other programs or, in the sketch that is stored as it is, of a program's tiles. The
-programs of a small launch all run at once and begin together, so that they may all read before they all compute: what
-is predicted for that is the other end of what may come out. Like the roofline, these are predictions for a GPU to
-refute.
+programs of a small launch all run at once and begin together, so that they may all read before they all compute, which
+is predicted as well. Like the roofline, these are predictions for a GPU to refute.
 """
 
 from collections.abc import Iterator

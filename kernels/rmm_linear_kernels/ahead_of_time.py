@@ -307,6 +307,9 @@ def fingerprint(build: Build) -> str:
         all else that the build says.
     """
     types, constants = dict(sorted(build.types.items())), dict(sorted(build.constants.items()))
+    if constants.get("BACKEND") is not None:
+        # the target's, whatever this machine's is
+        constants["BACKEND"] = "of the target"
     told = [types, constants, sorted(build.divisible), build.num_warps, build.num_stages]
     sources: dict[str, str] = {}
     for function in (build.kernel, *build.constants.values()):
@@ -345,7 +348,9 @@ def _source(build: Build, backend: str) -> ASTSource:
             f"build {build.name!r}: its types and constants must be the arguments {names}, each once, and what is"
             f" divisible one of its types; look at {sorted(wrong | (set(build.divisible) - set(build.types)))}"
         )
-    constants = {**build.constants, **({"BACKEND": backend} if "BACKEND" in build.constants else {})}
+    constants = dict(build.constants)
+    if constants.get("BACKEND") is not None:
+        constants["BACKEND"] = backend
     return ASTSource(
         fn=build.kernel,
         signature={name: build.types.get(name, "constexpr") for name in names},

@@ -5,7 +5,7 @@ import torch
 from .interpreter import IS_INTERPRETED
 
 
-def backend() -> str:
+def triton_backend() -> str:
     """Return what this torch's GPUs are compiled for: it is made either for NVIDIA's or for AMD's.
 
     Returns:
@@ -15,9 +15,9 @@ def backend() -> str:
 
 
 def compiled_backend() -> str | None:
-    """Return the value of a kernel's constant BACKEND, which ahead-of-time compilation sets to the target's.
+    """Return the value of a kernel's constant BACKEND, for which ahead-of-time compilation takes the target's.
 
     Returns:
-        `backend()`, or None in Triton's interpreter, which compiles nothing.
+        `triton_backend()`, or None in Triton's interpreter, which compiles nothing.
     """
-    return None if IS_INTERPRETED else backend()
+    return None if IS_INTERPRETED else triton_backend()

@@ -30,8 +30,8 @@ class Build:
         name: What it is for, unique, such as "hadamard_sketch bf16 p=32".
         kernel: The `triton.jit` function.
         types: Type of each argument that is no constant, as triton writes it: "*bf16", "i32", "fp32".
-        constants: Value of each `tl.constexpr` argument, and of those that are 1 or None. BACKEND, where there is one,
-            is compiled as the target's.
+        constants: Value of each `tl.constexpr` argument, and of those that are 1 or None. BACKEND, where it is not
+            None, is compiled as the target's.
         divisible: Arguments that are multiples of 16 (pointers, most often strides and sizes).
         num_warps: Warps of a program.
         num_stages: Stages of software pipelining.

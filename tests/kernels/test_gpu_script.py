@@ -85,6 +85,13 @@ def test_no_failure_is_a_status_of_zero(gpu, run) -> None:
     assert [stage["status"] for stage in summary["stages"]] == ["passed", "skipped"]
 
 
+def test_what_only_prepares_is_no_failure(gpu, run) -> None:
+    stages = [gpu.Stage("compile", python("raise SystemExit(3)"), 20), gpu.Stage("good", python(""), 20)]
+    status, summary = run(stages)
+    assert status == 0
+    assert [stage["status"] for stage in summary["stages"]] == ["failed", "passed"]
+
+
 def test_a_stage_that_hangs_is_ended_with_all_that_it_started(gpu, run, tmp_path) -> None:
     number = tmp_path / "pid"
     code = (
@@ -349,7 +356,7 @@ def test_the_memory_checks_options_are_those_of_the_stages(gpu, benchmark_script
     monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
     (first, *_) = gpu.stages(tmp_path, tmp_path, [])
     shares = [command[2:] for name, command in first.command.items() if name.startswith("memory checks")]
-    assert len(shares) == 8
+    assert len(shares) == 4
     for options in shares:
         assert script.main(options) == 2
     for wrong in ("9/8", "0/8", "3", "a/b", "1/-1"):
@@ -377,23 +384,30 @@ def test_fine_tuning_has_options_of_the_harness_and_a_result_for_each_run(gpu, t
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_processes_share_all_tests_and_each_runs_in_one(count) -> None:
     def collected(*options: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *options]
-        path = "tests/test_layout.py"
-        done = subprocess.run([*command, path], cwd=ROOT, capture_output=True, text=True, check=True)
-        return [line for line in done.stdout.splitlines() if line.startswith(path)]
+        return [line for line in collecting(*options).stdout.splitlines() if line.startswith("tests/test_layout.py")]
 
     whole = collected()
+    assert len(whole) >= 7
     shares = [collected("--share", f"{number}/{count}") for number in range(1, count + 1)]
     assert sorted(itertools.chain(*shares)) == sorted(whole)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b"])
-def test_a_share_that_is_none_is_refused(share) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "--share", share, "tests/test_layout.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def collecting(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *options]
+    return subprocess.run([*command, "tests/test_layout.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("options", [["0/2"], ["3/2"], ["2"], ["a/b"], ["3/2", "-n", "2"]], ids=str)
+def test_a_share_that_is_none_is_refused(options) -> None:
+    done = collecting("--share", *options)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert f"--share {share}: K/N is needed" in done.stderr
+    assert f"--share {options[0]}: K/N is needed" in done.stderr
+
+
+def test_a_share_without_tests_is_no_failure() -> None:
+    assert collecting("--share", "9998/9999").returncode == 0
+    assert collecting("-k", "no_such_test").returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def test_a_machine_without_a_gpu_is_told_in_one_line(gpu, monkeypatch, tmp_path, capsys) -> None:

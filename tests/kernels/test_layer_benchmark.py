@@ -37,6 +37,22 @@ def test_the_file_holds_a_row_a_variant_with_its_origin(layer, tmp_path: Path, c
     assert str(path) in capsys.readouterr().out
 
 
+def test_what_was_measured_before_an_end_is_in_the_file(layer, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(layer, "SHAPES", ((256, 16, 24), (0, 0, 0)))
+    real = layer.benchmark
+
+    def ended(shape, *args, **kwargs):
+        if shape[0] == 0:
+            raise KeyboardInterrupt
+        return real(shape, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "benchmark", ended)
+    with pytest.raises(KeyboardInterrupt):
+        layer.main(["--device", "cpu", "--repeats", "1", "--results", str(tmp_path)])
+    with next(tmp_path.glob("layer-*.csv")).open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(layer.VARIANTS) * len(layer.RATIOS)
+
+
 def test_all_sketches_can_be_timed(layer, tmp_path: Path) -> None:
     assert layer.main(["--device", "cpu", "--repeats", "1", "--all-sketches", "--results", str(tmp_path)]) == 0
     with next(tmp_path.glob("*.csv")).open(newline="") as file:

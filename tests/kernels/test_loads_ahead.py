@@ -48,11 +48,20 @@ def test_the_next_tile_is_read_while_one_is_multiplied(of, kept):
     assert found == ["load"] * 4 + [*products, "load", "load"] * (tiles - 2) + products * 2
 
 
-@pytest.mark.parametrize("kept", [32, 16])
-def test_blocks_are_read_four_at_a_time(kept):
+@pytest.mark.parametrize(("kept", "is_awaited"), [(32, True), (16, False)])
+def test_codes_blocks_are_read_four_at_a_time(kept, is_awaited):
+    """Of 4 blocks, none is waited for before what is random has been drawn; of 8, 4 are waited for together."""
     build = SHIPPED[f"hadamard_sketch_quantized int8 bf16 kept={kept} centred"]
-    found = [operation for operation in operations(build.name) if operation != "shared at once"]
+    found = operations(build.name)
+    assert ("shared at once" in found) == (not is_awaited)
+    found = [operation for operation in found if operation != "shared at once"]
     blocks, at_once = build.constants["BLOCKS"], build.constants["AT_ONCE"]
     assert (blocks, at_once) == (128 // kept, 4)
     # two loads a block, and its products and those of the sums
     assert found == (["load"] * 2 * at_once + ["product"] * 4 * at_once) * (blocks // at_once)
+
+
+@pytest.mark.parametrize(("target", "has_assembly"), [("sm_90", True), ("gfx942", False)])
+def test_nvidia_s_assembly_is_for_nvidia_s_gpus(target, has_assembly):
+    code = intermediate_code(SHIPPED["hadamard_sketch x bf16 order=64 kept=16"], target)
+    assert ("mov.b32" in code) == has_assembly

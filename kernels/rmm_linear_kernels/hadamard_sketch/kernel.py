@@ -177,6 +177,7 @@ def _hadamard_sketch_kernel(
         if tile + 1 < TILES:
             columns = X + (feature + TILE)[None, :].to(tl.int64) * column_stride
             x, more_of_x = both_halves(columns, place, block, blocks, rows, row_stride, feature + TILE < features)
+        # float32 is cut into parts in registers first
         if not IS_WIDE:
             tile_of_x, more_of_tile = awaited(tile_of_x, BACKEND), awaited(more_of_tile, BACKEND)
         product = mixed(first, second, tile_of_x, more_of_tile, IS_WIDE, UPCAST)

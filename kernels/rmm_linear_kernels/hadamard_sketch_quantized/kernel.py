@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
-from ..device_functions import converted, spread
+from ..device_functions import awaited, converted, spread
 from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import entries_of, half_places, sum_of_signs, sylvester_rows, sylvester_words
 from ..hadamard_sketch.kernel import both_halves, hadamard_sketch, hadamard_sketch_and_sums, mixed
@@ -47,7 +48,9 @@ _TILE = 64
 # Values of the sketch that a thread holds. 128 take 15 to 20 % less instructions, as entries of H serve more of them,
 # but all 255 registers: they are for int4's groups at ratio 0.5, centred, which would spill in eight warps.
 _VALUES, _MANY_VALUES = 64, 128
-# Blocks that are read at a time: a multiprocessor has few programs, which would all wait for one after the other.
+# Blocks that are read at a time: a multiprocessor has few programs, which would all wait for one after the other. Where
+# these are all that a program reads, it holds them in registers while it draws what is random; of more, that would
+# leave registers for fewer programs.
 _AT_ONCE = 4
 # float32, in three parts, would spill on gfx942.
 _HALVES = (torch.bfloat16, torch.float16)
@@ -146,6 +149,7 @@ def _hadamard_sketch_quantized_kernel(
     HAS_MEAN: tl.constexpr,
     UPCAST: tl.constexpr,
     DTYPE: tl.constexpr,
+    BACKEND: tl.constexpr,
 ):
     LEVELS: tl.constexpr = 2**BITS - 1
     # programs next to each other in time read neighbouring parts of the same rows
@@ -158,7 +162,6 @@ def _hadamard_sketch_quantized_kernel(
     place, kept_place = half_places(CHUNK), tl.arange(0, KEPT)
     seed = tl.load(SEED)
     x_columns = X + feature.to(tl.int64)[None, :] * column_stride
-    # before all that is random is drawn, so that they are on their way meanwhile
     x, more_of_x = _some_blocks(x_columns, place, first_block, blocks, rows, row_stride, is_feature, AT_ONCE)
     mean = tl.zeros((TILE,), tl.float32)
     if HAS_MEAN:
@@ -187,12 +190,13 @@ def _hadamard_sketch_quantized_kernel(
         in_group = (block - first_block) * KEPT + kept_place
         of_rows = tl.gather(ones_and_dither, in_group, 0)
         first, second = entries_of(tl.gather(low, in_group, 0), tl.gather(high, in_group, 0), CHUNK, DTYPE)
-        product = mixed(first, second, x[index % AT_ONCE], more_of_x[index % AT_ONCE], False, UPCAST)
+        mine, more = awaited(x[index % AT_ONCE], BACKEND), awaited(more_of_x[index % AT_ONCE], BACKEND)
+        product = mixed(first, second, mine, more, False, UPCAST)
         if HAS_MEAN:
             # in as many equal rows as the sketch has: nothing has to be exchanged
             is_block = tl.zeros((KEPT, CHUNK // 2), DTYPE)
             is_block += tl.where(first_block + index < blocks, 1.0, 0.0).to(DTYPE)
-            sums = mixed(is_block, is_block, x[index % AT_ONCE], more_of_x[index % AT_ONCE], False, UPCAST, sums)
+            sums = mixed(is_block, is_block, mine, more, False, UPCAST, sums)
             product -= (of_rows >> 16).to(tl.float32)[:, None] * mean[None, :]
         if index == 0:
             least, largest = extremes(product, product, product, True, IS_FP8)
@@ -258,6 +262,7 @@ def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool)
         "HAS_MEAN": mean,
         "UPCAST": IS_INTERPRETED,
         "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
+        "BACKEND": compiled_backend() if group // kept <= _AT_ONCE else None,
     }
     # 4 warps for the 128 rows of int8's groups, and 8 for the 256 of int4's but in one case
     held = _MANY_VALUES if mean and group > 128 and kept == 32 else _VALUES

@@ -1,6 +1,6 @@
 """Which sketches one program can round without a copy in memory: known without triton, which a CPU need not have."""
 
-from ..backends import backend
+from ..backends import triton_backend
 from ..hadamard_sketch.reference import hadamard_order
 from ..low_bit.reference import BITS
 
@@ -30,9 +30,9 @@ def holds(rows: int, *, blocks: int, kept: int, kind: str, group: int) -> bool:
         True for int8, fp8 and int4 at 32 or 16 rows of 64, on AMD's GPUs for int8 and fp8 at 16; false for the other
         kinds and all other numbers kept.
     """
-    compiled_for = backend()
+    backend = triton_backend()
     # two blocks and more: one counter gives the signs of two
-    if kept not in KEPT[compiled_for] or not 2 * kept <= group <= MOST_ROWS[compiled_for]:
+    if kept not in KEPT[backend] or not 2 * kept <= group <= MOST_ROWS[backend]:
         return False
     if BITS[kind] & (BITS[kind] - 1) or group & (group - 1):
         return False
