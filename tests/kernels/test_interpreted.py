@@ -14,11 +14,24 @@ FILES = sorted((HERE / "on_triton").glob("test_*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_kernels_equal_their_twins(path, tmp_path):
+    assert " passed" in interpreted(path, tmp_path, "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if "mark.slow" in path.read_text()], ids=lambda path: path.stem
+)
+def test_kernels_equal_their_twins_in_what_takes_long(path, tmp_path):
+    assert " passed" in interpreted(path, tmp_path, "slow")
+
+
+def interpreted(path: Path, cache: Path, marked: str) -> str:
+    """What pytest says of a file's tests; they all pass, and none is skipped."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", str(path)]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, str(path)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+    return done.stdout
