@@ -12,24 +12,30 @@ HERE = Path(__file__).parent
 FILES = sorted((HERE / "on_triton").glob("test_*.py"))
 
 
+SLOW_FILES = [path for path in FILES if "mark.slow" in path.read_text()]
+# Thousands of draws in the interpreter take a quarter of an hour.
+SLOW_SHARES = ("1/4", "2/4", "3/4", "4/4")
+SLOW_SECONDS = 3600
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_kernels_equal_their_twins(path, tmp_path):
-    assert " passed" in interpreted(path, tmp_path, "not slow")
+    assert " passed" in interpreted(path, tmp_path, "-m", "not slow")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if "mark.slow" in path.read_text()], ids=lambda path: path.stem
-)
-def test_kernels_equal_their_twins_in_what_takes_long(path, tmp_path):
-    assert " passed" in interpreted(path, tmp_path, "slow")
+@pytest.mark.timeout(SLOW_SECONDS)
+@pytest.mark.parametrize("share", SLOW_SHARES)
+@pytest.mark.parametrize("path", SLOW_FILES, ids=lambda path: path.stem)
+def test_what_takes_long_there(path, share, tmp_path):
+    interpreted(path, tmp_path, "-m", "slow", "--share", share, "-o", f"timeout={SLOW_SECONDS}")
 
 
-def interpreted(path: Path, cache: Path, marked: str) -> str:
+def interpreted(path: Path, cache: Path, *options: str) -> str:
     """What pytest says of a file's tests; they all pass, and none is skipped."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(path)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
