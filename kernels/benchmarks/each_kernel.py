@@ -1,10 +1,10 @@
-"""Time each Triton kernel against its plain-torch twin, a copy of as many bytes, and cuBLAS; and measure its error.
+"""Time each Triton kernel against its plain-torch twin, a copy of as many bytes, and a rival; and its error.
 
     python kernels/benchmarks/each_kernel.py [--only hadamard] [--repeats 20] [--results DIR]
 
-Every repetition times a device copy, the twin, the kernel and its rival (torch.mm for products, the kernels of
-which one takes the place), one after the other, on inputs
-that take turns and are larger together than the device's cache. Times are medians with 20/80 quantiles. The copy moves
+Every repetition times a device copy, the twin, the kernel and its rival, one after the other, on inputs that take turns
+and are larger together than the device's cache. Rivals are torch.mm for products, the kernels of which one takes the
+place, and butterflies for the Hadamard sketch. Times are medians with 20/80 quantiles. The copy moves
 as many bytes as the kernel has to (`roofline.py`): a kernel that is bound by memory is as good as it can be at a time
 over the copy's of 1. Errors are root mean squares against a float64 computation, relative to its result; a kernel fails
 if its error is more than twice its twin's, and 1e-5 above that.
@@ -59,7 +59,7 @@ class Case:
         out: Columns of g, for a product.
         cost: What it has to do.
         make: Makes a new set of arguments, by name; a function is given those that it has.
-        rival: The same with the vendor's library, of the same arguments.
+        rival: The same in another way, of the same arguments.
         value: What of a result is compared, of the result and the arguments; the result itself by default.
     """
 
@@ -186,11 +186,17 @@ def cases(shapes: tuple[tuple[int, int, int], ...], *, device: torch.device, dty
         yield from _product_cases(shape, normal, seed, dtype)
 
 
+def _takes_butterflies(rows: int, device: torch.device) -> bool:
+    """Whether the other way to a sketch, a Triton kernel for whole blocks, can run."""
+    return device.type == "cuda" and rows % roofline.BLOCK_ROWS == 0 and _triton_version() != "none"
+
+
 def _sketch_cases(
     shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor, dtype: torch.dtype
 ) -> Iterator[Case]:
     rows, features, out = shape
     blocks = -(-rows // roofline.BLOCK_ROWS)
+    butterflies = importlib.import_module("butterflies") if _takes_butterflies(rows, seed.device) else None
 
     def hadamard(columns: int, rank: int, *, centred: bool = False) -> Arguments:
         x = normal(rows, columns)
@@ -198,14 +204,21 @@ def _sketch_cases(
         mean = x.float().mean(0) if centred else None
         return {
             "x": x, "seed": seed, "mean": mean, "blocks": blocks, "kept": kept, "scale": kept**-0.5, "dtype": dtype,
-        }  # fmt: skip
+        } | ({} if butterflies is None else {"places": butterflies.places_of_rows(seed, kept)})  # fmt: skip
+
+    def by_butterflies(sums: bool) -> Callable[[Arguments], Tensor] | None:
+        if butterflies is None:
+            return None
+        function = butterflies.hadamard_sketch_by_butterflies
+        return lambda arguments: call(function, arguments | {"sums": sums})[0]
 
     for ratio, centred in ((0.5, False), (0.25, False), (0.25, True), (0.1, False)):
         rank = roofline.rank_of(rows, ratio)
         name = f"hadamard_sketch of x, ratio {ratio:g}" + (", centred" if centred else "")
         cost = roofline.hadamard_sketch(rows, features, rank, with_mean=centred)
         make = lambda rank=rank, centred=centred: hadamard(features, rank, centred=centred)  # noqa: E731
-        yield Case("hadamard_sketch", "hadamard_sketch", name, rows, features, 0, cost, make)
+        rival = None if centred else by_butterflies(False)
+        yield Case("hadamard_sketch", "hadamard_sketch", name, rows, features, 0, cost, make, rival=rival)
     for ratio in RATIOS:
         rank = roofline.rank_of(rows, ratio)
         yield Case(
@@ -217,6 +230,7 @@ def _sketch_cases(
             0,
             roofline.hadamard_sketch(rows, out, rank, with_sum=True),
             lambda rank=rank: hadamard(out, rank),
+            rival=by_butterflies(True),
             value=lambda result, arguments: torch.cat((result[0].double(), result[1].double() / roofline.BLOCK_ROWS)),
         )
     rank = roofline.rank_of(rows, 0.25)
@@ -757,7 +771,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only {options.only}: no case has that in its name")
     hardware = hardware_name(device)
     print(f"{hardware}, {options.dtype}, torch {torch.__version__}, triton {_triton_version()}, commit {commit_name()}")
-    heads = ("copy us", "twin us", "kernel us", "cuBLAS us", "over copy", "/ cuBLAS")
+    heads = ("copy us", "twin us", "kernel us", "rival us", "over copy", "/ rival")
     print(f"{'':68}" + "".join(f"{head:>11}" for head in heads) + f"{'error, kernel / twin':>24}")
     found: list[Row] = []
     path = options.results / f"kernels-{slug(hardware)}-{options.dtype}.csv"

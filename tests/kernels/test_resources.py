@@ -452,3 +452,17 @@ def test_bad_options_are_named(resources, options, capsys):
     with pytest.raises(SystemExit, match="2"):
         resources.main(options)
     assert options[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tensor_cores_take_a_third_of_what_butterflies_take(benchmark_script, resources):
+    """Instructions a number that is read: why the Hadamard sketch's kernel multiplies by the matrix."""
+    butterflies = benchmark_script("butterflies")
+    table = resources.read_table(resources.RESULTS / "resources.csv")
+    rivals = ("hadamard_sketch uncentred x bf16 order=64 kept=32", "hadamard_sketch g bf16 order=64 kept=32")
+    for build, rival in zip(butterflies.builds(), rivals, strict=True):
+        found, shipped = compile_build(build, "sm_90"), SHIPPED[rival]
+        assert found.spill_stores == 0
+        each = found.instructions * found.warps / build.constants["TILE"]
+        of_rival = table[rival, "sm_90"].instructions * shipped.num_warps
+        assert each > 2.9 * of_rival / (shipped.constants["TILE"] * shipped.constants["TILES"])
