@@ -21,7 +21,7 @@ from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import awaited
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, ceil_div, launch
+from ..launching import Constants, Prepared, ceil_div
 from . import reference
 from .entries import (
     block_words,
@@ -47,6 +47,8 @@ _MOST_TILES, _MOST_LARGE_TILES = 4, 2
 # Three for each multiprocessor of a large GPU, which holds them at once.
 _PROGRAMS = 384
 _WARPS = 4
+# Launches that are prepared: batches of sentences have another number of rows each.
+_MOST_REMEMBERED = 4096
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
 _ANY_ROWS = ("rows", "blocks", "shortest", "longer", "kept", "sign_stride")
 
@@ -275,29 +277,37 @@ def _launch(
     rest: bool = False,
 ) -> Tensor:
     rows, features = x.shape
-    out = torch.empty((blocks * kept, features), dtype=dtype, device=x.device)
+    mean_dtype = None if mean is None else mean.dtype
+    dtypes = x.dtype, seed.dtype, mean_dtype, dtype
+    prepared = _prepared(rows, features, blocks, kept, x.stride(), scale, dtypes, sums is not None, rest)
+    # sizes one by one: torch takes half the time to read them
+    out = x.new_empty(blocks * kept, features, dtype=dtype)
+    prepared.launch(x, seed, mean if mean is None else mean.contiguous(), out, sums)
+    return out
+
+
+@lru_cache(maxsize=_MOST_REMEMBERED)
+def _prepared(
+    rows: int,
+    features: int,
+    blocks: int,
+    kept: int,
+    strides: tuple[int, ...],
+    scale: float,
+    dtypes: tuple[torch.dtype | None, ...],
+    sums: bool,
+    rest: bool,
+) -> Prepared:
+    """The launch; `dtypes` are those of x, the seed, the mean if there is one, and the sketch."""
+    x_dtype, _, mean_dtype, _ = dtypes
+    assert x_dtype is not None
     block_rows = ceil_div(rows, blocks)
     order = reference.hadamard_order(block_rows)
-    tile, tiles = _tile_of(order, kept, blocks, features, x.dtype)
-    constants = _constants(order, kept, tile, tiles, x.dtype, mean is not None, sums is not None, rest)
-    arguments = (
-        x,
-        seed,
-        None if mean is None else mean.contiguous(),
-        out,
-        sums,
-        rows,
-        features,
-        blocks,
-        rows // blocks,
-        rows % blocks,
-        kept,
-        reference.sign_stride(block_rows),
-        *x.stride(),
-        scale,
-    )
-    launch(_hadamard_sketch_kernel, (blocks, ceil_div(features, tile * tiles), 1), arguments, constants)
-    return out
+    tile, tiles = _tile_of(order, kept, blocks, features, x_dtype)
+    constants = _constants(order, kept, tile, tiles, x_dtype, mean_dtype is not None, sums, rest)
+    stride = reference.sign_stride(block_rows)
+    numbers = (rows, features, blocks, rows // blocks, rows % blocks, kept, stride, *strides, scale)
+    return Prepared(_hadamard_sketch_kernel, (blocks, ceil_div(features, tile * tiles), 1), numbers, constants)
 
 
 def hadamard_sketch(
@@ -342,7 +352,7 @@ def hadamard_sketch_and_mean(
     """
     if x.numel() == 0:
         return reference.hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    sums = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
+    sums = x.new_empty(blocks, x.shape[1], dtype=torch.float32)
     out = _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums, rest=True)
     # one sum after the other: the same in every run, which atomic additions are not
     return out, sums.sum(0)
@@ -367,7 +377,7 @@ def hadamard_sketch_and_sums(
     """
     if x.numel() == 0:
         return reference.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    sums = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
+    sums = x.new_empty(blocks, x.shape[1], dtype=torch.float32)
     return _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums), sums
 
 
