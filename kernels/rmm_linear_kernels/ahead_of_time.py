@@ -81,6 +81,8 @@ TARGETS = {
 SUPPORTED = ("sm_80", "sm_90", "sm_100")
 # Parts of a multiprocessor with registers of their own.
 _QUARTERS = 4
+# Instructions over those that there were: compilers shuffle a few.
+_TOLERATED = 1.05
 
 # By triton's name of the backend. sm_90 has HGMMA beside HMMA, sm_100 UTCHMMA and its kind.
 _MATRIX = {"cuda": re.compile(r"(UTC)?[A-Z]G?MMA\b"), "hip": re.compile(r"v_s?mfmac?_")}
@@ -450,8 +452,8 @@ def problems(build: Build, found: Resources) -> list[str]:
 def regressions(found: Resources, former: Resources) -> list[str]:
     """Say what got worse than it was.
 
-    More registers alone are no loss; fewer warps at once are. A change for which the reason is good is committed
-    together with the table it makes.
+    More registers or shared memory alone are no loss; fewer warps at once are. So are instructions above a twentieth
+    more. A change for which the reason is good is committed together with the table it makes.
 
     Args:
         found: What a build takes on a target.
@@ -470,10 +472,24 @@ def regressions(found: Resources, former: Resources) -> list[str]:
             f" (registers {former.registers} -> {found.registers}, shared memory {former.shared} -> {found.shared},"
             f" warps {former.warps} -> {found.warps})"
         )
+    if found.instructions > _TOLERATED * former.instructions:
+        said.append(f"{where}: {found.instructions} instructions, formerly {former.instructions}")
     if former.matrix_instructions and not found.matrix_instructions:
         said.append(f"{where}: no matrix instructions, formerly {former.matrix_instructions}")
+    elif found.matrix_instructions < former.matrix_instructions and found.instructions >= former.instructions:
+        said.append(
+            f"{where}: {found.matrix_instructions} matrix instructions, formerly {former.matrix_instructions}, of no"
+            " fewer in all"
+        )
     if former.wide_loads and not found.wide_loads:
         said.append(f"{where}: no load of 128 bits, formerly {former.wide_loads}")
+    elif found.wide_loads * former.global_loads < former.wide_loads * found.global_loads:
+        said.append(
+            f"{where}: {found.wide_loads} of {found.global_loads} loads have 128 bits, formerly {former.wide_loads} of"
+            f" {former.global_loads}"
+        )
+    if found.local_loads > former.local_loads:
+        said.append(f"{where}: {found.local_loads} loads from local memory, formerly {former.local_loads}")
     if found.local_stores > former.local_stores:
         said.append(f"{where}: {found.local_stores} stores to local memory, formerly {former.local_stores}")
     return said

@@ -18,6 +18,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 # Largest difference from plain torch, relative to the largest value, that rounding explains: two steps of the dtype.
 _TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-4}
 _LONGEST_REASON = 200
+# A broken compiler may tell every kernel something else.
+_MOST_REASONS = 3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +40,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         options: The parsed options.
 
     Returns:
-        One screen of text, and the exit status: 1 if a kernel fails or differs from plain torch by more than rounding.
+        One screen of text, and the exit status: 1 if a kernel fails, differs from plain torch by more than rounding, or
+        is asked for by force and cannot run.
 
     Raises:
         ValueError: If there is no such device.
@@ -46,7 +49,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     device = _device(options.device)
     checks = check_kernels(device, dtype=_DTYPES[options.dtype])
     facts = _facts(device)
-    status = int(bool(_wrong(options.dtype, checks)) or any(check.failed for check in checks))
+    is_refused = chosen() == "triton" and any(check.reason is not None for check in checks)
+    status = int(bool(_wrong(options.dtype, checks)) or is_refused or any(check.failed for check in checks))
     if options.json:
         found = {**facts, "dtype": options.dtype, "kernels": [asdict(check) for check in checks]}
         return json.dumps(found, indent=2), status
@@ -123,8 +127,24 @@ def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> str
     if wrong:
         names = ", ".join(wrong)
         lines += ["", f"WRONG: {names} differ from plain torch by more than rounding. Set {ENVIRONMENT}=torch"]
-    for reason in dict.fromkeys(check.reason for check in checks if check.reason is not None):
-        affected = [check.name for check in checks if check.reason == reason]
+    by_reason: dict[str, list[str]] = {}
+    for check in checks:
+        if check.reason is not None:
+            by_reason.setdefault(_in_one_line(check.reason), []).append(check.name)
+    is_forced = facts["kernels_chosen"] == "triton"
+    told = list(by_reason.items())[:_MOST_REASONS]
+    for reason, affected in told:
         which = "all" if len(affected) == len(checks) else ", ".join(affected)
-        lines += ["", f"plain torch for {which}: {reason[:_LONGEST_REASON]}"]
+        lines += ["", f"{'an error' if is_forced else 'plain torch'} for {which}: {reason}"]
+    others = sum(map(len, by_reason.values())) - sum(len(affected) for _, affected in told)
+    if others:
+        lines += ["", f"and for {others} more kernels, for other reasons: --json has them"]
+    if is_forced and by_reason:
+        lines += ["", f"Kernels are asked for by force, and layers raise where they cannot run. Set {ENVIRONMENT}=auto"]
     return "\n".join(lines)
+
+
+def _in_one_line(reason: str) -> str:
+    """What an error says first: compilers say a page."""
+    said = " ".join(reason.split())
+    return said if len(said) <= _LONGEST_REASON else said[: _LONGEST_REASON - 3] + "..."

@@ -270,8 +270,11 @@ def _instead(name: str, error: Exception, twin: Callable[..., Any], x: Tensor, *
     # Before the verdict: the caller's mistakes, and what has broken the GPU itself, are raised from the twin.
     found = twin(x, *args, **kwargs)
     reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
+    # what is broken is most often all of Triton, which each kernel finds out by itself
+    is_first = not _state.broken
     _state.broken[name, x.dtype, x.device] = reason
-    _warn(reason)
+    if is_first:
+        _warn(f"{reason}; of others that fail, nothing is said")
     return found
 
 

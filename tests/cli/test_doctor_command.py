@@ -62,6 +62,33 @@ def test_a_wrong_kernel_and_a_broken_one_are_named(capsys, monkeypatch):
     assert abs(float(line.split()[-1]) - 0.5) < 0.02
 
 
+def test_a_broken_compiler_still_fits_the_screen(capsys, monkeypatch):
+    def loaded(name):
+        def broken(*args, **kwargs):
+            raise RuntimeError(f"{name}: ptxas failed\n" + "a line of its log\n" * 40)
+
+        return broken
+
+    monkeypatch.setattr(dispatch, "_loaded", loaded)
+    monkeypatch.setattr(
+        dispatch, "_reason_against", lambda name, x: "plain torch is asked for" if ops.chosen() == "torch" else None
+    )
+    lines = doctor(capsys, status=1).splitlines()
+    assert len(lines) <= 32
+    assert max(map(len, lines)) <= 300
+    assert sum("ptxas failed a line of its log" in line for line in lines) == 3
+    named = sum(len(line.split(":")[0].split(", ")) for line in lines if line.startswith("plain torch for "))
+    assert lines[-1] == f"and for {len(dispatch.KERNELS) - named} more kernels, for other reasons: --json has them"
+
+
+def test_kernels_that_are_forced_and_cannot_run_are_an_error(capsys, monkeypatch):
+    monkeypatch.setattr(dispatch, "_state", dispatch._State("triton"))
+    lines = doctor(capsys, status=1).splitlines()
+    assert len(lines) <= 26
+    assert "an error for all: the tensors are on cpu, and the kernels are for GPUs" in lines
+    assert lines[-1].endswith("layers raise where they cannot run. Set RMM_LINEAR_KERNELS=auto")
+
+
 def test_nothing_is_left_behind(capsys):
     doctor(capsys)
     assert dispatch.chosen() == "auto"

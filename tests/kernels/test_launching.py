@@ -489,6 +489,32 @@ def test_a_launcher_that_is_called_again_does_not_ask_triton(gpu, runs):
 
 
 @pytest.mark.parametrize(
+    ("width", "columns", "is_aligned"),
+    [
+        (96, slice(None), True),
+        (96, slice(16, 80), True),
+        (96, slice(0, 72), False),
+        # rows begin at multiples of 16 bytes, which is not known
+        (88, slice(0, 80), False),
+        (96, slice(1, 81), False),
+        (96, slice(None, None, 2), False),
+    ],
+)
+def test_rows_are_aligned_where_triton_knows_it(width, columns, is_aligned):
+    x = torch.empty(4, width, dtype=torch.bfloat16)[:, columns]
+    assert launching.are_rows_aligned(x) == is_aligned
+    assert not launching.are_rows_aligned(x.t())
+
+
+@pytest.mark.parametrize(("columns", "tiles"), [(slice(0, 3072), 4), (slice(0, 3001), 2), (slice(1, 3073), 2)])
+def test_fewer_tiles_where_each_number_has_an_address_of_its_own(gpu, columns, tiles):
+    x = torch.empty(8192, 3088, dtype=torch.bfloat16)[:, columns]
+    options = {"blocks": 128, "kept": 32, "scale": 1.0, "dtype": torch.bfloat16}
+    hadamard_sketch.hadamard_sketch(x, torch.tensor(1), None, **options)
+    assert gpu.launches[-1].grid == (128, -(-x.shape[1] // (64 * tiles)), 1)
+
+
+@pytest.mark.parametrize(
     ("size", "block", "blocks"), [(0, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 2), (2**40, 3, 366503875926)]
 )
 def test_blocks_cover_all(size, block, blocks):

@@ -21,7 +21,7 @@ from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import awaited
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, Prepared, ceil_div
+from ..launching import Constants, Prepared, are_rows_aligned, ceil_div
 from . import reference
 from .entries import (
     block_words,
@@ -252,12 +252,14 @@ def _chunks(order: int) -> int:
     return ceil_div(order, _CHUNK)
 
 
-def _tile_of(order: int, kept: int, blocks: int, features: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Features of a tile, and tiles of a program."""
+def _tile_of(
+    order: int, kept: int, blocks: int, features: int, dtype: torch.dtype, aligned: bool = True
+) -> tuple[int, int]:
+    """Features of a tile, and tiles of a program; fewer where each number has an address of its own."""
     wide, chunks = dtype == torch.float32, _chunks(order)
     # three parts, with a loop and the sums or with twice as many results, would not fit the registers
     tile = _TILE // 2 if wide and (chunks > 1 or kept > _CHUNK // 2) else _TILE
-    tiles, most = 1, _MOST_LARGE_TILES if wide or kept > _CHUNK // 2 else _MOST_TILES
+    tiles, most = 1, _MOST_LARGE_TILES if wide or kept > _CHUNK // 2 or not aligned else _MOST_TILES
     # more than one tile a program as soon as there are programs enough
     while tiles < most and chunks == 1 and blocks * ceil_div(features, tile * tiles * 2) >= _PROGRAMS:
         tiles *= 2
@@ -279,7 +281,8 @@ def _launch(
     rows, features = x.shape
     mean_dtype = None if mean is None else mean.dtype
     dtypes = x.dtype, seed.dtype, mean_dtype, dtype
-    prepared = _prepared(rows, features, blocks, kept, x.stride(), scale, dtypes, sums is not None, rest)
+    what = sums is not None, rest
+    prepared = _prepared(rows, features, blocks, kept, x.stride(), are_rows_aligned(x), scale, dtypes, *what)
     # sizes one by one: torch takes half the time to read them
     out = x.new_empty(blocks * kept, features, dtype=dtype)
     prepared.launch(x, seed, mean if mean is None else mean.contiguous(), out, sums)
@@ -293,6 +296,7 @@ def _prepared(
     blocks: int,
     kept: int,
     strides: tuple[int, ...],
+    aligned: bool,
     scale: float,
     dtypes: tuple[torch.dtype | None, ...],
     sums: bool,
@@ -303,7 +307,7 @@ def _prepared(
     assert x_dtype is not None
     block_rows = ceil_div(rows, blocks)
     order = reference.hadamard_order(block_rows)
-    tile, tiles = _tile_of(order, kept, blocks, features, x_dtype)
+    tile, tiles = _tile_of(order, kept, blocks, features, x_dtype, aligned)
     constants = _constants(order, kept, tile, tiles, x_dtype, mean_dtype is not None, sums, rest)
     stride = reference.sign_stride(block_rows)
     numbers = (rows, features, blocks, rows // blocks, rows % blocks, kept, stride, *strides, scale)
@@ -381,7 +385,7 @@ def hadamard_sketch_and_sums(
     return _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums), sums
 
 
-def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants) -> Build:
+def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants, aligned: bool) -> Build:
     optional = {
         "MEAN": "*fp32" if constants["HAS_MEAN"] else None,
         "SUMS": "*fp32" if constants["HAS_SUMS"] else None,
@@ -396,7 +400,7 @@ def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants) ->
         kernel=_hadamard_sketch_kernel,
         types=types,
         constants={**constants.values, **absent, "column_stride": 1},
-        divisible=(*pointers, "features", "row_stride"),
+        divisible=(*pointers, "features", "row_stride") if aligned else pointers,
         num_warps=constants.num_warps,
         uses_tensor_cores=True,
     )
@@ -407,8 +411,8 @@ def builds() -> list[Build]:
 
     Returns:
         For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with what is left of its mean, and the one of g
-        with its sums; and the other dtypes, small and large blocks, large ratios, x without centring, and x with a mean
-        and its sums, for codes.
+        with its sums; and the other dtypes, small and large blocks, large ratios, x without centring, x with a mean and
+        its sums, for codes, and rows that begin anywhere.
     """
     found = []
     for kept in (32, 16, 6):
@@ -423,12 +427,16 @@ def builds() -> list[Build]:
     found.extend(_named(of, torch.float32, order, kept, 4096) for of, order, kept in (("x", 64, 58), ("g", 60, 54)))
     found.append(_named("uncentred x", torch.bfloat16, 64, 32, 768))
     found.extend(_named("x for codes", torch.bfloat16, 64, kept, 768) for kept in (32, 6))
+    for of in ("x", "g", "uncentred x"):
+        found.append(_named(of, torch.bfloat16, 64, 32, 3001))
     return found
 
 
 def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int) -> Build:
     """The sketch of 8192 rows: of x with a mean and what is left of it, with a mean and its sums, or without; of g."""
-    tile, tiles = _tile_of(order, kept, 8192 // order, features, dtype)
+    aligned = features % 16 == 0
+    tile, tiles = _tile_of(order, kept, 8192 // order, features, dtype, aligned)
     has_mean, has_sums = of in ("x", "x for codes"), of != "uncentred x"
     constants = _constants(order, kept, tile, tiles, dtype, has_mean, has_sums, of == "x")
-    return _build(f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}", dtype, dtype, constants)
+    name = f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}{'' if aligned else ' odd width'}"
+    return _build(name, dtype, dtype, constants, aligned)

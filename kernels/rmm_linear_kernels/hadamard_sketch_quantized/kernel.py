@@ -26,7 +26,7 @@ from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import entries_of, half_places, sum_of_signs, sylvester_rows, sylvester_words
 from ..hadamard_sketch.kernel import both_halves, hadamard_sketch, hadamard_sketch_and_sums, mixed
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, ceil_div, launch
+from ..launching import Constants, are_rows_aligned, ceil_div, launch
 from ..low_bit import reference as low_bit
 from ..low_bit.kernel import (
     codes_of_sums,
@@ -52,6 +52,8 @@ _VALUES, _MANY_VALUES = 64, 128
 # these are all that a program reads, it holds them in registers while it draws what is random; of more, that would
 # leave registers for fewer programs.
 _AT_ONCE = 4
+# Fewer where each number has an address of its own, for which there would be no registers.
+_AT_ONCE_UNALIGNED = 2
 # float32, in three parts, would spill on gfx942.
 _HALVES = (torch.bfloat16, torch.float16)
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
@@ -246,7 +248,7 @@ def _hadamard_sketch_quantized_kernel(
 
 
 @lru_cache
-def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool) -> Constants:
+def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool, aligned: bool) -> Constants:
     """Constants of the kernel; the launcher and `builds` share them."""
     degree = ORDER.bit_length() - 1
     values = {
@@ -256,7 +258,7 @@ def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool)
         "BLOCKS": group // kept,
         "CHUNK": ORDER,
         "TILE": _TILE,
-        "AT_ONCE": min(_AT_ONCE, group // kept),
+        "AT_ONCE": min(_AT_ONCE, group // kept) if aligned else _AT_ONCE_UNALIGNED,
         "BITS": low_bit.BITS[kind],
         "IS_FP8": kind == low_bit.FP8,
         "HAS_MEAN": mean,
@@ -265,7 +267,7 @@ def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool)
         "BACKEND": compiled_backend() if group // kept <= _AT_ONCE else None,
     }
     # 4 warps for the 128 rows of int8's groups, and 8 for the 256 of int4's but in one case
-    held = _MANY_VALUES if mean and group > 128 and kept == 32 else _VALUES
+    held = _MANY_VALUES if mean and group > 128 and kept == 32 and aligned else _VALUES
     return Constants(values, num_warps=max(4, group * _TILE // (32 * held)))
 
 
@@ -337,7 +339,7 @@ def hadamard_sketch_quantized(
         scale,
     )
     grid = (steps.shape[0] * ceil_div(features, _TILE), 1, 1)
-    constants = _constants(kept, x.dtype, kind, group, mean is not None)
+    constants = _constants(kept, x.dtype, kind, group, mean is not None, are_rows_aligned(x))
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not
     left = torch.empty(0, dtype=torch.float32, device=x.device) if rest is None else rest.sum(0)
@@ -348,19 +350,20 @@ def builds() -> list[Build]:
     """Return what a training run compiles: ratios 0.5 and 0.25 of full blocks.
 
     Returns:
-        All kinds in bfloat16, with a mean and without; int8 and int4 in float16 at one ratio, with one. int4, and ratio
-        0.5, for NVIDIA's GPUs alone, see `shapes`.
+        All kinds in bfloat16, with a mean and without; with one, int8 and int4 in float16 at one ratio, and all kinds
+        of rows that begin anywhere. int4, and ratio 0.5, for NVIDIA's GPUs alone, see `shapes`.
     """
     found = []
     for kind, kept in itertools.product(("int8", low_bit.FP8, "int4"), (32, 16)):
         found += [_build(kind, kept, torch.bfloat16, centred) for centred in (False, True)]
-    return [*found, *(_build(kind, 32, torch.float16, True) for kind in ("int8", "int4"))]
+    found += [_build(kind, 32, torch.float16, True) for kind in ("int8", "int4")]
+    return [*found, *(_build(kind, 32, torch.bfloat16, True, aligned=False) for kind in ("int8", low_bit.FP8, "int4"))]
 
 
-def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
+def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool, aligned: bool = True) -> Build:
     group = 1024 // low_bit.BITS[kind]
     types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
-    shared = _constants(kept, dtype, kind, group, centred)
+    shared = _constants(kept, dtype, kind, group, centred, aligned)
     constants: dict[str, Any] = {"column_stride": 1, **shared.values}
     if centred:
         types |= {"MEAN": "*fp32", "REST": "*fp32"}
@@ -372,11 +375,12 @@ def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool) -> Build:
     if not centred:
         types["mean_stride"] = "i32"
     return Build(
-        f"hadamard_sketch_quantized {kind} {TYPE_NAMES[dtype]} kept={kept}{' centred' * centred}",
+        f"hadamard_sketch_quantized {kind} {TYPE_NAMES[dtype]} kept={kept}{' centred' * centred}"
+        + " odd width" * (not aligned),
         _hadamard_sketch_quantized_kernel,
         types,
         constants,
-        (*pointers, *sizes),
+        (*pointers, *sizes) if aligned else pointers,
         num_warps=shared.num_warps,
         uses_tensor_cores=True,
         backends=tuple(backend for backend, most in MOST_ROWS.items() if group <= most and kept in KEPT[backend]),

@@ -135,8 +135,16 @@ def test_any_strides(layout, device, nan_poison):
     torch.testing.assert_close(found, reference.hadamard_sketch(x, seed, None, **arguments), rtol=1e-5, atol=1e-4)
 
 
-def test_programs_of_several_tiles(device, nan_poison, monkeypatch):
+@pytest.fixture
+def many_tiles(monkeypatch):
+    """Programs of several tiles where there would be too few of them."""
     monkeypatch.setattr(kernel, "_PROGRAMS", 4)
+    kernel._prepared.cache_clear()
+    yield
+    kernel._prepared.cache_clear()
+
+
+def test_programs_of_several_tiles(device, nan_poison, many_tiles):
     blocks, kept = Hadamard(0.5).geometry(130)
     for features in (64 * 4, 64 * 7 + 5):
         x, mean = operands(130, features, torch.float32, device)
