@@ -81,7 +81,9 @@ def linear(
         torch.Size([8, 16])
 
     Args:
-        x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last.
+        x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last. Of rows that no single
+            stride leads through, such as `x[:, 1:]`, a copy is made for the sketch, as F.linear makes one for the
+            product.
         weight: Shape (out, in), dtype of `x` (or castable to it under autocast).
         bias: Shape (out,), or None.
         config: How to sketch.

@@ -1,4 +1,7 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: two a multiply-add."""
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: two a multiply-add.
+
+As of torch's own operators, products alone are counted: what draws, gathers, rounds or adds up has no formula.
+"""
 
 from typing import Any
 

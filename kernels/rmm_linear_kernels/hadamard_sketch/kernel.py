@@ -259,7 +259,9 @@ def _tile_of(
     wide, chunks = dtype == torch.float32, _chunks(order)
     # three parts, with a loop and the sums or with twice as many results, would not fit the registers
     tile = _TILE // 2 if wide and (chunks > 1 or kept > _CHUNK // 2) else _TILE
-    tiles, most = 1, _MOST_LARGE_TILES if wide or kept > _CHUNK // 2 or not aligned else _MOST_TILES
+    tiles, most = 1, _MOST_LARGE_TILES if wide or kept > _CHUNK // 2 else _MOST_TILES
+    if not aligned:
+        most //= 2
     # more than one tile a program as soon as there are programs enough
     while tiles < most and chunks == 1 and blocks * ceil_div(features, tile * tiles * 2) >= _PROGRAMS:
         tiles *= 2

@@ -1,0 +1,114 @@
+"""What a step allocates in the ways of a GPU: nothing of the size of x or g besides outputs and gradients.
+
+The launchers run as they do on a GPU, and launch nothing (`benchmarks/pretended_gpu.py`); allocations are followed.
+"""
+
+import importlib.util
+import os
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rmm_linear import RMMConfig, RMMLinear
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
+
+from rmm_linear_kernels.random_projection import kernel as random_projection
+
+ROWS, FEATURES, OUT = 8192, 96, 160
+ELEMENT = 2
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes that appear and go, storage by storage, in their order."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.alive = {tensor.untyped_storage()._cdata for tensor in known}
+        # (name of the storage, bytes), negative where it goes; a storage's address may be another one's later
+        self.events: list[tuple[int, int]] = []
+        self.names: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                address, size = storage._cdata, storage.nbytes()
+                if size and address not in self.alive:
+                    self.alive.add(address)
+                    name = self.names[address] = len(self.events)
+                    self.events.append((name, size))
+                    weakref.finalize(storage, self._gone, address, name, size)
+        return results
+
+    def _gone(self, address: int, name: int, size: int) -> None:
+        self.alive.discard(address)
+        self.events.append((name, -size))
+
+    def without(self, others: list[Tensor]) -> tuple[int, int]:
+        """The most bytes at a time, and those of the largest, without some tensors that are still there."""
+        left_out = {self.names[tensor.untyped_storage()._cdata] for tensor in others}
+        held = peak = largest = 0
+        for name, size in self.events:
+            if name not in left_out:
+                held += size
+                peak, largest = max(peak, held), max(largest, size)
+        return peak, largest
+
+
+@pytest.fixture
+def host_time(benchmark_script):
+    return benchmark_script("host_time")
+
+
+def allocated(host_time, config: RMMConfig, monkeypatch) -> tuple[int, int]:
+    """What a step allocates but for output and gradients: at a time, and at most for one tensor."""
+    layer = RMMLinear(FEATURES, OUT, config=config).bfloat16()
+    x = torch.randn(ROWS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(ROWS, OUT, dtype=torch.bfloat16)
+    # operators are called as functions, or the mode would see each as one
+    monkeypatch.setattr("rmm_linear.ops.registration._is_watched", lambda: False)
+    with host_time.as_on_a_gpu(small=False) as gpu:
+        # the second of two steps: the first one compiles
+        host_time.step_of(layer, x, g)()
+        launched = len(gpu.launches)
+        gpu.is_noting = False
+        x.grad = None
+        layer.zero_grad()
+        with Allocations([x, g, *layer.parameters()]) as seen:
+            output = layer(x)
+            output.backward(g)
+    assert launched > 0
+    return seen.without([output, x.grad, layer.weight.grad, layer.bias.grad])
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.25, 0.1])
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("storage", [None, "int8", "int4"])
+def test_all_that_is_there_at_a_time_is_at_most_two_sketches_each(host_time, storage, center, ratio, monkeypatch):
+    """What is kept, and what comes and goes, in the bytes of 2 rank (in + out) elements."""
+    config = RMMConfig(ratio=ratio, storage=storage, center=center, min_rows=1)
+    rank = int(64 * ratio) * ROWS // 64
+    at_a_time, _ = allocated(host_time, config, monkeypatch)
+    # the sketch of g at least
+    assert rank * OUT * ELEMENT <= at_a_time <= 2 * rank * (FEATURES + OUT) * ELEMENT
+
+
+@pytest.mark.parametrize("sketch", ["gaussian", "rademacher", "rows_without_replacement", "crs", "wta_crs"])
+def test_no_tensor_of_other_sketches_is_larger(host_time, sketch, monkeypatch):
+    """But for the parts of a dense projection, of which there are as many as a GPU is busy with, whatever the layer."""
+    rank = ROWS // 10
+    allowed = 2 * rank * (FEATURES + OUT) * ELEMENT
+    if sketch in ("gaussian", "rademacher"):
+        tile = random_projection._constants(sketch == "gaussian", torch.bfloat16, False, None)
+        allowed = max(allowed, random_projection._PROGRAMS * tile["BLOCK_RANK"] * tile["BLOCK_FEATURES"] * 4)
+    _, largest = allocated(host_time, RMMConfig(ratio=0.1, sketch=sketch, min_rows=1), monkeypatch)
+    assert rank * OUT * ELEMENT <= largest <= allowed
