@@ -6,8 +6,9 @@ Each stage runs in a process of its own; tests, and what compute-sanitizer looks
 first stage compiles what the doctor, the benchmarks and the memory checks launch, side by side, so that these find it
 in Triton's cache; what is wrong with it, they tell. A stage is ended when its time is up: with an interrupt, on which
 pytest still tells what failed, and by force a few seconds later. What one stage does not use, later ones may; one that
-fails stops no other. Everything lands in `results/<gpu>/`: the tables, in
-`output/` what each process prints while it prints it, and after each stage `summary.json` and `summary.txt`.
+fails stops no other. The stage `aims` measures nothing: it judges the tables in the folder, of a former run where
+this one wrote none, and fails if an aim is missed or none could be judged. Everything lands in `results/<gpu>/`: the
+tables, in `output/` what each process prints while it prints it, and after each stage `summary.json` and `summary.txt`.
 The interpreter is the one that runs this script; nothing is installed or downloaded.
 
 The exit status is 0 if no stage but the first failed, 1 if one did, 2 if there is no GPU.
@@ -168,7 +169,8 @@ def stages(results: Path, scratch: Path, missing: Sequence[str]) -> list[Stage]:
         Stage("peak memory", _script("peak_memory.py", *into), 25, shown=20),
         Stage("memcheck", checked("memcheck"), 40, environment=uncached, skip=no_checker),
         Stage("racecheck", checked("racecheck"), 30, environment=uncached, skip=no_checker),
-        Stage("fine-tuning", _fine_tuning(results), 40, environment=one, skip=without(*_HARNESS)),
+        Stage("aims", _script("aims.py", *into), 10, shown=60),
+        Stage("fine-tuning", _fine_tuning(results), 30, environment=one, skip=without(*_HARNESS)),
     ]
 
 

@@ -17,6 +17,14 @@ GOALS = {
     (16384, 1024, 4096): {0.5: 0.97, 0.25: 0.90, 0.1: 0.85},
     (8192, 4096, 14336): {0.5: 0.90, 0.25: 0.82, 0.1: 0.77},
 }
+# Other aims. What int8 storage may add to a layer's time, over nn.Linear's.
+INT8_GOAL = 0.03
+# Share of a copy's bandwidth that hadamard_sketch is to reach, and from how many features on.
+SKETCH_COPY_SHARE, SKETCH_FEATURES = 0.75, 768
+# Times rank (in + out) elements that a step may allocate beyond inputs and outputs.
+TRANSIENT_GOAL = 2
+# Time of a tiny step over nn.Linear's, by the ways to launch it; the fastest of them counts.
+LAUNCH_GOALS = {("eager",): 3.0, ("graph", "compiled"): 1.5}
 # Bytes of a number in half precision, of float32, and of a seed.
 _HALF, _WIDE, _SEED = 2, 4, 8
 # Bits of the codes that share a step and an offset, of two bytes each, in low-bit storage: `LowBit`'s.

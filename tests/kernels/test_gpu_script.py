@@ -294,6 +294,7 @@ def test_the_stages_budgets_are_the_whole_s_and_their_files_exist(gpu, tmp_path)
     named = [gpu.ROOT / part for command in commands(stages) for part in command if str(part).endswith(".py")]
     assert all(path.exists() for path in named)
     assert {path.name for path in named if "test_" not in path.name} == {
+        "aims.py",
         "each_kernel.py",
         "layer.py",
         "memory_checks.py",
@@ -349,6 +350,18 @@ def test_the_stages_options_are_those_of_the_scripts(gpu, benchmark_script, name
             script.main(options)
     assert len(errors) == len(mine)
     assert all("no CUDA device" in error for error in errors)
+
+
+def test_aims_are_judged_after_they_are_measured_in_the_same_folder(gpu, benchmark_script, tmp_path, capsys) -> None:
+    stages = gpu.stages(tmp_path, tmp_path / "scratch", [])
+    names = [stage.name for stage in stages]
+    # What is tuned last has only what is left.
+    assert names[-2:] == ["aims", "fine-tuning"]
+    assert {"layer", "kernels"} <= set(names[:-2])
+    command = stages[-2].command
+    assert Path(command[1]).name == "aims.py"
+    assert benchmark_script("aims").main(command[2:]) == 2
+    assert f"in {tmp_path} is no" in capsys.readouterr().err
 
 
 def test_the_memory_checks_options_are_those_of_the_stages(gpu, benchmark_script, tmp_path, monkeypatch, capsys):
