@@ -114,6 +114,24 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(monkeypatch):
     assert len(dispatch._state.broken) == 3
 
 
+def test_a_broken_triton_on_a_gpu_is_one_warning_for_all_kernels_and_steps(monkeypatch):
+    def kernel(*args, **kwargs):
+        raise RuntimeError("Failed to find C compiler")
+
+    pretend_to_have_a_gpu(monkeypatch, kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for dtype, name in itertools.product((torch.float32, torch.bfloat16), ("hadamard_sketch", "quantize")):
+                x = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), dtype=dtype)
+                assert dispatch.run(name, lambda x: "of the twin", x) == "of the twin"
+    assert len(said) == 1
+    assert "hadamard_sketch failed for torch.float32" in str(said[0].message)
+    assert len(dispatch._state.broken) == 4
+
+
 def test_a_kernel_that_is_asked_for_and_fails_raises(monkeypatch):
     def kernel(*args, **kwargs):
         raise RuntimeError("Failed to find C compiler")

@@ -3,8 +3,8 @@
     python kernels/benchmarks/aims.py [--results DIR]
 
 Nothing is measured here. The aims are those of `roofline.py`, set for an H200 and bfloat16, and judged on whatever GPU
-the tables are of. A line is MISSED if any figure that belongs to it is beyond what is asked, or of a kernel whose
-result was wrong; else "not measured" if any is lacking, because a stage was ended early or broke; else kept. Of several
+the tables are of. A line is MISSED if any figure that belongs to it is beyond what is asked, or of a kernel that raised
+or was wrong; else "not measured" if any is lacking, because a stage was ended early or broke; else kept. Of several
 figures, the worst is shown. Lines of `information` ask for nothing: they tell which of two ways was faster.
 
 - Time over nn.Linear: the median of `time_ratio`, of the Hadamard sketch without low-bit storage.
@@ -12,8 +12,9 @@ figures, the worst is shown. Lines of `information` ask for nothing: they tell w
 - Sketches: a kernel's time over that of a copy of as many bytes.
 - Kept bytes: what autograd keeps is what the formula says, to the byte.
 - Transient: `transient_bytes` less nn.Linear's, over the bytes of rank (in + out) elements of the layer's dtype. It is
-  all that is there at the peak of a step beyond the output and the gradients, the kept sketch included, and so no less
-  than the largest single tensor among it. What is gone before the gradients are formed can hide behind their memory.
+  all that is there at the peak of a pass beyond the output, or the gradients, the kept sketch included, and so no less
+  than the largest single tensor among it. What is gone before the gradients are formed can hide behind their memory;
+  `tests/kernels/test_transients.py` follows each tensor.
 - Launches: a tiny step's time over nn.Linear's, launched the same way; as a CUDA graph or compiled, the lesser counts.
 
 The table is printed, and written to `aims.csv` in the folder. The exit status is 0 if no aim is missed, 1 if one is,
@@ -84,7 +85,7 @@ def read_tables(folder: Path) -> dict[str, Lines]:
         The lines of each table; none of a table that is not there.
 
     Raises:
-        ValueError: If a table lacks a column, or the tables are of more than one machine.
+        ValueError: If a table lacks a column or is of plain torch, or the tables are of more than one machine.
     """
     name = str(DTYPE).removeprefix("torch.")
     tables: dict[str, Lines] = {}
@@ -95,6 +96,8 @@ def read_tables(folder: Path) -> dict[str, Lines]:
             lacking = {field.name for field in fields(row)}.difference(*lines[:1])
             if lacking:
                 raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}; write it again with this {script}")
+            if any(line.get("kernels") == "torch" for line in lines):
+                raise ValueError(f"{path} is of plain torch, whose times are no kernel's; write it again without that")
             tables[kind] += lines
     machines = sorted({line["hardware"] for lines in tables.values() for line in lines})
     if len(machines) > 1:
@@ -245,11 +248,11 @@ def _sketch_lines(lines: Lines) -> Iterator[Row]:
         for name, line in _rows_of(lines, cases):
             value = _number(line["kernel_over_copy"]) if line else None
             short = name.removeprefix("hadamard_sketch ")
-            if line is None or value is None:
-                figures.append(Figure(None, line["note"][:_SAID] if line else ""))
-            elif line["failed"] == "True":
-                # fast, and wrong
+            if line is not None and line["failed"] == "True":
+                # however fast: it is wrong, or raised
                 figures.append(Figure(math.inf, f"{line['note'][:_SAID]} ({short})"))
+            elif line is None or value is None:
+                figures.append(Figure(None, line["note"][:_SAID] if line else ""))
             else:
                 figures.append(Figure(value, f"{value:.3f} ({short})"))
         yield _line(lines, f"hadamard_sketch over a copy, {rows} x {columns}", _at_most(limit), limit, figures)

@@ -646,7 +646,9 @@ def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: in
         source, target = next(buffers)
         target.copy_(source)
 
-    calls = {"copy": copy, "twin": twin, "kernel": kernel, "rival": case.rival}
+    rival, fault = _working_rival(case)
+    note = fault or note
+    calls = {"copy": copy, "twin": twin, "kernel": kernel, "rival": rival}
     present = {name: function for name, function in calls.items() if function is not None}
     times: dict[str, list[float]] = {name: [] for name in present}
     for repeat in range(repeats + 2):
@@ -659,6 +661,17 @@ def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: in
                 times[name].append(elapsed * 1e3)
     middle = {name: quantiles(torch.tensor(measured)) for name, measured in times.items()}
     return _row(case, middle, errors, note, device=device, dtype=dtype, repeats=repeats)
+
+
+def _working_rival(case: Case) -> tuple[Callable[[Arguments], Tensor] | None, str]:
+    """The rival of a case, and what is wrong with it: that takes nothing from what is told of the kernel."""
+    if case.rival is None:
+        return None, ""
+    try:
+        case.rival(case.make())
+    except Exception as error:
+        return None, f"rival: {type(error).__name__}: {error}".splitlines()[0][:300]
+    return case.rival, ""
 
 
 def _row(

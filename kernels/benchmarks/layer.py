@@ -7,9 +7,10 @@ meets all of them; the ratio is taken within the repetition, and its median and 
 rotate through several tensors, so that no variant finds its input in a cache. Kept bytes are counted on the layer's
 saved tensors and compared with what `RMMConfig.saved_bytes` says.
 
-On CUDA the times are the device's own: the host is given a head start, as it has it in training. Peak transient memory
-is what a step allocates beyond what it returns (output and gradients). The launches themselves, which that head start
-hides, are timed on an input so small that little else is left: eager, under torch.compile, and as a CUDA graph.
+On CUDA the times are the device's own: the host is given a head start, as it has it in training. Transient memory is
+what a step has at a time beyond what it returns: in the forward pass the output, in the backward pass the gradients.
+The launches themselves, which that head start hides, are timed on an input so small that little else is left: eager,
+under torch.compile, and as a CUDA graph.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def _step(layer: nn.Module, x: Tensor, g: Tensor) -> float:
 
 
 def _transient_bytes(layer: nn.Module, x: Tensor, g: Tensor) -> int | str:
-    """What a step allocates at its peak beyond what it leaves: the output and the gradients."""
+    """What a step has at a time beyond what it leaves: the output, and after the backward pass the gradients."""
     if not x.is_cuda:
         return ""
     _forget_gradients(layer, x)
@@ -124,10 +125,14 @@ def _transient_bytes(layer: nn.Module, x: Tensor, g: Tensor) -> int | str:
     before = torch.cuda.memory_allocated(x.device)
     torch.cuda.reset_peak_memory_stats(x.device)
     output = layer(x)
+    torch.cuda.synchronize(x.device)
+    # by itself: the memory of the gradients would hide what is gone before they come
+    forward = torch.cuda.max_memory_allocated(x.device) - before - output.untyped_storage().nbytes()
+    torch.cuda.reset_peak_memory_stats(x.device)
     output.backward(g)
     torch.cuda.synchronize(x.device)
     left = torch.cuda.memory_allocated(x.device) - before
-    return torch.cuda.max_memory_allocated(x.device) - before - left
+    return max(forward, torch.cuda.max_memory_allocated(x.device) - before - left)
 
 
 def _inputs(

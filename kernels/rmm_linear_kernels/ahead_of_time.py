@@ -81,7 +81,7 @@ TARGETS = {
 SUPPORTED = ("sm_80", "sm_90", "sm_100")
 # Parts of a multiprocessor with registers of their own.
 _QUARTERS = 4
-# Instructions over those that there were: compilers shuffle a few.
+# What is counted over what was: compilers shuffle a few instructions.
 _TOLERATED = 1.05
 
 # By triton's name of the backend. sm_90 has HGMMA beside HMMA, sm_100 UTCHMMA and its kind.
@@ -476,18 +476,20 @@ def regressions(found: Resources, former: Resources) -> list[str]:
         said.append(f"{where}: {found.instructions} instructions, formerly {former.instructions}")
     if former.matrix_instructions and not found.matrix_instructions:
         said.append(f"{where}: no matrix instructions, formerly {former.matrix_instructions}")
-    elif found.matrix_instructions < former.matrix_instructions and found.instructions >= former.instructions:
+    elif found.matrix_instructions * former.instructions * _TOLERATED < former.matrix_instructions * found.instructions:
         said.append(
-            f"{where}: {found.matrix_instructions} matrix instructions, formerly {former.matrix_instructions}, of no"
-            " fewer in all"
+            f"{where}: {found.matrix_instructions} of {found.instructions} instructions multiply matrices, formerly"
+            f" {former.matrix_instructions} of {former.instructions}"
         )
     if former.wide_loads and not found.wide_loads:
         said.append(f"{where}: no load of 128 bits, formerly {former.wide_loads}")
-    elif found.wide_loads * former.global_loads < former.wide_loads * found.global_loads:
+    elif found.wide_loads < former.wide_loads and found.global_loads >= former.global_loads:
         said.append(
             f"{where}: {found.wide_loads} of {found.global_loads} loads have 128 bits, formerly {former.wide_loads} of"
             f" {former.global_loads}"
         )
+    if found.global_loads > max(former.global_loads + 1, _TOLERATED * former.global_loads):
+        said.append(f"{where}: {found.global_loads} loads, formerly {former.global_loads}")
     if found.local_loads > former.local_loads:
         said.append(f"{where}: {found.local_loads} loads from local memory, formerly {former.local_loads}")
     if found.local_stores > former.local_stores:

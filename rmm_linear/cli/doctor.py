@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import textwrap
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +21,7 @@ _TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-4}
 _LONGEST_REASON = 200
 # A broken compiler may tell every kernel something else.
 _MOST_REASONS = 3
+_WIDTH = 120
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +137,7 @@ def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> str
     told = list(by_reason.items())[:_MOST_REASONS]
     for reason, affected in told:
         which = "all" if len(affected) == len(checks) else ", ".join(affected)
-        lines += ["", f"{'an error' if is_forced else 'plain torch'} for {which}: {reason}"]
+        lines += ["", textwrap.fill(f"{'an error' if is_forced else 'plain torch'} for {which}: {reason}", _WIDTH)]
     others = sum(map(len, by_reason.values())) - sum(len(affected) for _, affected in told)
     if others:
         lines += ["", f"and for {others} more kernels, for other reasons: --json has them"]

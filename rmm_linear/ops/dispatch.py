@@ -218,7 +218,8 @@ def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: An
                 f"the Triton kernel of {name} is asked for and cannot run: {reason}; use_kernels('auto') takes plain"
                 " torch"
             )
-        if x.is_cuda and _state.choice == "auto":
+        # of a kernel that has failed, `_instead` has said what there is to say
+        if x.is_cuda and _state.choice == "auto" and (name, x.dtype, x.device) not in _state.broken:
             _warn(reason)
     return twin(x, *args, **kwargs)
 

@@ -325,12 +325,23 @@ def test_a_file_that_is_missing_leaves_its_aims_unmeasured(judge, kind, beginnin
     assert with_verdict(rows, "kept") == judged - lacking
 
 
+def test_a_kernel_that_raised_is_a_miss_and_says_why(judge) -> None:
+    def broken(kind, row):
+        if kind == "kernels" and row.op == "hadamard_sketch" and row.features == 768:
+            return replace(row, kernel_us="", kernel_over_copy="", kernel_over_rival="", note="Boom: x", failed=True)
+        return row
+
+    status, rows = judge(broken)
+    assert status == 1
+    assert with_verdict(rows, "MISSED") == {"hadamard_sketch over a copy, 8192 x 768"}
+    assert "Boom: x" in rows["hadamard_sketch over a copy, 8192 x 768"]["measured"]
+    assert rows["hadamard_sketch over butterflies, 8192 x 768"]["measured"] == "not measured"
+
+
 def test_what_broke_is_not_measured_and_says_why(judge) -> None:
     def broken(kind, row):
         if kind == "launches" and row.mode == "eager":
             return replace(row, time_ratio="", time_ratio_q20="", time_ratio_q80="", error="RuntimeError: no launch")
-        if kind == "kernels" and row.op == "hadamard_sketch" and row.features == 768:
-            return replace(row, kernel_us="", kernel_over_copy="", kernel_over_rival="", note="Boom: x", failed=True)
         # as on a processor
         return replace(row, transient_bytes="", linear_transient_bytes="") if kind == "layer" else row
 
@@ -339,10 +350,7 @@ def test_what_broke_is_not_measured_and_says_why(judge) -> None:
     assert with_verdict(rows, "MISSED") == set()
     eager = rows["a tiny step over nn.Linear's, eager, plain"]
     assert (eager["verdict"], "eager RuntimeError: no launch" in eager["measured"]) == ("not measured", True)
-    sketch = rows["hadamard_sketch over a copy, 8192 x 768"]
-    assert (sketch["verdict"], "Boom: x" in sketch["measured"]) == ("not measured", True)
     assert all(rows[f"transient over rank (in + out) elements, {size}"]["verdict"] == "not measured" for size in SIZES)
-    assert rows["hadamard_sketch over butterflies, 8192 x 768"]["measured"] == "not measured"
 
 
 def test_the_faster_of_two_ways_is_information(judge) -> None:
@@ -404,6 +412,13 @@ def test_tables_that_do_not_go_together_are_refused(aims, tmp_path, capsys) -> N
     assert aims.main(["--results", str(tmp_path)]) == 2
     assert f"{FILES['launches']} lacks mode; write it again with this layer.py" in capsys.readouterr().err
     assert not (tmp_path / "aims.csv").exists()
+
+
+@pytest.mark.parametrize("kind", ["layer", "launches"])
+def test_times_of_plain_torch_are_refused(judge, capsys, kind) -> None:
+    status, rows = judge(lambda found, row: replace(row, kernels="torch") if found == kind else row)
+    assert (status, rows) == (2, {})
+    assert f"{FILES[kind]} is of plain torch" in capsys.readouterr().err
 
 
 def test_what_the_benchmarks_write_is_found(aims, tmp_path, monkeypatch) -> None:

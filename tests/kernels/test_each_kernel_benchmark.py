@@ -4,6 +4,7 @@ import csv
 import functools
 import importlib
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,22 @@ def test_a_kernel_that_breaks_is_named_and_the_others_are_measured(each_kernel, 
     by_function = {row["name"].split(",")[0]: row for row in rows}
     assert "'wanted'" in by_function["row_norms"]["note"]
     assert float(by_function["gather_rows"]["twin_us"]) > 0
+
+
+def test_a_rival_that_breaks_leaves_the_kernel_its_figures(each_kernel, monkeypatch) -> None:
+    monkeypatch.setattr(each_kernel, "launcher_of", launchers(1.0))
+
+    def rival(arguments):
+        raise RuntimeError("no such library")
+
+    device = torch.device("cpu")
+    cases = each_kernel.cases(((256, 48, 80),), device=device, dtype=torch.float32)
+    case = next(case for case in cases if case.function == "sketched_grad_weight")
+    row = each_kernel.measure(replace(case, rival=rival), device=device, dtype=torch.float32, repeats=1)
+    assert not row.failed
+    assert row.kernel_over_copy > 0
+    assert row.rival_us == row.kernel_over_rival == ""
+    assert row.note == "rival: RuntimeError: no such library"
 
 
 def test_cases_of_ragged_shapes_run_in_every_dtype(each_kernel) -> None:

@@ -232,11 +232,14 @@ def test_what_got_worse_is_named_and_what_got_better_is_not(resources):
     many, products = former.instructions, former.matrix_instructions
     assert said(instructions=int(1.04 * many)) == []
     assert f"{2 * many} instructions, formerly {many}" in said(instructions=2 * many)[0]
-    assert "matrix instructions" in said(matrix_instructions=products - 1)[0]
-    assert said(matrix_instructions=products - 1, instructions=many - 1) == []
+    assert "multiply matrices" in said(matrix_instructions=products // 2)[0]
+    assert "multiply matrices" in said(matrix_instructions=1, instructions=many - 1)[0]
+    assert said(matrix_instructions=products // 2, instructions=many // 2) == []
     assert former.wide_loads == former.global_loads > 1
     assert "loads have 128 bits" in said(wide_loads=former.wide_loads - 1)[0]
     assert said(wide_loads=former.wide_loads - 1, global_loads=former.global_loads - 1) == []
+    assert said(global_loads=former.global_loads + 1) == []
+    assert f"{2 * former.global_loads} loads, formerly" in said(global_loads=2 * former.global_loads)[0]
     # More registers that cost no occupancy are no loss, and other versions of the compiler are not compared.
     assert said(registers=former.registers + 1) == []
     assert said(spill_stores=8, triton="0.0.0") == []

@@ -1,4 +1,4 @@
-"""What a step allocates in the ways of a GPU: nothing of the size of x or g besides outputs and gradients.
+"""What a step allocates in the ways of a GPU: no copy of x or g besides outputs and gradients.
 
 The launchers run as they do on a GPU, and launch nothing (`benchmarks/pretended_gpu.py`); allocations are followed.
 """
@@ -69,11 +69,14 @@ def host_time(benchmark_script):
     return benchmark_script("host_time")
 
 
-def allocated(host_time, config: RMMConfig, monkeypatch) -> tuple[int, int]:
+def allocated(host_time, config: RMMConfig, monkeypatch, *, transposed: bool = False) -> tuple[int, int]:
     """What a step allocates but for output and gradients: at a time, and at most for one tensor."""
     layer = RMMLinear(FEATURES, OUT, config=config).bfloat16()
-    x = torch.randn(ROWS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
-    g = torch.randn(ROWS, OUT, dtype=torch.bfloat16)
+    if transposed:
+        x, g = torch.randn(FEATURES, ROWS).bfloat16().t().requires_grad_(), torch.randn(OUT, ROWS).bfloat16().t()
+    else:
+        x = torch.randn(ROWS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
+        g = torch.randn(ROWS, OUT, dtype=torch.bfloat16)
     # operators are called as functions, or the mode would see each as one
     monkeypatch.setattr("rmm_linear.ops.registration._is_watched", lambda: False)
     with host_time.as_on_a_gpu(small=False) as gpu:
@@ -91,15 +94,18 @@ def allocated(host_time, config: RMMConfig, monkeypatch) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.25, 0.1])
-@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize(("center", "transposed"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("storage", [None, "int8", "int4"])
-def test_all_that_is_there_at_a_time_is_at_most_two_sketches_each(host_time, storage, center, ratio, monkeypatch):
-    """What is kept, and what comes and goes, in the bytes of 2 rank (in + out) elements."""
+def test_nothing_is_larger_than_the_sketch_of_g_and_all_than_two_sketches_each(
+    host_time, storage, center, transposed, ratio, monkeypatch
+):
+    """What is kept, and what comes and goes, in the bytes of 2 rank (in + out) elements; whatever the strides."""
     config = RMMConfig(ratio=ratio, storage=storage, center=center, min_rows=1)
     rank = int(64 * ratio) * ROWS // 64
-    at_a_time, _ = allocated(host_time, config, monkeypatch)
-    # the sketch of g at least
-    assert rank * OUT * ELEMENT <= at_a_time <= 2 * rank * (FEATURES + OUT) * ELEMENT
+    at_a_time, largest = allocated(host_time, config, monkeypatch, transposed=transposed)
+    # there are more outputs than inputs; and even the largest sketch is smaller than x
+    assert largest == rank * OUT * ELEMENT < ROWS * FEATURES * ELEMENT
+    assert largest <= at_a_time <= 2 * rank * (FEATURES + OUT) * ELEMENT
 
 
 @pytest.mark.parametrize("sketch", ["gaussian", "rademacher", "rows_without_replacement", "crs", "wta_crs"])

@@ -44,7 +44,7 @@ _LEAST_CHUNK = 32
 # Features of a tile and tiles of a program: the matrix of a block is made once for all of its tiles.
 _TILE = 64
 _MOST_TILES, _MOST_LARGE_TILES = 4, 2
-# Three for each multiprocessor of a large GPU, which holds them at once.
+# Three for each multiprocessor of a large GPU, which holds them at once. What is prepared remembers the choice.
 _PROGRAMS = 384
 _WARPS = 4
 # Launches that are prepared: batches of sentences have another number of rows each.
@@ -252,9 +252,7 @@ def _chunks(order: int) -> int:
     return ceil_div(order, _CHUNK)
 
 
-def _tile_of(
-    order: int, kept: int, blocks: int, features: int, dtype: torch.dtype, aligned: bool = True
-) -> tuple[int, int]:
+def _tile_of(order: int, kept: int, blocks: int, features: int, dtype: torch.dtype, aligned: bool) -> tuple[int, int]:
     """Features of a tile, and tiles of a program; fewer where each number has an address of its own."""
     wide, chunks = dtype == torch.float32, _chunks(order)
     # three parts, with a loop and the sums or with twice as many results, would not fit the registers
@@ -284,7 +282,9 @@ def _launch(
     mean_dtype = None if mean is None else mean.dtype
     dtypes = x.dtype, seed.dtype, mean_dtype, dtype
     what = sums is not None, rest
-    prepared = _prepared(rows, features, blocks, kept, x.stride(), are_rows_aligned(x), scale, dtypes, *what)
+    prepared = _prepared_launch(
+        rows, features, blocks, kept, x.stride(), are_rows_aligned(x), float(scale), dtypes, *what
+    )
     # sizes one by one: torch takes half the time to read them
     out = x.new_empty(blocks * kept, features, dtype=dtype)
     prepared.launch(x, seed, mean if mean is None else mean.contiguous(), out, sums)
@@ -292,7 +292,7 @@ def _launch(
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
-def _prepared(
+def _prepared_launch(
     rows: int,
     features: int,
     blocks: int,

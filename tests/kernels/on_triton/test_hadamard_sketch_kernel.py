@@ -139,9 +139,9 @@ def test_any_strides(layout, device, nan_poison):
 def many_tiles(monkeypatch):
     """Programs of several tiles where there would be too few of them."""
     monkeypatch.setattr(kernel, "_PROGRAMS", 4)
-    kernel._prepared.cache_clear()
+    kernel._prepared_launch.cache_clear()
     yield
-    kernel._prepared.cache_clear()
+    kernel._prepared_launch.cache_clear()
 
 
 def test_programs_of_several_tiles(device, nan_poison, many_tiles):
