@@ -4,10 +4,10 @@
 
 Every repetition times a device copy, the twin, the kernel and its rival, one after the other, on inputs that take turns
 and are larger together than the device's cache. Rivals are torch.mm for products, the kernels of which one takes the
-place, and butterflies for the Hadamard sketch. Times are medians with 20/80 quantiles. The copy moves
-as many bytes as the kernel has to (`roofline.py`): a kernel that is bound by memory is as good as it can be at a time
-over the copy's of 1. Errors are root mean squares against a float64 computation, relative to its result; a kernel fails
-if its error is more than twice its twin's, and 1e-5 above that.
+place, and butterflies for the Hadamard sketch. Times are medians with 20/80 quantiles. The copy moves as many bytes as
+the kernel has to (`roofline.py`): a kernel that is bound by memory is as good as it can be at 1 times the copy's time.
+Errors are root mean squares against a float64 computation, relative to its result; a kernel fails if its error is more
+than twice its twin's, and 1e-5 above that.
 
 On a processor (`--device cpu`) there is nothing but the twins to time; tiny shapes show that the script works.
 """

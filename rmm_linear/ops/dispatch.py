@@ -218,8 +218,7 @@ def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: An
                 f"the Triton kernel of {name} is asked for and cannot run: {reason}; use_kernels('auto') takes plain"
                 " torch"
             )
-        # of a kernel that has failed, `_instead` has said what there is to say
-        if x.is_cuda and _state.choice == "auto" and (name, x.dtype, x.device) not in _state.broken:
+        if x.is_cuda and _state.choice == "auto":
             _warn(reason)
     return twin(x, *args, **kwargs)
 
@@ -272,10 +271,10 @@ def _instead(name: str, error: Exception, twin: Callable[..., Any], x: Tensor, *
     found = twin(x, *args, **kwargs)
     reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
     # what is broken is most often all of Triton, which each kernel finds out by itself
-    is_first = not _state.broken
-    _state.broken[name, x.dtype, x.device] = reason
-    if is_first:
+    if not _state.broken:
         _warn(f"{reason}; of others that fail, nothing is said")
+    _state.broken[name, x.dtype, x.device] = reason
+    _state.warned.add(reason)
     return found
 
 

@@ -338,14 +338,19 @@ class _Tile(NamedTuple):
         return _MOST_PARTS if self.height * self.width <= _SMALL_TILE else 1
 
 
+def _is_room(out_features: int, in_features: int, shared_bytes: int) -> bool:
+    """Tell whether there are shared memory and registers for the largest tiles."""
+    # in rows that don't begin at a multiple of 16 bytes, an address an element would not fit the registers
+    return out_features % 16 == in_features % 16 == 0 and shared_bytes >= _WIDEST_BYTES
+
+
 def _tile_of(dtype: torch.dtype, out_features: int, in_features: int, shared_bytes: int) -> _Tile:
     """The largest tile of which there are enough to keep a GPU busy."""
     if dtype == torch.float32:
         return _Tile(64, 64, 16, warps=4, stages=3)
     tile = _Tile(128, 256, 64, warps=8, stages=4)
-    # in rows that don't begin at a multiple of 16 bytes, an address an element would not fit the registers
-    are_aligned = out_features % 16 == in_features % 16 == 0
-    if tile.programs(out_features, in_features) >= _MANY_TILES and are_aligned and shared_bytes >= _WIDEST_BYTES:
+    is_enough = tile.programs(out_features, in_features) >= _MANY_TILES
+    if is_enough and _is_room(out_features, in_features, shared_bytes):
         return tile
     tile = _Tile(128, 128, 64, warps=8, stages=3)
     if tile.programs(out_features, in_features) >= _MANY_TILES:
@@ -357,8 +362,7 @@ def _low_bit_tile_of(out_features: int, in_features: int, group: int, shared_byt
     """Tall tiles where there are enough of them: what is unpacked serves all of their rows."""
     tile = _Tile(256, 64, 64, warps=8, stages=3)
     is_enough = tile.programs(out_features, in_features) >= _MANY_TILES
-    # as above
-    if is_enough and out_features % 16 == in_features % 16 == group % 64 == 0 and shared_bytes >= _WIDEST_BYTES:
+    if is_enough and group % 64 == 0 and _is_room(out_features, in_features, shared_bytes):
         return tile
     return _Tile(64, 64, math.gcd(group, 64), warps=4, stages=3)
 
