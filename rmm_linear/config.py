@@ -3,11 +3,12 @@
 import json
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from rmm_linear.sketches import SKETCHES, Centered, KeptRows, LowBit, Sketch, available_sketches
+from rmm_linear.sources import fingerprint
 
 _LAST_TOKEN = (1 << 31) - 1
 _RECIPES: dict[str, dict[str, Any]] = {
@@ -24,6 +25,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@final
 @dataclass(frozen=True)
 class RMMConfig:
     """How a linear layer keeps its input for the backward pass.
@@ -70,6 +72,7 @@ class RMMConfig:
     _sketch_object: Sketch = field(init=False, repr=False, compare=False)
     _kept_rows: KeptRows = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
+    _graph_key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
@@ -93,6 +96,7 @@ class RMMConfig:
         object.__setattr__(self, "_sketch_object", Centered(sketch) if self.center else sketch)
         object.__setattr__(self, "_kept_rows", KeptRows(self.storage))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _knobs())))
+        object.__setattr__(self, "_graph_key", f"{fingerprint(SKETCHES[self.sketch])} {self.to_json()}")
 
     def __hash__(self) -> int:
         # of all knobs, once: every call of a layer looks for those that are configured alike
@@ -102,6 +106,23 @@ class RMMConfig:
     def sketch_object(self) -> Sketch:
         """The sketch that the configuration describes, centering included."""
         return self._sketch_object
+
+    @property
+    def graph_key(self) -> str:
+        """What a layer's part in a compiled graph depends on, in one text: the code, and the configuration as JSON."""
+        return self._graph_key
+
+    @staticmethod
+    def from_graph_key(key: str) -> "RMMConfig":
+        """Make a configuration of its `graph_key`.
+
+        Args:
+            key: The text.
+
+        Returns:
+            A configuration equal to the one whose key it is.
+        """
+        return RMMConfig.from_json(key.partition(" ")[2])
 
     @property
     def kept_rows(self) -> KeptRows:
@@ -152,7 +173,7 @@ class RMMConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # anew, of the knobs that it has: one that was pickled before there were others
-        self.__init__(**{name: state[name] for name in _knobs() if name in state})  # type: ignore[misc]
+        self.__init__(**{name: state[name] for name in _knobs() if name in state})
 
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed.

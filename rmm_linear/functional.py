@@ -31,6 +31,7 @@ What happens where:
     ops/              the opaque operators beneath the sketches
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -108,44 +109,112 @@ def linear(
             `export(strict=True)` quotes it in an error of the compiler's own.
     """
     dtype = _check(x, weight, bias, config, valid_rows)
-    is_compiling = torch.compiler.is_compiling()
-    if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
+    if torch.compiler.is_compiling():
+        return _compiled(x, weight, bias, config, seed, valid_rows, dtype)
+    # No checkpoint runs in inference mode.
+    if _is_exact(x, weight) or torch.is_inference_mode_enabled():
         return F.linear(x, weight, bias)
-    # No checkpoint runs in inference mode (and the compiler cannot ask for it).
-    if not is_compiling and torch.is_inference_mode_enabled():
-        return F.linear(x, weight, bias)
-    rows = x.numel() // max(1, x.shape[-1])
+    rows = _number_of_rows(x)
     if not config.sketches(rows):
         return F.linear(x, weight, bias)
     keeps_graph = torch.is_grad_enabled()
-    if keeps_graph:
-        _refuse_tracing(is_compiling)
-    # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
-    values = _sketched_rows(x, dtype, valid_rows) if is_compiling else x.detach()
+    if keeps_graph and torch._C._is_tracing():
+        _refuse_tracing()
     # Under no_grad as well: see the docstring.
-    seed = _seed_tensor(seed, values, config)
+    seed = ops.draw_seed(x.detach()) if seed is None else _seed_tensor(seed, x)
     if shared is not None:
         seed = shared.seed_or(seed)
     if not keeps_graph:
         return F.linear(x, weight, bias)
-    index = None
-    if valid_rows is not None and not is_compiling:
-        index = valid_rows.index_on(x.device, config.keep_tokens)
+    index = None if valid_rows is None else valid_rows.index_on(x.device, config.keep_tokens)
     layout = layout_of(x.shape, config.keep_tokens, index)
     # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    if x.dtype != dtype:
-        x = x.to(dtype)
-        values = values if is_compiling else x.detach()
-    beside, sketch = _made(values, seed, config, layout, index, shared)
+    x = _cast(x, dtype)
+    beside, sketch = _made(x.detach(), seed, config, layout, index, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    # torch.compile knows either class, and torch.func only the one with a setup_context
     others = config, layout, index, check, shared, len(beside), seed, *beside, *sketch
-    if not is_compiling and not torch._C._are_functorch_transforms_active():
+    # torch.func knows only the class with a setup_context
+    if not torch._C._are_functorch_transforms_active():
         return _EagerSketchedLinear.apply(x, weight, bias, others)
     return _SketchedLinear.apply(x, weight, bias, *others)
+
+
+def _compiled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: RMMConfig,
+    seed: Tensor | int | None,
+    valid_rows: ValidRows | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`linear`, as a compiler reads it: what depends on more than tensors and the configuration's text."""
+    if _is_exact(x, weight):
+        return F.linear(x, weight, bias)
+    # What is_exporting() returns: asked by the compiler of torch 2.11, that says yes whatever it compiles for.
+    if torch.compiler._is_exporting_flag and torch.is_grad_enabled() and config.sketches(_number_of_rows(x)):
+        _refuse_tracing()
+    x = _cast(x, dtype)
+    # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
+    values = _flat((x if valid_rows is None else valid_rows.keep_only_valid(x)).detach())
+    seed = None if seed is None else _seed_tensor(seed, x)
+    return torch.ops.rmm_linear.sketched_linear.default(x, weight, bias, values, seed, config.graph_key)
+
+
+_config_of = lru_cache(RMMConfig.from_graph_key)
+
+
+def _sketched_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, seed: Tensor | None, graph_key: str
+) -> Tensor:
+    """A layer in the graph that Dynamo makes, as one operator; AOTAutograd, which comes next, sees through it.
+
+    Dynamo would follow each function and each attribute in here, layer after layer, which takes most of its time, and
+    would have them looked at once more at every step, lest one has changed. The configuration does not change: its key
+    is all that has to be looked at, and all that a graph on disk is found by.
+
+    Args:
+        x: Shape (..., in), in the dtype to compute in.
+        weight: Shape (out, in).
+        bias: Shape (out,), or None.
+        values: The rows of x, zero where they are padding: shape (rows, in), which autograd does not follow.
+        seed: 0-d int64, or None to draw one.
+        graph_key: The configuration's.
+
+    Returns:
+        Shape (..., out).
+    """
+    config = _config_of(graph_key)
+    rows = values.shape[0]
+    layout = layout_of(x.shape, config.keep_tokens, None)
+    if not config.sketches(rows):
+        return F.linear(x, weight, bias)
+    if seed is None:
+        seed = ops.draw_seed(values, alone=not config.share_sketch)
+    if not torch.is_grad_enabled() or not config.sketches(rows, layout.kept):
+        return F.linear(x, weight, bias)
+    beside, sketch = _made(values, seed, config, layout, None, None)
+    return _SketchedLinear.apply(x, weight, bias, config, layout, None, None, None, len(beside), seed, *beside, *sketch)
+
+
+torch.library.define(
+    "rmm_linear::sketched_linear",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor values, Tensor? seed, str graph_key) -> Tensor",
+)
+# of other operators, for whoever asks: autograd, autocast and fake tensors see those
+torch.library.impl("rmm_linear::sketched_linear", "CompositeImplicitAutograd")(_sketched_linear)
+
+
+def _is_exact(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether there is no weight gradient to estimate, or no rows to sketch."""
+    return not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided
+
+
+def _number_of_rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
 
 
 def _made(
@@ -169,14 +238,6 @@ def _made(
         if shared is not None:
             shared.remember(seed, *made)
     return made[0], made[1]
-
-
-def _sketched_rows(x: Tensor, dtype: torch.dtype, valid_rows: ValidRows | None) -> Tensor:
-    """The rows of x as the product reads them, with zeros in place of those that are not valid."""
-    x = _cast(x, dtype).detach()
-    if valid_rows is not None:
-        x = valid_rows.keep_only_valid(x)
-    return _flat(x)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -207,9 +268,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig) -> Tensor:
-    if seed is None:
-        return ops.draw_seed(x, alone=not config.share_sketch)
+def _seed_tensor(seed: Tensor | int, x: Tensor) -> Tensor:
     if isinstance(seed, Tensor):
         if seed.dim() != 0 or seed.dtype != torch.int64 or seed.device != x.device:
             raise ValueError(
@@ -223,14 +282,11 @@ def _seed_tensor(seed: Tensor | int | None, x: Tensor, config: RMMConfig) -> Ten
     return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 
-def _refuse_tracing(is_compiling: bool) -> None:
-    is_traced = not is_compiling and torch._C._is_tracing()
-    # what is_exporting() returns: asked by the compiler of torch 2.11, that says yes whatever it compiles for
-    if is_traced or torch.compiler._is_exporting_flag:
-        raise TracingError(
-            "a sketched linear layer in training mode cannot be exported or traced: the graph would hold an exact"
-            " layer. Use model.eval(), or revert_linears(model)"
-        )
+def _refuse_tracing() -> None:
+    raise TracingError(
+        "a sketched linear layer in training mode cannot be exported or traced: the graph would hold an exact"
+        " layer. Use model.eval(), or revert_linears(model)"
+    )
 
 
 def _check(

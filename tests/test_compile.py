@@ -1,12 +1,17 @@
 """torch.compile: one graph, no recompilation, the compiled gradient unbiased, and the sketch kept instead of x."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.types import GuardFilterEntry
+from torch._dynamo.utils import counters
 
+import rmm_linear.sources
 from rmm_linear import RMMConfig, RMMLinear, available_sketches
 from rmm_linear.memory import SavedTensors
 from rmm_linear.sketches import STORAGES
@@ -82,6 +87,65 @@ def test_inductor_compiles_it_whole_and_gives_the_eager_gradients() -> None:
         results.append([output.detach(), *(parameter.grad.clone() for parameter in network.parameters())])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_is_one_node_of_the_graph_and_its_configuration_one_guard() -> None:
+    targets: list[Any] = []
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        targets.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def guards(entries: list[GuardFilterEntry]) -> list[bool]:
+        names.extend(entry.name for entry in entries if entry.guard_type == "CONSTANT_MATCH")
+        return [True] * len(entries)
+
+    network = _network(CONFIG)
+    compiled = torch.compile(network, backend=backend, fullgraph=True, options={"guard_filter_fn": guards})
+    compiled(torch.randn(4, 32, 16)).sum().backward()
+    assert [getattr(target, "__name__", "") for target in targets] == [
+        "sketched_linear.default",
+        "gelu",
+        "sketched_linear.default",
+    ]
+    read = {name.rpartition(".")[2] for name in names if "rmm_config." in name}
+    assert read == {"_graph_key", "skip_padding"}
+
+
+def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not() -> None:
+    layer = RMMLinear(16, 8, config=CONFIG)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    x = torch.randn(128, 16)
+    for config, frames in ((CONFIG, 1), (CONFIG.replace(), 1), (CONFIG.replace(ratio=0.6), 2), (CONFIG, 2)):
+        layer.rmm_config = config
+        results = []
+        for run in (compiled, layer):
+            layer.zero_grad()
+            torch.manual_seed(3)
+            run(x).square().sum().backward()
+            results.append(layer.weight.grad.clone())
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        assert counter.frame_count == frames
+
+
+def test_a_graph_on_disk_is_found_again_by_the_same_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(128, 16)
+    found = {}
+    gradients = {}
+    for name, code in (("first", "a"), ("again", "a"), ("changed", "b")):
+        monkeypatch.setattr(rmm_linear.sources, "_of_library", lambda code=code: code)
+        network = _network(RMMConfig(ratio=0.5, min_rows=1))
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(5)
+        torch.compile(network, fullgraph=True)(x).square().sum().backward()
+        found[name] = counters["aot_autograd"]["autograd_cache_hit"]
+        gradients[name] = network[0].weight.grad
+    assert found == {"first": 0, "again": 1, "changed": 0}
+    assert torch.equal(gradients["first"], gradients["again"])
 
 
 @pytest.mark.montecarlo

@@ -48,11 +48,11 @@ def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
 
     Args:
         x: The tensor that is to be sketched; in eager mode any other will do, since only its device matters.
-        alone: Under torch.compile, make this draw unlike any other.
+        alone: For compilers: make this draw unlike any other.
 
     Returns:
         0-d int64 on the device of `x`.
     """
     # calls of torch.empty are not merged
-    token = torch.empty((), device=x.device) if alone and torch.compiler.is_compiling() else None
+    token = torch.empty((), device=x.device) if alone else None
     return _draw_seed(x, token)
