@@ -113,6 +113,18 @@ def test_a_layer_is_one_node_of_the_graph_and_its_configuration_one_guard() -> N
     assert read == {"_graph_key", "skip_padding"}
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_operator_of_a_layer_is_one_that_torch_expects(autocast: bool, bias: bool) -> None:
+    # with a seed: the results of two calls have to be equal
+    x, weight = torch.randn(3, 64, 16), torch.randn(8, 16, requires_grad=True)
+    added = torch.randn(8, requires_grad=True) if bias else None
+    arguments = x, weight, added, x.reshape(-1, 16), torch.tensor(3), CONFIG.graph_key
+    operator = torch.ops.rmm_linear.sketched_linear.default
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
 def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not() -> None:
     layer = RMMLinear(16, 8, config=CONFIG)
     counter = CompileCounterWithBackend("aot_eager")

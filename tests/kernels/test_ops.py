@@ -105,7 +105,8 @@ def test_these_are_all_ops():
     """Every op of the library is called below."""
     schemas = torch._C._jit_get_all_schemas()
     found = {schema.name.partition("::")[2] for schema in schemas if schema.name.startswith("rmm_linear::")}
-    assert found == set(NAMES)
+    # a layer in a compiled graph, which is made of the others: tests/test_compile.py
+    assert found - {"sketched_linear"} == set(NAMES)
     assert {name for name, _ in calls(67, torch.float32)} | {"draw_seed"} == set(NAMES)
 
 
