@@ -120,8 +120,9 @@ def linear(
     keeps_graph = torch.is_grad_enabled()
     if keeps_graph and torch._C._is_tracing():
         _refuse_tracing()
+    values = x.detach()
     # Under no_grad as well: see the docstring.
-    seed = ops.draw_seed(x.detach()) if seed is None else _seed_tensor(seed, x)
+    seed = ops.draw_seed(values) if seed is None else _seed_tensor(seed, x)
     if shared is not None:
         seed = shared.seed_or(seed)
     if not keeps_graph:
@@ -132,8 +133,10 @@ def linear(
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    x = _cast(x, dtype)
-    beside, sketch = _made(x.detach(), seed, config, layout, index, shared)
+    if x.dtype != dtype:
+        x = x.to(dtype)
+        values = x.detach()
+    beside, sketch = _made(values, seed, config, layout, index, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     others = config, layout, index, check, shared, len(beside), seed, *beside, *sketch
     # torch.func knows only the class with a setup_context
