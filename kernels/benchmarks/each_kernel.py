@@ -33,6 +33,7 @@ from rmm_linear_kernels.hadamard_at_once.reference import holds_gradient
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes, rounded_dtype
+from rmm_linear_kernels.row_sampling.reference import sampling_weights
 
 TINY_SHAPES = ((256, 48, 80),)
 RATIOS = (0.5, 0.25, 0.1)
@@ -352,6 +353,43 @@ def _row_cases(
 
         cost = roofline.gather_rows(features, rank)
         yield Case("row_gather", "gather_rows", f"gather_rows, ratio {ratio:g}", rows, features, 0, cost, gathered)
+        x = normal(rows, 1)
+        norms = x[:, 0].double().exp()
+
+        def drawn(rank: int = rank, x: Tensor = x) -> Arguments:
+            return {"x": x, "seed": seed, "rank": rank, "replacement": True}
+
+        def drawn_by_weight(rank: int = rank, x: Tensor = x, norms: Tensor = norms) -> Arguments:
+            weights, ends, factor = sampling_weights(x, norms)
+            return {
+                "x": x, "seed": seed, "weights": weights, "ends": ends, "factor": factor, "order": None, "size": None,
+                "rank": rank,
+            }  # fmt: skip
+
+        cost = roofline.uniform_draws(rank)
+        yield Case("row_sampling", "uniform_draws", f"uniform_draws, ratio {ratio:g}", rows, 0, 0, cost, drawn)
+        yield Case(
+            "row_sampling",
+            "weighted_draws",
+            f"weighted_draws, ratio {ratio:g}",
+            rows,
+            0,
+            0,
+            roofline.weighted_draws(rows, rank),
+            drawn_by_weight,
+            value=lambda result, arguments: torch.cat((result[0].double(), result[1].double())),
+        )
+    yield Case(
+        "row_sampling",
+        "sampling_weights",
+        "sampling_weights",
+        rows,
+        0,
+        0,
+        roofline.sampling_weights(rows),
+        lambda: {"x": normal(rows, 1), "norms": normal(rows, 1)[:, 0].double().exp()},
+        value=lambda result, arguments: torch.cat((result[0], result[1])),
+    )
     yield Case(
         "row_gather",
         "row_norms",

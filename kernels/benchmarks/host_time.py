@@ -51,6 +51,7 @@ _WITHOUT_LAUNCH = (
     "unsqueeze",
     "squeeze",
     "select",
+    "slice",
     "_unsafe_view",
 )
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")

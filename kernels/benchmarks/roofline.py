@@ -287,6 +287,43 @@ def row_norms(rows: int, features: int) -> Cost:
     return Cost(_HALF * rows * features + 8 * rows, 2 * rows * features)
 
 
+def uniform_draws(rank: int) -> Cost:
+    """Return the cost of drawing rows with replacement.
+
+    Args:
+        rank: Rows drawn.
+
+    Returns:
+        The cost; row numbers are written in 64 bits.
+    """
+    return Cost(_SEED + 8 * rank, rank)
+
+
+def sampling_weights(rows: int) -> Cost:
+    """Return the cost of the integer weights of all rows, and of their sums.
+
+    Args:
+        rows: Norms read.
+
+    Returns:
+        The cost: norms in float64, which are read twice, and two numbers of 64 bits for each.
+    """
+    return Cost(2 * 8 * rows + 2 * 8 * rows, 4 * rows)
+
+
+def weighted_draws(rows: int, rank: int) -> Cost:
+    """Return the cost of drawing rows by their weights.
+
+    Args:
+        rows: Rows, whose sums of weights are looked into.
+        rank: Rows drawn.
+
+    Returns:
+        The cost: a draw is a search among the sums, which stay in the cache; it reads a weight, and writes 8 bytes.
+    """
+    return Cost(_SEED + 8 * rows + (8 + 8) * rank, rank * rows.bit_length())
+
+
 def _codes(rows: int, features: int, bits: int) -> int:
     return rows * (-(-features * bits // 8)) + 2 * _HALF * -(-rows * bits // GROUP_BITS) * features
 
@@ -436,6 +473,9 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
         ("random_projection of x", random_projection(rows, features, rank)),
         ("row_gather, gather_rows", gather_rows(features, rank)),
         ("row_gather, row_norms", row_norms(rows, features)),
+        ("row_sampling, uniform_draws", uniform_draws(rank)),
+        ("row_sampling, sampling_weights", sampling_weights(rows)),
+        ("row_sampling, weighted_draws", weighted_draws(rows, rank)),
         ("low_bit, quantize to int8", quantize(rank, features, 8)),
         ("low_bit, quantize to int4", quantize(rank, features, 4)),
         ("hadamard_sketch_quantized to int8", hadamard_sketch_quantized(rows, features, rank, 8)),
@@ -461,6 +501,9 @@ _FORMULAS = (
     ("random_projection of x", "2 in (rows + rank)", "2 rows rank in"),
     ("row_gather, gather_rows", "4 rank in + 4 rank", "rank in"),
     ("row_gather, row_norms", "2 rows in + 8 rows", "2 rows in"),
+    ("row_sampling, uniform_draws", "8 rank", "rank"),
+    ("row_sampling, sampling_weights", "32 rows", "4 rows"),
+    ("row_sampling, weighted_draws", "8 rows + 16 rank", "rank log2(rows)"),
     ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
     ("hadamard_sketch_quantized to b bits", "2 rows in + rank in b (1/8 + 1/256)", "136 rank in"),
     ("hadamard_sketch_quantized of x - 1 m^T, with its mean", "2 rows in + rank in b (1/8 + 1/128)", "136 rank in"),

@@ -120,7 +120,7 @@ def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> str
     else:
         lines.append(f"device {facts['device']}: no GPU is used")
     lines.append(f"kernels: {facts['kernels_chosen']} ({ENVIRONMENT} {facts[ENVIRONMENT] or 'is not set'})")
-    lines += ["", f"{'kernel, ' + dtype:28}{'runs':>8}{'ms':>10}{'torch ms':>10}{'difference':>12}"]
+    lines.append(f"{'kernel, ' + dtype:28}{'runs':>8}{'ms':>10}{'torch ms':>10}{'difference':>12}")
     for check in checks:
         time = "-" if check.milliseconds is None else f"{check.milliseconds:.3f}"
         error = "-" if check.error is None else f"{check.error:.1e}"
@@ -128,7 +128,7 @@ def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> str
     wrong = _wrong(dtype, checks)
     if wrong:
         names = ", ".join(wrong)
-        lines += ["", f"WRONG: {names} differ from plain torch by more than rounding. Set {ENVIRONMENT}=torch"]
+        lines.append(f"WRONG: {names} differ from plain torch by more than rounding. Set {ENVIRONMENT}=torch")
     by_reason: dict[str, list[str]] = {}
     for check in checks:
         if check.reason is not None:
@@ -137,12 +137,12 @@ def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> str
     told = list(by_reason.items())[:_MOST_REASONS]
     for reason, affected in told:
         which = "all" if len(affected) == len(checks) else ", ".join(affected)
-        lines += ["", textwrap.fill(f"{'an error' if is_forced else 'plain torch'} for {which}: {reason}", _WIDTH)]
+        lines.append(textwrap.fill(f"{'an error' if is_forced else 'plain torch'} for {which}: {reason}", _WIDTH))
     others = sum(map(len, by_reason.values())) - sum(len(affected) for _, affected in told)
     if others:
-        lines += ["", f"and for {others} more kernels, for other reasons: --json has them"]
+        lines.append(f"and for {others} more kernels, for other reasons: --json has them")
     if is_forced and by_reason:
-        lines += ["", f"Kernels are asked for by force, and layers raise where they cannot run. Set {ENVIRONMENT}=auto"]
+        lines.append(f"Kernels are asked for by force, and layers raise where they cannot run. Set {ENVIRONMENT}=auto")
     return "\n".join(lines)
 
 

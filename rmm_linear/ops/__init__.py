@@ -47,9 +47,9 @@ from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamar
 from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
 from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance
 from rmm_linear_kernels.random_projection.reference import projection_slab
-from rmm_linear_kernels.row_gather.reference import integer_weights as row_weights
-from rmm_linear_kernels.row_gather.reference import (
-    row_norms,
+from rmm_linear_kernels.row_gather.reference import row_norms
+from rmm_linear_kernels.row_sampling.reference import integer_weights as row_weights
+from rmm_linear_kernels.row_sampling.reference import (
     sample_rows,
     sample_rows_winner_take_all,
     uniform_rows,

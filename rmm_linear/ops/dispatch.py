@@ -32,6 +32,9 @@ KERNELS = {
     "random_projection": "random_projection",
     "gather_rows": "row_gather",
     "row_norms": "row_gather",
+    "uniform_draws": "row_sampling",
+    "sampling_weights": "row_sampling",
+    "weighted_draws": "row_sampling",
     "sampled_mean": "sampled_mean",
     "quantize": "low_bit",
     "dequantize": "low_bit",
@@ -76,7 +79,7 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
     Args:
         choice: "auto" for kernels where they run and cuBLAS for the product of two sketches; "torch" for plain torch
             everywhere; "triton" for kernels, that of the product as well, or an error. What has no kernel (float64, the
-            trigonometric sketches, the draws of row sampling) runs in plain torch whatever is chosen.
+            trigonometric sketches) runs in plain torch whatever is chosen.
 
     Raises:
         ValueError: If it is none of these.

@@ -6,6 +6,61 @@ from torch import Tensor
 from rmm_linear.ops.dispatch import run
 from rmm_linear.ops.registration import define, result_dtype
 from rmm_linear_kernels.row_gather import reference as _rows
+from rmm_linear_kernels.row_sampling import reference as _sampling
+
+
+def uniform_draws(x: Tensor, seed: Tensor, *, rank: int, replacement: bool) -> Tensor:
+    """Draw rows of x uniformly: a part of `uniform_row_sketch`.
+
+    Args:
+        x: Shape (rows, features).
+        seed: 0-d int64.
+        rank: Number of draws.
+        replacement: Independent draws if true, else a uniform subset.
+
+    Returns:
+        Row numbers, shape (rank,), int64.
+    """
+    return run("uniform_draws", _sampling.uniform_draws, x, seed, rank=rank, replacement=replacement)
+
+
+def sampling_weights(x: Tensor, norms: Tensor) -> _sampling.Weights:
+    """Return the integer sampling weights of the rows of x: a part of `importance_rows`.
+
+    Args:
+        x: Shape (rows, features), at least one row.
+        norms: What they are proportional to, shape (rows,), float64, not negative.
+
+    Returns:
+        Weights and their cumulative sums, (rows,), int64; and what the squared entries of S are to be multiplied by,
+        0-d float64: 1, or NaN where a norm is no finite number.
+    """
+    return run("sampling_weights", _sampling.sampling_weights, x, norms)
+
+
+def weighted_draws(
+    x: Tensor,
+    seed: Tensor,
+    weights: _sampling.Weights,
+    order: Tensor | None = None,
+    size: Tensor | None = None,
+    *,
+    rank: int,
+) -> tuple[Tensor, Tensor]:
+    """Draw rows of x by their weights: a part of `importance_rows`.
+
+    Args:
+        x: Shape (rows, features), at least one row.
+        seed: 0-d int64.
+        weights: What `sampling_weights` returned; weights and sums in falling order where there is one.
+        order: Row numbers in the order of the weights, (rows,), int64, or None.
+        size: With an order: how many of the first are kept as they are, 0-d int64.
+        rank: Number of rows.
+
+    Returns:
+        Row numbers (rank,), int32, and squared entries of S (rank,), float32 (float64 for a float64 `x`).
+    """
+    return run("weighted_draws", _sampling.weighted_draws, x, seed, *weights, order, size, rank=rank)
 
 
 @define(
@@ -14,7 +69,7 @@ from rmm_linear_kernels.row_gather import reference as _rows
 def _uniform_row_sketch(
     x: Tensor, seed: Tensor, mean: Tensor | None, rank: int, replacement: bool, gradient: bool
 ) -> Tensor:
-    index = _rows.uniform_rows(seed, rows=x.shape[0], rank=rank, replacement=replacement)
+    index = uniform_draws(x, seed, rank=rank, replacement=replacement)
     scale = x.shape[0] / max(1, rank) if gradient else 1.0
     return run("gather_rows", _rows.gather_rows, x, index, mean, None, scale=scale, dtype=result_dtype(x, gradient))
 
@@ -53,9 +108,11 @@ def _importance_rows(
     norms = run("row_norms", _rows.row_norms, x, mean)
     if grad_norms is not None:
         norms = norms * grad_norms.to(norms.dtype)
-    sample = _rows.sample_rows_winner_take_all if winner_take_all else _rows.sample_rows
-    index, squared = sample(norms, seed, rank=rank)
-    return index.to(torch.int32), squared.to(result_dtype(x, True))
+    weights = sampling_weights(x, norms)
+    if not winner_take_all:
+        return weighted_draws(x, seed, weights, rank=rank)
+    order, each, ends, size = _sampling.winners(weights[0], rank=rank)
+    return weighted_draws(x, seed, (each, ends, weights[2]), order, size, rank=rank)
 
 
 @torch.library.register_fake("rmm_linear::importance_rows")

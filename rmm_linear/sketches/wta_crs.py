@@ -65,7 +65,7 @@ class WTACRS(ColumnRowSampling):
         rows, rank = x.shape[0], self.rank(x.shape[0])
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        order, weights, _, size = ops.winners(ops.row_norms(x, None), rank=rank)
+        order, weights, _, size = ops.winners(ops.row_weights(ops.row_norms(x, None)), rank=rank)
         kept = int(size)
         if kept == rank:
             return torch.zeros((), dtype=torch.float64, device=x.device)

@@ -25,6 +25,11 @@ KERNELS = {
     "outer": "_outer_product_of_sums_kernel",
     "product": "_grad_weight_kernel",
     "product of codes": "_low_bit_grad_weight_kernel",
+    "draws": "_uniform_draws_kernel",
+    "weights": "_sampling_weights_kernel",
+    "weighted": "_weighted_draws_kernel",
+    "norms": "_row_norms_kernel",
+    "rows": "_gather_rows_kernel",
 }
 
 
@@ -68,6 +73,27 @@ def test_what_a_sketched_layer_launches(host_time, center, storage, small, expec
     dtype = torch.float32 if storage is None else torch.bfloat16
     found = launched(host_time, layer, dtype, small=small)
     assert found == sorted(KERNELS.get(name, name) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("sketch", "expected"),
+    [
+        ("rows_with_replacement", ["draws", "rows", "draws", "rows"]),
+        ("rows_without_replacement", ["draws", "sort", "rows"] * 2),
+        ("crs", ["norms", "weights", "weighted", "rows", "rows"]),
+    ],
+)
+def test_rows_are_drawn_by_few_launches(host_time, sketch, expected):
+    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.3, sketch=sketch, center=False, min_rows=1))
+    found = launched(host_time, layer, torch.float32, small=False, rows=8192)
+    # and the products: of the sketches, of the input and for its gradient; a gradient that is centred by nothing
+    expected = [*expected, "addmm", "addmm_", "mm", "randint", "sum"]
+    assert found == sorted(KERNELS.get(name, name) for name in expected)
+
+
+def test_the_heaviest_rows_are_found_by_few_launches(host_time):
+    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.3, sketch="wta_crs", center=False, min_rows=1))
+    assert len(launched(host_time, layer, torch.float32, small=False, rows=8192)) <= 25
 
 
 def test_codes_that_are_not_made_in_one_pass_take_two_launches_more(host_time):

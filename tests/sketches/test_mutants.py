@@ -32,7 +32,8 @@ from rmm_linear_kernels.philox.reference import (
     random_signs,
     random_words,
 )
-from rmm_linear_kernels.row_gather.reference import integer_weights, row_norms, winners
+from rmm_linear_kernels.row_gather.reference import row_norms
+from rmm_linear_kernels.row_sampling.reference import integer_weights, winners
 
 IDENTITY = "test_mean_of_s_s_transposed_is_identity"
 UNBIASED = "test_gradient_is_unbiased"
@@ -291,7 +292,7 @@ class TailNotRenormalised(DenseSketch, WTACRS):
         dense = super().dense(x, seeds)
         rank = self.rank(x.shape[0])
         if rank:
-            _, weights, _, size = winners(row_norms(x, None), rank=rank)
+            _, weights, _, size = winners(integer_weights(row_norms(x, None)), rank=rank)
             kept = int(size)
             share = weights[kept:].sum() / weights.sum()
             if kept < rank:

@@ -1,36 +1,10 @@
-"""Row sampling in plain torch, without a host synchronisation.
-
-Importance sampling runs on integer weights: w_i = round(2**40 * norm_i / max norm), at least 1 where the norm is not
-zero (fewer bits beyond 2**22 rows, so that the sum fits). The probabilities are then exactly p_i = w_i / sum(w), an
-int64 cumulative sum is deterministic on every device (a float one on CUDA is not), and the scales use the very p_i that
-the draws have, so that the rounding costs no bias.
-"""
+"""Rows of a matrix, and their norms, in plain torch."""
 
 import torch
 from torch import Tensor
 
-from ..philox.reference import choose_with_replacement, choose_without_replacement, random_fractions
-
-_WEIGHT_BITS = 40
-_SUM_BITS = 62
 # Elements of x that are widened at a time.
 _SLAB_ELEMENTS = 1 << 20
-
-
-def uniform_rows(seed: Tensor, *, rows: int, rank: int, replacement: bool) -> Tensor:
-    """Draw row numbers uniformly.
-
-    Args:
-        seed: 64-bit seeds, shape (...,), int64.
-        rows: Number of rows to draw from.
-        rank: Number of draws.
-        replacement: Independent draws if true, else a uniform subset.
-
-    Returns:
-        Row numbers, shape (..., rank), int64.
-    """
-    choose = choose_with_replacement if replacement else choose_without_replacement
-    return choose(seed, rows, rank)
 
 
 def gather_rows(
@@ -74,100 +48,3 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
     slabs = x.split(max(1, _SLAB_ELEMENTS // x.shape[1]))
     wide = (slab.double() if mean is None else slab.double() - mean.double() for slab in slabs)
     return torch.cat([torch.linalg.vector_norm(slab, dim=1) for slab in wide])
-
-
-def integer_weights(norms: Tensor) -> Tensor:
-    """Return the integer sampling weights of the rows.
-
-    Args:
-        norms: Row norms up to a common factor, shape (rows,), float64, not negative.
-
-    Returns:
-        Weights, shape (rows,), int64; p_i is weight i over their sum.
-    """
-    # A row with a NaN or an infinity counts as a heavy one; `_poison` makes the gradient show it.
-    finite = torch.where(norms.isfinite(), norms, 0)
-    largest = finite.amax().clamp(min=torch.finfo(torch.float64).tiny)
-    relative = torch.where(norms.isfinite(), finite / largest, 1)
-    bits = min(_WEIGHT_BITS, _SUM_BITS - norms.numel().bit_length())
-    weights = torch.round(relative * 2**bits).to(torch.int64)
-    weights = torch.maximum(weights, (relative > 0).to(torch.int64))
-    # No row at all has a norm: every draw gives a zero row, so draw uniformly.
-    return torch.where(weights.amax() > 0, weights, torch.ones_like(weights))
-
-
-def _poison(norms: Tensor) -> Tensor:
-    """1, or NaN where a row holds a NaN or an infinity: sampling may miss that row, the exact gradient would not."""
-    return 1 + 0 * norms.sum()
-
-
-def sample_rows(norms: Tensor, seed: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-    """Column-row sampling (CRS): draw rows with replacement, p_i proportional to `norms`.
-
-    Drineas, Kannan and Mahoney 2006, "Fast Monte Carlo algorithms for matrices I".
-
-    Args:
-        norms: Row norms up to a common factor, shape (rows,), float64, not negative.
-        seed: 64-bit seeds, shape (...,), int64.
-        rank: Number of draws r.
-
-    Returns:
-        Row numbers (..., rank), int64, and squared entries of S, 1 / (r p_i), (..., rank), float64.
-    """
-    weights = integer_weights(norms)
-    ends = weights.cumsum(0)
-    total = ends[-1]
-    target = (random_fractions(seed, rank) * total.to(torch.float64)).to(torch.int64)
-    index = torch.searchsorted(ends, torch.minimum(target, total - 1), right=True)
-    return index, _poison(norms) * total.to(torch.float64) / (rank * weights[index].to(torch.float64))
-
-
-def winners(norms: Tensor, *, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Choose WTA-CRS's kept set: the rows of largest probability, as many as minimise the rest's weight.
-
-    The size k minimises (1 - sum of the k largest p) / (rank - k) over k = 0 .. rank - 1, or is `rank` where no more
-    than `rank` rows have a norm (Liu et al. 2023, arXiv 2305.15265, section 3).
-
-    Args:
-        norms: Row norms up to a common factor, shape (rows,), float64.
-        rank: Number of rows to keep in all.
-
-    Returns:
-        Row numbers in falling order of weight (rows,), int64; their weights (rows,), int64; cumulative sums of these
-        (rows,), int64; and k, 0-d int64.
-    """
-    weights = integer_weights(norms)
-    weights, order = torch.sort(weights, descending=True, stable=True)
-    ends = weights.cumsum(0)
-    total = ends[-1].to(torch.float64)
-    sizes = torch.arange(rank, device=norms.device)
-    before = torch.cat((ends.new_zeros(1), ends[: rank - 1]))
-    objective = (total - before.to(torch.float64)) / (rank - sizes).to(torch.float64)
-    size = torch.argmin(objective)
-    return order, weights, ends, torch.where(ends[rank - 1] == ends[-1], rank, size)
-
-
-def sample_rows_winner_take_all(norms: Tensor, seed: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-    """WTA-CRS: keep the k rows of largest probability as they are, draw the other rank - k with replacement.
-
-    Args:
-        norms: Row norms (or row norms of x times those of g) up to a common factor, shape (rows,), float64.
-        seed: 64-bit seeds, shape (...,), int64.
-        rank: Number of rows to keep in all, r, at most the number of rows.
-
-    Returns:
-        Row numbers (..., rank), int64, and squared entries of S, (..., rank), float64: 1 for the kept ones,
-        1 / ((r - k) q_i) for the drawn ones, q being p renormalised outside the kept set.
-    """
-    order, weights, ends, size = winners(norms, rank=rank)
-    # gathered: an index of no dimension would be read by the host
-    kept_weight = torch.where(size > 0, ends.gather(0, (size - 1).clamp(min=0).view(1)).squeeze(0), 0)
-    tail = ends[-1] - kept_weight
-    target = (random_fractions(seed, rank) * tail.to(torch.float64)).to(torch.int64)
-    target = torch.minimum(target, (tail - 1).clamp(min=0)) + kept_weight
-    position = torch.searchsorted(ends, target, right=True).clamp(max=order.numel() - 1)
-    slot = torch.arange(rank, device=norms.device)
-    keep = slot < size
-    position = torch.where(keep, slot, position)
-    drawn = (rank - size).clamp(min=1).to(torch.float64) * weights[position].to(torch.float64).clamp(min=1)
-    return order[position], _poison(norms) * torch.where(keep, 1.0, tail.to(torch.float64) / drawn)

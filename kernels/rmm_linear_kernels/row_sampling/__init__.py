@@ -1,0 +1,1 @@
+"""Which rows a sketch keeps: uniform draws, and draws by integer weights."""
