@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rmm_linear_kernels.row_gather import kernel, reference
+from rmm_linear_kernels.row_sampling.reference import sample_rows, sample_rows_winner_take_all
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # one element, primes, several tiles of rows and of features
@@ -107,7 +108,7 @@ def test_draws_follow_the_kernel_s_norms(device):
     x, mean = operands(67, 37, torch.bfloat16, device)
     seed = torch.tensor(3, device=device)
     for centre in (None, mean):
-        for sample in (reference.sample_rows, reference.sample_rows_winner_take_all):
+        for sample in (sample_rows, sample_rows_winner_take_all):
             index, squared = sample(kernel.row_norms(x, centre), seed, rank=20)
             expected_index, expected_squared = sample(reference.row_norms(x, centre), seed, rank=20)
             assert torch.equal(index, expected_index)
