@@ -121,8 +121,17 @@ class RMMConfig:
 
         Returns:
             A configuration equal to the one whose key it is.
+
+        Raises:
+            ValueError: If the key is of other code: of a sketch, say, whose name is another one's by now.
         """
-        return RMMConfig.from_json(key.partition(" ")[2])
+        found = RMMConfig.from_json(key.partition(" ")[2])
+        if found.graph_key != key:
+            raise ValueError(
+                f"the sketch {found.sketch!r} is not the one that a compiled layer was configured with; make the"
+                " configuration anew, e.g. layer.rmm_config = layer.rmm_config.replace()"
+            )
+        return found
 
     @property
     def kept_rows(self) -> KeptRows:

@@ -26,6 +26,7 @@ What happens where:
     rows              says which rows are kept beside the sketch of the others
     sharing           finds layers that read the same x, which keep one sketch of it
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
+    _sketched_linear  the same for compilers, which see one operator
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
     sketches/         compress(x, seed) and backward(g, saved): the only verbs that are used here
     ops/              the opaque operators beneath the sketches
@@ -95,7 +96,7 @@ def linear(
         rows_check: Looks in the backward passes whether the rows left out carry no gradient, until it has seen it; a
             layer's own. None checks only if `valid_rows` asks for it, or in debug mode.
         shared: The group of layers that keep one sketch of `x`, made by the first of them; a seed that is given is the
-            group's. None for a sketch of its own.
+            group's. None for a sketch of its own. Not used by a compiler, which finds out by itself.
 
     Returns:
         Shape (..., out).

@@ -2,12 +2,15 @@
 
 import hashlib
 import secrets
+import weakref
 from functools import cache
 from pathlib import Path
 
 import rmm_linear_kernels
+from rmm_linear_kernels.interpreter import IS_INTERPRETED
 
-_THIS_PROCESS = secrets.token_hex(8)
+# of classes whose code may be anywhere
+_tokens: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 # What decides about the operators of a layer's graph, and about the shapes that they return.
 _LIBRARY = ("*.py", "sketches/*.py", "ops/*.py")
 _KERNELS = ("*/reference.py",)
@@ -20,14 +23,18 @@ def fingerprint(of: type) -> str:
         of: The class of the layer's sketch.
 
     Returns:
-        16 hexadecimal digits; those of this process alone for a class that is not this library's, whose code may be
-        anywhere.
+        16 hexadecimal digits; for a class that is not this library's, whose code may be anywhere, those of this very
+        class in this process.
     """
-    return _of_library() if of.__module__.partition(".")[0] == __name__.partition(".")[0] else _THIS_PROCESS
+    library = _of_library() if of.__module__.partition(".")[0] == __name__.partition(".")[0] else None
+    return library or _tokens.setdefault(of, secrets.token_hex(8))
 
 
 @cache
-def _of_library() -> str:
+def _of_library() -> str | None:
+    """A hash of the files; None where there are none to read, and where kernels run without a GPU to tell them by."""
+    if IS_INTERPRETED:
+        return None
     found = hashlib.sha256()
     kernels = Path(rmm_linear_kernels.__file__).parent
     files = [
@@ -37,5 +44,4 @@ def _of_library() -> str:
     for file in sorted(files):
         found.update(file.name.encode())
         found.update(file.read_bytes())
-    # from an archive, say
-    return found.hexdigest()[:16] if files else _THIS_PROCESS
+    return found.hexdigest()[:16] if files else None

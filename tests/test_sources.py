@@ -28,6 +28,8 @@ def test_sketches_of_others_are_found_again_in_this_process_alone() -> None:
     own = sources.fingerprint(OfSomebody)
     assert own == sources.fingerprint(OfSomebody) != sources.fingerprint(Hadamard)
     assert own != _elsewhere("sources.fingerprint(type('OfSomebody', (), {'__module__': 'theirs'}))")
+    # a class that was written anew has the name of the one before
+    assert own != sources.fingerprint(type("OfSomebody", (Hadamard,), {"__module__": OfSomebody.__module__}))
 
 
 def test_each_file_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +38,10 @@ def test_each_file_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sources._of_library.__wrapped__() != of_all
     monkeypatch.setattr(sources, "_LIBRARY", ())
     monkeypatch.setattr(sources, "_KERNELS", ())
-    assert sources._of_library.__wrapped__() == sources.fingerprint(OfSomebody)
+    # nothing to read: what is found again is of this process
+    assert sources._of_library.__wrapped__() is None
+    monkeypatch.setattr(sources, "_of_library", lambda: None)
+    assert sources.fingerprint(Hadamard) == sources.fingerprint(Hadamard) != sources.fingerprint(OfSomebody)
 
 
 def test_a_configuration_is_what_its_key_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +51,5 @@ def test_a_configuration_is_what_its_key_says(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(SKETCHES, "hadamard", OfSomebody)
     assert isinstance(config.replace().sketch_object, Sketch)
     assert config.replace().graph_key != config.graph_key
+    with pytest.raises(ValueError, match="'hadamard' is not the one that a compiled layer was configured with"):
+        RMMConfig.from_graph_key(config.graph_key)
