@@ -3,12 +3,12 @@
 import json
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, final
+from typing import Any
 
 import torch
 
+from rmm_linear.ops import fingerprint
 from rmm_linear.sketches import SKETCHES, Centered, KeptRows, LowBit, Sketch, available_sketches
-from rmm_linear.sources import fingerprint
 
 _LAST_TOKEN = (1 << 31) - 1
 _RECIPES: dict[str, dict[str, Any]] = {
@@ -25,7 +25,6 @@ _RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-@final
 @dataclass(frozen=True)
 class RMMConfig:
     """How a linear layer keeps its input for the backward pass.
@@ -72,7 +71,7 @@ class RMMConfig:
     _sketch_object: Sketch = field(init=False, repr=False, compare=False)
     _kept_rows: KeptRows = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
-    _graph_key: str = field(init=False, repr=False, compare=False)
+    _graph_key: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
@@ -96,7 +95,8 @@ class RMMConfig:
         object.__setattr__(self, "_sketch_object", Centered(sketch) if self.center else sketch)
         object.__setattr__(self, "_kept_rows", KeptRows(self.storage))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _knobs())))
-        object.__setattr__(self, "_graph_key", f"{fingerprint(SKETCHES[self.sketch])} {self.to_json()}")
+        code = fingerprint(SKETCHES[self.sketch]) if type(self) is RMMConfig else None
+        object.__setattr__(self, "_graph_key", None if code is None else f"{code} {self.to_json()}")
 
     def __hash__(self) -> int:
         # of all knobs, once: every call of a layer looks for those that are configured alike
@@ -108,8 +108,11 @@ class RMMConfig:
         return self._sketch_object
 
     @property
-    def graph_key(self) -> str:
-        """What a layer's part in a compiled graph depends on, in one text: the code, and the configuration as JSON."""
+    def graph_key(self) -> str | None:
+        """What a layer's part in a compiled graph depends on: the code, and the configuration as JSON.
+
+        None where that is not all: for sketches that are registered by others, and subclasses.
+        """
         return self._graph_key
 
     @staticmethod
@@ -121,17 +124,8 @@ class RMMConfig:
 
         Returns:
             A configuration equal to the one whose key it is.
-
-        Raises:
-            ValueError: If the key is of other code: of a sketch, say, whose name is another one's by now.
         """
-        found = RMMConfig.from_json(key.partition(" ")[2])
-        if found.graph_key != key:
-            raise ValueError(
-                f"the sketch {found.sketch!r} is not the one that a compiled layer was configured with; make the"
-                " configuration anew, e.g. layer.rmm_config = layer.rmm_config.replace()"
-            )
-        return found
+        return RMMConfig.from_json(key.partition(" ")[2])
 
     @property
     def kept_rows(self) -> KeptRows:
@@ -182,7 +176,7 @@ class RMMConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # anew, of the knobs that it has: one that was pickled before there were others
-        self.__init__(**{name: state[name] for name in _knobs() if name in state})
+        self.__init__(**{name: state[name] for name in _knobs() if name in state})  # type: ignore[misc]
 
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed.

@@ -26,7 +26,7 @@ What happens where:
     rows              says which rows are kept beside the sketch of the others
     sharing           finds layers that read the same x, which keep one sketch of it
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
-    _sketched_linear  the same for compilers, which see one operator
+    _compiled         the same for compilers, which see one operator
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
     sketches/         compress(x, seed) and backward(g, saved): the only verbs that are used here
     ops/              the opaque operators beneath the sketches
@@ -67,7 +67,8 @@ def linear(
     followed as there.
 
     Under `torch.no_grad` a seed is drawn all the same, and not used: reentrant checkpointing runs its first forward so,
-    and the dropout after this layer must find the generator in the same state in both of its passes.
+    and the dropout after this layer must find the generator in the same state in both of its passes. Compilers drop
+    draws that are not used, and move others: checkpoint what is compiled with use_reentrant=False.
 
     Warning:
         Noise inflates the gradient's norm by sqrt(1 + relative variance). Clipping at a fixed norm then clips more
@@ -159,26 +160,23 @@ def _compiled(
     if _is_exact(x, weight):
         return F.linear(x, weight, bias)
     # What is_exporting() returns: asked by the compiler of torch 2.11, that says yes whatever it compiles for.
-    if torch.compiler._is_exporting_flag and torch.is_grad_enabled() and config.sketches(_number_of_rows(x)):
-        _refuse_tracing()
+    if torch.compiler._is_exporting_flag:
+        if torch.is_grad_enabled() and config.sketches(_number_of_rows(x)):
+            _refuse_tracing()
+        return F.linear(x, weight, bias)
     x = _cast(x, dtype)
     # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
     values = _flat((x if valid_rows is None else valid_rows.keep_only_valid(x)).detach())
     seed = None if seed is None else _seed_tensor(seed, x)
+    if config.graph_key is None:
+        return _in_graph(x, weight, bias, values, seed, config)
     return torch.ops.rmm_linear.sketched_linear.default(x, weight, bias, values, seed, config.graph_key)
 
 
-_config_of = lru_cache(RMMConfig.from_graph_key)
-
-
-def _sketched_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, seed: Tensor | None, graph_key: str
+def _in_graph(
+    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, seed: Tensor | None, config: RMMConfig
 ) -> Tensor:
-    """A layer in the graph that Dynamo makes, as one operator; AOTAutograd, which comes next, sees through it.
-
-    Dynamo would follow each function and each attribute in here, layer after layer, which takes most of its time, and
-    would have them looked at once more at every step, lest one has changed. The configuration does not change: its key
-    is all that has to be looked at, and all that a graph on disk is found by.
+    """What a layer is in a compiled graph.
 
     Args:
         x: Shape (..., in), in the dtype to compute in.
@@ -186,12 +184,11 @@ def _sketched_linear(
         bias: Shape (out,), or None.
         values: The rows of x, zero where they are padding: shape (rows, in), which autograd does not follow.
         seed: 0-d int64, or None to draw one.
-        graph_key: The configuration's.
+        config: How to sketch.
 
     Returns:
         Shape (..., out).
     """
-    config = _config_of(graph_key)
     rows = values.shape[0]
     layout = layout_of(x.shape, config.keep_tokens, None)
     if not config.sketches(rows):
@@ -202,6 +199,32 @@ def _sketched_linear(
         return F.linear(x, weight, bias)
     beside, sketch = _made(values, seed, config, layout, None, None)
     return _SketchedLinear.apply(x, weight, bias, config, layout, None, None, None, len(beside), seed, *beside, *sketch)
+
+
+_config_of = lru_cache(RMMConfig.from_graph_key)
+
+
+def _sketched_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, seed: Tensor | None, graph_key: str
+) -> Tensor:
+    """`_in_graph` as one operator of the graph that Dynamo makes; AOTAutograd, which comes next, sees through it.
+
+    Dynamo would follow each function and each attribute in there, layer after layer, which takes most of its time, and
+    would have them looked at once more at every step, lest one has changed. The configuration does not change: its key
+    is all that has to be looked at, and all that a graph on disk is found by.
+
+    Args:
+        x: Shape (..., in), in the dtype to compute in.
+        weight: Shape (out, in).
+        bias: Shape (out,), or None.
+        values: As for `_in_graph`.
+        seed: As for `_in_graph`.
+        graph_key: The configuration's.
+
+    Returns:
+        Shape (..., out).
+    """
+    return _in_graph(x, weight, bias, values, seed, _config_of(graph_key))
 
 
 torch.library.define(

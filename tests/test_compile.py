@@ -11,10 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import counters
 
-import rmm_linear.sources
+import rmm_linear.ops.sources
 from rmm_linear import RMMConfig, RMMLinear, available_sketches
 from rmm_linear.memory import SavedTensors
-from rmm_linear.sketches import STORAGES
+from rmm_linear.sketches import SKETCHES, STORAGES, Hadamard, SavedSketch
 from rmm_linear.sketches.contract import assert_unbiased
 
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
@@ -148,7 +148,7 @@ def test_a_graph_on_disk_is_found_again_by_the_same_code_alone(tmp_path: Path, m
     found = {}
     gradients = {}
     for name, code in (("first", "a"), ("again", "a"), ("changed", "b")):
-        monkeypatch.setattr(rmm_linear.sources, "_of_library", lambda code=code: code)
+        monkeypatch.setattr(rmm_linear.ops.sources, "_FINGERPRINT", code)
         network = _network(RMMConfig(ratio=0.5, min_rows=1))
         torch._dynamo.reset()
         counters.clear()
@@ -158,6 +158,54 @@ def test_a_graph_on_disk_is_found_again_by_the_same_code_alone(tmp_path: Path, m
         gradients[name] = network[0].weight.grad
     assert found == {"first": 0, "again": 1, "changed": 0}
     assert torch.equal(gradients["first"], gradients["again"])
+
+
+SCHEDULE = {"factor": 1.0}
+
+
+class Scheduled(Hadamard):
+    """Somebody's sketch, which looks at what changes while it trains."""
+
+    def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
+        return super().compress(x * SCHEDULE["factor"], seed, mean=mean)
+
+
+class Exact(RMMConfig):
+    """Somebody's configuration, which never sketches."""
+
+    def sketches(self, rows: int, kept: int = 0) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_sketches_and_configurations_of_others_are_followed_whatever_they_look_at(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SKETCHES, "scheduled", Scheduled)
+    layer = RMMLinear(16, 8, config=RMMConfig(sketch="scheduled", center=False, min_rows=1))
+    compiled = torch.compile(layer, backend=backend)
+    x = torch.randn(128, 16)
+    for factor in (1.0, 2.0):
+        monkeypatch.setitem(SCHEDULE, "factor", factor)
+        results = []
+        for run in (compiled, layer):
+            layer.zero_grad()
+            torch.manual_seed(3)
+            run(x).square().sum().backward()
+            results.append(layer.weight.grad.clone())
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-3)
+    layer.rmm_config = Exact(min_rows=1)
+    layer.zero_grad()
+    g = torch.randn(128, 8)
+    compiled(x).backward(g)
+    torch.testing.assert_close(layer.weight.grad, g.t() @ x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_exported_without_gradients_needs_no_library(strict: bool) -> None:
+    with torch.no_grad():
+        exported = torch.export.export(_network(CONFIG), (torch.randn(128, 16),), strict=strict)
+    assert not [node for node in exported.graph.nodes if "rmm_linear" in str(node.target)]
 
 
 @pytest.mark.montecarlo

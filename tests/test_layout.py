@@ -21,7 +21,7 @@ ALLOWED = {
     "errors": set(),
     "ops": {"errors"},
     "sketches": {"ops", "errors"},
-    "config": {"sketches", "errors"},
+    "config": {"sketches", "ops", "errors"},
     "rows": {"errors"},
     "sharing": set(),
     "names": set(),

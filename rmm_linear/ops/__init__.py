@@ -42,6 +42,7 @@ from rmm_linear.ops.projections import (
 from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized, quantize_and_mean
 from rmm_linear.ops.rows import gather_rows, importance_rows, uniform_row_sketch
 from rmm_linear.ops.seeds import data_parallel_rank, draw_seed
+from rmm_linear.ops.sources import fingerprint
 from rmm_linear.ops.storage import Codes, dequantize, quantize
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamard_order
 from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
@@ -71,6 +72,7 @@ __all__ = [
     "data_parallel_rank",
     "dequantize",
     "draw_seed",
+    "fingerprint",
     "gather_rows",
     "hadamard_dense",
     "hadamard_grad_weight",

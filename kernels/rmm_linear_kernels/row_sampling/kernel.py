@@ -37,7 +37,7 @@ def _uniform_draws_kernel(SEED, OUT, count, rows, REPLACEMENT: tl.constexpr, DRA
     word = words_in_order(tl.load(SEED), counter, counter * 0 + CHOICE_STREAM).to(tl.int64)
     if REPLACEMENT:
         word = (word * rows) >> 32
-    draw = first + tl.arange(0, DRAWS)
+    draw = first.to(tl.int64) + tl.arange(0, DRAWS)
     tl.store(OUT + draw, word, mask=draw < count)
 
 
@@ -59,13 +59,14 @@ def _sampling_weights_kernel(
     STEP: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    place = tl.arange(0, STEP)
+    # int64, as below: a part of a step may be beyond 2**31
+    place = tl.arange(0, STEP).to(tl.int64)
     largest = tl.zeros((STEP,), tl.float64)
     others = tl.zeros((STEP,), tl.int32)
     # the interpreter wants a Python number in a loop
     for step in range(steps if STEPS is None else STEPS):
         row = step * STEP + place
-        norm = tl.load(NORMS + row.to(tl.int64) * norms_stride, mask=row < rows, other=0.0)
+        norm = tl.load(NORMS + row * norms_stride, mask=row < rows, other=0.0)
         is_finite = _is_finite(norm)
         largest = tl.maximum(largest, tl.where(is_finite, norm, 0.0))
         others += tl.where(is_finite, 0, 1)
@@ -77,7 +78,7 @@ def _sampling_weights_kernel(
     for step in range(steps if STEPS is None else STEPS):
         row = step * STEP + place
         is_row = row < rows
-        norm = tl.load(NORMS + row.to(tl.int64) * norms_stride, mask=is_row, other=0.0)
+        norm = tl.load(NORMS + row * norms_stride, mask=is_row, other=0.0)
         relative = tl.where(_is_finite(norm), norm / most, 1.0)
         weight = ((relative * unit + _ROUNDING) - _ROUNDING).to(tl.int64)
         weight = tl.maximum(weight, (relative > 0).to(tl.int64))
@@ -105,7 +106,7 @@ def _weighted_draws_kernel(
     DRAWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    draw = tl.program_id(0) * DRAWS + tl.arange(0, DRAWS)
+    draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     is_draw = draw < rank
     # a fraction of 53 bits, out of two words of a counter's four
     first, second, third, fourth = words_of_counter(tl.load(SEED), draw >> 1, CHOICE_STREAM)
@@ -123,7 +124,7 @@ def _weighted_draws_kernel(
     # the first row whose end is beyond the target
     lower, upper = draw * 0, draw * 0 + rows
     for _ in range(steps if STEPS is None else STEPS):
-        middle = (lower + upper) // 2
+        middle = lower + (upper - lower) // 2
         is_open = lower < upper
         is_beyond = tl.load(ENDS + middle, mask=is_open, other=0) > target
         upper = tl.where(is_open & is_beyond, middle, upper)

@@ -136,7 +136,8 @@ def weights_and_ends(norms: Tensor) -> Weights:
         NaN where a row holds a NaN or an infinity, which sampling may miss and the exact gradient would not.
     """
     weights = integer_weights(norms)
-    return weights, weights.cumsum(0), 1 + 0 * norms.sum()
+    factor = norms.new_ones(()).masked_fill_(norms.isfinite().all().logical_not(), torch.nan)
+    return weights, weights.cumsum(0), factor
 
 
 def draw_by_weight(

@@ -51,7 +51,8 @@ def test_weights_are_the_twin_s(rows, device):
     # ties of the rounding, and rows far below the smallest weight
     norms[0], norms[-1] = 8.0, 1e-300
     norms[rows // 2] = 8.0 * (2**39 + 0.5) / 2**40
-    for each in (norms, norms * 1e-310, torch.stack((norms, norms), 1)[:, 0]):
+    # as large and as small as there are, and every other one of more
+    for each in (norms, norms * 1e-310, (norms * 1e308).clamp(max=1e308), torch.stack((norms, norms), 1)[:, 0]):
         for found, twin in zip(kernel.sampling_weights(x, each), reference.sampling_weights(x, each), strict=True):
             assert found.dtype == twin.dtype
             assert torch.equal(found, twin)
