@@ -111,7 +111,8 @@ class RMMConfig:
     def graph_key(self) -> str | None:
         """What a layer's part in a compiled graph depends on: the code, and the configuration as JSON.
 
-        None where that is not all: for sketches that are registered by others, and subclasses.
+        None where that is not all: for sketches that are registered by others, for subclasses, and in Triton's
+        interpreter.
         """
         return self._graph_key
 

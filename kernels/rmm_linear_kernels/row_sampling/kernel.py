@@ -1,9 +1,9 @@
 """Row sampling on a GPU: what is random about it, and the sums over all rows, in a launch each.
 
 In plain torch a draw is some hundred operators, nearly all of them for Philox. Here a program computes its own numbers
-and looks for them among the cumulative weights. These are made by one program, which goes through the norms twice: for
-8192 rows that is less than the launches of anything that would spread them out, and for a quarter of a million it is
-still short next to the layer. Sorting, for WTA-CRS and for draws without replacement, is torch's.
+and looks for them among the cumulative weights. These are made by one program, which goes through the norms twice, in
+place of some twenty launches: a rule made without measuring, for thousands of rows rather than millions. Sorting, for
+WTA-CRS and for draws without replacement, is torch's.
 """
 
 from functools import lru_cache
