@@ -125,6 +125,17 @@ def test_the_operator_of_a_layer_is_one_that_torch_expects(autocast: bool, bias:
         assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
 
+def assert_compiled_as_eager(compiled: Callable[[Tensor], Tensor], layer: RMMLinear, x: Tensor, *, atol: float) -> None:
+    """Equal gradients of the weight, for equal seeds."""
+    results = []
+    for run in (compiled, layer):
+        layer.zero_grad()
+        torch.manual_seed(3)
+        run(x).square().sum().backward()
+        results.append(layer.weight.grad.clone())
+    torch.testing.assert_close(*results, rtol=1e-4, atol=atol)
+
+
 def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not() -> None:
     layer = RMMLinear(16, 8, config=CONFIG)
     counter = CompileCounterWithBackend("aot_eager")
@@ -132,13 +143,7 @@ def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not() -> N
     x = torch.randn(128, 16)
     for config, frames in ((CONFIG, 1), (CONFIG.replace(), 1), (CONFIG.replace(ratio=0.6), 2), (CONFIG, 2)):
         layer.rmm_config = config
-        results = []
-        for run in (compiled, layer):
-            layer.zero_grad()
-            torch.manual_seed(3)
-            run(x).square().sum().backward()
-            results.append(layer.weight.grad.clone())
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        assert_compiled_as_eager(compiled, layer, x, atol=1e-4)
         assert counter.frame_count == frames
 
 
@@ -187,13 +192,7 @@ def test_sketches_and_configurations_of_others_are_followed_whatever_they_look_a
     x = torch.randn(128, 16)
     for factor in (1.0, 2.0):
         monkeypatch.setitem(SCHEDULE, "factor", factor)
-        results = []
-        for run in (compiled, layer):
-            layer.zero_grad()
-            torch.manual_seed(3)
-            run(x).square().sum().backward()
-            results.append(layer.weight.grad.clone())
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-3)
+        assert_compiled_as_eager(compiled, layer, x, atol=1e-3)
     layer.rmm_config = Exact(min_rows=1)
     layer.zero_grad()
     g = torch.randn(128, 8)
