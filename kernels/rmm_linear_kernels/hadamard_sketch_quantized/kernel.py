@@ -41,21 +41,20 @@ from ..low_bit.kernel import (
 from ..mean_less_codes.kernel import mean_less_codes
 from ..mean_less_codes.reference import rounded_dtype
 from ..philox.kernel import CHOICE_STREAM, ROUNDING_STREAM, SIGN_STREAM, half_of_words, words_in_order
-from .shapes import KEPT, MOST_ROWS, ORDER, holds
+from .shapes import LIMITS, ORDER, fits, holds
 
-# Features of a program: more than rows are kept of a block, or the warps would share a product otherwise.
-_TILE = 64
+# Features of a program: more than rows are kept of a block, or the warps would share a product otherwise. Fewer of
+# float32, of whose three parts each value takes more registers.
+_TILE, _WIDE_TILE = 64, 32
 # Values of the sketch that a thread holds. 128 take 15 to 20 % less instructions, as entries of H serve more of them,
 # but all 255 registers: they are for int4's groups at ratio 0.5, centred, which would spill in eight warps.
 _VALUES, _MANY_VALUES = 64, 128
+# Warps of 64 features of float32: 32 or 64 values a thread.
+_WIDE_WARPS = 8
 # Blocks that are read at a time: a multiprocessor has few programs, which would all wait for one after the other. Where
 # these are all that a program reads, it holds them in registers while it draws what is random; of more, that would
-# leave registers for fewer programs.
+# leave registers for fewer programs. Half of them where each number has an address of its own, and of float32.
 _AT_ONCE = 4
-# Fewer where each number has an address of its own, for which there would be no registers.
-_AT_ONCE_UNALIGNED = 2
-# float32, in three parts, would spill on gfx942.
-_HALVES = (torch.bfloat16, torch.float16)
 # Arguments that follow from the number of rows: a kernel compiled for one number serves all.
 _ANY_ROWS = ("rows", "blocks", "shortest", "longer")
 
@@ -149,6 +148,7 @@ def _hadamard_sketch_quantized_kernel(
     BITS: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     DTYPE: tl.constexpr,
     BACKEND: tl.constexpr,
@@ -192,13 +192,16 @@ def _hadamard_sketch_quantized_kernel(
         in_group = (block - first_block) * KEPT + kept_place
         of_rows = tl.gather(ones_and_dither, in_group, 0)
         first, second = entries_of(tl.gather(low, in_group, 0), tl.gather(high, in_group, 0), CHUNK, DTYPE)
-        mine, more = awaited(x[index % AT_ONCE], BACKEND), awaited(more_of_x[index % AT_ONCE], BACKEND)
-        product = mixed(first, second, mine, more, False, UPCAST)
+        mine, more = x[index % AT_ONCE], more_of_x[index % AT_ONCE]
+        # float32 is cut into parts in registers first
+        if not IS_WIDE:
+            mine, more = awaited(mine, BACKEND), awaited(more, BACKEND)
+        product = mixed(first, second, mine, more, IS_WIDE, UPCAST)
         if HAS_MEAN:
             # in as many equal rows as the sketch has: nothing has to be exchanged
             is_block = tl.zeros((KEPT, CHUNK // 2), DTYPE)
             is_block += tl.where(first_block + index < blocks, 1.0, 0.0).to(DTYPE)
-            sums = mixed(is_block, is_block, mine, more, False, UPCAST, sums)
+            sums = mixed(is_block, is_block, mine, more, IS_WIDE, UPCAST, sums)
             product -= (of_rows >> 16).to(tl.float32)[:, None] * mean[None, :]
         if index == 0:
             least, largest = extremes(product, product, product, True, IS_FP8)
@@ -250,25 +253,29 @@ def _hadamard_sketch_quantized_kernel(
 @lru_cache
 def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool, aligned: bool) -> Constants:
     """Constants of the kernel; the launcher and `builds` share them."""
-    degree = ORDER.bit_length() - 1
+    degree, wide = ORDER.bit_length() - 1, dtype == torch.float32
+    tile = _WIDE_TILE if wide and kept < _WIDE_TILE else _TILE
     values = {
         "DEGREE": degree,
         "POLYNOMIAL": hadamard.POLYNOMIALS[degree],
         "KEPT": kept,
         "BLOCKS": group // kept,
         "CHUNK": ORDER,
-        "TILE": _TILE,
-        "AT_ONCE": min(_AT_ONCE, group // kept) if aligned else _AT_ONCE_UNALIGNED,
+        "TILE": tile,
+        "AT_ONCE": min(group // kept, _AT_ONCE >> (wide + (not aligned))),
         "BITS": low_bit.BITS[kind],
         "IS_FP8": kind == low_bit.FP8,
         "HAS_MEAN": mean,
+        "IS_WIDE": wide,
         "UPCAST": IS_INTERPRETED,
         "DTYPE": tl.float32 if IS_INTERPRETED else tl.float16 if dtype == torch.float16 else tl.bfloat16,
         "BACKEND": compiled_backend() if group // kept <= _AT_ONCE else None,
     }
+    if wide:
+        return Constants(values, num_warps=_WIDE_WARPS * tile // _TILE)
     # 4 warps for the 128 rows of int8's groups, and 8 for the 256 of int4's but in one case
     held = _MANY_VALUES if mean and group > 128 and kept == 32 and aligned else _VALUES
-    return Constants(values, num_warps=max(4, group * _TILE // (32 * held)))
+    return Constants(values, num_warps=max(4, group * tile // (32 * held)))
 
 
 def hadamard_sketch_quantized(
@@ -284,7 +291,7 @@ def hadamard_sketch_quantized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
 
-    What `shapes.holds` denies, and what comes in float32, is sketched into memory first, in float32.
+    What `shapes.holds` denies is sketched into memory first, in float32.
 
     Args:
         x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
@@ -304,8 +311,9 @@ def hadamard_sketch_quantized(
     """
     rows, features = x.shape
     # products are scaled after the extremes have been found: any other scale would round these in another way
-    is_held = math.frexp(scale)[0] == 0.5 and holds(rows, blocks=blocks, kept=kept, kind=kind, group=group)
-    if x.numel() == 0 or x.dtype not in _HALVES or not is_held:
+    is_scaled_after = math.frexp(scale)[0] == 0.5
+    is_held = holds(rows, blocks=blocks, kept=kept, kind=kind, group=group, dtype=x.dtype)
+    if x.numel() == 0 or not is_scaled_after or not is_held:
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
         if mean is None:
             sketch = hadamard_sketch(x, seed, None, **options)
@@ -338,8 +346,8 @@ def hadamard_sketch_quantized(
         0 if mean is None else mean.stride(0),
         scale,
     )
-    grid = (steps.shape[0] * ceil_div(features, _TILE), 1, 1)
     constants = _constants(kept, x.dtype, kind, group, mean is not None, are_rows_aligned(x))
+    grid = (steps.shape[0] * ceil_div(features, constants["TILE"]), 1, 1)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not
     left = torch.empty(0, dtype=torch.float32, device=x.device) if rest is None else rest.sum(0)
@@ -350,14 +358,16 @@ def builds() -> list[Build]:
     """Return what a training run compiles: ratios 0.5 and 0.25 of full blocks.
 
     Returns:
-        All kinds in bfloat16, with a mean and without; with one, int8 and int4 in float16 at one ratio, and all kinds
-        of rows that begin anywhere. int4, and ratio 0.5, for NVIDIA's GPUs alone, see `shapes`.
+        All kinds in bfloat16, with a mean and without, and in float32 with one; int8 and int4 in float16 at one ratio,
+        and rows that begin anywhere. Not all for AMD's GPUs, see `shapes`.
     """
     found = []
     for kind, kept in itertools.product(("int8", low_bit.FP8, "int4"), (32, 16)):
         found += [_build(kind, kept, torch.bfloat16, centred) for centred in (False, True)]
+        found.append(_build(kind, kept, torch.float32, True))
     found += [_build(kind, 32, torch.float16, True) for kind in ("int8", "int4")]
-    return [*found, *(_build(kind, 32, torch.bfloat16, True, aligned=False) for kind in ("int8", low_bit.FP8, "int4"))]
+    found += [_build(kind, 32, torch.bfloat16, True, aligned=False) for kind in ("int8", low_bit.FP8, "int4")]
+    return [*found, *(_build(kind, kept, torch.float32, True, aligned=False) for kind, kept in (("int8", 32), ("int4", 16)))]
 
 
 def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool, aligned: bool = True) -> Build:
@@ -383,5 +393,5 @@ def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool, aligned: boo
         (*pointers, *sizes) if aligned else pointers,
         num_warps=shared.num_warps,
         uses_tensor_cores=True,
-        backends=tuple(backend for backend, most in MOST_ROWS.items() if group <= most and kept in KEPT[backend]),
+        backends=tuple(backend for backend in LIMITS if fits(backend, kept=kept, group=group, dtype=dtype)),
     )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rmm_linear_kernels.builds import TYPE_NAMES
 from rmm_linear_kernels.hadamard_sketch.kernel import hadamard_sketch
 from rmm_linear_kernels.hadamard_sketch_quantized import kernel, reference
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
@@ -14,6 +15,7 @@ from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes, rounde
 pytestmark = pytest.mark.usefixtures("nan_poison")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NAMED = {f"*{TYPE_NAMES[dtype]}": dtype for dtype in DTYPES}
 # kind, kept, rows of a group, rows of x: one group and a part of one; blocks of 63 and 64 rows; the library's groups
 CASES = [
     ("int8", 32, 64, 187),
@@ -86,7 +88,7 @@ def test_codes_steps_and_offsets_are_the_twin_s(kind, kept, group, rows, centred
     x, mean = uneven(rows, 69, device)
     seed = torch.tensor(11, device=device)
     how = options(kind, kept, group, rows)
-    assert holds(rows, blocks=how["blocks"], kept=kept, kind=kind, group=group)
+    assert holds(rows, blocks=how["blocks"], kept=kept, kind=kind, group=group, dtype=x.dtype)
     mean = mean if centred else None
     found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
     assert_the_twin_s(found, reference.hadamard_sketch_quantized(x, seed, mean, **how), kind=kind, group=group)
@@ -95,12 +97,15 @@ def test_codes_steps_and_offsets_are_the_twin_s(kind, kept, group, rows, centred
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype, device):
-    x, mean = uneven(187, 37, device, dtype)
+@pytest.mark.parametrize(("kind", "kept", "group"), [("int8", 32, 64), (FP8, 16, 128), ("int4", 16, 64)])
+def test_dtypes(kind, kept, group, dtype, device, monkeypatch):
+    """In one kernel each: nothing goes by way of the memory."""
+    monkeypatch.setattr(kernel, "quantize", None)
+    x, mean = uneven(187, 101, device, dtype)
     seed = torch.tensor(-5, device=device)
-    how = options("int8", 32, 64, 187)
+    how = options(kind, kept, group, 187)
     found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
-    assert_the_twin_s(found, reference.hadamard_sketch_quantized(x, seed, mean, **how), kind="int8", group=64)
+    assert_the_twin_s(found, reference.hadamard_sketch_quantized(x, seed, mean, **how), kind=kind, group=group)
     assert_left_of_the_mean(found, x, seed, how)
 
 
@@ -218,7 +223,7 @@ def test_a_scale_that_is_no_power_of_2_rounds_no_code_around(scale, device):
 
 
 def test_what_a_program_holds():
-    full = {"blocks": 128, "kept": 32, "kind": "int8", "group": 128}
+    full = {"blocks": 128, "kept": 32, "kind": "int8", "group": 128, "dtype": torch.bfloat16}
     for change, expected in (
         ({}, True),
         ({"kept": 16}, True),
@@ -226,6 +231,9 @@ def test_what_a_program_holds():
         ({"kept": 8}, False),
         ({"kept": 64}, False),
         ({"kind": FP8}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, True),
+        ({"dtype": torch.float64}, False),
         ({"kind": "int4", "group": 256}, True),
         ({"kind": "int4", "group": 256, "kept": 16}, True),
         ({"kind": "int2", "group": 512}, False),
@@ -241,11 +249,11 @@ def test_what_a_program_holds():
     assert not holds(65 * 128, **full)
 
 
-def test_amd_s_gpus_take_two_steps_for_int4_and_for_half_of_the_rows(monkeypatch):
+def test_amd_s_gpus_take_two_steps_for_int4_half_of_the_rows_and_float32(monkeypatch):
     """What ships for each is what is launched there."""
     for version, backend in ((None, "cuda"), ("7.0", "hip")):
         monkeypatch.setattr(torch.version, "hip", version)
         for build in kernel.builds():
-            kind, kept = build.name.split()[1], build.constants["KEPT"]
-            is_held = holds(8192, blocks=128, kept=kept, kind=kind, group=1024 // BITS[kind])
+            kind, kept, dtype = build.name.split()[1], build.constants["KEPT"], NAMED[build.types["X"]]
+            is_held = holds(8192, blocks=128, kept=kept, kind=kind, group=1024 // BITS[kind], dtype=dtype)
             assert is_held == (backend in build.backends), build.name
