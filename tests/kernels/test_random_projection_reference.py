@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from rmm_linear_kernels.philox.reference import PROJECTION_STREAM, randint4x, randn4x
+from rmm_linear_kernels.philox.reference import PROJECTION_STREAM, cell_counters, randint4x, randn4x
 from rmm_linear_kernels.random_projection import reference
 
 SEED = torch.tensor(-7_000_000_001)
 
 
-def words(row_group, column, rank):
-    return randint4x(SEED, torch.tensor([row_group * rank + column + (PROJECTION_STREAM << 32)]))[:, 0]
+def cell(row_group, column):
+    """The counter of a cell: two of its words, and the third."""
+    return torch.tensor([(row_group + column) % (1 << 32) + (PROJECTION_STREAM << 32)]), torch.tensor([row_group])
 
 
 def whole(rows, rank, gaussian, dtype=torch.float32):
@@ -24,10 +25,9 @@ def test_an_element_s_bits_are_those_of_its_row_and_column(rank):
     assert signs.shape == normals.shape == (300, rank)
     for row in (0, 1, 2, 3, 4, 31, 32, 63, 96, 127, 128, 255, 256, 299):
         for column in {0, rank // 2, rank - 1}:
-            word = int(words(row // 128, column, rank)[row % 128 // 32])
+            word = int(randint4x(SEED, *cell(row // 128, column))[row % 128 // 32, 0])
             assert signs[row, column] == 1 - 2 * (word >> row % 32 & 1)
-            counter = torch.tensor([row // 4 * rank + column + (PROJECTION_STREAM << 32)])
-            assert normals[row, column] == randn4x(SEED, counter)[row % 4, 0]
+            assert normals[row, column] == randn4x(SEED, *cell(row // 4, column))[row % 4, 0]
 
 
 @pytest.mark.parametrize("gaussian", [False, True])
@@ -64,12 +64,37 @@ def test_the_product_is_that_with_the_whole_of_s(rows, gaussian, monkeypatch):
         torch.testing.assert_close(got, expected)
 
 
-def test_more_entries_than_random_bits_are_refused():
-    """Beyond 2**32 counters the stream's neighbour would begin."""
-    for gaussian, rows in ((True, 4), (False, 128)):
-        reference.check_size(rows=rows << 16, rank=1 << 16, gaussian=gaussian)
-        with pytest.raises(ValueError, match="lower the ratio"):
-            reference.check_size(rows=(rows << 16) + 1, rank=1 << 16, gaussian=gaussian)
-        x = torch.empty(1, 1).expand((rows << 16) + 1, 1)
-        with pytest.raises(ValueError, match="hadamard"):
-            reference.random_projection(x, SEED, None, rank=1 << 16, gaussian=gaussian, scale=1.0, dtype=torch.float32)
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_rows_and_columns_of_any_number_have_entries_of_their_own(gaussian):
+    """A counter of one index would come round again after 2**32 cells."""
+    per_counter = 4 if gaussian else 128
+    columns, starts = 300, [0, 1, 299, (1 << 16) - 1, 1 << 31, (1 << 32) - 1]
+    parts = [
+        reference.projection_slab(
+            SEED, first_row=start * per_counter, rows=per_counter, rank=columns, gaussian=gaussian, dtype=torch.float64
+        )
+        for start in starts
+    ]
+    entries = torch.cat(parts, 1).t()
+    entries = entries / entries.norm(dim=1, keepdim=True)
+    # all 1800 columns of 4 or 128 numbers are different ones
+    assert torch.unique(entries, dim=0).shape[0] == len(starts) * columns
+    # and 1800 * 1799 / 2 pairs are as alike as independent ones are
+    pairs = (entries @ entries.t()).tril(-1)
+    count = entries.shape[0] * (entries.shape[0] - 1) / 2
+    assert abs(float(pairs.square().sum()) / count * per_counter - 1) < 0.02
+    assert abs(float(pairs.sum()) / count) * per_counter**0.5 < 5 * count**-0.5
+
+
+def test_no_two_cells_have_one_counter():
+    """Of neighbouring groups and columns, at the beginning and where the sum passes 2**32."""
+    for first in (0, (1 << 32) - 40):
+        offset, other = cell_counters(first, 40, 50, stream=PROJECTION_STREAM, device=torch.device("cpu"))
+        assert offset.shape == other.shape == (2000,)
+        assert torch.unique(torch.stack((offset, other)), dim=1).shape[1] == 2000
+        assert torch.equal(offset >> 32, torch.full_like(offset, PROJECTION_STREAM))
+
+
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_a_projection_has_the_columns_of_one_with_more(gaussian):
+    assert torch.equal(whole(300, 5, gaussian), whole(300, 9, gaussian)[:, :5])

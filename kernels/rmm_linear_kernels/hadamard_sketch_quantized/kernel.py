@@ -367,7 +367,8 @@ def builds() -> list[Build]:
         found.append(_build(kind, kept, torch.float32, True))
     found += [_build(kind, 32, torch.float16, True) for kind in ("int8", "int4")]
     found += [_build(kind, 32, torch.bfloat16, True, aligned=False) for kind in ("int8", low_bit.FP8, "int4")]
-    return [*found, *(_build(kind, kept, torch.float32, True, aligned=False) for kind, kept in (("int8", 32), ("int4", 16)))]
+    found += [_build(*of, torch.float32, True, aligned=False) for of in (("int8", 32), ("int4", 16))]
+    return found
 
 
 def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool, aligned: bool = True) -> Build:

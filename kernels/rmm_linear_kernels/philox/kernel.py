@@ -1,7 +1,8 @@
 """Random bits inside Triton kernels: the words of `reference.py`, bit for bit, made in registers.
 
 Every function takes the 64-bit seed that the kernel loaded from memory, and indices of 32 bits: a stream of these
-kernels ends at 2**32 counters, which is far beyond any number of rows.
+kernels ends at 2**32 counters, which is far beyond any number of rows. A matrix may have more elements than that: its
+counters have two indices.
 """
 
 import triton
@@ -27,6 +28,13 @@ def words_of_counters(seed, counter, stream):
     low = counter.to(tl.uint32)
     zero = low * 0
     return tl.philox(seed, low, stream.to(tl.uint32), zero, zero)
+
+
+@triton.jit
+def words_of_cell(seed, group, column, STREAM: tl.constexpr):
+    """The four words of each cell of a matrix, uint32 (`reference.cell_counters`); of shapes that broadcast."""
+    third, stream = group.to(tl.uint32), tl.full((), STREAM, tl.uint32)
+    return tl.philox(seed, third + column.to(tl.uint32), stream, third, stream * 0)
 
 
 @triton.jit
@@ -63,9 +71,9 @@ def random_half(seed, index, STREAM: tl.constexpr):
 
 
 @triton.jit
-def normals_of_counter(seed, counter, STREAM: tl.constexpr):
-    """Four standard normals of each counter of a stream, float32 (`reference.randn4x`, up to rounding)."""
-    first, second, third, fourth = words_of_counter(seed, counter, STREAM)
+def normals_of_cell(seed, group, column, STREAM: tl.constexpr):
+    """Four standard normals of each cell of a matrix, float32 (`reference.randn4x`, up to rounding)."""
+    first, second, third, fourth = words_of_cell(seed, group, column, STREAM)
     cosine, sine = _box_muller(first, second)
     other_cosine, other_sine = _box_muller(third, fourth)
     return cosine, sine, other_cosine, other_sine

@@ -28,12 +28,13 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
 
-def randint4x(seed: Tensor, offset: Tensor) -> Tensor:
+def randint4x(seed: Tensor, offset: Tensor, other: Tensor | None = None) -> Tensor:
     """Return the four 32-bit words of each Philox counter, as `tl.randint4x` does.
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
         offset: Counters, shape (count,), int64; the low and high 32 bits are the counter's first two words.
+        other: The counter's third word, shape (count,), int64 in [0, 2**32), or None for 0, which `tl.randint4x` has.
 
     Returns:
         Words in [0, 2**32), shape (4, ..., count), int64.
@@ -46,8 +47,9 @@ def randint4x(seed: Tensor, offset: Tensor) -> Tensor:
     rounds = torch.arange(_ROUNDS, device=seed.device).view(_ROUNDS, *(1 for _ in column))
     keys = (key + rounds * increments).bitwise_and_(_MASK32)  # (rounds, 2, ..., 1)
     zero = torch.zeros_like(offset)
+    third = zero if other is None else other
     # The two multiplied lanes (c0, c2) and the two others (c1, c3) are carried as pairs: half as many torch calls.
-    even = torch.stack((offset & _MASK32, zero)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
+    even = torch.stack((offset & _MASK32, third)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
     odd = torch.stack(((offset >> 32) & _MASK32, zero)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
     for key in keys.unbind(0):
         # The product of two 32-bit words wraps in int64, but all of its 64 bits are right; the mask undoes the sign.
@@ -55,6 +57,27 @@ def randint4x(seed: Tensor, offset: Tensor) -> Tensor:
         even = (product >> 32).bitwise_and_(_MASK32).bitwise_xor_(odd).bitwise_xor_(key)
         odd = product.bitwise_and_(_MASK32)
     return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def cell_counters(first: int, groups: int, columns: int, *, stream: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the counters of the cells of a matrix: one for each, whatever the size of the matrix.
+
+    Cell (group, column) has the counter (group + column, stream, group, 0), the sum modulo 2**32. (With the column
+    alone in the first word, a kernel would hold what the first round makes of it in registers that it lacks.)
+
+    Args:
+        first: First group of rows, all groups being below 2**32.
+        groups: Number of groups.
+        columns: Number of columns, at most 2**32.
+        stream: Which stream to read, in [0, 2**32).
+        device: Device of the result.
+
+    Returns:
+        What `randint4x` takes as `offset` and `other`, of all cells, row by row: two vectors.
+    """
+    group = torch.arange(first, first + groups, device=device).unsqueeze(1)
+    sums = (group + torch.arange(columns, device=device)) & _MASK32
+    return (sums + (stream << 32)).flatten(), group.expand_as(sums).flatten()
 
 
 def _pair(values: tuple[int, int], device: torch.device) -> Tensor:
@@ -127,17 +150,18 @@ def random_signs(
     return _signs(words, count, dtype)
 
 
-def randn4x(seed: Tensor, offset: Tensor) -> Tensor:
+def randn4x(seed: Tensor, offset: Tensor, other: Tensor | None = None) -> Tensor:
     """Return four independent standard normals of each counter by Box-Muller, as `tl.randn4x` does (up to rounding).
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
         offset: Counters, shape (count,), int64, as in `randint4x`.
+        other: As in `randint4x`.
 
     Returns:
         Normals, shape (4, ..., count), float32.
     """
-    words = randint4x(seed, offset)
+    words = randint4x(seed, offset, other)
     # Triton folds the sign bit: u = (w < 2**31 ? w : ~w) * 2**-31, slightly less than 1 at most.
     words = torch.where(words >= 1 << 31, words.bitwise_xor(_MASK32), words)
     uniform = words.to(torch.float32).mul_(4.6566127342e-10)

@@ -19,8 +19,7 @@ from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
-from ..philox.kernel import PROJECTION_STREAM, normals_of_counter, words_of_counter
-from . import reference
+from ..philox.kernel import PROJECTION_STREAM, normals_of_cell, words_of_cell
 
 # x of the next step is on its way while this step's tile of S is made.
 _STAGES = 2
@@ -52,10 +51,9 @@ def _sum_of_signs(word, present):
 
 
 @triton.jit
-def _sign_words(seed, first, column, rank):
+def _sign_words(seed, first, column):
     """Bits of the signs of 64 rows of each column, two words; the rows are those around `first`, aligned to 64."""
-    counter = (first // 128).to(tl.uint32) * rank.to(tl.uint32) + column.to(tl.uint32)
-    one, two, three, four = words_of_counter(seed, counter, PROJECTION_STREAM)
+    one, two, three, four = words_of_cell(seed, first // 128, column, PROJECTION_STREAM)
     is_second_half = (first & 64) != 0
     return tl.where(is_second_half, three, one), tl.where(is_second_half, four, two)
 
@@ -129,8 +127,7 @@ def _random_projection_kernel(
             x = x.to(tl.float32)
         if GAUSSIAN:
             group = first // 4 + tl.arange(0, BLOCK_ROWS // 4)
-            counter = group.to(tl.uint32)[None, :] * rank.to(tl.uint32) + column.to(tl.uint32)[:, None]
-            one, two, three, four = normals_of_counter(seed, counter, PROJECTION_STREAM)
+            one, two, three, four = normals_of_cell(seed, group[None, :], column[:, None], PROJECTION_STREAM)
             if HAS_MEAN:
                 present = (rows - 4 * group)[None, :]
                 ones += tl.where(present > 0, one, 0.0) + tl.where(present > 1, two, 0.0)
@@ -143,7 +140,7 @@ def _random_projection_kernel(
                 low = entries - high
                 entries = tl.join(high.to(x.dtype), low.to(x.dtype)).reshape(BLOCK_RANK, 2 * BLOCK_ROWS)
         else:
-            low, high = _sign_words(seed, first, column, rank)
+            low, high = _sign_words(seed, first, column)
             if BLOCK_ROWS == 32:
                 low = tl.where((first & 32) != 0, high, low)
             entries = _signs(low, high, BLOCK_RANK, BLOCK_ROWS)
@@ -157,7 +154,7 @@ def _random_projection_kernel(
             count = tl.zeros((BLOCK_RANK,), tl.int32)
             for step in range((steps if STEPS is None else STEPS) * BLOCK_ROWS // 64):
                 first = split * steps * BLOCK_ROWS + step * 64
-                low, high = _sign_words(seed, first, column, rank)
+                low, high = _sign_words(seed, first, column)
                 count += _sum_of_signs(low, rows - first) + _sum_of_signs(high, rows - first - 32)
             total = count.to(tl.float32)
         sums -= total[:, None] * mean[None, :]
@@ -215,12 +212,8 @@ def random_projection(
 
     Returns:
         Shape (rank, features).
-
-    Raises:
-        ValueError: If R needs more than 2**32 counters.
     """
     rows, features = x.shape
-    reference.check_size(rows=rows, rank=rank, gaussian=gaussian)
     out = torch.empty((rank, features), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out

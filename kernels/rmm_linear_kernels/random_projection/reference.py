@@ -1,10 +1,13 @@
 """Dense random projections in plain torch: S with independent Gaussian or +-1 entries, never held as a whole.
 
 A counter of the projection stream serves neighbouring rows of one column, so that whoever makes a tile of S computes
-few counters, and may begin at any row that is a multiple of theirs:
+few counters, and may begin at any row that is a multiple of theirs. Both indices are in the counter, so that S may be
+of any size, and has the same first columns whatever its rank:
 
-    signs     element (row, column) = bit row % 32 of word row % 128 // 32 of counter row // 128 * rank + column
-    normals   element (row, column) = normal row % 4 of counter row // 4 * rank + column
+    signs     element (row, column) = bit row % 32 of word row % 128 // 32 of cell (row // 128, column)
+    normals   element (row, column) = normal row % 4 of cell (row // 4, column)
+
+`philox.reference.cell_counters` tells which counter a cell has.
 """
 
 import math
@@ -12,37 +15,15 @@ import math
 import torch
 from torch import Tensor
 
-from ..philox.reference import PROJECTION_STREAM, randint4x, randn4x
+from ..philox.reference import PROJECTION_STREAM, cell_counters, randint4x, randn4x
 
 # Rows of a column that one counter serves.
 SIGN_ROWS = 128
 NORMAL_ROWS = 4
-# Counters of a stream: its number takes the counter's other 32 bits.
-_MAX_COUNTERS = 1 << 32
 # Elements of S generated at a time.
 _SLAB_ELEMENTS = 1 << 20
 # Counters that normals are made of at a time: the integers of one large piece would not fit a processor's cache.
 _PIECE = 1 << 13
-
-
-def check_size(*, rows: int, rank: int, gaussian: bool) -> None:
-    """Refuse a projection that has more entries than its stream has random bits.
-
-    Args:
-        rows: Rows of S.
-        rank: Columns of S.
-        gaussian: Whether the entries are normals.
-
-    Raises:
-        ValueError: If S needs more than 2**32 counters.
-    """
-    per_counter = NORMAL_ROWS if gaussian else SIGN_ROWS
-    if math.ceil(rows / per_counter) * rank > _MAX_COUNTERS:
-        kind = "Gaussian" if gaussian else "+-1"
-        raise ValueError(
-            f"a {kind} projection of {rows} rows to {rank} has more than the {per_counter * _MAX_COUNTERS:.3g} entries"
-            " that its random stream serves; lower the ratio, or use the 'hadamard' sketch, which has no such bound"
-        )
 
 
 def projection_slab(
@@ -60,35 +41,30 @@ def projection_slab(
 
     Returns:
         Shape (..., rows, rank).
-
-    Raises:
-        ValueError: If S needs more than 2**32 counters.
     """
-    check_size(rows=first_row + rows, rank=rank, gaussian=gaussian)
     per_counter = NORMAL_ROWS if gaussian else SIGN_ROWS
     assert first_row % per_counter == 0
-    first, groups = first_row // per_counter * rank, math.ceil(rows / per_counter)
-    offset = torch.arange(first, first + groups * rank, device=seed.device) + (PROJECTION_STREAM << 32)
     make = _normals if gaussian else _signs
-    slab = make(seed, offset.view(groups, rank), dtype)
+    slab = make(seed, first_row // per_counter, math.ceil(rows / per_counter), rank, dtype)
     return slab.flatten(-3, -2)[..., :rows, :]
 
 
-def _normals(seed: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """Normals of a grid of counters (groups, rank), shape (..., groups, 4, rank)."""
-    groups, rank = offset.shape
+def _normals(seed: Tensor, first: int, groups: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Normals of some groups of rows, shape (..., groups, 4, rank)."""
     entries = torch.empty((*seed.shape, groups, NORMAL_ROWS, rank), dtype=dtype, device=seed.device)
     step = max(1, _PIECE // max(1, rank))
     for start in range(0, groups, step):
-        piece = offset[start : start + step]
-        normals = randn4x(seed, piece.flatten()).unflatten(-1, piece.shape)
-        entries[..., start : start + step, :, :] = normals.movedim(0, -2)
+        count = min(step, groups - start)
+        counters = cell_counters(first + start, count, rank, stream=PROJECTION_STREAM, device=seed.device)
+        normals = randn4x(seed, *counters).unflatten(-1, (count, rank))
+        entries[..., start : start + count, :, :] = normals.movedim(0, -2)
     return entries
 
 
-def _signs(seed: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """Signs of a grid of counters (groups, rank), shape (..., groups, 128, rank)."""
-    words = randint4x(seed, offset.flatten()).unflatten(-1, offset.shape).movedim(0, -2)
+def _signs(seed: Tensor, first: int, groups: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Signs of some groups of rows, shape (..., groups, 128, rank)."""
+    counters = cell_counters(first, groups, rank, stream=PROJECTION_STREAM, device=seed.device)
+    words = randint4x(seed, *counters).unflatten(-1, (groups, rank)).movedim(0, -2)
     # Bit b of a word goes where a float32 has its sign, the rest becomes the bits of 1.0.
     shift = torch.arange(31, -1, -1, dtype=torch.int32, device=seed.device).unsqueeze(1)
     bits = words.to(torch.int32).unsqueeze(-2) << shift
@@ -112,12 +88,8 @@ def random_projection(
 
     Returns:
         Shape (rank, features).
-
-    Raises:
-        ValueError: If S needs more than 2**32 counters.
     """
     rows, features = x.shape
-    check_size(rows=rows, rank=rank, gaussian=gaussian)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.new_zeros((rank, features), dtype=compute)
     ones = x.new_zeros((rank,), dtype=compute)

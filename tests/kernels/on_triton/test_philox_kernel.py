@@ -31,13 +31,15 @@ def _word_kernel(SEED, INDEX, OUT, COUNT: tl.constexpr, STREAM: tl.constexpr):
 
 
 @triton.jit
-def _normals_kernel(SEED, COUNTER, OUT, COUNT: tl.constexpr, STREAM: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    first, second, third, fourth = kernel.normals_of_counter(tl.load(SEED), tl.load(COUNTER + place), STREAM)
-    tl.store(OUT + place, first)
-    tl.store(OUT + COUNT + place, second)
-    tl.store(OUT + 2 * COUNT + place, third)
-    tl.store(OUT + 3 * COUNT + place, fourth)
+def _cell_kernel(SEED, OUT, first, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, NORMAL: tl.constexpr):
+    group, column = first + tl.arange(0, GROUPS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    if NORMAL:
+        numbers = kernel.normals_of_cell(tl.load(SEED), group, column, kernel.PROJECTION_STREAM)
+    else:
+        numbers = kernel.words_of_cell(tl.load(SEED), group, column, kernel.PROJECTION_STREAM)
+    place = tl.arange(0, GROUPS)[:, None] * COLUMNS + column
+    for index in tl.static_range(4):
+        tl.store(OUT + index * GROUPS * COLUMNS + place, numbers[index])
 
 
 def run(function, seed, index, stream, dtype, device):
@@ -65,14 +67,17 @@ def test_words_signs_and_halves_are_the_twin_s(seed, first, device):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_normals_are_the_twin_s_up_to_rounding(seed, device):
-    """The angle of a float32 in [0, 2 pi) is off by 2.4e-7, and the radius is at most 5.7."""
-    for first in (0, (1 << 32) - COUNT):
-        counter = torch.arange(first, first + COUNT)
-        out = torch.full((4, COUNT), torch.nan, device=device)
-        as_int32 = counter.to(torch.int32).to(device)
-        _normals_kernel[(1,)](
-            torch.tensor(seed, device=device), as_int32, out, COUNT=COUNT, STREAM=reference.PROJECTION_STREAM
-        )
-        expected = reference.randn4x(torch.tensor(seed), counter + (reference.PROJECTION_STREAM << 32))
-        assert (out.cpu() - expected).abs().max() <= 3e-6
+@pytest.mark.parametrize("first", [0, (1 << 31) - 16, -8])
+def test_cells_are_the_twin_s(seed, first, device):
+    """The words bit for bit; an angle of float32 in [0, 2 pi) is off by 2.4e-7, and the radius is at most 5.7."""
+    key, unsigned = torch.tensor(seed, device=device), first % (1 << 32)
+    groups = min(32, (1 << 32) - unsigned)
+    counters = reference.cell_counters(
+        unsigned, groups, 64, stream=reference.PROJECTION_STREAM, device=torch.device("cpu")
+    )
+    for normal, dtype in ((False, torch.int64), (True, torch.float32)):
+        out = torch.zeros(4, groups, 64, dtype=dtype, device=device)
+        _cell_kernel[(1,)](key, out, first, GROUPS=groups, COLUMNS=64, NORMAL=normal)
+        twin = reference.randn4x if normal else reference.randint4x
+        expected = twin(torch.tensor(seed), *counters).view(out.shape)
+        assert (out.cpu() - expected).abs().max() <= 3e-6 * normal

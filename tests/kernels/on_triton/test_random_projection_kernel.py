@@ -148,14 +148,6 @@ def test_nothing_comes_of_nothing(gaussian, device, nan_poison):
             assert torch.equal(found, reference.random_projection(x, seed, mean, **arguments))
 
 
-def test_more_entries_than_random_bits_are_refused(device):
-    x = torch.empty(1, 1, device=device).expand(1 << 19, 1)
-    with pytest.raises(ValueError, match="lower the ratio"):
-        kernel.random_projection(
-            x, torch.tensor(3, device=device), None, rank=1 << 17, gaussian=True, scale=1.0, dtype=torch.float32
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gaussian", [False, True])
 def test_elements_beyond_two_to_the_31(gaussian, device):
