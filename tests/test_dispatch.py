@@ -394,9 +394,9 @@ def test_a_sketch_is_rounded_in_its_own_pass_where_a_program_holds_its_groups(st
             torch.testing.assert_close(found.tensors[-1], expected.tensors[-1] - taken_off, rtol=1e-5, atol=1e-6)
         names = [name for name, _ in calls]
         sketch_kernel = "hadamard_sketch_and_sums" if center else "hadamard_sketch"
-        to_codes = ["hadamard_sketch_quantized"] if is_held else [sketch_kernel, "quantize"]
-        # what the codes stand for is taken off the mean: on the way to them, or once they are there
-        to_codes += ["mean_less_codes"] if center and not is_held else []
+        # what the codes stand for is taken off the mean on the way to them
+        in_two = [sketch_kernel, "quantize_and_mean" if center else "quantize"]
+        to_codes = ["hadamard_sketch_quantized"] if is_held else in_two
         assert names == (["sampled_mean", *to_codes] if center else to_codes)
         # on a CPU there is one way
         assert sketched.compress(x, seed).tensors[0].equal(expected.tensors[0])
@@ -478,7 +478,7 @@ def test_a_centred_layer_in_low_bits_has_the_gradients_of_plain_torch(storage, r
     assert all((weights - exact).norm() > 0.2 * exact.norm() for weights, _ in expected)
     calls = twins_for_kernels(monkeypatch)
     is_held = kept != 19
-    in_two = ["hadamard_sketch_and_sums", "quantize", "mean_less_codes"]
+    in_two = ["hadamard_sketch_and_sums", "quantize_and_mean"]
     of_x = ["sampled_mean", *(["hadamard_sketch_quantized"] if is_held else in_two)]
     for choice, rule in (("auto", True), ("auto", False), ("triton", False)):
         monkeypatch.setattr("rmm_linear.ops.grad_weight.reads_codes", lambda *sizes, rule=rule: rule)

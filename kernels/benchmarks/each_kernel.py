@@ -32,7 +32,7 @@ from torch import Tensor
 from rmm_linear_kernels.hadamard_at_once.reference import holds_gradient
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
-from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes, rounded_dtype
+from rmm_linear_kernels.quantize_and_mean.reference import mean_less_codes, rounded_dtype
 from rmm_linear_kernels.row_sampling.reference import sampling_weights
 
 TINY_SHAPES = ((256, 48, 80),)
@@ -457,40 +457,29 @@ def _quantized_sketch_cases(
             """What it competes with: the sketch by way of the memory."""
             centred = arguments["mean"] is not None
             module = "kernel" if seed.is_cuda else "reference"
-            sketch, rounding, left = (
+            sketch, rounding = (
                 implementation(op, function, module) or implementation(op, function, "reference")
                 for op, function in (
                     ("hadamard_sketch", "hadamard_sketch_and_sums" if centred else "hadamard_sketch"),
-                    ("low_bit", "quantize"),
-                    ("mean_less_codes", "mean_less_codes"),
+                    ("quantize_and_mean", "quantize_and_mean") if centred else ("low_bit", "quantize"),
                 )
             )
             assert sketch is not None
             assert rounding is not None
-            assert left is not None
             how = {name: arguments[name] for name in ("kind", "group")}
             y = call(sketch, arguments)
             if not centred:
                 return rounding(y, seed, None, **how)[0]
-            y, sums = y
-            codes = rounding(y, seed, None, **how)
             more = {name: arguments[name] for name in ("blocks", "kept", "scale")}
             more |= {"rows": rows, "decoded": rounded_dtype(dtype, arguments["kind"], blocks)}
-            return left(sums, *codes, seed, **how, **more)
+            y, sums = y
+            return rounding(y, seed, None, sums, **how, **more)[0]
 
         def read_back(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
-            how = {name: arguments[name] for name in ("kind", "group")}
-            *codes, rest = result
-            y = dequantize(*codes, seed, **how, features=arguments["x"].shape[1]).double()
-            if not rest.numel():
-                return y
-            # one more row: the error of what is left of the sum of x next to these codes
-            more = {name: arguments[name] for name in ("blocks", "kept")}
-            more |= {"rows": rows, "decoded": rounded_dtype(dtype, arguments["kind"], blocks)}
             scale = 1 / (arguments["kept"] * arguments["scale"])
             sums = arguments["x"].double().sum(0, keepdim=True)
-            expected = mean_less_codes(sums, *codes, seed, **how, **more, scale=scale)
-            return torch.cat((y, (rest.double() - expected).unsqueeze(0) * rows))
+            decoded = rounded_dtype(dtype, arguments["kind"], blocks)
+            return _values_and_rest(result, arguments | {"rows": rows, "scale": scale, "decoded": decoded}, sums)
 
         yield Case(
             "hadamard_sketch_quantized",
@@ -505,27 +494,46 @@ def _quantized_sketch_cases(
             value=read_back,
         )
     rank = roofline.rank_of(rows, 0.1)
-    for kind in KINDS:
+    for kind, of_sketch in itertools.product(KINDS, (True, False)):
 
-        def centred_codes(kind: str = kind) -> Arguments:
-            sums = normal(blocks, features).float() * (rows / blocks) ** 0.5
-            more = {"rows": rows, "blocks": blocks, "kept": rank // blocks, "scale": 8 * blocks / rank}
-            return (
-                _stored(normal(rank, features), seed, kind)
-                | more
-                | {"sums": sums, "decoded": rounded_dtype(dtype, kind, blocks)}
-            )
+        def centred(kind: str = kind, of_sketch: bool = of_sketch) -> Arguments:
+            """A sketch, or x itself."""
+            where: Arguments = {"y": normal(rows, features), "sums": None, "blocks": 0, "kept": 1, "scale": 1.0}
+            if of_sketch:
+                where = {"y": normal(rank, features), "sums": normal(blocks, features).float() * (rows / blocks) ** 0.5}
+                where |= {"blocks": blocks, "kept": rank // blocks, "scale": 8 * blocks / rank}
+            mean = None if of_sketch else where["y"].float().mean(0)
+            decoded = rounded_dtype(dtype, kind, where["blocks"])
+            group = roofline.GROUP_BITS // BITS[kind]
+            return where | {"seed": seed, "mean": mean, "rows": rows, "kind": kind, "group": group, "decoded": decoded}
+
+        def and_rest(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
+            sums = arguments["y"].sum(0, keepdim=True) if arguments["sums"] is None else arguments["sums"]
+            return _values_and_rest(result, arguments, sums.double())
 
         yield Case(
-            "mean_less_codes",
-            "mean_less_codes",
-            f"mean_less_codes, {kind}, ratio 0.1",
+            "quantize_and_mean",
+            "quantize_and_mean",
+            f"quantize_and_mean to {kind}, {'ratio 0.1' if of_sketch else 'x itself'}",
             rows,
             features,
             0,
-            roofline.mean_less_codes(rows, features, rank, BITS[kind]),
-            centred_codes,
+            roofline.quantize_and_mean(rows, features, rank if of_sketch else 0, BITS[kind]),
+            centred,
+            value=and_rest,
         )
+
+
+def _values_and_rest(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments, sums: Tensor) -> Tensor:
+    """What the codes stand for, and in one more row the error of what is left of the sum of x next to these codes."""
+    *codes, rest = result
+    seed, how = arguments["seed"], {name: arguments[name] for name in ("kind", "group")}
+    y = dequantize(*codes, seed, **how, features=codes[1].shape[1]).double()
+    if not rest.numel():
+        return y
+    more = {name: arguments[name] for name in ("rows", "blocks", "kept", "scale", "decoded")}
+    expected = mean_less_codes(sums, *codes, seed, **how, **more)
+    return torch.cat((y, (rest.double() - expected).unsqueeze(0) * arguments["rows"]))
 
 
 def _product_cases(
@@ -646,6 +654,9 @@ def measured_errors(case: Case, device: torch.device) -> tuple[float, float | No
     if case.function == "quantize":
         # Rounding is the op: what was rounded is the truth.
         exact = arguments["y"].double()
+    elif case.function == "quantize_and_mean":
+        y = arguments["y"].double() - (0.0 if arguments["mean"] is None else arguments["mean"].double())
+        exact = torch.cat((y, torch.zeros_like(y[:1])))
     elif case.function == "hadamard_sketch_quantized":
         exact = _exact_sketch(arguments)
     else:

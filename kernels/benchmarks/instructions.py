@@ -88,7 +88,7 @@ def counted() -> dict[str, Counted]:
 
 
 def _is_known(build: Build) -> bool:
-    return build.name.startswith(("hadamard_sketch", "quantize", "dequantize", "mean_less_codes"))
+    return build.name.startswith(("hadamard_sketch", "quantize", "dequantize"))
 
 
 def seconds(
@@ -152,7 +152,7 @@ def codes_of_x(rows: int, features: int, ratio: float) -> list[Kernel]:
     Args:
         rows: Rows of x.
         features: Its columns.
-        ratio: 0.5 or 0.25, of one launch; or 0.1, of three.
+        ratio: 0.5 or 0.25, of one launch; or 0.1, of two.
 
     Returns:
         The launches.
@@ -164,11 +164,10 @@ def codes_of_x(rows: int, features: int, ratio: float) -> list[Kernel]:
     cost = roofline.hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True)
     return [
         Kernel(f"hadamard_sketch x for codes bf16 order=64 kept={kept}", rows * features, cost),
-        Kernel("quantize int8 bf16", rank * features, roofline.quantize(rank, features, 8)),
         Kernel(
-            "mean_less_codes int8 fp32 order=64 share=1",
+            "quantize_and_mean int8 bf16 order=64 share=32",
             rank * features,
-            roofline.mean_less_codes(rows, features, rank, 8),
+            roofline.quantize_and_mean(rows, features, rank, 8),
         ),
     ]
 

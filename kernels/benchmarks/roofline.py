@@ -31,8 +31,6 @@ _HALF, _WIDE, _SEED = 2, 4, 8
 GROUP_BITS = 1024
 # Rows out of which the mean is guessed that is taken off x.
 SAMPLE = 256
-# Rows of codes of a program that takes what they stand for off the mean.
-MEAN_ROWS = 64
 # Share of the data sheet's rates that a large copy and a large matrix product reach.
 COPY_SHARE, PRODUCT_SHARE = 0.9, 0.75
 
@@ -231,20 +229,22 @@ def hadamard_sketch_quantized(
     return Cost(moved, (2 * BLOCK_ROWS + 8) * rank * features)
 
 
-def mean_less_codes(rows: int, features: int, rank: int, bits: int) -> Cost:
-    """Return the cost of what the codes of a sketch take off the mean, and of the sum of the programs' parts.
+def quantize_and_mean(rows: int, features: int, rank: int, bits: int) -> Cost:
+    """Return the cost of rounding to a few bits and of what the codes take off the mean, with the sum of its parts.
 
     Args:
-        rows: Rows of x, of whose blocks the sums are read.
+        rows: Rows of x.
         features: Their length.
-        rank: Rows of the sketch.
+        rank: Rows of the sketch, next to which the sums of the blocks of x are read; 0 for x itself, about a mean.
         bits: Bits of a code.
 
     Returns:
-        The cost: for every `MEAN_ROWS` rows of codes a sum is written and read again.
+        The cost: a part for every group of rows is written and read again.
     """
-    sums = -(-rows // BLOCK_ROWS) + 2 * -(-rank // MEAN_ROWS) + 1
-    return Cost(_codes(rank, features, bits) + _SEED + _WIDE * sums * features, 2 * rank * features)
+    read = rank or rows
+    sums = 2 * -(-read * bits // GROUP_BITS) + 1 + (-(-rows // BLOCK_ROWS) if rank else 1)
+    moved = _HALF * read * features + _codes(read, features, bits) + _SEED + _WIDE * sums * features
+    return Cost(moved, 10 * read * features)
 
 
 def random_projection(rows: int, features: int, rank: int) -> Cost:
@@ -483,7 +483,8 @@ def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple
             "hadamard_sketch_quantized of x - 1 m^T to int8, with its mean",
             hadamard_sketch_quantized(rows, features, rank, 8, with_sum=True, with_mean=True),
         ),
-        ("mean_less_codes, int8", mean_less_codes(rows, features, rank, 8)),
+        ("quantize_and_mean to int8", quantize_and_mean(rows, features, rank, 8)),
+        ("quantize_and_mean of x itself to int8", quantize_and_mean(rows, features, 0, 8)),
         ("low_bit, dequantize int8", dequantize(rank, features, 8)),
         ("outer_product_of_sums", outer_product_of_sums(-(-rows // BLOCK_ROWS), features, out)),
         ("sketched_grad_weight", sketched_grad_weight(rank, features, out)),
@@ -507,7 +508,8 @@ _FORMULAS = (
     ("low_bit, quantize to b bits", "2 rank in + rank in b (1/8 + 1/256)", "8 rank in"),
     ("hadamard_sketch_quantized to b bits", "2 rows in + rank in b (1/8 + 1/256)", "136 rank in"),
     ("hadamard_sketch_quantized of x - 1 m^T, with its mean", "2 rows in + rank in b (1/8 + 1/128)", "136 rank in"),
-    ("mean_less_codes of b bits", "rank in b (1/8 + 1/256) + in (rank / 8 + rows / 16)", "2 rank in"),
+    ("quantize_and_mean to b bits", "rank in (2 + b (1/8 + 3/256)) + in rows / 16", "10 rank in"),
+    ("quantize_and_mean of x itself to b bits", "rows in (2 + b (1/8 + 3/256))", "10 rows in"),
     ("low_bit, dequantize b bits", "rank in b (1/8 + 1/256) + 4 rank in", "4 rank in"),
     ("outer_product_of_sums", "4 out rows / 64 + 2 out (in + 1) + 4 in", "out in + out rows / 64"),
     ("sketched_grad_weight", "2 (rank out + rank in + out in)", "2 rank in out"),

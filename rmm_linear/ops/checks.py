@@ -19,7 +19,7 @@ from rmm_linear.ops.projections import (
     random_projection,
     sampled_mean,
 )
-from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized, mean_less_codes
+from rmm_linear.ops.quantized_sketch import codes_and_mean, hadamard_sketch_quantized
 from rmm_linear.ops.rows import gather_rows, importance_rows, sampling_weights, uniform_draws, weighted_draws
 from rmm_linear.ops.storage import Codes, dequantize, quantize
 
@@ -117,8 +117,8 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
         "sampled_mean": lambda: (sampled_mean(x),),
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
-        "mean_less_codes": lambda: (
-            mean_less_codes(sums_of_x, Codes(*codes, seed, **options), rows, **geometry, scale=8 / _KEPT, dtype=dtype),
+        "quantize_and_mean": lambda: codes_and_mean(
+            stored, seed, None, sums_of_x, rows=rows, **geometry, scale=8 / _KEPT, **options
         ),
         "outer_product_of_sums": lambda: _both(*outer_product_of_sums(sums, mean, dtype, dtype)),
         "sketched_grad_weight": lambda: sketched_grad_weight(

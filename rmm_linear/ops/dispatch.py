@@ -38,7 +38,7 @@ KERNELS = {
     "sampled_mean": "sampled_mean",
     "quantize": "low_bit",
     "dequantize": "low_bit",
-    "mean_less_codes": "mean_less_codes",
+    "quantize_and_mean": "quantize_and_mean",
     "outer_product_of_sums": "sketched_grad_weight",
     "sketched_grad_weight": "sketched_grad_weight",
     "sketched_grad_weight_low_bit": "sketched_grad_weight",

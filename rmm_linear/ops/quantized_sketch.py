@@ -8,12 +8,12 @@ from torch import Tensor
 from rmm_linear.ops.dispatch import run
 from rmm_linear.ops.projections import hadamard_scales
 from rmm_linear.ops.registration import define, result_dtype
-from rmm_linear.ops.storage import Codes, empty_codes
+from rmm_linear.ops.storage import empty_codes
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 from rmm_linear_kernels.hadamard_sketch_quantized import reference as _quantized
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
 from rmm_linear_kernels.low_bit import reference as _low_bit
-from rmm_linear_kernels.mean_less_codes import reference as _mean_less_codes
+from rmm_linear_kernels.quantize_and_mean import reference as _quantize_and_mean_twin
 
 
 @define(
@@ -39,33 +39,48 @@ def _hadamard_sketch_quantized(
         return codes, steps, offsets, x.new_empty(0, dtype=result_dtype(x, True))
     with_sums = _hadamard.hadamard_sketch_and_sums
     sketch, sums = run("hadamard_sketch_and_sums", with_sums, x, seed, mean, **options, dtype=x.dtype)
-    codes, steps, offsets = run("quantize", _low_bit.quantize, sketch, seed, None, kind=kind, group=group)
-    stored = Codes(codes, steps, offsets, seed, kind, group)
-    return codes, steps, offsets, mean_less_codes(sums, stored, rows, blocks, kept, factor, x.dtype)
+    options |= {"scale": factor, "kind": kind, "group": group}
+    return codes_and_mean(sketch, seed, None, sums, rows=rows, **options)
 
 
-def mean_less_codes(
-    sums: Tensor, stored: Codes, rows: int, blocks: int, kept: int, scale: float, dtype: torch.dtype
-) -> Tensor:
-    """Return the mean of x less X^T (S^T 1) / rows, for what codes stand for as X: a part of two operators.
+def codes_and_mean(
+    y: Tensor,
+    seed: Tensor,
+    mean: Tensor | None,
+    sums: Tensor | None,
+    *,
+    rows: int,
+    blocks: int,
+    kept: int,
+    scale: float,
+    kind: str,
+    group: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round y - 1 mean^T, and return the mean of x less X^T (S^T 1) / rows for what its codes stand for as X.
+
+    A part of two operators.
 
     Args:
-        sums: Sums of parts of x over their rows, shape (parts, features), float32 (float64 for float64).
-        stored: The codes of the Hadamard sketch, or of x itself.
+        y: The Hadamard sketch of x in x's dtype, or x itself.
+        seed: 0-d int64, of the sketch and of the rounding.
+        mean: Shape (features,), subtracted from every row of y, or None.
+        sums: Sums of parts of x over their rows, shape (parts, features), float32 (float64 for float64); None for x
+            itself.
         rows: Rows of x.
         blocks: Number of strided blocks of the sketch; 0 for x itself.
         kept: Hadamard rows kept of each block; 1 for x itself.
         scale: Factor of the +-1 combinations of g.
-        dtype: Dtype of x: what some codes stand for is rounded to it here, as it will be for the product.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows of y that share, in a column, a step and an offset.
 
     Returns:
-        Shape (features,), in the dtype of the sums.
+        Codes, steps and offsets; and what is left of the mean, shape (features,), in the dtype of the sums.
     """
-    *parts, kind, group = stored
-    options: dict[str, Any] = {"rows": rows, "blocks": blocks, "kept": kept, "scale": scale}
-    decoded = _mean_less_codes.rounded_dtype(dtype, kind, blocks)
-    twin = _mean_less_codes.mean_less_codes
-    return run("mean_less_codes", twin, sums, *parts, **options, kind=kind, group=group, decoded=decoded)
+    decoded = _quantize_and_mean_twin.rounded_dtype(y.dtype, kind, blocks)
+    options: dict[str, Any] = {"rows": rows, "blocks": blocks, "kept": kept, "scale": scale, "decoded": decoded}
+    twin = _quantize_and_mean_twin.quantize_and_mean
+    codes, steps, offsets, rest = run("quantize_and_mean", twin, y, seed, mean, sums, **options, kind=kind, group=group)
+    return codes, steps, offsets, rest
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_quantized")
@@ -108,10 +123,8 @@ def hadamard_sketch_quantized(
 def _quantize_and_mean(
     x: Tensor, seed: Tensor, mean: Tensor, kind: str, group: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes, steps, offsets = run("quantize", _low_bit.quantize, x, seed, mean, kind=kind, group=group)
-    sums = x.sum(0, dtype=result_dtype(x, True), keepdim=True)
-    stored = Codes(codes, steps, offsets, seed, kind, group)
-    return codes, steps, offsets, mean_less_codes(sums, stored, x.shape[0], 0, 1, 1.0, x.dtype)
+    options: dict[str, Any] = {"rows": x.shape[0], "blocks": 0, "kept": 1, "scale": 1.0}
+    return codes_and_mean(x, seed, mean, None, **options, kind=kind, group=group)
 
 
 @torch.library.register_fake("rmm_linear::quantize_and_mean")

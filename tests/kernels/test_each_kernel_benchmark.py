@@ -34,7 +34,7 @@ def test_a_processor_times_the_twins_of_every_op_that_has_a_kernel(each_kernel, 
         "row_gather",
         "row_sampling",
         "sampled_mean",
-        "mean_less_codes",
+        "quantize_and_mean",
         "low_bit",
         "sketched_grad_weight",
     }

@@ -23,7 +23,7 @@ from rmm_linear_kernels.hadamard_sketch import kernel as hadamard_sketch
 from rmm_linear_kernels.hadamard_sketch_quantized import kernel as quantized
 from rmm_linear_kernels.launching import Constants, Prepared, ceil_div, launch
 from rmm_linear_kernels.low_bit import kernel as low_bit
-from rmm_linear_kernels.mean_less_codes import kernel as mean_less
+from rmm_linear_kernels.quantize_and_mean import kernel as quantize_and_mean
 from rmm_linear_kernels.random_projection import kernel as random_projection
 from rmm_linear_kernels.row_gather import kernel as row_gather
 from rmm_linear_kernels.row_sampling import kernel as row_sampling
@@ -452,10 +452,11 @@ def calls_of_the_launchers():
         yield grad_weight, outer
     steps = torch.zeros(1, 16, dtype=torch.bfloat16)
     stored = (codes, steps, steps, seed)
-    for rows, blocks, kept in ((128, 2, 20), (40, 0, 1)):
+    for rows, blocks, kept, parts in ((128, 2, 20, torch.zeros(2, 16)), (40, 0, 1, None)):
         options = {"rows": rows, "blocks": blocks, "kept": kept, "scale": 0.5, "kind": "int8", "group": 64}
-        rest = partial(mean_less.mean_less_codes, torch.zeros(2, 16), *stored, **options, decoded=half.dtype)
-        yield mean_less, rest
+        centre = torch.zeros(16) if parts is None else None
+        both = partial(quantize_and_mean.quantize_and_mean, right[:40, :16], seed, centre, parts, decoded=half.dtype)
+        yield quantize_and_mean, partial(both, **options)
     yield (
         grad_weight,
         partial(grad_weight.sketched_grad_weight_low_bit, left, *stored, sums, None, kind="int8", group=64),
@@ -484,7 +485,7 @@ def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
         "_hadamard_sketch_quantized_kernel",
         "_grad_weight_kernel",
         "_low_bit_grad_weight_kernel",
-        "_mean_less_codes_kernel",
+        "_quantize_and_mean_kernel",
         "_outer_product_of_sums_kernel",
     }
     check(gpu, runs, cases)

@@ -58,10 +58,13 @@ def test_bytes_are_those_of_the_tensors(roofline) -> None:
         sums, mean = torch.zeros(stored[1].shape), torch.zeros(features)
         centred = roofline.hadamard_sketch_quantized(rows, features, rank, bits, with_sum=True, with_mean=True)
         assert centred.moved_bytes == x.nbytes + weight + sums.nbytes + mean.nbytes
-        parts = torch.zeros(-(-rank // roofline.MEAN_ROWS), features)
+        # read, next to the sketch: the sums of the blocks; and the parts, which are written, too
         sums_of_blocks = torch.zeros(-(-rows // roofline.BLOCK_ROWS), features)
-        moved = weight + sums_of_blocks.nbytes + 2 * parts.nbytes + mean.nbytes
-        assert roofline.mean_less_codes(rows, features, rank, bits).moved_bytes == moved
+        moved = y.nbytes + weight + sums_of_blocks.nbytes + 2 * sums.nbytes + mean.nbytes
+        assert roofline.quantize_and_mean(rows, features, rank, bits).moved_bytes == moved
+        of_x = low_bit.quantize(x, seed, None, kind=kind, group=group)
+        moved = x.nbytes + seed.nbytes + sum(part.nbytes for part in of_x) + 4 * of_x[1].nbytes + 2 * mean.nbytes
+        assert roofline.quantize_and_mean(rows, features, 0, bits).moved_bytes == moved
         value = low_bit.dequantize(*stored, seed, kind=kind, group=group, features=features)
         assert roofline.dequantize(rank, features, bits).moved_bytes == weight + value.nbytes
         g = torch.zeros(rank, out).bfloat16()

@@ -38,9 +38,9 @@ from ..low_bit.kernel import (
     store_scales,
     sums_of_codes,
 )
-from ..mean_less_codes.kernel import mean_less_codes
-from ..mean_less_codes.reference import rounded_dtype
 from ..philox.kernel import CHOICE_STREAM, ROUNDING_STREAM, SIGN_STREAM, half_of_words, words_in_order
+from ..quantize_and_mean.kernel import quantize_and_mean
+from ..quantize_and_mean.reference import rounded_dtype
 from .shapes import LIMITS, ORDER, fits, holds
 
 # Features of a program: more than rows are kept of a block, or the warps would share a product otherwise. Fewer of
@@ -307,7 +307,7 @@ def hadamard_sketch_quantized(
         Codes (blocks * kept, ceil(features * bits / 8)), uint8, steps (groups, features), bfloat16, and offsets of the
         same shape and dtype, (0,) for fp8: those of the reference, but where a sum that is rounded otherwise falls on
         the other side of an edge. With a mean, the mean of x less X^T (S^T 1) / rows, with X what the codes stand for,
-        rounded as `mean_less_codes.rounded_dtype` says, (features,), otherwise (0,), float32.
+        rounded as `quantize_and_mean.reference.rounded_dtype` says, (features,), otherwise (0,), float32.
     """
     rows, features = x.shape
     # products are scaled after the extremes have been found: any other scale would round these in another way
@@ -319,10 +319,9 @@ def hadamard_sketch_quantized(
             sketch = hadamard_sketch(x, seed, None, **options)
             return *quantize(sketch, seed, None, kind=kind, group=group), x.new_empty(0, dtype=torch.float32)
         sketch, sums = hadamard_sketch_and_sums(x, seed, mean, **options)
-        stored = quantize(sketch, seed, None, kind=kind, group=group)
         decoded = rounded_dtype(x.dtype, kind, blocks)
         options = {"blocks": blocks, "kept": kept, "scale": 1 / (kept * scale), "kind": kind, "group": group}
-        return *stored, mean_less_codes(sums, *stored, seed, rows=rows, **options, decoded=decoded)
+        return quantize_and_mean(sketch, seed, None, sums, rows=rows, **options, decoded=decoded)
     rank = blocks * kept
     codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
     steps = torch.empty((ceil_div(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..hadamard_sketch.reference import hadamard_sketch
 from ..low_bit.reference import quantize
-from ..mean_less_codes.reference import mean_less_codes, rounded_dtype
+from ..quantize_and_mean.reference import quantize_and_mean, rounded_dtype
 
 
 def hadamard_sketch_quantized(
@@ -39,14 +39,13 @@ def hadamard_sketch_quantized(
 
     Returns:
         Codes, steps and offsets of the (blocks * kept, features) sketch, as `low_bit.quantize` returns them; and, with
-        a mean, that of x less X^T (S^T 1) / rows, with X what the codes stand for,
-        rounded as `mean_less_codes.rounded_dtype` says, (features,), otherwise (0,), float32 (float64 for float64).
+        a mean, that of x less X^T (S^T 1) / rows, with X what the codes stand for, rounded as
+        `quantize_and_mean.reference.rounded_dtype` says, (features,), otherwise (0,), float32 (float64 for float64).
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
-    stored = quantize(sketch, seed, None, kind=kind, group=group)
     if mean is None:
-        return *stored, x.new_empty(0, dtype=wide)
+        return *quantize(sketch, seed, None, kind=kind, group=group), x.new_empty(0, dtype=wide)
     sums, decoded = x.sum(0, dtype=wide, keepdim=True), rounded_dtype(x.dtype, kind, blocks)
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": 1 / (kept * scale), "kind": kind}
-    return *stored, mean_less_codes(sums, *stored, seed, rows=x.shape[0], **options, group=group, decoded=decoded)
+    return quantize_and_mean(sketch, seed, None, sums, rows=x.shape[0], **options, group=group, decoded=decoded)

@@ -120,6 +120,16 @@ def values_of_codes(codes, step, offset, of_row, of_column, IS_FP8: tl.constexpr
 
 
 @triton.jit
+def values_of_halves(
+    codes, half_step, minus_half_offset, of_row, of_column, IS_FP8: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Half of what codes stand for, out of what `store_scales` returned: to the bit that of `scales_of` times 1/2."""
+    offset = half_step * _CENTRE - minus_half_offset
+    step = half_step if IS_FP8 else half_step * 2.0**-15
+    return values_of_codes(codes, step, offset, of_row, of_column, IS_FP8, INTERPRETED)
+
+
+@triton.jit
 def scales_of(STEPS, OFFSETS, scales, is_column, FACTOR: tl.constexpr, IS_FP8: tl.constexpr):
     """What `values_of_codes` wants of the steps and offsets of a group, for values times a factor."""
     step = widened(tl.load(STEPS + scales, is_column, other=0)) * FACTOR
@@ -175,7 +185,7 @@ def decoded(
 
 
 @triton.jit
-def _centred(Y, y_row, y_column, mean, row, column, is_column):
+def centred_rows(Y, y_row, y_column, mean, row, column, is_column):
     """Rows of y - mean, float32; 0 - mean in columns that are not there."""
     at = Y + row.to(tl.int64)[:, None] * y_row + column.to(tl.int64)[None, :] * y_column
     y = tl.load(at, mask=is_column[None, :], other=0)
@@ -316,6 +326,32 @@ def store_codes(
         tl.store(to, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), inside)
 
 
+@triton.jit
+def extremes_of_group(
+    Y,
+    y_row,
+    y_column,
+    mean,
+    first_row,
+    last_row,
+    column,
+    is_column,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Read a group of rows, CHUNK at a time: the last ones that were read, centred, and the extremes of all."""
+    for start in tl.static_range(0, GROUP, CHUNK):
+        row = first_row + start + tl.arange(0, CHUNK)
+        # The last row stands in for those that are not there: it changes no extreme, and masks nothing.
+        y = centred_rows(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
+        if start == 0:
+            low, high = extremes(y, y, y, True, IS_FP8)
+        else:
+            low, high = extremes(y, low, high, False, IS_FP8)
+    return y, low, high
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _quantize_kernel(
     Y,
@@ -352,24 +388,19 @@ def _quantize_kernel(
     if HAS_MEAN:
         mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
 
-    for start in tl.static_range(0, GROUP, CHUNK):
-        row = first_row + start + tl.arange(0, CHUNK)
-        # The last row stands in for those that are not there: it changes no extreme, and masks nothing.
-        y = _centred(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
-        if start == 0:
-            low, high = extremes(y, y, y, True, IS_FP8)
-        else:
-            low, high = extremes(y, low, high, False, IS_FP8)
+    y, low, high = extremes_of_group(
+        Y, y_row, y_column, mean, first_row, last_row, column, is_column, GROUP, CHUNK, IS_FP8
+    )
     scales = group.to(tl.int64) * features + column
     inverse, minus_half_offset, _ = store_scales(
         low, high, 1.0, STEPS + scales, OFFSETS + scales, is_column, LEVELS, IS_FP8, BLOCK
     )
 
     for start in tl.static_range(0, GROUP, CHUNK):
+        row = first_row + start + tl.arange(0, CHUNK)
         if GROUP > CHUNK:
-            row = first_row + start + tl.arange(0, CHUNK)
-            y = _centred(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
-        of_row = random_part(seed, first_row + start + tl.arange(0, CHUNK))
+            y = centred_rows(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
+        of_row = random_part(seed, row)
         sums = sums_of_codes(
             y,
             1.0,
@@ -438,7 +469,7 @@ def _dequantize_kernel(
 
 
 @lru_cache
-def _quantize_constants(kind: str, group: int, has_mean: bool, interpreted: bool) -> Constants:
+def quantize_constants(kind: str, group: int, has_mean: bool, interpreted: bool) -> Constants:
     """Also the rows and columns that a program holds at a time, and its warps: 64 elements a thread, or 32."""
     chunk = min(triton.next_power_of_2(group), _MOST_ROWS)
     block = 64 if chunk <= 128 else 32
@@ -477,7 +508,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     codes = y.new_empty((rows, packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty((ceil_div(rows, group), features), dtype=SCALE_DTYPE)
     offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
-    constants = _quantize_constants(kind, group, mean is not None, IS_INTERPRETED)
+    constants = quantize_constants(kind, group, mean is not None, IS_INTERPRETED)
     programs = steps.shape[0] * ceil_div(features, constants["BLOCK"])
     if programs:
         arguments = (
@@ -562,7 +593,7 @@ def builds() -> list[Build]:
 
 
 def _quantize_build(name: str, kind: str, group: int, dtype: torch.dtype, has_mean: bool) -> Build:
-    shared = _quantize_constants(kind, group, has_mean, False)
+    shared = quantize_constants(kind, group, has_mean, False)
     types = {"Y": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
     sizes = ("rows", "features", "width", "y_row")
     constants = {"y_column": 1, **shared.values}

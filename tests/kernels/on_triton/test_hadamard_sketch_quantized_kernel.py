@@ -10,7 +10,7 @@ from rmm_linear_kernels.hadamard_sketch_quantized import kernel, reference
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
 from rmm_linear_kernels.low_bit.kernel import quantize
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize
-from rmm_linear_kernels.mean_less_codes.reference import mean_less_codes, rounded_dtype
+from rmm_linear_kernels.quantize_and_mean.reference import mean_less_codes, rounded_dtype
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
 

@@ -1,4 +1,4 @@
-"""What is left of the mean of x next to a sketch of x that is held in low bits, in plain torch.
+"""Low bits, and what is left of the mean of x next to a sketch of x that is held in them, in plain torch.
 
 With mu the column mean of x, X what the codes stand for and n rows, that is mu - X^T (S^T 1) / n, as for a sketch that
 is stored as it is (`hadamard_sketch.reference.hadamard_sketch_and_mean`). X may be rounded to the dtype in which it
@@ -7,11 +7,13 @@ equal rows are rounded alike; and fp8's, as its numbers lie no closer than those
 signs of a sketch make a noise of mean 0 of what is rounded off integer codes, which need not be rounded there.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..hadamard_sketch.reference import hadamard_sketch
-from ..low_bit.reference import FP8, dequantize
+from ..low_bit.reference import FP8, dequantize, quantize
 
 
 def rounded_dtype(dtype: torch.dtype, kind: str, blocks: int) -> torch.dtype:
@@ -71,3 +73,44 @@ def mean_less_codes(
         ones = hadamard_sketch(ones, seed, None, blocks=blocks, kept=kept, scale=1.0, dtype=sums.dtype)
     total = values.to(sums.dtype).t() @ ones
     return (sums.sum(0) - total.squeeze(1) * scale) / max(1, rows)
+
+
+def quantize_and_mean(
+    y: Tensor,
+    seed: Tensor,
+    mean: Tensor | None,
+    sums: Tensor | None,
+    *,
+    rows: int,
+    blocks: int,
+    kept: int,
+    scale: float,
+    kind: str,
+    group: int,
+    decoded: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round y - 1 mean^T to a few bits, and return what is left of the mean of x next to that.
+
+    Args:
+        y: The sketch of x, shape (blocks * kept, features), or x itself, any float dtype, any strides.
+        seed: The seed of both the sketch and the codes, 0-d int64.
+        mean: Shape (features,), subtracted from every row of y, or None.
+        sums: Sums of parts of x over their rows, shape (parts, features), at least one part of any row; None where y is
+            x itself.
+        rows: Rows of x.
+        blocks: Number of strided blocks K of the Hadamard sketch; 0 where y is x itself, S = I.
+        kept: Hadamard rows kept of each block, p; 1 for S = I.
+        scale: What X and S^T 1, as sums of +-1, are multiplied by: that of the sketch of g.
+        kind: "int8", "int4", "int3", "int2" or "fp8".
+        group: Rows of y that share a step.
+        decoded: Dtype that what the codes stand for is rounded to; float32 for none.
+
+    Returns:
+        Codes, steps and offsets as `low_bit.quantize` returns them; and what `mean_less_codes` does, (features,),
+        float32 (float64 for float64).
+    """
+    stored = quantize(y, seed, mean, kind=kind, group=group)
+    if sums is None:
+        sums = y.sum(0, dtype=torch.float64 if y.dtype == torch.float64 else torch.float32, keepdim=True)
+    options: dict[str, Any] = {"rows": rows, "blocks": blocks, "kept": kept, "scale": scale}
+    return *stored, mean_less_codes(sums, *stored, seed, **options, kind=kind, group=group, decoded=decoded)

@@ -1,1 +1,0 @@
-"""The mean of x, less what the codes of its sketch take of it."""
