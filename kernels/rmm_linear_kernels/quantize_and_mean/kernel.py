@@ -48,8 +48,8 @@ from ..low_bit.kernel import (
 from ..low_bit.reference import BITS, FP8, SCALE_DTYPE, packed_width
 from . import reference
 
-# Sums of parts of x that a program adds up; more are added up first.
-_MOST_SUMS = 32
+# Sums of parts of x that a program adds up, more being added up first; and those that it reads at a time.
+_MOST_SUMS, _SOME_SUMS = 32, 8
 # Rows of a block whose signs one load of random words gives.
 _CHUNK = 64
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -136,6 +136,7 @@ def _quantize_and_mean_kernel(
     KEPT_2: tl.constexpr,
     CHUNKS: tl.constexpr,
     SHARE: tl.constexpr,
+    SOME_SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -167,7 +168,6 @@ def _quantize_and_mean_kernel(
     )
 
     taken_off = tl.zeros((BLOCK,), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, GROUP, CHUNK):
         row = first_row + start + tl.arange(0, CHUNK)
         if GROUP > CHUNK:
@@ -203,8 +203,6 @@ def _quantize_and_mean_kernel(
                 KEPT_2,
                 CHUNKS,
             )
-        else:
-            total += tl.sum(tl.where(is_row[:, None], y, 0.0), axis=0)
         # made by few threads, as the random parts are
         ones = spread(ones)
         if IS_DECODED:
@@ -223,20 +221,25 @@ def _quantize_and_mean_kernel(
             value = y - rest_of_sums(codes_and_rest) * (half_step * 2.0**-15)[None, :]
             # rests begin at 1 - 2**15
             taken_off += half_step * (tl.sum(ones, 0).to(tl.float32) * (32767.0 / 32768.0))
+        if ORDER == 0:
+            # of y itself, which is x about a mean
+            value -= y
         taken_off += tl.sum(value * ones.to(tl.float32)[:, None], axis=0)
         # last: the other way round, it would take more registers
         store_codes(codes, CODES, width, row, first_column, is_row, is_column, BITS, CHUNK, BLOCK)
     if ORDER > 0:
-        share = group * SHARE + tl.arange(0, SHARE)
-        sums = tl.load(
-            SUMS + share.to(tl.int64)[:, None] * features + column[None, :],
-            mask=(share < parts)[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        total = tl.sum(sums, axis=0)
+        total = tl.zeros((BLOCK,), tl.float32)
+        # some at a time: all would not fit the registers
+        for start in range(0, SHARE, SOME_SUMS):
+            share = group * SHARE + start + tl.arange(0, SOME_SUMS)
+            sums = tl.load(
+                SUMS + share.to(tl.int64)[:, None] * features + column[None, :],
+                mask=(share < parts)[:, None] & is_column[None, :],
+                other=0.0,
+            )
+            total += tl.sum(sums, axis=0)
     else:
-        # of y itself, which is x
-        total += mean * (last_row + 1 - first_row).to(tl.float32)
+        total = mean * (last_row + 1 - first_row).to(tl.float32)
     rest = (total - taken_off * scale) * (1.0 / rows)
     tl.store(REST + scales, rest, mask=is_column)
 
@@ -256,8 +259,12 @@ def _constants(
         "KEPT_2": triton.next_power_of_2(kept) if matrix["PRIME"] else 1,
         "CHUNKS": ceil_div(order, _CHUNK),
         "SHARE": share,
+        "SOME_SUMS": min(share, _SOME_SUMS),
         "DTYPE": _TYPES[decoded],
     }
+    # Paley's matrices are made an entry at a time, which takes registers; and many sums belong to few groups
+    if matrix["PRIME"] or share > _SOME_SUMS:
+        values["BLOCK"] = shared["BLOCK"] // 2
     return Constants(values, num_warps=shared.num_warps)
 
 

@@ -10,6 +10,7 @@ from rmm_linear_kernels.hadamard_sketch_quantized import kernel, reference
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
 from rmm_linear_kernels.low_bit.kernel import quantize
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize
+from rmm_linear_kernels.quantize_and_mean.kernel import quantize_and_mean
 from rmm_linear_kernels.quantize_and_mean.reference import mean_less_codes, rounded_dtype
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -100,7 +101,8 @@ def test_codes_steps_and_offsets_are_the_twin_s(kind, kept, group, rows, centred
 @pytest.mark.parametrize(("kind", "kept", "group"), [("int8", 32, 64), (FP8, 16, 128), ("int4", 16, 64)])
 def test_dtypes(kind, kept, group, dtype, device, monkeypatch):
     """In one kernel each: nothing goes by way of the memory."""
-    monkeypatch.setattr(kernel, "quantize", None)
+    for step in (quantize, quantize_and_mean):
+        monkeypatch.setattr(kernel, step.__name__, None)
     x, mean = uneven(187, 101, device, dtype)
     seed = torch.tensor(-5, device=device)
     how = options(kind, kept, group, 187)
@@ -134,17 +136,21 @@ def test_by_way_of_the_memory_are_the_same_bits(rows, centred, device, monkeypat
     found = kernel.hadamard_sketch_quantized(framed(x), seed, mean, **how)
     rounded = []
 
-    def second_step(sketch, *args, **how):
-        rounded.append(sketch.dtype)
-        return quantize(sketch, *args, **how)
+    def second_step(step):
+        def run(sketch, *args, **how):
+            rounded.append((step, sketch.dtype))
+            return step(sketch, *args, **how)
+
+        return run
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(kernel, "quantize", second_step)
+    for step in (quantize, quantize_and_mean):
+        monkeypatch.setattr(kernel, step.__name__, second_step(step))
     in_two = kernel.hadamard_sketch_quantized(framed(x), seed, mean, **how)
     for one, other in zip(found[:3], in_two[:3], strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(found[3], in_two[3], rtol=1e-5, atol=1e-5)
-    assert rounded == [torch.float32]
+    assert rounded == [(quantize_and_mean if centred else quantize, torch.float32)]
 
 
 @pytest.mark.parametrize("kind", ["int8", FP8])
