@@ -470,8 +470,9 @@ def _quantized_sketch_cases(
             y = call(sketch, arguments)
             if not centred:
                 return rounding(y, seed, None, **how)[0]
-            more = {name: arguments[name] for name in ("blocks", "kept", "scale")}
+            more = {name: arguments[name] for name in ("blocks", "kept")}
             more |= {"rows": rows, "decoded": rounded_dtype(dtype, arguments["kind"], blocks)}
+            more["scale"] = 1 / (arguments["kept"] * arguments["scale"])
             y, sums = y
             return rounding(y, seed, None, sums, **how, **more)[0]
 
@@ -502,14 +503,16 @@ def _quantized_sketch_cases(
             if of_sketch:
                 where = {"y": normal(rank, features), "sums": normal(blocks, features).float() * (rows / blocks) ** 0.5}
                 where |= {"blocks": blocks, "kept": rank // blocks, "scale": 8 * blocks / rank}
-            mean = None if of_sketch else where["y"].float().mean(0)
+            # not quite the mean of x: of what is about that, codes take nothing off
+            mean = None if of_sketch else where["y"].float().mean(0) + 0.1
             decoded = rounded_dtype(dtype, kind, where["blocks"])
             group = roofline.GROUP_BITS // BITS[kind]
             return where | {"seed": seed, "mean": mean, "rows": rows, "kind": kind, "group": group, "decoded": decoded}
 
         def and_rest(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments) -> Tensor:
-            sums = arguments["y"].sum(0, keepdim=True) if arguments["sums"] is None else arguments["sums"]
-            return _values_and_rest(result, arguments, sums.double())
+            of_x = arguments["sums"] is None
+            sums = arguments["y"].double().sum(0, keepdim=True) if of_x else arguments["sums"].double()
+            return _values_and_rest(result, arguments, sums)
 
         yield Case(
             "quantize_and_mean",
@@ -525,7 +528,10 @@ def _quantized_sketch_cases(
 
 
 def _values_and_rest(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments, sums: Tensor) -> Tensor:
-    """What the codes stand for, and in one more row the error of what is left of the sum of x next to these codes."""
+    """What the codes stand for, and in one more row the error of what is left of the sum of x next to these codes.
+
+    Of x itself, all that codes take off its mean is the mean of what is rounded off: that row's weight is the larger.
+    """
     *codes, rest = result
     seed, how = arguments["seed"], {name: arguments[name] for name in ("kind", "group")}
     y = dequantize(*codes, seed, **how, features=codes[1].shape[1]).double()
@@ -533,7 +539,8 @@ def _values_and_rest(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: A
         return y
     more = {name: arguments[name] for name in ("rows", "blocks", "kept", "scale", "decoded")}
     expected = mean_less_codes(sums, *codes, seed, **how, **more)
-    return torch.cat((y, (rest.double() - expected).unsqueeze(0) * arguments["rows"]))
+    weight = arguments["rows"] ** (1.0 if arguments["blocks"] else 1.5)
+    return torch.cat((y, (rest.double() - expected).unsqueeze(0) * weight))
 
 
 def _product_cases(

@@ -96,12 +96,17 @@ def test_the_heaviest_rows_are_found_by_few_launches(host_time):
     assert len(launched(host_time, layer, torch.float32, small=False, rows=8192)) <= 25
 
 
-def test_codes_that_are_not_made_in_one_pass_take_a_launch_more(host_time):
-    """The sketch by way of the memory; what they take off the mean comes with the codes."""
-    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.3, storage="int8", min_rows=1))
-    found = launched(host_time, layer, torch.bfloat16, small=True)
+@pytest.mark.parametrize(
+    ("storage", "ratio", "rows", "more"),
+    [("int8", 0.3, 128, []), ("int4", 0.05, 8192, ["sum"]), ("int8", 0.05, 8192, ["sum"])],
+)
+def test_codes_that_are_not_made_in_one_pass_take_a_launch_more(host_time, storage, ratio, rows, more):
+    """The sketch by way of the memory; what they take off the mean comes with the codes, and the sums of all blocks."""
+    layer = RMMLinear(8, 8, config=RMMConfig(ratio=ratio, storage=storage, min_rows=1))
+    found = launched(host_time, layer, torch.bfloat16, small=True, rows=rows)
     of_x = ["mean", "sketch", "quantize and mean", "sum"]
-    expected = [*of_x, "sketch", "product of codes", "addmm", "mm", "randint"]
+    # of many blocks' sums of g, their own sum comes first
+    expected = [*of_x, "sketch", *more, "product of codes", "addmm", "mm", "randint"]
     assert found == sorted(KERNELS.get(name, name) for name in expected)
 
 

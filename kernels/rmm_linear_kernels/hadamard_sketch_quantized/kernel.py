@@ -291,7 +291,8 @@ def hadamard_sketch_quantized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
 
-    What `shapes.holds` denies is sketched into memory first, in float32.
+    What `shapes.holds` denies is sketched into memory first, in float32; so are float32 rows that begin anywhere, where
+    32 of a block are kept and 256 share a step.
 
     Args:
         x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
@@ -313,7 +314,10 @@ def hadamard_sketch_quantized(
     # products are scaled after the extremes have been found: any other scale would round these in another way
     is_scaled_after = math.frexp(scale)[0] == 0.5
     is_held = holds(rows, blocks=blocks, kept=kept, kind=kind, group=group, dtype=x.dtype)
-    if x.numel() == 0 or not is_scaled_after or not is_held:
+    aligned = are_rows_aligned(x)
+    # of all that is held, what would spill, on sm_80
+    is_too_much = x.dtype == torch.float32 and group * kept > 128 * 32 and not aligned
+    if x.numel() == 0 or not is_scaled_after or not is_held or is_too_much:
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
         if mean is None:
             sketch = hadamard_sketch(x, seed, None, **options)
@@ -345,7 +349,7 @@ def hadamard_sketch_quantized(
         0 if mean is None else mean.stride(0),
         scale,
     )
-    constants = _constants(kept, x.dtype, kind, group, mean is not None, are_rows_aligned(x))
+    constants = _constants(kept, x.dtype, kind, group, mean is not None, aligned)
     grid = (steps.shape[0] * ceil_div(features, constants["TILE"]), 1, 1)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not

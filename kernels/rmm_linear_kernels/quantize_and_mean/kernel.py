@@ -32,7 +32,7 @@ from ..hadamard_sketch.entries import (
     sylvester_words,
 )
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, ceil_div, launch
+from ..launching import Constants, are_rows_aligned, ceil_div, launch
 from ..low_bit.kernel import (
     centred_rows,
     codes_of_sums,
@@ -49,7 +49,9 @@ from ..low_bit.reference import BITS, FP8, SCALE_DTYPE, packed_width
 from . import reference
 
 # Sums of parts of x that a program adds up, more being added up first; and those that it reads at a time.
-_MOST_SUMS, _SOME_SUMS = 32, 8
+_MOST_SUMS, _SOME_SUMS = 128, 8
+# With more warps, a thread would have 64 registers.
+_MOST_WARPS = 16
 # Rows of a block whose signs one load of random words gives.
 _CHUNK = 64
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -246,7 +248,7 @@ def _quantize_and_mean_kernel(
 
 @lru_cache
 def _constants(
-    kind: str, group: int, order: int, kept: int, share: int, decoded: torch.dtype, has_mean: bool
+    kind: str, group: int, order: int, kept: int, share: int, decoded: torch.dtype, has_mean: bool, aligned: bool
 ) -> Constants:
     """Constants of the kernel; the launcher and `builds` share them. Order 0 stands for S = I."""
     shared = quantize_constants(kind, group, has_mean, IS_INTERPRETED)
@@ -265,7 +267,14 @@ def _constants(
     # Paley's matrices are made an entry at a time, which takes registers; and many sums belong to few groups
     if matrix["PRIME"] or share > _SOME_SUMS:
         values["BLOCK"] = shared["BLOCK"] // 2
-    return Constants(values, num_warps=shared.num_warps)
+    warps = shared.num_warps
+    if order == 0 and not aligned:
+        # each number has an address of its own, which takes registers as well
+        if warps < _MOST_WARPS:
+            warps *= 2
+        else:
+            values["BLOCK"] = shared["BLOCK"] // 2
+    return Constants(values, num_warps=warps)
 
 
 def quantize_and_mean(
@@ -318,7 +327,7 @@ def quantize_and_mean(
     rest = y.new_empty((groups, features), dtype=torch.float32)
     block_rows = ceil_div(rows, blocks) if blocks else 0
     order = hadamard.hadamard_order(block_rows) if blocks else 0
-    constants = _constants(kind, group, order, kept, share, decoded, mean is not None)
+    constants = _constants(kind, group, order, kept, share, decoded, mean is not None, are_rows_aligned(y))
     arguments = (
         y,
         seed,
@@ -351,19 +360,22 @@ def builds() -> list[Build]:
 
     Returns:
         In bfloat16, fp8 rounded to it; int8 also with sums of many blocks, for small and large blocks, and in float32;
-        and x itself about a mean, in every dtype.
+        and x itself about a mean, in every dtype, of rows that begin anywhere too.
     """
     half = torch.bfloat16
     found = [_build(kind, half, half if kind == FP8 else torch.float32) for kind in BITS]
     found += [_build("int8", half, torch.float32, order=of, share=share) for of, share in ((64, 32), (60, 2), (512, 1))]
     found.append(_build("int8", torch.float32, torch.float32))
     found += [_build("int8", dtype, dtype, order=0) for dtype in _TYPES]
-    return [*found, *(_build(kind, half, half, order=0) for kind in BITS if kind != "int8")]
+    found += [_build(kind, half, half, order=0) for kind in BITS if kind != "int8"]
+    return [*found, *(_build(kind, half, half, order=0, aligned=False) for kind in BITS)]
 
 
-def _build(kind: str, y: torch.dtype, decoded: torch.dtype, *, order: int = 64, share: int = 1) -> Build:
+def _build(
+    kind: str, y: torch.dtype, decoded: torch.dtype, *, order: int = 64, share: int = 1, aligned: bool = True
+) -> Build:
     has_mean = order == 0
-    shared = _constants(kind, 1024 // BITS[kind], order, 32, share, decoded, has_mean)
+    shared = _constants(kind, 1024 // BITS[kind], order, 32, share, decoded, has_mean, aligned)
     types = {"Y": f"*{TYPE_NAMES[y]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
     types |= {"REST": "*fp32"} | ({"MEAN": "*fp32"} if has_mean else {"SUMS": "*fp32"})
     pointers, sizes = tuple(types), ("features", "width", "y_row")
@@ -373,10 +385,10 @@ def _build(kind: str, y: torch.dtype, decoded: torch.dtype, *, order: int = 64, 
         types["mean_stride"] = "i32"
     of = f"order={order} share={share}" if order else "of x itself"
     return Build(
-        f"quantize_and_mean {kind} {TYPE_NAMES[y]} {of}",
+        f"quantize_and_mean {kind} {TYPE_NAMES[y]} {of}{'' if aligned else ' odd width'}",
         _quantize_and_mean_kernel,
         types,
         {"y_column": 1, **absent, **shared.values},
-        (*pointers, *sizes),
+        (*pointers, *sizes) if aligned else pointers,
         num_warps=shared.num_warps,
     )

@@ -228,6 +228,18 @@ def test_a_scale_that_is_no_power_of_2_rounds_no_code_around(scale, device):
     assert ((values - sketch).abs() <= 0.5001 * step + 1e-5).all()
 
 
+@pytest.mark.parametrize(("features", "steps"), [(64, 0), (65, 1)])
+def test_float32_rows_that_begin_anywhere_go_by_way_of_the_memory(features, steps, device, monkeypatch):
+    """Where 256 rows share a step, and 32 of a block are kept: to the same bits."""
+    x, seed = torch.randn(573, features, device=device), torch.tensor(7, device=device)
+    how = options("int4", 32, 256, 573)
+    calls = []
+    monkeypatch.setattr(kernel, "quantize", lambda *args, **how: calls.append(1) or quantize(*args, **how))
+    found = kernel.hadamard_sketch_quantized(x, seed, None, **how)
+    assert len(calls) == steps
+    assert_the_twin_s(found, reference.hadamard_sketch_quantized(x, seed, None, **how), kind="int4", group=256)
+
+
 def test_what_a_program_holds():
     full = {"blocks": 128, "kept": 32, "kind": "int8", "group": 128, "dtype": torch.bfloat16}
     for change, expected in (

@@ -101,9 +101,9 @@ def test_groups_of_more_rows_than_a_program_holds(device):
         check(*case(1200, blocks, kept, "int8", 700, device, features=9), decoded_as=(torch.float32, torch.bfloat16))
 
 
-@pytest.mark.parametrize("parts", [1, 3, 7, 48, 96, 97, 130])
+@pytest.mark.parametrize("parts", [1, 3, 7, 48, 97, 384, 385])
 def test_sums_of_any_number_of_parts(parts, device):
-    """Of 3 programs, 32 sums each: more are added up first."""
+    """Of 3 groups, 128 sums each: more are added up first."""
     check(*case(130, 3, 42, "int8", 48, device, parts=parts, size=1.0), decoded_as=(torch.float32,))
 
 
