@@ -528,10 +528,7 @@ def _quantized_sketch_cases(
 
 
 def _values_and_rest(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: Arguments, sums: Tensor) -> Tensor:
-    """What the codes stand for, and in one more row the error of what is left of the sum of x next to these codes.
-
-    Of x itself, all that codes take off its mean is the mean of what is rounded off: that row's weight is the larger.
-    """
+    """What the codes stand for, and in one more row the error of what is left of the sum of x next to these codes."""
     *codes, rest = result
     seed, how = arguments["seed"], {name: arguments[name] for name in ("kind", "group")}
     y = dequantize(*codes, seed, **how, features=codes[1].shape[1]).double()
@@ -539,6 +536,7 @@ def _values_and_rest(result: tuple[Tensor, Tensor, Tensor, Tensor], arguments: A
         return y
     more = {name: arguments[name] for name in ("rows", "blocks", "kept", "scale", "decoded")}
     expected = mean_less_codes(sums, *codes, seed, **how, **more)
+    # of x itself, all that may be missing is the mean of what is rounded off
     weight = arguments["rows"] ** (1.0 if arguments["blocks"] else 1.5)
     return torch.cat((y, (rest.double() - expected).unsqueeze(0) * weight))
 
