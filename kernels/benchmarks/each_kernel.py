@@ -503,7 +503,7 @@ def _quantized_sketch_cases(
             if of_sketch:
                 where = {"y": normal(rank, features), "sums": normal(blocks, features).float() * (rows / blocks) ** 0.5}
                 where |= {"blocks": blocks, "kept": rank // blocks, "scale": 8 * blocks / rank}
-            # not quite the mean of x: of what is about that, codes take nothing off
+            # not quite the mean of x, as a sampled one is: codes that are about that take something off
             mean = None if of_sketch else where["y"].float().mean(0) + 0.1
             decoded = rounded_dtype(dtype, kind, where["blocks"])
             group = roofline.GROUP_BITS // BITS[kind]

@@ -66,7 +66,8 @@ def holds(rows: int, *, blocks: int, kept: int, kind: str, group: int, dtype: to
 
     Returns:
         True for int8, fp8 and int4 at 32 or 16 rows of 64, on AMD's GPUs for int8 and fp8 at 16 in half precision;
-        false for the other kinds, float64 and all other numbers kept.
+        false for the other kinds, float64 and all other numbers kept. Where rows begin anywhere, which the sizes do not
+        tell, the launcher makes one exception more.
     """
     # two blocks and more: one counter gives the signs of two
     if not fits(triton_backend(), kept=kept, group=group, dtype=dtype) or group < 2 * kept:
