@@ -34,8 +34,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# The multiple of bytes that an address may be known to be.
-_ALIGNMENT = 16
+from .alignment import ALIGNMENT
+
 # Distinct launches of a kernel that are remembered. A model has a few dozen; more come of sizes that keep changing.
 _MOST_REMEMBERED = 4096
 _NUMBERS = (int, float, bool)
@@ -155,14 +155,14 @@ class Prepared:
         found = _prepared.get(key)
         if (
             found is None
-            or addresses % _ALIGNMENT
+            or addresses % ALIGNMENT
             or self.kernel.pre_run_hooks
             or runtime.add_stages_inspection_hook is not None
             or _calls(runtime.launch_enter_hook)
             or _calls(runtime.launch_exit_hook)
         ):
             found = launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants)
-            if found is not None and addresses % _ALIGNMENT == 0:
+            if found is not None and addresses % ALIGNMENT == 0:
                 if len(_prepared) >= _MOST_REMEMBERED:
                     _prepared.clear()
                 _prepared[key] = found
@@ -206,7 +206,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
     dtypes, misaligned = [], []
     for tensor in plan.tensors(arguments):
         dtypes.append(tensor.dtype)
-        misaligned.append(tensor.data_ptr() % _ALIGNMENT != 0)
+        misaligned.append(tensor.data_ptr() % ALIGNMENT != 0)
     key = (
         constants,
         device,
@@ -255,21 +255,6 @@ def ceil_div(size: int, block: int) -> int:
         The quotient, rounded up.
     """
     return -(-size // block)
-
-
-def are_rows_aligned(x: Tensor) -> bool:
-    """Tell whether a kernel reads rows of a matrix, and writes rows as long, in pieces of 16 bytes.
-
-    Where it does not, each number has an address of its own, which takes registers.
-
-    Args:
-        x: The matrix.
-
-    Returns:
-        True if Triton knows that all rows begin at multiples of 16 bytes, and have their elements next to each other.
-    """
-    row_stride, column_stride = x.stride()
-    return column_stride == 1 and (row_stride | x.shape[1] | x.data_ptr()) % _ALIGNMENT == 0
 
 
 def _calls(hook: Any) -> Any:

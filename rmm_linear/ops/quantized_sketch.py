@@ -27,7 +27,7 @@ def _hadamard_sketch_quantized(
     rows = x.shape[0]
     scale, factor = hadamard_scales(rows, blocks, kept)
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale}
-    if rows and holds(rows, blocks=blocks, kept=kept, kind=kind, group=group, dtype=x.dtype):
+    if holds(x, blocks=blocks, kept=kept, kind=kind, group=group):
         twin = _quantized.hadamard_sketch_quantized
         codes, steps, offsets, rest = run(
             "hadamard_sketch_quantized", twin, x, seed, mean, **options, kind=kind, group=group

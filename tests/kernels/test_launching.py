@@ -18,6 +18,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from rmm_linear_kernels import launching
+from rmm_linear_kernels.alignment import are_rows_aligned
 from rmm_linear_kernels.hadamard_at_once import kernel as at_once
 from rmm_linear_kernels.hadamard_sketch import kernel as hadamard_sketch
 from rmm_linear_kernels.hadamard_sketch_quantized import kernel as quantized
@@ -515,8 +516,8 @@ def test_a_launcher_that_is_called_again_does_not_ask_triton(gpu, runs):
 )
 def test_rows_are_aligned_where_triton_knows_it(width, columns, is_aligned):
     x = torch.empty(4, width, dtype=torch.bfloat16)[:, columns]
-    assert launching.are_rows_aligned(x) == is_aligned
-    assert not launching.are_rows_aligned(x.t())
+    assert are_rows_aligned(x) == is_aligned
+    assert not are_rows_aligned(x.t())
 
 
 @pytest.mark.parametrize(("columns", "tiles"), [(slice(0, 3072), 4), (slice(0, 3001), 2), (slice(1, 3073), 2)])

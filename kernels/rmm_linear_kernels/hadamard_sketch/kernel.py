@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..alignment import are_rows_aligned
 from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import awaited
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, Prepared, are_rows_aligned, ceil_div
+from ..launching import Constants, Prepared, ceil_div
 from . import reference
 from .entries import (
     block_words,

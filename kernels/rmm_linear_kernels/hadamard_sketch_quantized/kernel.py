@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..alignment import are_rows_aligned
 from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import awaited, converted, spread
@@ -26,7 +27,7 @@ from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import entries_of, half_places, sum_of_signs, sylvester_rows, sylvester_words
 from ..hadamard_sketch.kernel import both_halves, hadamard_sketch, hadamard_sketch_and_sums, mixed
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, are_rows_aligned, ceil_div, launch
+from ..launching import Constants, ceil_div, launch
 from ..low_bit import reference as low_bit
 from ..low_bit.kernel import (
     codes_of_sums,
@@ -291,8 +292,7 @@ def hadamard_sketch_quantized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
 
-    What `shapes.holds` denies is sketched into memory first, in float32; so are float32 rows that begin anywhere, where
-    32 of a block are kept and 256 share a step.
+    What `shapes.holds` denies is sketched into memory first, in float32.
 
     Args:
         x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
@@ -313,11 +313,7 @@ def hadamard_sketch_quantized(
     rows, features = x.shape
     # products are scaled after the extremes have been found: any other scale would round these in another way
     is_scaled_after = math.frexp(scale)[0] == 0.5
-    is_held = holds(rows, blocks=blocks, kept=kept, kind=kind, group=group, dtype=x.dtype)
-    aligned = are_rows_aligned(x)
-    # of all that is held, what would spill, on sm_80
-    is_too_much = x.dtype == torch.float32 and group * kept > 128 * 32 and not aligned
-    if x.numel() == 0 or not is_scaled_after or not is_held or is_too_much:
+    if not is_scaled_after or not holds(x, blocks=blocks, kept=kept, kind=kind, group=group):
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
         if mean is None:
             sketch = hadamard_sketch(x, seed, None, **options)
@@ -349,7 +345,7 @@ def hadamard_sketch_quantized(
         0 if mean is None else mean.stride(0),
         scale,
     )
-    constants = _constants(kept, x.dtype, kind, group, mean is not None, aligned)
+    constants = _constants(kept, x.dtype, kind, group, mean is not None, are_rows_aligned(x))
     grid = (steps.shape[0] * ceil_div(features, constants["TILE"]), 1, 1)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not
@@ -385,6 +381,7 @@ def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool, aligned: boo
     else:
         constants |= {"MEAN": None, "REST": None}
     pointers, sizes = tuple(types), ("features", "width", "row_stride")
+    options: dict[str, Any] = {"kept": kept, "group": group, "dtype": dtype, "aligned": aligned}
     types |= dict.fromkeys((*_ANY_ROWS, *sizes), "i32") | {"scale": "fp32"}
     if not centred:
         types["mean_stride"] = "i32"
@@ -397,5 +394,5 @@ def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool, aligned: boo
         (*pointers, *sizes) if aligned else pointers,
         num_warps=shared.num_warps,
         uses_tensor_cores=True,
-        backends=tuple(backend for backend in LIMITS if fits(backend, kept=kept, group=group, dtype=dtype)),
+        backends=tuple(backend for backend in LIMITS if fits(backend, **options)),
     )

@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from ..alignment import are_rows_aligned
 from ..backends import triton_backend
 from ..hadamard_sketch.reference import hadamard_order
 from ..low_bit.reference import BITS
@@ -35,7 +37,7 @@ LIMITS = {
 }
 
 
-def fits(backend: str, *, kept: int, group: int, dtype: torch.dtype) -> bool:
+def fits(backend: str, *, kept: int, group: int, dtype: torch.dtype, aligned: bool) -> bool:
     """Return whether the registers of a program hold a group.
 
     Args:
@@ -43,35 +45,38 @@ def fits(backend: str, *, kept: int, group: int, dtype: torch.dtype) -> bool:
         kept: Hadamard rows kept of each block.
         group: Rows of the sketch that share a step.
         dtype: Dtype of x.
+        aligned: Whether x is read in pieces of 16 bytes, see `are_rows_aligned`.
 
     Returns:
-        True if it is no more than `LIMITS` says.
+        True if it is no more than `LIMITS` says; for float32 that is not read so, of 32 rows kept, half as much.
     """
     limits = LIMITS[backend]
-    return kept in limits.kept and group <= limits.rows and dtype in limits.dtypes
+    rows = limits.rows // 2 if dtype == torch.float32 and kept == 32 and not aligned else limits.rows
+    return kept in limits.kept and group <= rows and dtype in limits.dtypes
 
 
-def holds(rows: int, *, blocks: int, kept: int, kind: str, group: int, dtype: torch.dtype) -> bool:
+def holds(x: Tensor, *, blocks: int, kept: int, kind: str, group: int) -> bool:
     """Return whether the groups of a sketch are whole blocks, and few enough for the registers of a program.
 
     Of one that this torch may start: it is made either for NVIDIA's GPUs or for AMD's.
 
     Args:
-        rows: Rows of x.
+        x: Input, shape (rows, features).
         blocks: Number of strided blocks.
         kept: Hadamard rows kept of each block.
         kind: A key of `low_bit.reference.BITS`.
         group: Rows of the sketch that share a step.
-        dtype: Dtype of x.
 
     Returns:
         True for int8, fp8 and int4 at 32 or 16 rows of 64, on AMD's GPUs for int8 and fp8 at 16 in half precision;
-        false for the other kinds, float64 and all other numbers kept. Where rows begin anywhere, which the sizes do not
-        tell, the launcher makes one exception more.
+        false for int4 at 32 of float32 rows that begin anywhere, the other kinds, float64, all other numbers kept, and
+        an x of no elements.
     """
+    if not x.numel() or not fits(triton_backend(), kept=kept, group=group, dtype=x.dtype, aligned=are_rows_aligned(x)):
+        return False
     # two blocks and more: one counter gives the signs of two
-    if not fits(triton_backend(), kept=kept, group=group, dtype=dtype) or group < 2 * kept:
+    if group < 2 * kept:
         return False
     if BITS[kind] & (BITS[kind] - 1) or group & (group - 1):
         return False
-    return hadamard_order(-(-rows // blocks)) == ORDER
+    return hadamard_order(-(-x.shape[0] // blocks)) == ORDER

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..alignment import are_rows_aligned
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted, spread
 from ..hadamard_sketch import reference as hadamard
@@ -32,7 +33,7 @@ from ..hadamard_sketch.entries import (
     sylvester_words,
 )
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, are_rows_aligned, ceil_div, launch
+from ..launching import Constants, ceil_div, launch
 from ..low_bit.kernel import (
     centred_rows,
     codes_of_sums,

@@ -89,7 +89,7 @@ def test_codes_steps_and_offsets_are_the_twin_s(kind, kept, group, rows, centred
     x, mean = uneven(rows, 69, device)
     seed = torch.tensor(11, device=device)
     how = options(kind, kept, group, rows)
-    assert holds(rows, blocks=how["blocks"], kept=kept, kind=kind, group=group, dtype=x.dtype)
+    assert holds(x, blocks=how["blocks"], kept=kept, kind=kind, group=group)
     mean = mean if centred else None
     found = kernel.hadamard_sketch_quantized(x, seed, mean, **how)
     assert_the_twin_s(found, reference.hadamard_sketch_quantized(x, seed, mean, **how), kind=kind, group=group)
@@ -240,8 +240,14 @@ def test_float32_rows_that_begin_anywhere_go_by_way_of_the_memory(features, step
     assert_the_twin_s(found, reference.hadamard_sketch_quantized(x, seed, None, **how), kind="int4", group=256)
 
 
+def is_held(rows: int = 8192, dtype: torch.dtype = torch.bfloat16, columns: slice = slice(None), **change) -> bool:
+    """Of 128 blocks."""
+    x = torch.empty(1, 144, dtype=dtype)[:, columns].expand(rows, -1)
+    return holds(x, **{"blocks": 128, "kept": 32, "kind": "int8", "group": 128} | change)
+
+
 def test_what_a_program_holds():
-    full = {"blocks": 128, "kept": 32, "kind": "int8", "group": 128, "dtype": torch.bfloat16}
+    odd = slice(1, 129)
     for change, expected in (
         ({}, True),
         ({"kept": 16}, True),
@@ -254,17 +260,24 @@ def test_what_a_program_holds():
         ({"dtype": torch.float64}, False),
         ({"kind": "int4", "group": 256}, True),
         ({"kind": "int4", "group": 256, "kept": 16}, True),
+        ({"kind": "int4", "group": 256, "columns": odd}, True),
+        ({"kind": "int4", "group": 256, "dtype": torch.float32}, True),
+        ({"kind": "int4", "group": 256, "dtype": torch.float32, "columns": odd}, False),
+        ({"kind": "int4", "group": 256, "dtype": torch.float32, "columns": odd, "kept": 16}, True),
+        ({"dtype": torch.float32, "columns": odd}, True),
         ({"kind": "int2", "group": 512}, False),
         ({"kind": "int3", "group": 341}, False),
         ({"group": 16}, False),
         # one block a group
         ({"group": 32}, False),
+        ({"columns": slice(0)}, False),
+        ({"rows": 0}, False),
+        # blocks of 61 rows have the same matrix as those of 64, blocks of 60 another one
+        ({"rows": 61 * 128}, True),
+        ({"rows": 60 * 128}, False),
+        ({"rows": 65 * 128}, False),
     ):
-        assert holds(8192, **full | change) == expected, change
-    # blocks of 61 rows have the same matrix as those of 64, blocks of 60 another one
-    assert holds(61 * 128, **full)
-    assert not holds(60 * 128, **full)
-    assert not holds(65 * 128, **full)
+        assert is_held(**change) == expected, change
 
 
 def test_amd_s_gpus_take_two_steps_for_int4_half_of_the_rows_and_float32(monkeypatch):
@@ -273,5 +286,6 @@ def test_amd_s_gpus_take_two_steps_for_int4_half_of_the_rows_and_float32(monkeyp
         monkeypatch.setattr(torch.version, "hip", version)
         for build in kernel.builds():
             kind, kept, dtype = build.name.split()[1], build.constants["KEPT"], NAMED[build.types["X"]]
-            is_held = holds(8192, blocks=128, kept=kept, kind=kind, group=1024 // BITS[kind], dtype=dtype)
-            assert is_held == (backend in build.backends), build.name
+            columns = slice(1, 129) if "odd" in build.name else slice(None)
+            found = is_held(kept=kept, kind=kind, group=1024 // BITS[kind], dtype=dtype, columns=columns)
+            assert found == (backend in build.backends), build.name
