@@ -36,13 +36,9 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_step_waits_for_the_device(config, center, dtype):
+def assert_no_step_waits(config: RMMConfig, dtype: torch.dtype) -> None:
     x, weight, bias, g = tensors(dtype)
     x.requires_grad_()
-    config = config.replace(center=center)
     # the first call loads libraries, which may wait
     torch.autograd.grad(linear(x, weight, bias, config=config), (x, weight, bias), g)
     mode = torch.cuda.get_sync_debug_mode()
@@ -51,6 +47,20 @@ def test_no_step_waits_for_the_device(config, center, dtype):
         torch.autograd.grad(linear(x, weight, bias, config=config), (x, weight, bias), g)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_no_step_waits_for_the_device(config, center, dtype):
+    assert_no_step_waits(config.replace(center=center), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_no_step_of_plain_torch_waits_for_the_device(config, dtype):
+    with use_kernels("torch"):
+        assert_no_step_waits(config, dtype)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.25])

@@ -78,10 +78,11 @@ def _paley(order: int, device: torch.device) -> Tensor:
     """Paley's Hadamard matrix, computed on the device: a copy from the host would make a CUDA stream wait."""
     prime = _PALEY[order]
     number = torch.arange(prime, device=device)
-    # The quadratic character: 0, and 1 for squares modulo the prime, -1 for the others.
+    # The quadratic character: 0, and 1 for squares modulo the prime, -1 for the others. A number at one place would be
+    # copied from the host, that of a slice is an argument.
     character = torch.full((prime,), -1, device=device)
     character.index_fill_(0, number.square() % prime, 1)
-    character[0] = 0
+    character[:1] = 0
     core = torch.zeros(prime + 1, prime + 1, dtype=torch.int64, device=device)
     core[0, 1:] = 1
     core[1:, 0] = 1 if prime % 4 == 1 else -1
