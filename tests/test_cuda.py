@@ -3,9 +3,13 @@
 `tests/kernels/test_ops.py` checks the operators' registrations on a GPU as well.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from rmm_linear import RMMConfig, convert_linears, use_kernels
 from rmm_linear.functional import linear
@@ -13,9 +17,10 @@ from rmm_linear.ops import dispatch
 from rmm_linear.sketches import STORAGES, available_sketches
 from rmm_linear_kernels.low_bit import reference
 
-pytestmark = pytest.mark.gpu
-
-DEVICE = torch.device("cuda")
+gpu = pytest.mark.gpu
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# What has a meaning on a CPU too runs there, a step in place of a graph's replay: no test waits for a GPU to be wrong.
+anywhere = gpu if torch.cuda.is_available() else lambda test: test
 ROWS, FEATURES, OUTPUTS = 300, 32, 16
 
 
@@ -36,6 +41,29 @@ CONFIGS = [
 ]
 
 
+def replaying(step: Callable[[], Any], warm_ups: int) -> tuple[Callable[[], object], Any]:
+    """Capture a step: what replays it, and the tensors that then hold what it returns."""
+    if DEVICE.type == "cpu":
+        tensors = step()
+
+        def again() -> None:
+            found = step()
+            for old, new in zip(tree_leaves(tensors), tree_leaves(found), strict=True):
+                old.detach().copy_(new)
+
+        return again, tensors
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_ups):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensors = step()
+    return graph.replay, tensors
+
+
 def assert_no_step_waits(config: RMMConfig, dtype: torch.dtype) -> None:
     x, weight, bias, g = tensors(dtype)
     x.requires_grad_()
@@ -49,6 +77,7 @@ def assert_no_step_waits(config: RMMConfig, dtype: torch.dtype) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
+@gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -56,6 +85,7 @@ def test_no_step_waits_for_the_device(config, center, dtype):
     assert_no_step_waits(config.replace(center=center), dtype)
 
 
+@gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_no_step_of_plain_torch_waits_for_the_device(config, dtype):
@@ -63,6 +93,7 @@ def test_no_step_of_plain_torch_waits_for_the_device(config, dtype):
         assert_no_step_waits(config, dtype)
 
 
+@gpu
 @pytest.mark.parametrize("ratio", [0.5, 0.25])
 @pytest.mark.parametrize(("storage", "tolerance"), [("int8", 0.002), ("int4", 0.01), ("fp8", 0.006)])
 def test_a_sketch_of_full_blocks_goes_to_codes_in_one_kernel(storage, tolerance, ratio, monkeypatch):
@@ -122,6 +153,7 @@ STEPS = [
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
+@gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("config", STEPS, ids=str)
 def test_a_converted_model_compiles_to_one_graph_with_the_eager_gradients(config, dtype):
@@ -148,6 +180,7 @@ def test_a_converted_model_compiles_to_one_graph_with_the_eager_gradients(config
     assert (other.double() - found[1][2].double()).norm() > 2e-3 * other.double().norm()
 
 
+@gpu
 @pytest.mark.parametrize("kind", STORAGES)
 def test_codes_are_those_of_the_cpu(kind):
     y, seed = torch.randn(300, 33), torch.tensor(5)
@@ -159,6 +192,7 @@ def test_codes_are_those_of_the_cpu(kind):
     assert (found[0].cpu() != expected[0]).float().mean() < 1e-3
 
 
+@anywhere
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_each_replay_of_a_cuda_graph_draws_its_own_sketch(config):
     x, weight, bias, g = tensors()
@@ -166,25 +200,19 @@ def test_each_replay_of_a_cuda_graph_draws_its_own_sketch(config):
     def step() -> torch.Tensor:
         return torch.autograd.grad(linear(x, weight, bias, config=config), weight, g)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay, captured = replaying(step, 1)
     draws = []
     for _ in range(400):
-        graph.replay()
+        replay()
         draws.append(captured.clone())
     assert not torch.equal(draws[0], draws[1])
-    exact = g.t() @ x
+    exact = g.flatten(0, 1).t() @ x.flatten(0, 1)
     projections = torch.stack([(draw * exact).sum() / exact.square().sum() for draw in draws])
     # 6 standard errors: one run in 5e8 fails by chance
     assert abs(projections.mean() - 1) < 6 * projections.std() / len(draws) ** 0.5
 
 
+@anywhere
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("config", STEPS, ids=str)
 def test_a_captured_step_follows_its_input(config, dtype):
@@ -196,19 +224,11 @@ def test_a_captured_step_follows_its_input(config, dtype):
         output = model(x)
         return output, *torch.autograd.grad(output, tuple(model.parameters()), g)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay, captured = replaying(step, 3)
     for _ in range(2):
         x.copy_(torch.randn_like(x))
         g.copy_(torch.randn_like(g))
-        graph.replay()
+        replay()
         exact = nn.Sequential(nn.Linear(FEATURES, 48), nn.GELU(), nn.Linear(48, OUTPUTS)).to(DEVICE, dtype)
         exact.load_state_dict(model.state_dict())
         output = exact(x)
