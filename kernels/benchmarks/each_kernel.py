@@ -25,7 +25,7 @@ from typing import Any
 
 import roofline
 import torch
-from measuring import device_of, hardware_name, milliseconds, quantiles, rotating_count
+from measuring import device_of, hardware_name, milliseconds, quantiles, rotating_count, share_of
 from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
 from torch import Tensor
 
@@ -825,6 +825,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their names")
+    parser.add_argument(
+        "--share", type=share_of, default=(1, 1), metavar="K/N", help="only every Nth of them, from K on"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if options.repeats < 1:
@@ -836,6 +839,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [case for case in cases(shapes, device=device, dtype=dtype) if options.only in case.name]
     if not chosen:
         parser.error(f"--only {options.only}: no case has that in its name")
+    number, count = options.share
+    chosen = chosen[number - 1 :: count]
     hardware = hardware_name(device)
     print(f"{hardware}, {options.dtype}, torch {torch.__version__}, triton {_triton_version()}, commit {commit_name()}")
     heads = ("copy us", "twin us", "kernel us", "rival us", "over copy", "/ rival")

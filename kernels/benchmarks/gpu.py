@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,8 +39,18 @@ _SHOWN = 12
 # Between the interrupt and the end by force.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-# Processes that share a file of the kernels' tests, which compile for minutes; all other tests; and the memory checks.
-_FILE_SHARES, _TEST_SHARES, _CHECK_SHARES = 3, 8, 4
+# Processes that share a file of the kernels' tests, and those that compile for a minute and more, which come first.
+_FILE_SHARES = 2
+_SHARES_OF_FILES = {
+    "test_hadamard_sketch_kernel": 6,
+    "test_butterflies": 4,
+    "test_hadamard_at_once_kernel": 4,
+    "test_quantize_and_mean_kernel": 4,
+}
+# All other tests; the memory checks; and what is launched of each kernel to have it compiled.
+_TEST_SHARES, _CHECK_SHARES, _KERNEL_SHARES = 8, 4, 3
+# What a test's file has that asks for a GPU, by its mark or by the suite's fixture.
+_FOR_A_GPU = re.compile(r"\bpytest\.mark\.gpu\b|\bdef test_\w+\([^)]*\bdevice\b")
 # At the same time: each has a context of its own in the GPU's memory.
 _MOST_PROCESSES = 16
 # The stage that only prepares others.
@@ -157,14 +168,16 @@ def stages(results: Path, scratch: Path, missing: Sequence[str]) -> list[Stage]:
     into = ("--results", str(results))
 
     def checked(tool: str) -> dict[str, list[str]]:
-        return _memory_checks(checker or "", "--tool", tool, "--error-exitcode", "9")
+        # Calls that fail and are asked again are usual; what fails for good, torch and Triton raise.
+        options = ("--error-exitcode", "9", "--report-api-errors", "no")
+        return _memory_checks(checker or "", "--tool", tool, *options)
 
     return [
-        Stage(_PREPARING, _compiling(scratch, doctor), 90, skip=no_kernels),
+        Stage(_PREPARING, _compiling(scratch, doctor), 80, skip=no_kernels),
         Stage("doctor", doctor, 15, shown=30),
         Stage("layer", _script("layer.py", "--device", "cuda", "--repeats", "20", *into), 65, shown=60),
         Stage("kernels", _script("each_kernel.py", *into), 70, skip=no_kernels, shown=120),
-        Stage("kernel tests", _kernel_tests(), 60, skip=no_pytest or no_kernels, shown=40),
+        Stage("kernel tests", _kernel_tests(), 70, skip=no_pytest or no_kernels, shown=40),
         Stage("gpu tests", _other_tests(), 40, skip=no_pytest, shown=40),
         Stage("peak memory", _script("peak_memory.py", *into), 25, shown=20),
         Stage("memcheck", checked("memcheck"), 40, environment=uncached, skip=no_checker),
@@ -189,7 +202,7 @@ def _compiling(scratch: Path, doctor: list[str]) -> dict[str, list[str]]:
     once = ("--repeats", "1", "--results", str(scratch))
     return {
         "layer": _script("layer.py", "--device", "cuda", *once),
-        "kernels": _script("each_kernel.py", *once),
+        **{f"kernels {share}": _script("each_kernel.py", "--share", share, *once) for share in _shares(_KERNEL_SHARES)},
         "doctor": doctor,
         **_memory_checks(),
     }
@@ -203,17 +216,20 @@ def _pytest(*options: str) -> list[str]:
 def _kernel_tests() -> dict[str, list[str]]:
     """Each file by itself: a bad access in one kernel is the end of all tests of its process."""
     files = sorted((ROOT / "tests" / "kernels" / "on_triton").glob("test_*.py"))
+    counts = {path: _SHARES_OF_FILES.get(path.stem, _FILE_SHARES) for path in files}
     return {
         f"{path.stem} {share}": _pytest("-m", "not slow", "--share", share, str(path.relative_to(ROOT)))
-        for path in files
-        for share in _shares(_FILE_SHARES)
+        for path in sorted(files, key=lambda path: -counts[path])
+        for share in _shares(counts[path])
     }
 
 
 def _other_tests() -> dict[str, list[str]]:
-    # A package that some test imports and this machine lacks must not stop the others.
-    options = ("--continue-on-collection-errors", "-m", "gpu and not slow")
-    return {share: _pytest(*options, "--share", share, "tests") for share in _shares(_TEST_SHARES)}
+    """Of the files that have any: those of others may import what this machine lacks."""
+    folder = ROOT / "tests"
+    others = (path for path in folder.rglob("test_*.py") if path.parent.name != "on_triton")
+    files = sorted(str(path.relative_to(ROOT)) for path in others if _FOR_A_GPU.search(path.read_text("utf-8")))
+    return {share: _pytest("-m", "gpu and not slow", "--share", share, *files) for share in _shares(_TEST_SHARES)}
 
 
 def _fine_tuning(results: Path) -> dict[str, list[str]]:
@@ -351,12 +367,18 @@ def _signal(process: subprocess.Popen, number: int) -> None:
 
 
 def run_all(
-    chosen: Sequence[Stage], *, budget: float, folder: Path, report: Callable[[list[Outcome]], None]
+    chosen: Sequence[Stage],
+    *,
+    began: float,
+    budget: float,
+    folder: Path,
+    report: Callable[[list[Outcome]], None],
 ) -> list[Outcome]:
     """Run the stages one after the other.
 
     Args:
         chosen: What to run.
+        began: When the budget's seconds began, `time.monotonic()`.
         budget: Seconds after which the last one is told to end.
         folder: Where files hold what they print; those of a former run are removed.
         report: Called with what is known after each stage.
@@ -368,7 +390,7 @@ def run_all(
     for former in folder.glob("*.txt"):
         former.unlink()
     outcomes: list[Outcome] = []
-    began, planned = time.monotonic(), 0.0
+    planned = 0.0
     for stage in chosen:
         # What the stages before did not need of their budgets is this one's; what is beyond the whole is nobody's.
         planned += stage.seconds
@@ -412,6 +434,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="only these stages")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the GPU's folder")
     options = parser.parse_args(arguments)
+    began = time.monotonic()
     if not options.budget > 0:
         parser.error(f"--budget {options.budget}: some seconds are needed")
     try:
@@ -443,7 +466,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--only {' '.join(sorted(unknown))}: the stages are {names}")
         print(", ".join(f"{name} {value}" for name, value in about.items() if value), flush=True)
         chosen = [stage for stage in known if not options.only or stage.name in options.only]
-        outcomes = run_all(chosen, budget=options.budget, folder=results / "output", report=report)
+        outcomes = run_all(chosen, began=began, budget=options.budget, folder=results / "output", report=report)
     print(f"written to {results}")
     counting = [outcome for outcome in outcomes if outcome.name != _PREPARING]
     return 0 if all(outcome.status in ("passed", "skipped") for outcome in counting) else 1

@@ -54,6 +54,24 @@ def device_of(parser: argparse.ArgumentParser, name: str) -> torch.device:
     return device
 
 
+def share_of(text: str) -> tuple[int, int]:
+    """Read the value of `--share`.
+
+    Args:
+        text: Such as "2/8".
+
+    Returns:
+        A number from 1 on, and of how many.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text}: K/N is needed, of which K is at least 1 and at most N")
+    return int(number), int(count)
+
+
 def milliseconds(call: Callable[[], object], device: torch.device, *, with_launches: bool = False) -> float:
     """Time one call.
 

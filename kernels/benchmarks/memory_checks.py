@@ -14,28 +14,11 @@ import sys
 import torch
 from each_kernel import cases as cases_of
 from each_kernel import launcher_of, measured_errors
+from measuring import share_of
 
 # Whole blocks, and sizes that no tile divides.
 SHAPES = ((128, 64, 64), (192, 37, 53), (203, 37, 53), (1, 5, 3))
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-def share_of(text: str) -> tuple[int, int]:
-    """Read the value of `--share`.
-
-    Args:
-        text: Such as "2/8".
-
-    Returns:
-        A number from 1 on, and of how many.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none.
-    """
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text}: K/N is needed, of which K is at least 1 and at most N")
-    return int(number), int(count)
 
 
 def check(device: torch.device, share: tuple[int, int] = (1, 1)) -> tuple[int, list[str]]:

@@ -160,7 +160,7 @@ def test_tests_that_time_out_tell_what_failed(gpu, run, tmp_path) -> None:
     path = tmp_path / "test_slow.py"
     path.write_text("import time\n\ndef test_bad():\n    assert 1 + 1 == 3\n\ndef test_long():\n    time.sleep(60)\n")
     stages = gpu.stages(tmp_path, tmp_path, [])
-    (command,) = [stage.command["test_philox_kernel 1/3"] for stage in stages if stage.name == "kernel tests"]
+    (command,) = [stage.command["test_philox_kernel 1/2"] for stage in stages if stage.name == "kernel tests"]
     status, summary = run([gpu.Stage("tests", {"slow": [*command[: command.index("--share")], str(path)]}, 5)])
     assert status == 1
     (stage,) = summary["stages"]
@@ -307,14 +307,41 @@ def test_each_file_of_the_kernels_tests_is_shared_by_processes_of_its_own(gpu, t
     files = {path.stem for path in (ROOT / "tests/kernels/on_triton").glob("test_*.py")}
     assert files
     parts = found["kernel tests"]
-    assert set(parts) == {f"{name} {share}/3" for name in files for share in (1, 2, 3)}
+    assert set(gpu._SHARES_OF_FILES) < files
+    counts = dict.fromkeys(files, gpu._FILE_SHARES) | gpu._SHARES_OF_FILES
+    assert set(parts) == {f"{name} {share}/{count}" for name, count in counts.items() for share in range(1, count + 1)}
+    # what takes longest comes first
+    assert [title.split()[0] in gpu._SHARES_OF_FILES for title in parts] == sorted(
+        (title.split()[0] in gpu._SHARES_OF_FILES for title in parts), reverse=True
+    )
     for title, command in parts.items():
         name, share = title.split()
         assert command[-3:] == ["--share", share, f"tests/kernels/on_triton/{name}.py"]
         assert {"--tb=short", "-rfE", "not slow"} <= set(command)
-    assert list(found["gpu tests"]) == [f"{number}/8" for number in range(1, 9)]
-    for share, command in found["gpu tests"].items():
-        assert command[-3:] == ["--share", share, "tests"]
+
+
+def test_other_tests_are_those_of_the_files_that_ask_for_a_gpu(gpu, tmp_path) -> None:
+    found = {stage.name: stage.command for stage in gpu.stages(tmp_path, tmp_path, [])}["gpu tests"]
+    assert list(found) == [f"{number}/8" for number in range(1, 9)]
+    # as pytest knows them: by the mark, and by the fixture's name
+    (tmp_path / "noted.py").write_text(
+        "from pathlib import Path\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    asking = {str(item.path) for item in items\n"
+        "              if 'device' in item.fixturenames or item.get_closest_marker('gpu')}\n"
+        "    Path(__file__).with_name('found').write_text('\\n'.join(sorted(asking)))\n"
+    )
+    paths = [str(tmp_path), str(ROOT), str(ROOT / "kernels")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "noted", "-p", "no:cacheprovider", "--collect-only", "tests"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    asking = {path for path in (tmp_path / "found").read_text().splitlines() if "on_triton" not in path}
+    assert asking
+    for share, command in found.items():
+        place = command.index("--share")
+        assert command[place + 1] == share
+        assert {str(ROOT / name) for name in command[place + 2 :]} == asking
 
 
 def test_what_is_launched_later_is_compiled_before_on_all_cores(gpu, tmp_path) -> None:
@@ -325,9 +352,10 @@ def test_what_is_launched_later_is_compiled_before_on_all_cores(gpu, tmp_path) -
     assert first.name == "compile"
     found = {stage.name: stage.command for stage in later}
     assert parts["doctor"] == found["doctor"]
-    for name in ("layer", "kernels"):
-        early, late = parts[name], found[name]
+    for name, part in (("layer", "layer"), *(("kernels", f"kernels {share}/3") for share in (1, 2, 3))):
+        early, late = parts[part], found[name]
         assert early[:2] == late[:2]
+        assert part == name or early[early.index("--share") + 1] == part.split()[1]
         assert early[early.index("--repeats") + 1] == "1"
         assert early[-2:] == ["--results", str(scratch)]
         assert late[-2:] == ["--results", str(results)]
