@@ -15,7 +15,8 @@ figures, the worst is shown. Lines of `information` ask for nothing: they tell w
   all that is there at the peak of a pass beyond the output, or the gradients, the kept sketch included, and so no less
   than the largest single tensor among it. What is gone before the gradients are formed can hide behind their memory;
   `tests/kernels/test_transients.py` follows each tensor.
-- Launches: a tiny step's time over nn.Linear's, launched the same way; as a CUDA graph or compiled, the lesser counts.
+- Launches: a tiny step's time over nn.Linear's, launched the same way, of a layer by itself and of several in a row;
+  as a CUDA graph or compiled, the lesser counts.
 
 The table is printed, and written to `aims.csv` in the folder. The exit status is 0 if no aim is missed, 1 if one is,
 2 if nothing was measured that could be judged.
@@ -259,19 +260,26 @@ def _sketch_lines(lines: Lines) -> Iterator[Row]:
 
 
 def _launch_lines(lines: Lines) -> Iterator[Row]:
-    found = {(line["mode"], line["center"] == "True"): line for line in lines if line["sketch"] == "hadamard"}
+    found = {
+        (line["mode"], int(line["layers"]), line["center"] == "True"): line
+        for line in lines
+        if line["sketch"] == "hadamard"
+    }
     for (modes, limit), center in product(roofline.LAUNCH_GOALS.items(), _CENTRING):
-        measured, said = [], []
-        for mode in modes:
-            line = found.get((mode, center))
-            if line is not None and line["time_ratio"]:
-                measured.append(float(line["time_ratio"]))
-                said.append(f"{mode} {_spread(line)}")
-            else:
-                said.append(f"{mode} {line['error'][:_SAID] if line else UNMEASURED}")
-        figure = Figure(min(measured, default=None), ", ".join(said))
-        name = f"a tiny step over nn.Linear's, {' or '.join(modes)}, {_CENTRING[center]}"
-        yield _line(lines, name, _at_most(limit), limit, [figure])
+        for layers in sorted({layers for mode in modes for layers in layer.LAUNCH_DEPTHS[mode]}):
+            measured, said = [], []
+            asked = [mode for mode in modes if layers in layer.LAUNCH_DEPTHS[mode]]
+            for mode in asked:
+                line = found.get((mode, layers, center))
+                if line is not None and line["time_ratio"]:
+                    measured.append(float(line["time_ratio"]))
+                    said.append(f"{mode} {_spread(line)}")
+                else:
+                    said.append(f"{mode} {line['error'][:_SAID] if line else UNMEASURED}")
+            figure = Figure(min(measured, default=None), ", ".join(said))
+            name = f"a tiny step over nn.Linear's, {' or '.join(asked)}, {_CENTRING[center]}"
+            name += f", {layers} in a row" if layers > 1 else ""
+            yield _line(lines, name, _at_most(limit), limit, [figure])
 
 
 def _rival_lines(lines: Lines) -> Iterator[Row]:

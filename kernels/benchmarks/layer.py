@@ -10,7 +10,8 @@ saved tensors and compared with what `RMMConfig.saved_bytes` says.
 On CUDA the times are the device's own: the host is given a head start, as it has it in training. Transient memory is
 what a step has at a time beyond what it returns: in the forward pass the output, in the backward pass the gradients.
 The launches themselves, which that head start hides, are timed on an input so small that little else is left: eager,
-under torch.compile, and as a CUDA graph.
+under torch.compile, and as a CUDA graph, of a layer by itself and of eight in a row. Of a graph that draws random
+numbers, the host launches two kernels more before each replay, however much is in it: a layer by itself bears both.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from measuring import device_of, hardware_name, milliseconds, quantiles
@@ -38,8 +40,8 @@ SHAPES = ((4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (8192, 384, 15
 VARIANTS = (("hadamard", False, None), ("hadamard", True, None), ("gaussian", False, None))
 GPU_VARIANTS = tuple(("hadamard", center, storage) for storage in (None, "int8") for center in (False, True))
 LAUNCH_SHAPE = (128, 64, 64)
-# The one that takes longest to set up comes last.
-LAUNCH_MODES = ("eager", "graph", "compiled")
+# Ways to launch, and how many layers in a row; the one that takes longest to set up comes last.
+LAUNCH_DEPTHS = {"eager": (1, 8), "graph": (1, 8), "compiled": (1,)}
 _ROTATING = 3
 _LAUNCHED_STEPS = 20
 
@@ -82,7 +84,10 @@ class Row:
 
 @dataclass(frozen=True)
 class LaunchRow:
-    """Time of a step that has next to nothing to compute; microseconds of the wall, ratios within a repetition."""
+    """Time of a step that has next to nothing to compute: microseconds of the wall, each layer's share of them.
+
+    Ratios are taken within a repetition.
+    """
 
     hardware: str
     dtype: str
@@ -93,6 +98,7 @@ class LaunchRow:
     center: bool
     ratio: float
     mode: str
+    layers: int
     time_ratio: float | str
     time_ratio_q20: float | str
     time_ratio_q80: float | str
@@ -221,6 +227,10 @@ def _kernels_asked_for() -> str:
     return os.environ.get("RMM_LINEAR_KERNELS", "auto")
 
 
+def _in_a_row(layers: list[nn.Module]) -> nn.Module:
+    return layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+
+
 def _launching(mode: str, layer: nn.Module, x: Tensor, g: Tensor) -> Callable[[], object]:
     """One step as the mode runs it, warmed up."""
     run = torch.compile(layer) if mode == "compiled" else layer
@@ -264,20 +274,21 @@ def launches(
     """Time steps on an input so small that launches are most of it.
 
     Args:
-        modes: Some of `LAUNCH_MODES`.
+        modes: Some of `LAUNCH_DEPTHS`.
         configs: Configurations of the sketched layers.
         device: Where to run.
         dtype: Dtype of parameters and inputs.
         repeats: Timed repetitions.
 
     Yields:
-        One row a mode and configuration; with the error in it where a mode does not work here.
+        One row a mode, number of layers and configuration; with the error in it where a mode does not work here.
     """
     rows, features, out = LAUNCH_SHAPE
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
     for mode in modes:
-        for config in configs:
-            exact = nn.Linear(features, out, device=device, dtype=dtype)
-            layer = RMMLinear(features, out, device=device, dtype=dtype, config=config)
+        for layers, config in itertools.product(LAUNCH_DEPTHS[mode], configs):
+            exact = _in_a_row([nn.Linear(features, out, **options) for _ in range(layers)])
+            layer = _in_a_row([RMMLinear(features, out, config=config, **options) for _ in range(layers)])
             (x, g), error = _inputs(LAUNCH_SHAPE, 1, device, dtype)[0], ""
             values: list[float | str] = [""] * 5
             try:
@@ -291,7 +302,7 @@ def launches(
             else:
                 low, middle, high = quantiles(table[:, 1] / table[:, 0])
                 values = [round(number, 4) for number in (middle, low, high)]
-                values += [round(float(table[:, column].median()), 1) for column in (0, 1)]
+                values += [round(float(table[:, column].median()) / layers, 1) for column in (0, 1)]
             time_ratio, q20, q80, linear_us, sketched_us = values
             yield LaunchRow(
                 hardware=hardware_name(device),
@@ -303,6 +314,7 @@ def launches(
                 center=config.center,
                 ratio=config.ratio,
                 mode=mode,
+                layers=layers,
                 time_ratio=time_ratio,
                 time_ratio_q20=q20,
                 time_ratio_q80=q80,
@@ -347,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--launches",
         metavar="MODES",
-        help=f"ways to launch a tiny step that are timed: some of {','.join(LAUNCH_MODES)}; on CUDA all by default",
+        help=f"ways to launch a tiny step that are timed: some of {','.join(LAUNCH_DEPTHS)}; on CUDA all by default",
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -357,9 +369,9 @@ def main(arguments: list[str] | None = None) -> int:
     on_gpu = device.type == "cuda"
     dtype_name = options.dtype or ("bfloat16" if on_gpu else "float32")
     dtype = getattr(torch, dtype_name)
-    modes = [mode for mode in (options.launches or (",".join(LAUNCH_MODES) if on_gpu else "")).split(",") if mode]
-    if not set(modes) <= set(LAUNCH_MODES) or ("graph" in modes and not on_gpu):
-        parser.error(f"--launches {options.launches}: some of {', '.join(LAUNCH_MODES)}; graph on CUDA alone")
+    modes = [mode for mode in (options.launches or (",".join(LAUNCH_DEPTHS) if on_gpu else "")).split(",") if mode]
+    if not set(modes) <= set(LAUNCH_DEPTHS) or ("graph" in modes and not on_gpu):
+        parser.error(f"--launches {options.launches}: some of {', '.join(LAUNCH_DEPTHS)}; graph on CUDA alone")
     check_results_folder(parser, options.results)
     triples = list(GPU_VARIANTS if on_gpu else VARIANTS)
     if options.all_sketches:
@@ -388,13 +400,15 @@ def main(arguments: list[str] | None = None) -> int:
     if not modes:
         return 0
     configs = [RMMConfig(ratio=0.25, center=center, min_rows=1) for center in (False, True)]
-    print(f"{'a step of ' + ' x '.join(map(str, LAUNCH_SHAPE)):24}{'mode':10}{'nn.Linear us':>14}{'sketched us':>14}")
+    heads = f"{'mode':10}{'in a row':>10}{'nn.Linear us':>14}{'sketched us':>14}{'ratio':>8}"
+    print(f"{'a step of ' + ' x '.join(map(str, LAUNCH_SHAPE)):24}{heads}")
     path = options.results / f"launches-{slug(hardware)}-{dtype_name}.csv"
     launched: list[LaunchRow] = []
     for line in launches(modes, configs, device=device, dtype=dtype, repeats=options.repeats):
         launched.append(line)
         name = line.sketch + (" + center" if line.center else "")
-        print(f"{name:24}{line.mode:10}{line.linear_us:>14}{line.sketched_us:>14}  {line.error}", flush=True)
+        times = f"{line.linear_us:>14}{line.sketched_us:>14}{line.time_ratio:>8}"
+        print(f"{name:24}{line.mode:10}{line.layers:>10}{times}  {line.error}", flush=True)
         # After each: setting up the next may outlast the time that is given.
         write_csv(path, [asdict(line) for line in launched])
     print(f"written to {path}")

@@ -45,10 +45,11 @@ def launch_rows(aims: ModuleType) -> list:
     return [
         aims.layer.LaunchRow(
             **ORIGIN, rows=count, in_features=features, out_features=out, sketch="hadamard", center=center, ratio=0.25,
-            mode=mode, time_ratio=time, time_ratio_q20=time - 0.1, time_ratio_q80=time + 0.1, linear_us=100.0,
-            sketched_us=100 * time, error="", kernels="auto", rmm_linear="0",
+            mode=mode, layers=layers, time_ratio=time, time_ratio_q20=time - 0.1, time_ratio_q80=time + 0.1,
+            linear_us=100.0, sketched_us=100 * time, error="", kernels="auto", rmm_linear="0",
         )
-        for mode, time in zip(aims.layer.LAUNCH_MODES, (2.5, 1.2, 1.4), strict=True)
+        for (mode, depths), time in zip(aims.layer.LAUNCH_DEPTHS.items(), (2.5, 1.2, 1.4), strict=True)
+        for layers in depths
         for center in (False, True)
     ]  # fmt: skip
 
@@ -141,7 +142,7 @@ CHOSEN_INT8 = layer_row(SMALL, ratio=0.25, center=True, storage="int8")
 CHOSEN_LARGE = layer_row(LARGE, ratio=0.1, center=False, storage="int8")
 CHOSEN_G = is_row("kernels", name="hadamard_sketch of g, with sums, ratio 0.1", features=14336)
 CHOSEN_MEAN = is_row("kernels", name="hadamard_sketch of x with what is left of its mean, ratio 0.25", features=768)
-CHOSEN_EAGER = is_row("launches", mode="eager", center=True)
+CHOSEN_EAGER = is_row("launches", mode="eager", layers=1, center=True)
 # Bytes: of each of 128 blocks 6 rows are kept, in bfloat16.
 BOUND = 2 * 768 * (4096 + 14336) * 2
 
@@ -221,19 +222,19 @@ def test_of_several_figures_the_worst_is_shown(judge) -> None:
 def test_of_a_graph_and_a_compiled_layer_one_has_to_be_fast(judge) -> None:
     aim = "a tiny step over nn.Linear's, graph or compiled, plain"
     for mode in ("graph", "compiled"):
-        status, rows = judge(changing(is_row("launches", mode=mode, center=False), time_ratio=1.6))
+        status, rows = judge(changing(is_row("launches", mode=mode, layers=1, center=False), time_ratio=1.6))
         assert (status, rows[aim]["verdict"]) == (0, "kept")
         assert f"{mode} 1.600" in rows[aim]["measured"]
         (other,) = {"graph", "compiled"} - {mode}
         # the one that is fast is missing, or not
-        status, rows = judge(leaving_out(is_row("launches", mode=mode, center=False)))
+        status, rows = judge(leaving_out(is_row("launches", mode=mode, layers=1, center=False)))
         assert (status, rows[aim]["verdict"]) == (0, "kept")
         assert f"{mode} not measured" in rows[aim]["measured"]
 
         def slow_alone(kind, row, mode=mode, other=other):
-            if is_row("launches", mode=mode, center=False)(kind, row):
+            if is_row("launches", mode=mode, layers=1, center=False)(kind, row):
                 return None
-            return changing(is_row("launches", mode=other, center=False), time_ratio=1.6)(kind, row)
+            return changing(is_row("launches", mode=other, layers=1, center=False), time_ratio=1.6)(kind, row)
 
         status, rows = judge(slow_alone)
         assert (status, rows[aim]["verdict"]) == (1, "MISSED")
@@ -243,7 +244,20 @@ def test_of_a_graph_and_a_compiled_layer_one_has_to_be_fast(judge) -> None:
 
     status, rows = judge(both)
     assert status == 1
-    assert with_verdict(rows, "MISSED") == {aim, aim.replace("plain", "centred")}
+    in_a_row = "a tiny step over nn.Linear's, graph, plain, 8 in a row"
+    assert with_verdict(rows, "MISSED") == {
+        name.replace("plain", centring) for name in (aim, in_a_row) for centring in ("plain", "centred")
+    }
+
+
+def test_layers_in_a_row_are_judged_by_themselves(judge) -> None:
+    for mode, limit in (("eager", 3), ("graph", 1.5)):
+        slow = is_row("launches", mode=mode, layers=8, center=True)
+        status, rows = judge(changing(slow, time_ratio=limit + 0.001))
+        assert status == 1
+        assert with_verdict(rows, "MISSED") == {f"a tiny step over nn.Linear's, {mode}, centred, 8 in a row"}
+        status, rows = judge(changing(slow, time_ratio=limit))
+        assert status == 0
 
 
 @pytest.mark.parametrize(
@@ -270,10 +284,13 @@ def test_of_a_graph_and_a_compiled_layer_one_has_to_be_fast(judge) -> None:
             is_row("kernels", name="hadamard_sketch of x, ratio 0.5", features=4096),
             {"hadamard_sketch over a copy, 8192 x 4096"},
         ),
-        (is_row("launches", mode="eager", center=False), {"a tiny step over nn.Linear's, eager, plain"}),
+        (is_row("launches", mode="eager", layers=1, center=False), {"a tiny step over nn.Linear's, eager, plain"}),
         (
             lambda kind, row: kind == "launches" and row.mode != "eager" and row.center,
-            {"a tiny step over nn.Linear's, graph or compiled, centred"},
+            {
+                "a tiny step over nn.Linear's, graph or compiled, centred",
+                "a tiny step over nn.Linear's, graph, centred, 8 in a row",
+            },
         ),
     ],
     ids=["layer", "int8", "kernel", "eager", "graph and compiled"],
@@ -452,7 +469,10 @@ def test_what_the_benchmarks_write_is_found(aims, tmp_path, monkeypatch) -> None
     lacking = {aim for aim, verdict in verdicts.items() if verdict == "not measured"}
     assert lacking == {
         "transient over rank (in + out) elements, 256 x 48 -> 80",
-        "a tiny step over nn.Linear's, graph or compiled, plain",
-        "a tiny step over nn.Linear's, graph or compiled, centred",
+        *(
+            f"a tiny step over nn.Linear's, {launched}"
+            for centring in ("plain", "centred")
+            for launched in (f"graph or compiled, {centring}", f"graph, {centring}, 8 in a row")
+        ),
     }
-    assert sum(verdict == "kept" for verdict in verdicts.values()) == 2 * len(aims.layer.RATIOS) + 2 + 2
+    assert sum(verdict == "kept" for verdict in verdicts.values()) == 2 * len(aims.layer.RATIOS) + 2 + 4

@@ -66,9 +66,8 @@ def test_launches_of_a_tiny_step_have_a_file_of_their_own(layer, tmp_path: Path,
     (path,) = tmp_path.glob("launches-*-float32.csv")
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["mode"], row["center"], row["error"]) for row in rows] == [
-        ("eager", "False", ""),
-        ("eager", "True", ""),
+    assert [(row["mode"], row["layers"], row["center"], row["error"]) for row in rows] == [
+        ("eager", layers, center, "") for layers in ("1", "8") for center in ("False", "True")
     ]
     assert all(float(row["sketched_us"]) > 0 and float(row["linear_us"]) > 0 for row in rows)
     # A way that does not work here is named in the file and in the exit status, and the others are timed.
@@ -83,8 +82,8 @@ def test_launches_of_a_tiny_step_have_a_file_of_their_own(layer, tmp_path: Path,
     assert layer.main([*command[:-1], "compiled,eager"]) == 1
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["error"] for row in rows] == ["RuntimeError: no compiler"] * 2 + [""] * 2
-    assert [row["sketched_us"] == "" for row in rows] == [True, True, False, False]
+    assert [row["error"] for row in rows] == ["RuntimeError: no compiler"] * 2 + [""] * 4
+    assert [row["sketched_us"] == "" for row in rows] == [True] * 2 + [False] * 4
     assert "no compiler" in capsys.readouterr().out
 
 
