@@ -377,7 +377,7 @@ def test_a_sketch_is_rounded_in_its_own_pass_where_a_program_holds_its_groups(st
     for ratio, rows, is_held in ((0.5, 128, True), (0.5, 130, False), (0.51, 126, True), (0.5, 320, True)):
         is_held &= storage in ("int8", "int4") and not is_amd
         sketched = RMMConfig(ratio=ratio, storage=storage, center=center).sketch_object
-        x = torch.randn(rows, 8) + 1
+        x = torch.randn(rows, 16) + 1
         expected = sketched.compress(x, seed)
         with monkeypatch.context() as patch:
             calls = twins_for_kernels(patch)
