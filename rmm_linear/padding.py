@@ -157,13 +157,13 @@ class ValidRows:
         mask = self.mask.detach().flatten()
         valid = mask != 0
         if self._count is None:
-            if mask.dtype != torch.bool and (mask < 0).any():
+            # both numbers at once: the host waits for them
+            negative, self._count = torch.stack(((mask < 0).sum(), valid.sum())).tolist()
+            if negative:
                 raise ValueError(
                     f"the mask of shape {tuple(self.mask.shape)} has negative values, as masks have that are added to"
                     " attention scores; pass one that is non-zero where a row is valid"
                 )
-            index = valid.nonzero().squeeze(1)
-            self._count = index.numel()
             if self._count == 0:
                 raise ValueError(
                     f"the mask of shape {tuple(self.mask.shape)} marks no row valid (non-zero); a batch needs at least"
@@ -171,8 +171,8 @@ class ValidRows:
                 )
         else:
             self._check_count(valid, self._count)
-            # in order, and without a word from the device
-            index = torch.argsort((~valid).to(torch.uint8), stable=True)[: self._count]
+        # in order, and without a word from the device
+        index = torch.argsort((~valid).to(torch.uint8), stable=True)[: self._count]
         return self._index.setdefault(device, index.to(device, torch.int32))
 
     @staticmethod
