@@ -15,6 +15,7 @@ from rmm_linear import RMMConfig, RMMLinear, use_kernels
 from rmm_linear.sketches import STORAGES, available_sketches
 
 ROWS, FEATURES, OUT = 300, 32, 16
+MAKERS = ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (Tensor, "new_tensor"))
 
 
 class Waits(TorchDispatchMode):
@@ -30,9 +31,34 @@ class Waits(TorchDispatchMode):
         devices = {leaf.device for leaf in tree_leaves((args, kwargs, results)) if isinstance(leaf, Tensor)}
         # a number that is assigned to one place, and not to a slice, is a tensor of the host's on a GPU
         is_of_one_place = name == "copy_" and args[0].dim() == 0
-        if len(devices) > 1 or is_of_one_place or name in ("_local_scalar_dense", "nonzero", "masked_select"):
+        # how many places are true is not known
+        is_by_truth = name.startswith(("index", "_index", "_unsafe_index")) and any(
+            isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1])
+        )
+        if len(devices) > 1 or is_of_one_place or is_by_truth or name in ("_local_scalar_dense", "nonzero"):
             self.found.append(name)
         return results
+
+    def __enter__(self):
+        # made of numbers of the host's, which on a tensor without memory leaves no trace
+        self.makers = {(place, name): getattr(place, name) for place, name in MAKERS}
+        for (place, name), maker in self.makers.items():
+            setattr(place, name, self._noting(maker))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for (place, name), maker in self.makers.items():
+            setattr(place, name, maker)
+        return super().__exit__(*error)
+
+    def _noting(self, maker):
+        def make(*args, **kwargs):
+            made = maker(*args, **kwargs)
+            if made.device.type != "cpu" and not any(made is argument for argument in args):
+                self.found.append(maker.__name__)
+            return made
+
+        return make
 
 
 @pytest.fixture
@@ -79,13 +105,34 @@ def test_no_order_of_the_matrix_waits(rows, as_on_a_gpu, monkeypatch):
     assert waits(ratio=0.3) == []
 
 
-def test_what_would_wait_is_seen():
+@pytest.mark.parametrize("tokens", [(0,), (0, -1)])
+def test_no_step_that_keeps_tokens_waits(tokens, as_on_a_gpu):
+    assert waits(ratio=0.3, keep_tokens=tokens) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (lambda x: x[:1].fill_(0), []),
+        (lambda x: x.__setitem__(slice(1), 0), []),
+        (lambda x: x.__setitem__(slice(1), x[0]), []),
+        (lambda x: x.__setitem__(0, 0), ["copy_"]),
+        (lambda x: x.copy_(torch.ones(8)), ["copy_"]),
+        (lambda x: x.__setitem__(x > 0, x[:1]), ["index_put_"]),
+        (lambda x: torch.tensor([1.0], device=x.device), ["tensor"]),
+        (lambda x: torch.as_tensor([1.0], device=x.device), ["as_tensor"]),
+        (lambda x: torch.as_tensor(x), []),
+        (lambda x: x.new_tensor([1.0]), ["new_tensor"]),
+    ],
+)
+def test_what_would_wait_is_seen(how, expected):
     x = torch.empty(8, device="meta")
     with Waits() as found:
-        x[:1] = 0
-        x[2:4] = x[0]
-        x[0] = 0
-        x.copy_(torch.ones(8))
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            x.sum().item()
-    assert found.found == ["copy_", "copy_"]
+        how(x)
+    assert found.found == expected
+
+
+@pytest.mark.parametrize("how", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x[x > 0]])
+def test_what_asks_for_a_number_cannot_pass(how):
+    with Waits(), pytest.raises((RuntimeError, NotImplementedError)):
+        how(torch.empty(8, device="meta"))

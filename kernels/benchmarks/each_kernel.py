@@ -840,6 +840,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not chosen:
         parser.error(f"--only {options.only}: no case has that in its name")
     number, count = options.share
+    if number > len(chosen):
+        parser.error(f"--share {number}/{count}: there are only {len(chosen)} cases")
     chosen = chosen[number - 1 :: count]
     hardware = hardware_name(device)
     print(f"{hardware}, {options.dtype}, torch {torch.__version__}, triton {_triton_version()}, commit {commit_name()}")

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-pytest.importorskip("transformers")
+for package in ("transformers", "datasets", "matplotlib"):
+    pytest.importorskip(package)
 
 from experiments import results_by_model
 from experiments.glue.errors import HarnessError

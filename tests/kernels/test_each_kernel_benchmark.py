@@ -146,6 +146,8 @@ def test_files_and_functions_that_are_not_there_are_no_error(each_kernel) -> Non
         ["--dtype", "int8"],
         ["--device", "foo"],
         ["--only", "none such"],
+        ["--share", "3"],
+        ["--share", "9999/9999"],
         ["--results", "/dev/null/x"],
     ],
     ids=str,

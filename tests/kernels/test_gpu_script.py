@@ -344,6 +344,17 @@ def test_other_tests_are_those_of_the_files_that_ask_for_a_gpu(gpu, tmp_path) ->
         assert {str(ROOT / name) for name in command[place + 2 :]} == asking
 
 
+def test_tests_for_a_gpu_need_no_package_that_the_kernels_do_not(gpu, tmp_path) -> None:
+    command = next(stage.command for stage in gpu.stages(tmp_path, tmp_path, []) if stage.name == "gpu tests")["1/8"]
+    lacking = ("transformers", "datasets", "evaluate", "accelerate", "peft", "matplotlib", "pandas", "scipy")
+    (tmp_path / "lacking.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({lacking}))\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "kernels")])}
+    command = [*command, "-p", "lacking", "--collect-only"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert "error" not in done.stdout.lower()
+
+
 def test_what_is_launched_later_is_compiled_before_on_all_cores(gpu, tmp_path) -> None:
     """The same commands, for less long, and no table of theirs stays."""
     results, scratch = tmp_path / "results", tmp_path / "scratch"
