@@ -44,14 +44,14 @@ CONFIGS = [
 def replaying(step: Callable[[], Any], warm_ups: int) -> tuple[Callable[[], object], Any]:
     """Capture a step: what replays it, and the tensors that then hold what it returns."""
     if DEVICE.type == "cpu":
-        tensors = step()
+        results = step()
 
         def again() -> None:
             found = step()
-            for old, new in zip(tree_leaves(tensors), tree_leaves(found), strict=True):
+            for old, new in zip(tree_leaves(results), tree_leaves(found), strict=True):
                 old.detach().copy_(new)
 
-        return again, tensors
+        return again, results
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -60,8 +60,8 @@ def replaying(step: Callable[[], Any], warm_ups: int) -> tuple[Callable[[], obje
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tensors = step()
-    return graph.replay, tensors
+        results = step()
+    return graph.replay, results
 
 
 def assert_no_step_waits(config: RMMConfig, dtype: torch.dtype) -> None:

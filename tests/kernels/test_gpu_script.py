@@ -320,6 +320,16 @@ def test_each_file_of_the_kernels_tests_is_shared_by_processes_of_its_own(gpu, t
         assert {"--tb=short", "-rfE", "not slow"} <= set(command)
 
 
+def collected(command: list[str], plugins: Path) -> str:
+    """What pytest prints that collects with a plugin of a folder, without an error."""
+    paths = map(str, (plugins, ROOT, ROOT / "kernels"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [*command, "--collect-only"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    return done.stdout
+
+
 def test_other_tests_are_those_of_the_files_that_ask_for_a_gpu(gpu, tmp_path) -> None:
     found = {stage.name: stage.command for stage in gpu.stages(tmp_path, tmp_path, [])}["gpu tests"]
     assert list(found) == [f"{number}/8" for number in range(1, 9)]
@@ -331,11 +341,7 @@ def test_other_tests_are_those_of_the_files_that_ask_for_a_gpu(gpu, tmp_path) ->
         "              if 'device' in item.fixturenames or item.get_closest_marker('gpu')}\n"
         "    Path(__file__).with_name('found').write_text('\\n'.join(sorted(asking)))\n"
     )
-    paths = [str(tmp_path), str(ROOT), str(ROOT / "kernels")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "noted", "-p", "no:cacheprovider", "--collect-only", "tests"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    collected([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-p", "noted"], tmp_path)
     asking = {path for path in (tmp_path / "found").read_text().splitlines() if "on_triton" not in path}
     assert asking
     for share, command in found.items():
@@ -348,11 +354,7 @@ def test_tests_for_a_gpu_need_no_package_that_the_kernels_do_not(gpu, tmp_path) 
     command = next(stage.command for stage in gpu.stages(tmp_path, tmp_path, []) if stage.name == "gpu tests")["1/8"]
     lacking = ("transformers", "datasets", "evaluate", "accelerate", "peft", "matplotlib", "pandas", "scipy")
     (tmp_path / "lacking.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({lacking}))\n")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "kernels")])}
-    command = [*command, "-p", "lacking", "--collect-only"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert "error" not in done.stdout.lower()
+    assert "error" not in collected([*command, "-p", "lacking"], tmp_path).lower()
 
 
 def test_what_is_launched_later_is_compiled_before_on_all_cores(gpu, tmp_path) -> None:

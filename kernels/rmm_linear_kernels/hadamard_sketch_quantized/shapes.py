@@ -51,6 +51,7 @@ def fits(backend: str, *, kept: int, group: int, dtype: torch.dtype, aligned: bo
         True if it is no more than `LIMITS` says; for float32 that is not read so, of 32 rows kept, half as much.
     """
     limits = LIMITS[backend]
+    # addresses of each number, and three parts of it, leave no more: 256 rows would spill on sm_80
     rows = limits.rows // 2 if dtype == torch.float32 and kept == 32 and not aligned else limits.rows
     return kept in limits.kept and group <= rows and dtype in limits.dtypes
 
