@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear import RMMConfig, RMMLinear, __version__
+from rmm_linear.ops import dispatch
 
 # As few features as leave torch's products on a CPU next to nothing to do.
 ROWS, FEATURES = 128, 8
@@ -118,6 +119,9 @@ def as_on_a_gpu(*, small: bool = True) -> Iterator[PretendedGPU]:
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         for place, value in patches.items():
             stack.enter_context(mock.patch(place, value))
+        # after all else, and before it is as it was
+        dispatch.forget_launches()
+        stack.callback(dispatch.forget_launches)
         yield gpu
 
 

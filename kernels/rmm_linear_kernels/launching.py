@@ -25,8 +25,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -35,6 +36,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from .alignment import ALIGNMENT
+from .allocation import empty
 
 # Distinct launches of a kernel that are remembered. A model has a few dozen; more come of sizes that keep changing.
 _MOST_REMEMBERED = 4096
@@ -80,6 +82,9 @@ class Constants:
 _Call = tuple[Any, Any, Any, tuple[Any, ...]]
 # What is remembered of a launch: the compiled kernel; what Triton calls, where that is known; and the constants.
 _Remembered = tuple[CompiledKernel, _Call | None, tuple[Any, ...]]
+_Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
+# Shape and dtype.
+Result = tuple[tuple[int, ...], torch.dtype]
 
 
 class _Plan:
@@ -117,30 +122,53 @@ class Prepared:
     """A launch of which all but the tensors is settled. Make one for each, in a function under `functools.lru_cache`.
 
     That function is asked with the dtypes of the tensors as well: of one `Prepared`, they are always the same, and so
-    are those that are None.
+    are those that are None. Called with the tensors that a kernel reads, it returns those that it writes.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], constants: Constants) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        numbers: tuple[Any, ...],
+        constants: Constants,
+        results: tuple[Result | None, ...] = (),
+    ) -> None:
         """Settle it.
 
         Args:
-            kernel: As for `launch`; its tensors come before all other parameters.
+            kernel: As for `launch`; its tensors come before all other parameters, those that it writes last.
             grid: As for `launch`.
             numbers: The arguments after the tensors.
             constants: The rest.
+            results: Shape and dtype of each tensor that is written; None for one that is not wanted.
         """
         self.kernel = kernel
         self.grid = grid
         self.numbers = numbers
         self.constants = constants
+        self.results = results
         # in Triton's interpreter there is no driver to ask
         self.is_interpreted = not isinstance(kernel, JITFunction)
+
+    def __call__(self, first: Tensor, *others: Tensor | None) -> list[Any]:
+        """Launch the kernel, into new memory.
+
+        Args:
+            first: The first tensor that it reads, on the current device.
+            *others: The others that it reads, on the same device, or None.
+
+        Returns:
+            What it writes, None where that is not wanted.
+        """
+        results = [None if result is None else empty(first, *result) for result in self.results]
+        self.launch(first, *others, *results)
+        return results
 
     def launch(self, *tensors: Tensor | None) -> None:
         """Launch the kernel, as the function `launch` does.
 
         Args:
-            *tensors: On the current device, or None.
+            *tensors: On the current device, or None; those that are written as well.
         """
         if self.is_interpreted:
             launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants)
@@ -171,6 +199,23 @@ class Prepared:
         stream = active.get_current_stream(device)
         # neither what hooks are told, nor hooks
         run(*self.grid, stream, function, metadata, None, None, None, *tensors, *self.numbers, *values)
+
+
+def prepared_by(prepare: Callable[..., Prepared]) -> Callable[[_Launcher], _Launcher]:
+    """Note by what the launch of the decorated launcher is prepared, in its attribute `prepared`.
+
+    Args:
+        prepare: A function of the launcher's arguments, with elements in all tensors.
+
+    Returns:
+        A decorator.
+    """
+
+    def noted(launcher: _Launcher) -> _Launcher:
+        launcher.prepared = prepare  # type: ignore[attr-defined]
+        return launcher
+
+    return noted
 
 
 # by the launch, the device, and two settings

@@ -45,6 +45,9 @@ KERNELS = {
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 HALVES = (torch.bfloat16, torch.float16)
+# Distinct launches that are remembered, and numbers of rows whose factors are: batches of sentences have another number
+# of them each.
+MOST_REMEMBERED = 4096
 # bfloat16 on the tensor cores
 _LEAST_CAPABILITY = (8, 0)
 
@@ -57,6 +60,8 @@ class _State:
         # (kernel, dtype, device) -> why its twin runs instead
         self.broken: dict[tuple[str, torch.dtype, torch.device], str] = {}
         self.warned: set[str] = set()
+        # what decides on a launch -> the launch, of kernels that have run as things are
+        self.settled: dict[tuple[Any, ...], Callable[..., list[Any]]] = {}
 
 
 def _checked(choice: str, source: str) -> str:
@@ -87,7 +92,7 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
 
     def __init__(self, choice: str) -> None:
         self._before = _state.choice
-        _state.choice = _checked(choice, "choice")
+        _choose(_checked(choice, "choice"))
 
     def __enter__(self) -> None:
         """Nothing is left to do."""
@@ -96,7 +101,47 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Go back to what was chosen before."""
-        _state.choice = self._before
+        _choose(self._before)
+
+
+def _choose(choice: str) -> None:
+    _state.choice = choice
+    # who is about to write into the old one has begun before
+    _state.settled = {}
+
+
+def forget_launches() -> None:
+    """Forget what `run_settled` finds, for whoever replaces a part of what it skips: no training run has to."""
+    _state.settled = {}
+
+
+def run_settled(key: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> list[Any] | None:
+    """Launch a kernel that has been launched before, all that `run` does for it being settled by a key.
+
+    Of the host's time of a step on a small input, most goes to what Python does between the operator and the launch.
+
+    Args:
+        key: All that decides on the launch, and so on the results' shapes and dtypes, but for what is chosen: `x`'s
+            device and dtype, shapes, strides, options. `run` was given the same.
+        x: First tensor that the kernel reads.
+        *others: The others, or None.
+
+    Returns:
+        What the kernel writes; None if it has to be run by `run`.
+
+    Raises:
+        OutOfMemoryError: If there is no memory for that.
+    """
+    launch = _state.settled.get(key)
+    if launch is None or (x.is_cuda and x.get_device() != torch.cuda.current_device()):
+        return None
+    try:
+        return launch(x, *others)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # of any kind, and told by `run`
+        _state.settled.pop(key, None)
+        return None
 
 
 def product_dtype(dtype: torch.dtype, half: bool) -> torch.dtype:
@@ -184,7 +229,9 @@ def wants_half(g: Tensor) -> bool:
     return g.dtype in HALVES and is_for_kernels(g)
 
 
-def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def run(
+    name: str, twin: Callable[..., Any], x: Tensor, *args: Any, key: tuple[Any, ...] | None = None, **kwargs: Any
+) -> Any:
     """Run a kernel where it can run, and its twin where it cannot or fails.
 
     Args:
@@ -192,6 +239,7 @@ def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: An
         twin: The same in plain torch.
         x: First argument of both, whose device and dtype decide.
         *args: More arguments.
+        key: By which `run_settled` is to find the launch from now on, if a kernel runs that has one launch to prepare.
         **kwargs: More arguments.
 
     Returns:
@@ -201,6 +249,7 @@ def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: An
         ValueError: If Triton is forced, and cannot run.
         OutOfMemoryError: If the kernel finds no memory: no fault of its own.
     """
+    settled = _state.settled
     reason = _reason_against(name, x)
     if reason is None:
         try:
@@ -208,7 +257,13 @@ def run(name: str, twin: Callable[..., Any], x: Tensor, *args: Any, **kwargs: An
             if x.is_cuda and x.device.index != torch.cuda.current_device():
                 with torch.cuda.device(x.device):
                     return kernel(x, *args, **kwargs)
-            return kernel(x, *args, **kwargs)
+            found = kernel(x, *args, **kwargs)
+            prepare = getattr(kernel, "prepared", None)
+            if key is not None and prepare is not None and x.numel():
+                if len(settled) >= MOST_REMEMBERED:
+                    settled.clear()
+                settled[key] = prepare(x, *args, **kwargs)
+            return found
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
@@ -277,6 +332,7 @@ def _instead(name: str, error: Exception, twin: Callable[..., Any], x: Tensor, *
     if not _state.broken:
         _warn(f"{reason}; of others that fail, nothing is said")
     _state.broken[name, x.dtype, x.device] = reason
+    _state.settled = {}
     _state.warned.add(reason)
     return found
 

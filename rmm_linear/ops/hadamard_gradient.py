@@ -6,10 +6,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import odd_factor, product_dtype, product_scale, run, wants_half
+from rmm_linear.ops.dispatch import (
+    MOST_REMEMBERED,
+    odd_factor,
+    product_dtype,
+    product_scale,
+    run,
+    run_settled,
+    wants_half,
+)
 from rmm_linear.ops.grad_weight import empty_results, product
-from rmm_linear.ops.projections import MOST_REMEMBERED, gradient_scale
+from rmm_linear.ops.projections import gradient_scale
 from rmm_linear.ops.registration import define
+from rmm_linear_kernels.allocation import empty
 from rmm_linear_kernels.hadamard_at_once import reference as _at_once
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 
@@ -66,12 +75,20 @@ def _hadamard_grad_weight(
     dtype: torch.dtype | None,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor]:
+    of_x = sketched_x.dtype, sketched_x.shape, sketched_x.stride()
+    of_mean = None if mean is None else (mean.dtype, mean.stride())
+    wanted = blocks, kept, ratio, dtype, need_bias
+    key = "hadamard_grad_weight", g.get_device(), g.dtype, g.shape, g.stride(), of_x, of_mean, seed.dtype, wanted
+    found = run_settled(key, g, seed, sketched_x, mean)
+    if found is not None:
+        return found[0], found[1] if need_bias else empty(g, (0,), sketched_x.dtype)
     (rows, out), features, g_dtype = g.shape, sketched_x.shape[1], g.dtype
     dtype, bias_dtype = dtype or g_dtype, g_dtype if need_bias else None
     options = _options(rows, blocks, kept, ratio, g_dtype, wants_half(g), dtype, bias_dtype)
     is_stored_alike = sketched_x.dtype == options.stored_dtype
     if rows and is_stored_alike and _at_once.holds_gradient(rows, blocks, out, features, g_dtype):
-        return run("grad_weight_at_once", _at_once.grad_weight_at_once, g, seed, sketched_x, mean, **options.at_once)
+        twin: Any = _at_once.grad_weight_at_once
+        return run("grad_weight_at_once", twin, g, seed, sketched_x, mean, key=key, **options.at_once)
     twin = _hadamard.hadamard_sketch_and_sums
     sketched, sums = run("hadamard_sketch_and_sums", twin, g, seed, None, **options.sketching)
     return product(sketched, sketched_x, sums, mean, options.factor, dtype, bias_dtype)

@@ -55,12 +55,12 @@ def test_a_linear_layer_launches_four_kernels(host_time):
 @pytest.mark.parametrize(
     ("center", "storage", "small", "expected"),
     [
-        (False, None, True, ["sketch", "gradient at once", "addmm", "mm", "randint"]),
-        (True, None, True, ["sketch at once", "gradient at once", "addmm", "mm", "randint"]),
-        (False, None, False, ["sketch", "sketch", "outer", "addmm", "addmm_", "mm", "randint"]),
-        (True, None, False, ["sketch", "sketch", "outer", "mean", "addmm", "addmm_", "mm", "randint", "sum"]),
-        (False, "int8", True, ["codes", "sketch", "product of codes", "addmm", "mm", "randint"]),
-        (True, "int8", True, ["codes", "sketch", "product of codes", "mean", "addmm", "mm", "randint", "sum"]),
+        (False, None, True, ["sketch", "gradient at once", "addmm", "mm", "random_"]),
+        (True, None, True, ["sketch at once", "gradient at once", "addmm", "mm", "random_"]),
+        (False, None, False, ["sketch", "sketch", "outer", "addmm", "addmm_", "mm", "random_"]),
+        (True, None, False, ["sketch", "sketch", "outer", "mean", "addmm", "addmm_", "mm", "random_", "sum"]),
+        (False, "int8", True, ["codes", "sketch", "product of codes", "addmm", "mm", "random_"]),
+        (True, "int8", True, ["codes", "sketch", "product of codes", "mean", "addmm", "mm", "random_", "sum"]),
     ],
 )
 def test_what_a_sketched_layer_launches(host_time, center, storage, small, expected):
@@ -87,7 +87,7 @@ def test_rows_are_drawn_by_few_launches(host_time, sketch, expected):
     layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.3, sketch=sketch, center=False, min_rows=1))
     found = launched(host_time, layer, torch.float32, small=False, rows=8192)
     # and the products: of the sketches, of the input and for its gradient; a gradient that is centred by nothing
-    expected = [*expected, "addmm", "addmm_", "mm", "randint", "sum"]
+    expected = [*expected, "addmm", "addmm_", "mm", "random_", "sum"]
     assert found == sorted(KERNELS.get(name, name) for name in expected)
 
 
@@ -106,7 +106,7 @@ def test_codes_that_are_not_made_in_one_pass_take_a_launch_more(host_time, stora
     found = launched(host_time, layer, torch.bfloat16, small=True, rows=rows)
     of_x = ["mean", "sketch", "quantize and mean", "sum"]
     # of many blocks' sums of g, their own sum comes first
-    expected = [*of_x, "sketch", *more, "product of codes", "addmm", "mm", "randint"]
+    expected = [*of_x, "sketch", *more, "product of codes", "addmm", "mm", "random_"]
     assert found == sorted(KERNELS.get(name, name) for name in expected)
 
 
@@ -126,7 +126,7 @@ def test_codes_that_are_not_made_in_one_pass_take_a_launch_more(host_time, stora
 def test_what_is_done_at_once(host_time, rows, features, of_x, of_g):
     layer = RMMLinear(features, features, config=RMMConfig(ratio=0.5, min_rows=1))
     found = launched(host_time, layer, torch.float32, small=True, rows=rows)
-    expected = [*of_x, *of_g, "addmm", "mm", "randint"]
+    expected = [*of_x, *of_g, "addmm", "mm", "random_"]
     assert found == sorted(KERNELS.get(name, name) for name in expected)
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted
 from ..hadamard_sketch import reference as hadamard
@@ -31,7 +32,7 @@ from ..hadamard_sketch.entries import (
 )
 from ..hadamard_sketch.kernel import both_halves, column_sums, either, mixed
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, Prepared, ceil_div
+from ..launching import Constants, Prepared, ceil_div, prepared_by
 from . import reference
 
 # The least that a matrix instruction takes.
@@ -273,6 +274,27 @@ def _equal(warps: int, stages: int, **values: Any) -> Constants:
     return Constants(values, num_warps=warps, num_stages=stages)
 
 
+def _prepared_sketch_of(
+    x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> Prepared:
+    """Return the launch of `sketch_and_mean_at_once`, for tensors like these.
+
+    Args:
+        x: As there, with elements.
+        seed: As there.
+        blocks: As there.
+        kept: As there.
+        scale: As there.
+        dtype: As there.
+
+    Returns:
+        A function of x and seed that returns what is returned there.
+    """
+    rows, features = x.shape
+    return _prepared_sketch(rows, features, blocks, kept, x.stride(), scale, (x.dtype, seed.dtype, dtype))
+
+
+@prepared_by(_prepared_sketch_of)
 def sketch_and_mean_at_once(
     x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -289,14 +311,9 @@ def sketch_and_mean_at_once(
     Returns:
         Sketch (blocks * kept, features) of x - 1 m^T, m the mean; mean (features,), float32.
     """
-    rows, features = x.shape
     if x.numel() == 0:
         return reference.sketch_and_mean_at_once(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    prepared = _prepared_sketch(rows, features, blocks, kept, x.stride(), scale, (x.dtype, seed.dtype, dtype))
-    # sizes one by one: torch takes half the time to read them
-    out = x.new_empty(blocks * kept, features, dtype=dtype)
-    rest = x.new_empty(features, dtype=torch.float32)
-    prepared.launch(x, seed, out, rest)
+    out, rest = _prepared_sketch_of(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)(x, seed)
     return out, rest
 
 
@@ -313,9 +330,61 @@ def _prepared_sketch(
     """The launch of the sketch; `dtypes` are those of x, the seed and the sketch."""
     numbers = (rows, features, blocks, rows // blocks, rows % blocks, kept, *strides, scale)
     grid = (ceil_div(features, _FEATURES), 1, 1)
-    return Prepared(_sketch_and_mean_at_once_kernel, grid, numbers, _sketch_constants(rows, blocks, kept, dtypes[0]))
+    constants = _sketch_constants(rows, blocks, kept, dtypes[0])
+    results = ((blocks * kept, features), dtypes[2]), ((features,), torch.float32)
+    return Prepared(_sketch_and_mean_at_once_kernel, grid, numbers, constants, results)
 
 
+def _prepared_gradient_of(
+    g: Tensor,
+    seed: Tensor,
+    sketched_x: Tensor,
+    mean: Tensor | None,
+    *,
+    blocks: int,
+    kept: int,
+    scale: float,
+    factor: float = 1.0,
+    dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+) -> Prepared:
+    """Return the launch of `grad_weight_at_once`, for tensors like these.
+
+    Args:
+        g: As there, with elements.
+        seed: As there.
+        sketched_x: As there, with elements.
+        mean: As there.
+        blocks: As there.
+        kept: As there.
+        scale: As there.
+        factor: As there.
+        dtype: As there.
+        bias_dtype: As there.
+
+    Returns:
+        A function of g, seed, sketched_x and mean that returns the gradient, and the sum of g or None.
+    """
+    return _prepared_gradient(
+        g.shape,
+        sketched_x.shape[1],
+        blocks,
+        kept,
+        (g.stride(), sketched_x.stride(), () if mean is None else mean.stride()),
+        scale,
+        factor,
+        (
+            g.dtype,
+            seed.dtype,
+            sketched_x.dtype,
+            None if mean is None else mean.dtype,
+            dtype or sketched_x.dtype,
+            bias_dtype,
+        ),
+    )
+
+
+@prepared_by(_prepared_gradient_of)
 def grad_weight_at_once(
     g: Tensor,
     seed: Tensor,
@@ -347,26 +416,13 @@ def grad_weight_at_once(
     Returns:
         Gradient (out, in); sum of g (out,), (0,) where it is not wanted.
     """
-    rows, out_features = g.shape
-    in_features = sketched_x.shape[1]
-    if g.numel() == 0 or in_features == 0:
-        sizes: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "factor": factor}
-        return reference.grad_weight_at_once(g, seed, sketched_x, mean, **sizes, dtype=dtype, bias_dtype=bias_dtype)
-    dtype = dtype or sketched_x.dtype
-    prepared = _prepared_gradient(
-        g.shape,
-        in_features,
-        blocks,
-        kept,
-        (g.stride(), sketched_x.stride(), () if mean is None else mean.stride()),
-        scale,
-        factor,
-        (g.dtype, seed.dtype, sketched_x.dtype, None if mean is None else mean.dtype, dtype, bias_dtype),
-    )
-    grad_weight = g.new_empty(out_features, in_features, dtype=dtype)
-    bias = None if bias_dtype is None else g.new_empty(out_features, dtype=bias_dtype)
-    prepared.launch(g, seed, sketched_x, mean, grad_weight, bias)
-    return grad_weight, sketched_x.new_empty(0) if bias is None else bias
+    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "factor": factor}
+    options |= {"dtype": dtype, "bias_dtype": bias_dtype}
+    if g.numel() == 0 or sketched_x.shape[1] == 0:
+        return reference.grad_weight_at_once(g, seed, sketched_x, mean, **options)
+    prepared = _prepared_gradient_of(g, seed, sketched_x, mean, **options)
+    grad_weight, bias = prepared(g, seed, sketched_x, mean)
+    return grad_weight, empty(g, (0,), sketched_x.dtype) if bias is None else bias
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
@@ -382,13 +438,16 @@ def _prepared_gradient(
 ) -> Prepared:
     """The launch of the gradient; `shape` is that of g, and `dtypes` those of the tensors, None where there is none."""
     (rows, out_features), (of_g, of_x, of_mean) = shape, strides
-    dtype, _, _, mean_dtype, _, bias_dtype = dtypes
+    dtype, _, _, mean_dtype, out_dtype, bias_dtype = dtypes
     assert dtype is not None
+    assert out_dtype is not None
     constants = _gradient_constants(rows, blocks, kept, dtype, mean_dtype is not None, bias_dtype is not None)
     tile = constants["TILE"]
     numbers = (rows, out_features, in_features, blocks, kept, *of_g, *of_x, *(of_mean or (0,)), scale, factor)
     grid = (ceil_div(out_features, tile), ceil_div(in_features, tile), 1)
-    return Prepared(_grad_weight_at_once_kernel, grid, numbers, constants)
+    bias = None if bias_dtype is None else ((out_features,), bias_dtype)
+    results = ((out_features, in_features), out_dtype), bias
+    return Prepared(_grad_weight_at_once_kernel, grid, numbers, constants, results)
 
 
 def builds() -> list[Build]:

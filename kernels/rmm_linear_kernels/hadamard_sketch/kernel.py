@@ -22,7 +22,7 @@ from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import awaited
 from ..interpreter import IS_INTERPRETED
-from ..launching import Constants, Prepared, ceil_div
+from ..launching import Constants, Prepared, ceil_div, prepared_by
 from . import reference
 from .entries import (
     block_words,
@@ -267,7 +267,7 @@ def _tile_of(order: int, kept: int, blocks: int, features: int, dtype: torch.dty
     return tile, tiles
 
 
-def _launch(
+def _prepared(
     x: Tensor,
     seed: Tensor,
     mean: Tensor | None,
@@ -276,20 +276,13 @@ def _launch(
     kept: int,
     scale: float,
     dtype: torch.dtype,
-    sums: Tensor | None,
+    sums: bool = False,
     rest: bool = False,
-) -> Tensor:
+) -> Prepared:
     rows, features = x.shape
-    mean_dtype = None if mean is None else mean.dtype
-    dtypes = x.dtype, seed.dtype, mean_dtype, dtype
-    what = sums is not None, rest
-    prepared = _prepared_launch(
-        rows, features, blocks, kept, x.stride(), are_rows_aligned(x), float(scale), dtypes, *what
-    )
-    # sizes one by one: torch takes half the time to read them
-    out = x.new_empty(blocks * kept, features, dtype=dtype)
-    prepared.launch(x, seed, mean if mean is None else mean.contiguous(), out, sums)
-    return out
+    dtypes = x.dtype, seed.dtype, None if mean is None else mean.dtype, dtype
+    aligned = are_rows_aligned(x)
+    return _prepared_launch(rows, features, blocks, kept, x.stride(), aligned, float(scale), dtypes, sums, rest)
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
@@ -301,22 +294,44 @@ def _prepared_launch(
     strides: tuple[int, ...],
     aligned: bool,
     scale: float,
-    dtypes: tuple[torch.dtype | None, ...],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype],
     sums: bool,
     rest: bool,
 ) -> Prepared:
     """The launch; `dtypes` are those of x, the seed, the mean if there is one, and the sketch."""
-    x_dtype, _, mean_dtype, _ = dtypes
-    assert x_dtype is not None
+    x_dtype, _, mean_dtype, out_dtype = dtypes
     block_rows = ceil_div(rows, blocks)
     order = reference.hadamard_order(block_rows)
     tile, tiles = _tile_of(order, kept, blocks, features, x_dtype, aligned)
     constants = _constants(order, kept, tile, tiles, x_dtype, mean_dtype is not None, sums, rest)
     stride = reference.sign_stride(block_rows)
     numbers = (rows, features, blocks, rows // blocks, rows % blocks, kept, stride, *strides, scale)
-    return Prepared(_hadamard_sketch_kernel, (blocks, ceil_div(features, tile * tiles), 1), numbers, constants)
+    grid = (blocks, ceil_div(features, tile * tiles), 1)
+    results = ((blocks * kept, features), out_dtype), ((blocks, features), torch.float32) if sums else None
+    return Prepared(_hadamard_sketch_kernel, grid, numbers, constants, results)
 
 
+def _prepared_sketch(
+    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
+) -> Prepared:
+    """Return the launch of `hadamard_sketch`, for tensors like these.
+
+    Args:
+        x: As there, with elements.
+        seed: As there.
+        mean: As there, contiguous.
+        blocks: As there.
+        kept: As there.
+        scale: As there.
+        dtype: As there.
+
+    Returns:
+        A function of x, seed and mean, that returns the sketch and None.
+    """
+    return _prepared(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+
+
+@prepared_by(_prepared_sketch)
 def hadamard_sketch(
     x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
@@ -336,7 +351,9 @@ def hadamard_sketch(
     """
     if x.numel() == 0:
         return reference.hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    return _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=None)
+    mean = mean if mean is None else mean.contiguous()
+    out, _ = _prepared_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)(x, seed, mean)
+    return out
 
 
 def hadamard_sketch_and_mean(
@@ -359,8 +376,9 @@ def hadamard_sketch_and_mean(
     """
     if x.numel() == 0:
         return reference.hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    sums = x.new_empty(blocks, x.shape[1], dtype=torch.float32)
-    out = _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums, rest=True)
+    how: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": dtype}
+    mean = mean.contiguous()
+    out, sums = _prepared(x, seed, mean, **how, sums=True, rest=True)(x, seed, mean)
     # one sum after the other: the same in every run, which atomic additions are not
     return out, sums.sum(0)
 
@@ -384,8 +402,10 @@ def hadamard_sketch_and_sums(
     """
     if x.numel() == 0:
         return reference.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    sums = x.new_empty(blocks, x.shape[1], dtype=torch.float32)
-    return _launch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype, sums=sums), sums
+    how: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": dtype}
+    mean = mean if mean is None else mean.contiguous()
+    out, sums = _prepared(x, seed, mean, **how, sums=True)(x, seed, mean)
+    return out, sums
 
 
 def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants, aligned: bool) -> Build:

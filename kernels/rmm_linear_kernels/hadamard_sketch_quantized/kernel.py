@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..alignment import are_rows_aligned
+from ..allocation import empty
 from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import awaited, converted, spread
@@ -317,16 +318,16 @@ def hadamard_sketch_quantized(
         options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": torch.float32}
         if mean is None:
             sketch = hadamard_sketch(x, seed, None, **options)
-            return *quantize(sketch, seed, None, kind=kind, group=group), x.new_empty(0, dtype=torch.float32)
+            return *quantize(sketch, seed, None, kind=kind, group=group), empty(x, (0,), torch.float32)
         sketch, sums = hadamard_sketch_and_sums(x, seed, mean, **options)
         decoded = rounded_dtype(x.dtype, kind, blocks)
         options = {"blocks": blocks, "kept": kept, "scale": 1 / (kept * scale), "kind": kind, "group": group}
         return quantize_and_mean(sketch, seed, None, sums, rows=rows, **options, decoded=decoded)
     rank = blocks * kept
-    codes = torch.empty((rank, low_bit.packed_width(features, kind)), dtype=torch.uint8, device=x.device)
-    steps = torch.empty((ceil_div(rank, group), features), dtype=low_bit.SCALE_DTYPE, device=x.device)
-    offsets = steps.new_empty(0) if kind == low_bit.FP8 else torch.empty_like(steps)
-    rest = None if mean is None else torch.empty(steps.shape, dtype=torch.float32, device=x.device)
+    codes = empty(x, (rank, low_bit.packed_width(features, kind)), torch.uint8)
+    steps = empty(x, (ceil_div(rank, group), features), low_bit.SCALE_DTYPE)
+    offsets = empty(x, (0,) if kind == low_bit.FP8 else tuple(steps.shape), low_bit.SCALE_DTYPE)
+    rest = None if mean is None else empty(x, tuple(steps.shape), torch.float32)
     arguments = (
         x,
         seed,
@@ -349,7 +350,7 @@ def hadamard_sketch_quantized(
     grid = (steps.shape[0] * ceil_div(features, constants["TILE"]), 1, 1)
     launch(_hadamard_sketch_quantized_kernel, grid, arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not
-    left = torch.empty(0, dtype=torch.float32, device=x.device) if rest is None else rest.sum(0)
+    left = empty(x, (0,), torch.float32) if rest is None else rest.sum(0)
     return codes, steps, offsets, left
 
 

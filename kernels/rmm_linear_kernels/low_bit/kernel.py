@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted, spread
 from ..interpreter import IS_INTERPRETED
@@ -505,9 +506,9 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
         shape and dtype, (0,) for fp8: bit for bit the reference's, but for the codes of groups with NaN or an infinity.
     """
     rows, features = y.shape
-    codes = y.new_empty((rows, packed_width(features, kind)), dtype=torch.uint8)
-    steps = y.new_empty((ceil_div(rows, group), features), dtype=SCALE_DTYPE)
-    offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
+    codes = empty(y, (rows, packed_width(features, kind)), torch.uint8)
+    steps = empty(y, (ceil_div(rows, group), features), SCALE_DTYPE)
+    offsets = empty(y, (0,) if kind == FP8 else tuple(steps.shape), SCALE_DTYPE)
     constants = quantize_constants(kind, group, mean is not None, IS_INTERPRETED)
     programs = steps.shape[0] * ceil_div(features, constants["BLOCK"])
     if programs:
@@ -555,7 +556,7 @@ def dequantize(
         Shape (rows, features).
     """
     rows = codes.shape[0]
-    values = torch.empty((rows, features), dtype=dtype, device=codes.device)
+    values = empty(codes, (rows, features), dtype)
     constants = _dequantize_constants(kind, group, IS_INTERPRETED)
     chunks = ceil_div(rows, group) * ceil_div(group, constants["CHUNK"])
     programs = chunks * ceil_div(features, constants["BLOCK"])

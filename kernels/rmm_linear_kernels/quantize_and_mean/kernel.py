@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..alignment import are_rows_aligned
+from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted, spread
 from ..hadamard_sketch import reference as hadamard
@@ -322,10 +323,10 @@ def quantize_and_mean(
             sums = sums.sum(0, keepdim=True)
         share = triton.next_power_of_2(ceil_div(sums.shape[0], groups))
         sums = sums.contiguous()
-    codes = y.new_empty((rank, packed_width(features, kind)), dtype=torch.uint8)
-    steps = y.new_empty((groups, features), dtype=SCALE_DTYPE)
-    offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
-    rest = y.new_empty((groups, features), dtype=torch.float32)
+    codes = empty(y, (rank, packed_width(features, kind)), torch.uint8)
+    steps = empty(y, (groups, features), SCALE_DTYPE)
+    offsets = empty(y, (0,) if kind == FP8 else (groups, features), SCALE_DTYPE)
+    rest = empty(y, (groups, features), torch.float32)
     block_rows = ceil_div(rows, blocks) if blocks else 0
     order = hadamard.hadamard_order(block_rows) if blocks else 0
     constants = _constants(kind, group, order, kept, share, decoded, mean is not None, are_rows_aligned(y))

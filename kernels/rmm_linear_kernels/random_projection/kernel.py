@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..allocation import empty
 from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
@@ -214,7 +215,7 @@ def random_projection(
         Shape (rank, features).
     """
     rows, features = x.shape
-    out = torch.empty((rank, features), dtype=dtype, device=x.device)
+    out = empty(x, (rank, features), dtype)
     if out.numel() == 0:
         return out
     constants = _constants(gaussian, x.dtype, mean is not None, None)

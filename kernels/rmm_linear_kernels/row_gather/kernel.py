@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
 from ..launching import Constants, ceil_div, launch
 from . import reference
@@ -140,7 +141,7 @@ def gather_rows(
         Shape (rank, features).
     """
     rank, features = index.shape[0], x.shape[1]
-    out = torch.empty((rank, features), dtype=dtype, device=x.device)
+    out = empty(x, (rank, features), dtype)
     if out.numel() == 0:
         return out
     row_stride, column_stride = x.stride()
@@ -178,7 +179,7 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
     if x.numel() == 0:
         return reference.row_norms(x, mean)
     rows, features = x.shape
-    out = torch.empty(rows, dtype=torch.float64, device=x.device)
+    out = empty(x, (rows,), torch.float64)
     row_stride, column_stride = x.stride()
     constants = _norms_constants(features, column_stride <= row_stride, mean is not None)
     grid = (ceil_div(rows, constants["BLOCK_ROWS"]), 1, 1)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..allocation import empty
 from ..builds import Build
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
@@ -179,7 +180,7 @@ def uniform_draws(x: Tensor, seed: Tensor, *, rank: int, replacement: bool) -> T
     count = rank if replacement else rows
     if count == 0:
         return reference.uniform_draws(x, seed, rank=rank, replacement=replacement)
-    out = torch.empty(count, dtype=torch.int64, device=x.device)
+    out = empty(x, (count,), torch.int64)
     grid = (ceil_div(count, _DRAWS), 1, 1)
     launch(_uniform_draws_kernel, grid, (seed, out, count, rows), _uniform_constants(replacement))
     return out if replacement else smallest_keys(out, rank)
@@ -196,8 +197,8 @@ def sampling_weights(x: Tensor, norms: Tensor) -> reference.Weights:
         Weights and their cumulative sums, (rows,), int64; 1, or NaN where a norm is no finite number, 0-d float64.
     """
     rows = norms.shape[0]
-    weights, ends = (torch.empty(rows, dtype=torch.int64, device=x.device) for _ in range(2))
-    factor = torch.empty((), dtype=torch.float64, device=x.device)
+    weights, ends = (empty(x, (rows,), torch.int64) for _ in range(2))
+    factor = empty(x, (), torch.float64)
     steps = ceil_div(rows, _NORMS)
     arguments = (norms, weights, ends, factor, rows, norms.stride(0), reference.unit_of(rows), steps)
     launch(_sampling_weights_kernel, (1, 1, 1), arguments, _weights_constants(steps if IS_INTERPRETED else None))
@@ -231,8 +232,8 @@ def weighted_draws(
         Row numbers, (rank,), int32, and squared entries of S, (rank,), float32.
     """
     rows = weights.shape[0]
-    index = torch.empty(rank, dtype=torch.int32, device=x.device)
-    squared = torch.empty(rank, dtype=torch.float32, device=x.device)
+    index = empty(x, (rank,), torch.int32)
+    squared = empty(x, (rank,), torch.float32)
     # as many as halve the rows to nothing
     steps = rows.bit_length()
     arguments = (seed, weights, ends, factor, order, size, index, squared, rows, rank, steps)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
 from ..launching import Constants, ceil_div, launch
 from . import reference
@@ -80,7 +81,7 @@ def sampled_mean(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return reference.sampled_mean(x)
     rows, features = x.shape
-    out = torch.empty(features, dtype=torch.float32, device=x.device)
+    out = empty(x, (features,), torch.float32)
     grid = (ceil_div(features, _COLUMNS), 1, 1)
     launch(_sampled_mean_kernel, grid, (x, out, rows, features, *x.stride()), _constants(rows <= reference.SAMPLE))
     return out

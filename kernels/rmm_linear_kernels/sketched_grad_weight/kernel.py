@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted
 from ..interpreter import IS_INTERPRETED
@@ -420,10 +421,10 @@ def _empty_results(
 ) -> tuple[Tensor, Tensor | None]:
     """Memory for the gradient, and for the sum of g where it is wanted."""
     out_features = sketched_g.shape[1]
-    grad_weight = sketched_g.new_empty(out_features, in_features, dtype=dtype)
+    grad_weight = empty(sketched_g, (out_features, in_features), dtype or sketched_g.dtype)
     if sums is None or bias_dtype is None:
         return grad_weight, None
-    return grad_weight, sketched_g.new_empty(out_features, dtype=bias_dtype)
+    return grad_weight, empty(sketched_g, (out_features,), bias_dtype)
 
 
 def sketched_grad_weight(
@@ -476,7 +477,7 @@ def sketched_grad_weight(
         float(scale),
     )
     launch(_grad_weight_kernel, (tile.programs(out_features, in_features), 1, 1), arguments, constants)
-    return grad_weight, sketched_g.new_empty(0) if bias is None else bias
+    return grad_weight, empty(sketched_g, (0,), sketched_g.dtype) if bias is None else bias
 
 
 @lru_cache
@@ -504,8 +505,8 @@ def outer_product_of_sums(
     if out_features == 0:
         return reference.outer_product_of_sums(sums, mean, dtype=dtype, bias_dtype=bias_dtype)
     sums = sums.contiguous()
-    outer = None if mean is None else sums.new_empty(out_features, in_features, dtype=dtype)
-    bias = sums.new_empty(out_features, dtype=bias_dtype)
+    outer = None if mean is None else empty(sums, (out_features, in_features), dtype)
+    bias = empty(sums, (out_features,), bias_dtype)
     grid = (ceil_div(out_features, _OUTER_ROWS), max(1, ceil_div(in_features, _OUTER_COLUMNS)), 1)
     arguments = (
         sums,
@@ -593,7 +594,7 @@ def sketched_grad_weight_low_bit(
         float(scale),
     )
     launch(_low_bit_grad_weight_kernel, (tile.programs(out_features, in_features), 1, 1), arguments, constants)
-    return grad_weight, sketched_g.new_empty(0) if bias is None else bias
+    return grad_weight, empty(sketched_g, (0,), sketched_g.dtype) if bias is None else bias
 
 
 def builds() -> list[Build]:

@@ -1,0 +1,197 @@
+"""Launches that are found by a key: never those of other tensors or options, and only while nothing has changed."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rmm_linear import ops, use_kernels
+from rmm_linear.ops import dispatch
+from rmm_linear_kernels.hadamard_at_once import reference as at_once
+from rmm_linear_kernels.hadamard_sketch import reference as hadamard
+
+ROWS, FEATURES, OUT, BLOCKS, KEPT = 100, 8, 12, 2, 10
+SEED = torch.tensor(3)
+TWINS = {
+    "hadamard_sketch": hadamard.hadamard_sketch,
+    "sketch_and_mean_at_once": at_once.sketch_and_mean_at_once,
+    "grad_weight_at_once": at_once.grad_weight_at_once,
+}
+
+
+@dataclass
+class Kernels:
+    """Kernels that are their twins, and note what they were launched with.
+
+    Attributes:
+        asked: What went the long way: (kernel, options).
+        settled: What went the short way: (kernel, options, and the tensors' facts, that the launch was prepared for).
+        error: What a launch in the short way raises.
+    """
+
+    asked: list[Any] = field(default_factory=list)
+    settled: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+
+    def loaded(self, name: str) -> Any:
+        twin = TWINS.get(name) or getattr(hadamard, name)
+
+        def kernel(*tensors: Tensor | None, **options: Any) -> Any:
+            self.asked.append((name, options))
+            return twin(*tensors, **options)
+
+        def prepare(*tensors: Tensor | None, **options: Any) -> Any:
+            def launch(*others: Tensor | None) -> list[Any]:
+                if self.error is not None:
+                    raise self.error
+                self.settled.append(name)
+                # as a launch is that was prepared for them
+                assert facts(name, others) == facts(name, tensors)
+                found = twin(*others, **options)
+                return list(found) if isinstance(found, tuple) else [found, None]
+
+            return launch
+
+        if name in TWINS:
+            kernel.prepared = prepare
+        return kernel
+
+
+def facts(name: str, tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    """What decides on a launch."""
+    found: list[Any] = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+    if name == "hadamard_sketch":
+        # how many features a program has
+        assert tensors[0] is not None
+        found.append(tensors[0].data_ptr() % 16)
+    return found
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    found = Kernels()
+    monkeypatch.setattr(dispatch, "_state", dispatch._State("auto"))
+    monkeypatch.setattr(
+        dispatch, "_reason_against", lambda name, x: "asked for" if dispatch.chosen() == "torch" else None
+    )
+    monkeypatch.setattr(dispatch, "_loaded", found.loaded)
+    return found
+
+
+def variants(x: Tensor) -> list[Tensor]:
+    """A matrix, and its numbers in memory of other strides."""
+    wider = torch.zeros(x.shape[0], x.shape[1] + 3, dtype=x.dtype)
+    wider[:, :-3] = x
+    return [x, x.t().contiguous().t(), wider[:, :-3]]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """A matrix that begins within its memory."""
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype)
+    memory[1:] = x.flatten()
+    return memory[1:].view_as(x)
+
+
+def calls() -> list[tuple[Any, ...]]:
+    """Calls of the operators, each of which differs from another one in one thing: (function, tensors, options)."""
+    found: list[tuple[Any, ...]] = []
+    x, g, mean = torch.randn(ROWS, FEATURES), torch.randn(ROWS, OUT), torch.randn(FEATURES)
+    sizes = {"blocks": BLOCKS, "kept": KEPT}
+    more_sizes = ({"blocks": 4, "kept": KEPT}, {"blocks": BLOCKS, "kept": 11})
+    inputs = [*variants(x), x.bfloat16(), x[:-1].clone(), x[:, :-1].clone()]
+    for one, gradient in itertools.product([*inputs, shifted(x)], (False, True)):
+        found.append((ops.hadamard_sketch, (one, SEED, None), {**sizes, "gradient": gradient}))
+    found.extend((ops.hadamard_sketch, (x, SEED, None), {**other, "gradient": False}) for other in more_sizes)
+    found.append((ops.hadamard_sketch, (x, SEED, mean), {**sizes, "gradient": False}))
+    found.extend((ops.hadamard_sketch_and_mean, (one, SEED), sizes) for one in inputs)
+    found.extend((ops.hadamard_sketch_and_mean, (x, SEED), other) for other in more_sizes)
+    stored = torch.randn(BLOCKS * KEPT, FEATURES)
+    options = {**sizes, "ratio": 0.2, "dtype": None, "need_bias": True}
+    gradients = [*variants(g), g[:-1].clone(), g[:, :-1].clone()]
+    found.extend((ops.hadamard_grad_weight, (one, SEED, stored, mean), options) for one in gradients)
+    found.extend((ops.hadamard_grad_weight, (g, SEED, one, mean), options) for one in variants(stored)[1:])
+    found.append((ops.hadamard_grad_weight, (g, SEED, stored[:, :-1].clone(), mean[:-1].clone()), options))
+    found.append((ops.hadamard_grad_weight, (g, SEED, stored, None), options))
+    found.append((ops.hadamard_grad_weight, (g, SEED, stored, mean.double()), options))
+    found.append((ops.hadamard_grad_weight, (g, SEED, stored, torch.stack((mean, mean), 1)[:, 0]), options))
+    changes: tuple[dict[str, Any], ...] = ({"ratio": 0.7}, {"dtype": torch.float64}, {"need_bias": False})
+    found.extend((ops.hadamard_grad_weight, (g, SEED, stored, mean), {**options, **change}) for change in changes)
+    found.append((ops.hadamard_grad_weight, (g, SEED, stored, mean), {**options, "blocks": 4, "kept": 5}))
+    taller = torch.randn(BLOCKS * 11, FEATURES)
+    found.append((ops.hadamard_grad_weight, (g, SEED, taller, mean), {**options, "kept": 11}))
+    return found
+
+
+def run(call: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    function, tensors, options = call
+    found = function(*tensors, **options)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def test_a_key_tells_all_calls_apart_that_are_not_alike(kernels):
+    expected = [run(call) for call in calls_of_one_draw()]
+    ways = len(kernels.asked)
+    assert ways == len(expected)
+    # asked again, in another order, none goes the long way but what has a mean to be made contiguous
+    for call, results in reversed(list(zip(calls_of_one_draw(), expected, strict=True))):
+        for result, same in zip(run(call), results, strict=True):
+            assert result.dtype == same.dtype
+            assert torch.equal(result, same)
+    assert [name for name, _ in kernels.asked[ways:]] == ["hadamard_sketch"]
+    assert len(kernels.settled) == ways - 1
+    assert set(kernels.settled) == set(TWINS)
+
+
+def calls_of_one_draw() -> list[tuple[Any, ...]]:
+    torch.manual_seed(1)
+    return calls()
+
+
+def test_what_is_chosen_begins_anew(kernels):
+    x = torch.randn(ROWS, FEATURES)
+    call = ops.hadamard_sketch, (x, SEED, None), {"blocks": BLOCKS, "kept": KEPT, "gradient": False}
+    run(call)
+    run(call)
+    assert (len(kernels.asked), len(kernels.settled)) == (1, 1)
+    with use_kernels("torch"):
+        run(call)
+        run(call)
+        assert (len(kernels.asked), len(kernels.settled)) == (1, 1)
+    run(call)
+    assert (len(kernels.asked), len(kernels.settled)) == (2, 1)
+    dispatch.forget_launches()
+    run(call)
+    assert len(kernels.asked) == 3
+
+
+def test_a_launch_that_fails_is_asked_for_in_the_long_way(kernels):
+    x = torch.randn(ROWS, FEATURES)
+    call = ops.hadamard_sketch, (x, SEED, None), {"blocks": BLOCKS, "kept": KEPT, "gradient": False}
+    expected = run(call)
+    kernels.error = RuntimeError("no such kernel image")
+    assert torch.equal(run(call)[0], expected[0])
+    kernels.error = None
+    assert len(kernels.asked) == 2
+    assert torch.equal(run(call)[0], expected[0])
+    assert (len(kernels.asked), len(kernels.settled)) == (2, 1)
+    kernels.error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        run(call)
+    assert len(kernels.asked) == 2
+
+
+def test_empty_tensors_are_never_settled(kernels):
+    x = torch.randn(0, FEATURES)
+    for _ in range(3):
+        assert ops.hadamard_sketch(x, SEED, None, blocks=0, kept=1, gradient=False).shape == (0, FEATURES)
+    assert len(kernels.asked) == 3
+
+
+def test_what_is_remembered_is_bounded(kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_REMEMBERED", 3)
+    for rows in range(60, 70):
+        ops.hadamard_sketch(torch.randn(rows, FEATURES), SEED, None, blocks=BLOCKS, kept=KEPT, gradient=False)
+        assert 1 <= len(dispatch._state.settled) <= 3
