@@ -86,7 +86,7 @@ def linear(
     Args:
         x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last. Of rows that no single
             stride leads through, such as `x[:, 1:]`, a copy is made for the sketch, as F.linear makes one for the
-            product.
+            product; but not for the Hadamard sketch on a GPU, as long as two strides lead through them.
         weight: Shape (out, in), dtype of `x` (or castable to it under autocast).
         bias: Shape (out,), or None.
         config: How to sketch.
@@ -255,12 +255,15 @@ def _made(
     """What is kept of x, which autograd does not follow: some rows, and the sketch of the others."""
     made = None if shared is None else shared.tensors(seed)
     if made is None:
-        rest = _flat(x)
         beside: tuple[Tensor, ...] = ()
         if layout.kept or index is not None:
-            kept, rest = split(rest, layout, index)
+            kept, rest = split(_flat(x), layout, index)
             if layout.kept:
                 beside = config.kept_rows.compress(kept, seed)
+        elif x.dim() > 2 and not x.is_contiguous() and config.sketch_object.takes_runs() and ops.is_for_kernels(x):
+            rest = ops.in_runs(x)
+        else:
+            rest = _flat(x)
         made = beside, config.sketch_object.compress(rest, seed).tensors
         if shared is not None:
             shared.remember(seed, *made)

@@ -34,3 +34,13 @@ def awaited(x, BACKEND: tl.constexpr):
         bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int16, is_pure=False, pack=2)
         x = bits.to(x.dtype, bitcast=True)
     return x
+
+
+@triton.jit
+def row_begins(row, row_stride, run, gap):
+    """Where rows begin, in elements from row 0; int64. See `strides.Rows`."""
+    begins = row * row_stride
+    if run is not None:
+        # the number of a row is below 2**31, and dividing 64 bits takes several times as long
+        begins += (row.to(tl.int32) // run).to(tl.int64) * gap
+    return begins

@@ -35,8 +35,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .alignment import ALIGNMENT
 from .allocation import empty
+from .strides import ALIGNMENT
 
 # Distinct launches of a kernel that are remembered. A model has a few dozen; more come of sizes that keep changing.
 _MOST_REMEMBERED = 4096

@@ -56,6 +56,7 @@ from rmm_linear_kernels.row_sampling.reference import (
     uniform_rows,
     winners,
 )
+from rmm_linear_kernels.strides import in_runs, number_of_rows
 from rmm_linear_kernels.trigonometric_sketch.reference import trigonometric_dense
 
 # The functions of the references (S itself, and the sampling weights) are for closed forms and tests: no layer calls
@@ -82,8 +83,10 @@ __all__ = [
     "hadamard_sketch_and_sums",
     "hadamard_sketch_quantized",
     "importance_rows",
+    "in_runs",
     "is_for_kernels",
     "kernel_status",
+    "number_of_rows",
     "odd_factor",
     "packed_width",
     "product_operand",

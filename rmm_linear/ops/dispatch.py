@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear_kernels.interpreter import IS_INTERPRETED
+from rmm_linear_kernels.strides import as_matrix
 
 ENVIRONMENT = "RMM_LINEAR_KERNELS"
 CHOICES = ("auto", "triton", "torch")
@@ -237,7 +238,7 @@ def run(
     Args:
         name: A key of `KERNELS`.
         twin: The same in plain torch.
-        x: First argument of both, whose device and dtype decide.
+        x: First argument of both, whose device and dtype decide. Rows that come in runs are a matrix to the twin.
         *args: More arguments.
         key: By which `run_settled` is to find the launch from now on, if a kernel runs that has one launch to prepare.
         **kwargs: More arguments.
@@ -278,7 +279,7 @@ def run(
             )
         if x.is_cuda and _state.choice == "auto":
             _warn(reason)
-    return twin(x, *args, **kwargs)
+    return twin(as_matrix(x), *args, **kwargs)
 
 
 def _reason_against(name: str, x: Tensor) -> str | None:
@@ -326,7 +327,7 @@ def _instead(name: str, error: Exception, twin: Callable[..., Any], x: Tensor, *
             " that kernels are compiled and loaded"
         ) from error
     # Before the verdict: the caller's mistakes, and what has broken the GPU itself, are raised from the twin.
-    found = twin(x, *args, **kwargs)
+    found = twin(as_matrix(x), *args, **kwargs)
     reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
     # what is broken is most often all of Triton, which each kernel finds out by itself
     if not _state.broken:

@@ -3,6 +3,7 @@
 As of torch's own operators, products alone are counted: what draws, gathers, rounds or adds up has no formula.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ _Shape = tuple[int, ...]
 def _hadamard_sketch(
     x: _Shape, seed: _Shape, mean: _Shape | None, blocks: int, kept: int, *args: Any, **kwargs: Any
 ) -> int:
-    return 2 * x[0] * kept * x[1]
+    return 2 * math.prod(x) * kept
 
 
 @register_flop_formula([_OPS.hadamard_sketch_and_mean, _OPS.hadamard_sketch_and_sums])
 def _hadamard_sketch_with_more(x: _Shape, seed: _Shape, blocks: int, kept: int, *args: Any, **kwargs: Any) -> int:
-    return 2 * x[0] * kept * x[1]
+    return 2 * math.prod(x) * kept
 
 
 @register_flop_formula(_OPS.hadamard_grad_weight)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from rmm_linear.ops.dispatch import MOST_REMEMBERED, near_power_of_2, product_dtype, run, run_settled
 from rmm_linear.ops.registration import define, result_dtype
-from rmm_linear_kernels.alignment import ALIGNMENT
 from rmm_linear_kernels.hadamard_at_once import reference as _at_once
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 from rmm_linear_kernels.random_projection import reference as _projection
 from rmm_linear_kernels.sampled_mean import reference as _sampled_mean
+from rmm_linear_kernels.strides import ALIGNMENT, number_of_rows
 from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
 
 
@@ -62,7 +62,7 @@ def _hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, 
         if found is not None:
             sketched: Tensor = found[0]
             return sketched
-    scale = hadamard_scales(x.shape[0], blocks, kept)[gradient]
+    scale = hadamard_scales(number_of_rows(x), blocks, kept)[gradient]
     dtype = result_dtype(x, gradient)
     twin = _hadamard.hadamard_sketch
     return run("hadamard_sketch", twin, x, seed, mean, key=key, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
@@ -70,14 +70,14 @@ def _hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch")
 def _(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, gradient: bool) -> Tensor:
-    return x.new_empty((blocks * kept, x.shape[1]), dtype=result_dtype(x, gradient))
+    return x.new_empty((blocks * kept, x.shape[-1]), dtype=result_dtype(x, gradient))
 
 
 def hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, gradient: bool) -> Tensor:
     """Return S^T (x - 1 mean^T) for the strided-block Hadamard S, over or times the storage scale.
 
     Args:
-        x: Input, shape (rows, features), any float dtype.
+        x: Input, shape (rows, features), any float dtype; or in runs, as `in_runs` returns it.
         seed: 0-d int64.
         mean: Shape (features,), or None.
         blocks: Number of strided blocks.
@@ -96,7 +96,7 @@ def _hadamard_sketch_and_mean(x: Tensor, seed: Tensor, blocks: int, kept: int) -
     found = run_settled(key, x, seed)
     if found is not None:
         return found[0], found[1]
-    rows = x.shape[0]
+    rows = number_of_rows(x)
     scale, _ = hadamard_scales(rows, blocks, kept)
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": x.dtype}
     if _at_once.holds_input(rows, blocks):
@@ -107,14 +107,14 @@ def _hadamard_sketch_and_mean(x: Tensor, seed: Tensor, blocks: int, kept: int) -
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch_and_mean")
 def _(x: Tensor, seed: Tensor, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty((blocks * kept, x.shape[1])), x.new_empty((x.shape[1],), dtype=result_dtype(x, True))
+    return x.new_empty((blocks * kept, x.shape[-1])), x.new_empty((x.shape[-1],), dtype=result_dtype(x, True))
 
 
 def hadamard_sketch_and_mean(x: Tensor, seed: Tensor, *, blocks: int, kept: int) -> tuple[Tensor, Tensor]:
     """Read x once, for the sketch of x - 1 m^T and for what is left of its mean, m being its `sampled_mean`.
 
     Args:
-        x: Input, shape (rows, features), any float dtype.
+        x: Input, shape (rows, features), any float dtype; or in runs, as `in_runs` returns it.
         seed: 0-d int64.
         blocks: Number of strided blocks.
         kept: Hadamard rows kept of each block.
@@ -175,14 +175,14 @@ def _sampled_mean_of(x: Tensor) -> Tensor:
 
 @torch.library.register_fake("rmm_linear::sampled_mean")
 def _(x: Tensor) -> Tensor:
-    return x.new_empty((x.shape[1],), dtype=result_dtype(x, True))
+    return x.new_empty((x.shape[-1],), dtype=result_dtype(x, True))
 
 
 def sampled_mean(x: Tensor) -> Tensor:
     """Return about the column mean of x, out of at most 256 of its rows; always the same ones of so many.
 
     Args:
-        x: Shape (rows, features), any float dtype.
+        x: Shape (rows, features), any float dtype; or in runs, as `in_runs` returns it.
 
     Returns:
         Shape (features,), float32 (float64 for float64); the mean itself of 256 rows and fewer.

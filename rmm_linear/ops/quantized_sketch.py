@@ -14,6 +14,7 @@ from rmm_linear_kernels.hadamard_sketch_quantized import reference as _quantized
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
 from rmm_linear_kernels.low_bit import reference as _low_bit
 from rmm_linear_kernels.quantize_and_mean import reference as _quantize_and_mean_twin
+from rmm_linear_kernels.strides import number_of_rows
 
 
 @define(
@@ -24,7 +25,7 @@ def _hadamard_sketch_quantized(
     x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, kind: str, group: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # here, where sizes are numbers: a compiled model would otherwise be compiled anew for either answer
-    rows = x.shape[0]
+    rows = number_of_rows(x)
     scale, factor = hadamard_scales(rows, blocks, kept)
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale}
     if holds(x, blocks=blocks, kept=kept, kind=kind, group=group):
@@ -87,7 +88,7 @@ def codes_and_mean(
 def _(
     x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, kind: str, group: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rest = x.new_empty((0 if mean is None else x.shape[1],), dtype=result_dtype(x, True))
+    rest = x.new_empty((0 if mean is None else x.shape[-1],), dtype=result_dtype(x, True))
     return *empty_codes(x, blocks * kept, kind, group), rest
 
 
@@ -101,7 +102,7 @@ def hadamard_sketch_quantized(
     either case.
 
     Args:
-        x: Input, shape (rows, features), any float dtype.
+        x: Input, shape (rows, features), any float dtype; or in runs, as `in_runs` returns it.
         seed: 0-d int64, of the sketch and of the rounding.
         mean: Shape (features,), or None.
         blocks: Number of strided blocks.

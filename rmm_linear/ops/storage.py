@@ -52,7 +52,7 @@ def empty_codes(y: Tensor, rows: int, kind: str, group: int) -> tuple[Tensor, Te
     Returns:
         Codes, steps and offsets.
     """
-    features = y.shape[1]
+    features = y.shape[-1]
     codes = y.new_empty((rows, _low_bit.packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty(((rows + group - 1) // group, features), dtype=_low_bit.SCALE_DTYPE)
     return codes, steps, steps.new_empty(0) if kind == _low_bit.FP8 else torch.empty_like(steps)

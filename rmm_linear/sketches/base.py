@@ -114,12 +114,20 @@ class Sketch(ABC):
         """
         return rows == 0
 
+    def takes_runs(self) -> bool:
+        """Tell whether x may come as `ops.in_runs` returns it, which is without a copy, where kernels read it.
+
+        Returns:
+            False, unless a subclass says otherwise: x is a matrix.
+        """
+        return False
+
     @abstractmethod
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch the input: the forward pass.
 
         Args:
-            x: Activations, shape (rows, in), any float dtype.
+            x: Activations, shape (rows, in), any float dtype; or in runs, of a sketch that takes them.
             seed: 0-d int64 on x's device.
             mean: Shape (in,): sketch x - 1 mean^T instead of x (see `Centered`).
 

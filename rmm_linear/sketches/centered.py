@@ -120,6 +120,14 @@ class Centered(Sketch):
         """
         return rows <= 1 or self.inner.is_exact(rows)
 
+    def takes_runs(self) -> bool:
+        """Ask the inner sketch; see `Sketch.takes_runs`.
+
+        Returns:
+            Its answer.
+        """
+        return self.inner.takes_runs()
+
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch x - 1 m^T and keep mu, or what is left of it; see `Sketch.compress`.
 

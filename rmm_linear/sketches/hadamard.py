@@ -103,6 +103,14 @@ class Hadamard(ObliviousSketch):
         blocks, kept = self.geometry(rows)
         return kept == ops.hadamard_order(-(-rows // blocks))
 
+    def takes_runs(self) -> bool:
+        """Take rows where they lie; see `Sketch.takes_runs`.
+
+        Returns:
+            True; false for a subclass, whose methods may want a matrix, unless it has an answer of its own.
+        """
+        return type(self) is Hadamard
+
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`.
 
@@ -115,7 +123,7 @@ class Hadamard(ObliviousSketch):
         Returns:
             Shape (rank, features).
         """
-        blocks, kept = self.geometry(y.shape[0])
+        blocks, kept = self.geometry(ops.number_of_rows(y))
         return ops.hadamard_sketch(y, seed, mean, blocks=blocks, kept=kept, gradient=gradient)
 
     def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
@@ -130,7 +138,7 @@ class Hadamard(ObliviousSketch):
         """
         if not ops.is_for_kernels(x):
             return super().compress_with_mean(x, seed)
-        blocks, kept = self.geometry(x.shape[0])
+        blocks, kept = self.geometry(ops.number_of_rows(x))
         stored, rest = ops.hadamard_sketch_and_mean(x, seed, blocks=blocks, kept=kept)
         return SavedSketch(seed, (stored,)), rest
 
@@ -151,7 +159,7 @@ class Hadamard(ObliviousSketch):
         """
         if not ops.is_for_kernels(x):
             return None
-        blocks, kept = self.geometry(x.shape[0])
+        blocks, kept = self.geometry(ops.number_of_rows(x))
         mean = ops.sampled_mean(x) if center else None
         *codes, rest = ops.hadamard_sketch_quantized(x, seed, mean, blocks=blocks, kept=kept, kind=kind, group=group)
         return tuple(codes), rest if center else None

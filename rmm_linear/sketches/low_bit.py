@@ -81,6 +81,14 @@ class LowBit(Sketch):
         """
         return rows if self.inner is None else self.inner.rank(rows)
 
+    def takes_runs(self) -> bool:
+        """Ask the inner sketch; see `Sketch.takes_runs`.
+
+        Returns:
+            Its answer, false without one.
+        """
+        return self.inner is not None and self.inner.takes_runs()
+
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch the input and round it; see `Sketch.compress`.
 

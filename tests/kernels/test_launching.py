@@ -18,7 +18,6 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from rmm_linear_kernels import launching
-from rmm_linear_kernels.alignment import are_rows_aligned
 from rmm_linear_kernels.hadamard_at_once import kernel as at_once
 from rmm_linear_kernels.hadamard_sketch import kernel as hadamard_sketch
 from rmm_linear_kernels.hadamard_sketch_quantized import kernel as quantized
@@ -30,6 +29,7 @@ from rmm_linear_kernels.row_gather import kernel as row_gather
 from rmm_linear_kernels.row_sampling import kernel as row_sampling
 from rmm_linear_kernels.sampled_mean import kernel as sampled_mean
 from rmm_linear_kernels.sketched_grad_weight import kernel as grad_weight
+from rmm_linear_kernels.strides import are_rows_aligned
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "scale"])

@@ -53,6 +53,14 @@ def calls(rows, dtype):
     for half in (False, True):
         yield "hadamard_sketch_and_sums", (x, seed, blocks, kept, half, 4.0 if half else 1.0)
     yield "hadamard_sketch_and_mean", (x, seed, blocks, kept)
+    if rows > 1:
+        # rows in runs
+        runs = torch.randn(rows, 3, 6)[:, 1:].to(dtype)
+        sizes = Hadamard(ratio=0.3).geometry(2 * rows)
+        yield "sampled_mean", (runs,)
+        yield "hadamard_sketch", (runs, seed, None, *sizes, False)
+        yield "hadamard_sketch_and_mean", (runs, seed, *sizes)
+        yield "hadamard_sketch_quantized", (runs, seed, mean, *sizes, "int8", 32)
     # more than is done at once
     yield "hadamard_sketch_and_mean", (torch.randn(300, 6).to(dtype), seed, 5, 3)
     g = torch.randn(rows, 5).to(dtype)

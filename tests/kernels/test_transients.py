@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from rmm_linear_kernels import launching
 from rmm_linear_kernels.random_projection import kernel as random_projection
+from rmm_linear_kernels.strides import in_runs
 
 ROWS, FEATURES, OUT = 8192, 96, 160
 ELEMENT = 2
@@ -108,6 +109,39 @@ def test_nothing_is_larger_than_the_sketch_of_g_and_all_than_two_sketches_each(
     # there are more outputs than inputs; and even the largest sketch is smaller than x
     assert largest == rank * OUT * ELEMENT < ROWS * FEATURES * ELEMENT
     assert largest <= at_a_time <= 2 * rank * (FEATURES + OUT) * ELEMENT
+
+
+@pytest.mark.parametrize("storage", [None, "int8", "int3"])
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("layout", ["without the first token", "length first", "channels first"])
+def test_no_copy_of_rows_in_runs_but_the_product_s(host_time, layout, center, storage, monkeypatch):
+    """Of an input whose rows no single stride leads through, nn.Linear makes a copy for its product; a sketch none."""
+    runs, run = 8, ROWS // 8
+    sizes, part, order = {
+        "without the first token": ((runs, run + 1, FEATURES), (0, 1, 0), (0, 1, 2)),
+        "length first": ((run, runs + 1, FEATURES), (0, 1, 0), (1, 0, 2)),
+        "channels first": ((runs, FEATURES + 1, run + 1), (0, 1, 1), (0, 2, 1)),
+    }[layout]
+    monkeypatch.setattr("rmm_linear.ops.registration._is_watched", lambda: False)
+    monkeypatch.setattr(launching, "_launch_by_triton", lambda plan, *how: None)
+    config = RMMConfig(ratio=0.5, center=center, storage=storage, min_rows=1)
+    found = []
+    with host_time.as_on_a_gpu(small=False):
+        for layer in (nn.Linear(FEATURES, OUT).bfloat16(), RMMLinear(FEATURES, OUT, config=config).bfloat16()):
+            memory = torch.randn(*sizes).bfloat16()
+            x = memory[part[0] :, part[1] :, part[2] :].permute(order).requires_grad_()
+            assert x.shape == (runs, run, FEATURES)
+            assert in_runs(x).dim() == 3
+            g = torch.randn(runs, run, OUT, dtype=torch.bfloat16)
+            layer(x).backward(g)
+            x.grad = None
+            layer.zero_grad()
+            with Allocations([x, g, *layer.parameters()]) as seen:
+                layer(x).backward(g)
+            found.append(sum(size == ROWS * FEATURES * ELEMENT for _, size in seen.events))
+    # the copy, the gradient of x, and that in x's order
+    assert found[0] in (2, 3)
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("sketch", ["gaussian", "rademacher", "rows_without_replacement", "crs", "wta_crs"])

@@ -33,6 +33,7 @@ from ..hadamard_sketch.entries import (
 from ..hadamard_sketch.kernel import both_halves, column_sums, either, mixed
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, Prepared, ceil_div, prepared_by
+from ..strides import Rows, rows_of
 from . import reference
 
 # The least that a matrix instruction takes.
@@ -106,6 +107,8 @@ def _sketch_and_mean_at_once_kernel(
     kept,
     row_stride,
     column_stride,
+    run,
+    gap,
     scale,
     ORDER: tl.constexpr,
     ORDER_2: tl.constexpr,
@@ -129,7 +132,7 @@ def _sketch_and_mean_at_once_kernel(
     total = tl.zeros((_SUM_ROWS, TILE), tl.float32)
     # the interpreter wants a Python number, and makes a tensor of whatever has a name
     for block in range(blocks if STEPS is None else STEPS):
-        x, more_of_x = both_halves(x_columns, place, block, blocks, rows, row_stride, is_feature)
+        x, more_of_x = both_halves(x_columns, place, block, blocks, rows, row_stride, run, gap, is_feature)
         total = column_sums(total, x, more_of_x, IS_WIDE, INTERPRETED, DTYPE)
     total = tl.reduce(total, 0, either)
     mean = tl.div_rn(total, tl.zeros((TILE,), tl.float32) + rows)
@@ -138,7 +141,7 @@ def _sketch_and_mean_at_once_kernel(
     off = tl.zeros((TILE,), tl.float32)
     # read again, as what is held would not leave registers enough
     for block in range(blocks if STEPS is None else STEPS):
-        x, more_of_x = both_halves(x_columns, place, block, blocks, rows, row_stride, is_feature)
+        x, more_of_x = both_halves(x_columns, place, block, blocks, rows, row_stride, run, gap, is_feature)
         present = shortest + tl.where(block < longer, 1, 0)
         first, second, signed_low, signed_high = _entries(
             seed, matrix_row, low, high, block, DEGREE, PRIME, SQUARES, CHUNK, DTYPE
@@ -208,7 +211,7 @@ def _grad_weight_at_once_kernel(
     sums = tl.zeros((_SUM_ROWS, TILE), tl.float32)
     # the interpreter wants a Python number, and makes a tensor of whatever has a name
     for block in range(blocks if STEPS is None else STEPS):
-        g, more_of_g = both_halves(g_columns, place, block, blocks, rows, g_row, is_out)
+        g, more_of_g = both_halves(g_columns, place, block, blocks, rows, g_row, None, None, is_out)
         x_rows = (block * kept + kept_place)[:, None].to(tl.int64) * x_row
         x = tl.load(x_columns + x_rows, mask=is_kept[:, None] & is_column[None, :], other=0.0)
         sums = column_sums(sums, g, more_of_g, IS_WIDE, INTERPRETED, DTYPE)
@@ -290,8 +293,7 @@ def _prepared_sketch_of(
     Returns:
         A function of x and seed that returns what is returned there.
     """
-    rows, features = x.shape
-    return _prepared_sketch(rows, features, blocks, kept, x.stride(), scale, (x.dtype, seed.dtype, dtype))
+    return _prepared_sketch(rows_of(x), blocks, kept, scale, (x.dtype, seed.dtype, dtype))
 
 
 @prepared_by(_prepared_sketch_of)
@@ -301,7 +303,8 @@ def sketch_and_mean_at_once(
     """Return the sketch of the centred x, and what is left of the mean; see the reference.
 
     Args:
-        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides; `reference.holds_input` of it.
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides, or in runs (`strides.in_runs`);
+            `reference.holds_input` of it.
         seed: 0-d int64 on x's device.
         blocks: Number of strided blocks K.
         kept: Hadamard rows kept of each block, p.
@@ -318,16 +321,9 @@ def sketch_and_mean_at_once(
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
-def _prepared_sketch(
-    rows: int,
-    features: int,
-    blocks: int,
-    kept: int,
-    strides: tuple[int, ...],
-    scale: float,
-    dtypes: tuple[torch.dtype, ...],
-) -> Prepared:
+def _prepared_sketch(of_x: Rows, blocks: int, kept: int, scale: float, dtypes: tuple[torch.dtype, ...]) -> Prepared:
     """The launch of the sketch; `dtypes` are those of x, the seed and the sketch."""
+    rows, features, *strides = of_x
     numbers = (rows, features, blocks, rows // blocks, rows % blocks, kept, *strides, scale)
     grid = (ceil_div(features, _FEATURES), 1, 1)
     constants = _sketch_constants(rows, blocks, kept, dtypes[0])
@@ -462,21 +458,22 @@ def builds() -> list[Build]:
         for rows, blocks, kept in ((256, 4, 32), (256, 4, 6), (120, 2, 30), (256, 4, 58)):
             found.append(_sketch_build(dtype, rows, blocks, kept))
             found.append(_gradient_build(dtype, dtype, rows, blocks, kept, has_mean=True))
+    found.extend(_sketch_build(dtype, 256, 4, 32, in_runs=True) for dtype in (torch.bfloat16, torch.float32))
     found.append(_gradient_build(torch.bfloat16, torch.bfloat16, 256, 4, 32, has_mean=False))
     found.append(_gradient_build(torch.bfloat16, torch.float32, 256, 4, 32, has_mean=True))
     return found
 
 
-def _sketch_build(dtype: torch.dtype, rows: int, blocks: int, kept: int) -> Build:
+def _sketch_build(dtype: torch.dtype, rows: int, blocks: int, kept: int, *, in_runs: bool = False) -> Build:
     shared = _sketch_constants(rows, blocks, kept, dtype)
     types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[dtype]}", "REST": "*fp32"}
-    pointers, sizes = tuple(types), ("features", "row_stride")
-    any_rows = ("rows", "blocks", "shortest", "longer", "kept")
+    pointers, sizes = tuple(types), ("features", "row_stride", *(["gap"] * in_runs))
+    any_rows = ("rows", "blocks", "shortest", "longer", "kept", *(["run"] * in_runs))
     return Build(
-        f"sketch_and_mean_at_once {TYPE_NAMES[dtype]} order={shared['ORDER']} kept={kept}",
+        f"sketch_and_mean_at_once {TYPE_NAMES[dtype]} order={shared['ORDER']} kept={kept}{' in runs' * in_runs}",
         _sketch_and_mean_at_once_kernel,
         types | dict.fromkeys((*any_rows, *sizes), "i32") | {"scale": "fp32"},
-        {**shared.values, "column_stride": 1},
+        {**shared.values, "column_stride": 1, **({} if in_runs else {"run": None, "gap": None})},
         (*pointers, *sizes),
         num_warps=shared.num_warps,
         num_stages=shared.num_stages or 1,

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..alignment import are_rows_aligned
 from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
-from ..device_functions import awaited
+from ..device_functions import awaited, row_begins
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, Prepared, ceil_div, prepared_by
+from ..strides import Rows, are_rows_aligned, rows_of
 from . import reference
 from .entries import (
     block_words,
@@ -55,14 +55,22 @@ _ANY_ROWS = ("rows", "blocks", "shortest", "longer", "kept", "sign_stride")
 
 
 @triton.jit
-def both_halves(X, place, block, blocks, rows, row_stride, is_feature):
+def both_halves(X, place, block, blocks, rows, row_stride, run, gap, is_feature):
     """The rows of a block from a first place on, of both halves; X points to the features of row 0."""
     # int64: row * stride passes 2**31 in large batches
     row = (place * blocks + block).to(tl.int64)
     following = row + 16 * blocks
     return (
-        tl.load(X + row[:, None] * row_stride, mask=(row < rows)[:, None] & is_feature[None, :], other=0.0),
-        tl.load(X + following[:, None] * row_stride, mask=(following < rows)[:, None] & is_feature[None, :], other=0.0),
+        tl.load(
+            X + row_begins(row, row_stride, run, gap)[:, None],
+            mask=(row < rows)[:, None] & is_feature[None, :],
+            other=0.0,
+        ),
+        tl.load(
+            X + row_begins(following, row_stride, run, gap)[:, None],
+            mask=(following < rows)[:, None] & is_feature[None, :],
+            other=0.0,
+        ),
     )
 
 
@@ -112,7 +120,7 @@ def either(one, other):
     return one
 
 
-@triton.jit(do_not_specialize=[*_ANY_ROWS, "scale"])
+@triton.jit(do_not_specialize=[*_ANY_ROWS, "run", "scale"])
 def _hadamard_sketch_kernel(
     X,
     SEED,
@@ -128,6 +136,8 @@ def _hadamard_sketch_kernel(
     sign_stride,
     row_stride,
     column_stride,
+    run,
+    gap,
     scale,
     ORDER: tl.constexpr,
     ORDER_2: tl.constexpr,
@@ -157,7 +167,7 @@ def _hadamard_sketch_kernel(
     feature = first_tile * TILE + tl.arange(0, TILE)
     columns = X + feature[None, :].to(tl.int64) * column_stride
     # the first tile is on its way while the signs and columns are drawn
-    x, more_of_x = both_halves(columns, place, block, blocks, rows, row_stride, feature < features)
+    x, more_of_x = both_halves(columns, place, block, blocks, rows, row_stride, run, gap, feature < features)
     # rows of this block
     present = shortest + (block < longer).to(tl.int32)
     if PRIME == 0:
@@ -179,7 +189,9 @@ def _hadamard_sketch_kernel(
         tile_of_x, more_of_tile = x, more_of_x
         if tile + 1 < TILES:
             columns = X + (feature + TILE)[None, :].to(tl.int64) * column_stride
-            x, more_of_x = both_halves(columns, place, block, blocks, rows, row_stride, feature + TILE < features)
+            x, more_of_x = both_halves(
+                columns, place, block, blocks, rows, row_stride, run, gap, feature + TILE < features
+            )
         # float32 is cut into parts in registers first
         if not IS_WIDE:
             tile_of_x, more_of_tile = awaited(tile_of_x, BACKEND), awaited(more_of_tile, BACKEND)
@@ -189,7 +201,9 @@ def _hadamard_sketch_kernel(
             sums = column_sums(sums, tile_of_x, more_of_tile, IS_WIDE, UPCAST, DTYPE)
         # blocks of more than CHUNK rows, which have one tile a program; of Sylvester's matrix, as Paley's are smaller
         for chunk in range(1, CHUNKS):
-            further, more = both_halves(columns, chunk * CHUNK + place, block, blocks, rows, row_stride, is_feature)
+            further, more = both_halves(
+                columns, chunk * CHUNK + place, block, blocks, rows, row_stride, run, gap, is_feature
+            )
             more_low, more_high = block_words(seed, matrix_row, low, high, block, chunk, sign_stride, DEGREE)
             one, other = entries_of(more_low, more_high, CHUNK, DTYPE)
             product = mixed(one, other, further, more, IS_WIDE, UPCAST, product)
@@ -279,19 +293,15 @@ def _prepared(
     sums: bool = False,
     rest: bool = False,
 ) -> Prepared:
-    rows, features = x.shape
     dtypes = x.dtype, seed.dtype, None if mean is None else mean.dtype, dtype
-    aligned = are_rows_aligned(x)
-    return _prepared_launch(rows, features, blocks, kept, x.stride(), aligned, float(scale), dtypes, sums, rest)
+    return _prepared_launch(rows_of(x), blocks, kept, are_rows_aligned(x), float(scale), dtypes, sums, rest)
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
 def _prepared_launch(
-    rows: int,
-    features: int,
+    of_x: Rows,
     blocks: int,
     kept: int,
-    strides: tuple[int, ...],
     aligned: bool,
     scale: float,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype],
@@ -300,6 +310,7 @@ def _prepared_launch(
 ) -> Prepared:
     """The launch; `dtypes` are those of x, the seed, the mean if there is one, and the sketch."""
     x_dtype, _, mean_dtype, out_dtype = dtypes
+    rows, features, *strides = of_x
     block_rows = ceil_div(rows, blocks)
     order = reference.hadamard_order(block_rows)
     tile, tiles = _tile_of(order, kept, blocks, features, x_dtype, aligned)
@@ -338,7 +349,7 @@ def hadamard_sketch(
     """Return scale * sqrt(kept) * S^T (x - 1 mean^T) for the strided-block Hadamard S.
 
     Args:
-        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides; or in runs, see `strides.in_runs`.
         seed: 0-d int64 on x's device.
         mean: Shape (features,), subtracted from every row, or None.
         blocks: Number of strided blocks K.
@@ -362,7 +373,7 @@ def hadamard_sketch_and_mean(
     """Return the sketch of x - 1 mean^T and what is left of the mean of x: x is read once.
 
     Args:
-        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides; or in runs, see `strides.in_runs`.
         seed: 0-d int64 on x's device.
         mean: Shape (features,), subtracted from every row before it is sketched.
         blocks: Number of strided blocks K.
@@ -389,7 +400,7 @@ def hadamard_sketch_and_sums(
     """Return the sketch of x - 1 mean^T and the column sums of the blocks of x itself: x is read once.
 
     Args:
-        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides; or in runs, see `strides.in_runs`.
         seed: 0-d int64 on x's device.
         mean: Shape (features,), subtracted from every row before it is sketched, or None.
         blocks: Number of strided blocks K.
@@ -408,7 +419,7 @@ def hadamard_sketch_and_sums(
     return out, sums
 
 
-def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants, aligned: bool) -> Build:
+def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants, aligned: bool, in_runs: bool) -> Build:
     optional = {
         "MEAN": "*fp32" if constants["HAS_MEAN"] else None,
         "SUMS": "*fp32" if constants["HAS_SUMS"] else None,
@@ -416,14 +427,17 @@ def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants, al
     types = {"X": f"*{TYPE_NAMES[x]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[out]}"}
     types |= {name: kind for name, kind in optional.items() if kind is not None}
     pointers = tuple(types)
-    types |= dict.fromkeys((*_ANY_ROWS, "features", "row_stride"), "i32") | {"scale": "fp32"}
+    sizes, runs = ("features", "row_stride", *(["gap"] * in_runs)), ["run"] * in_runs
+    types |= dict.fromkeys((*_ANY_ROWS, *sizes, *runs), "i32") | {"scale": "fp32"}
+    if not in_runs:
+        optional |= {"run": None, "gap": None}
     absent = {name: None for name, kind in optional.items() if kind is None}
     return Build(
         name=name,
         kernel=_hadamard_sketch_kernel,
         types=types,
         constants={**constants.values, **absent, "column_stride": 1},
-        divisible=(*pointers, "features", "row_stride") if aligned else pointers,
+        divisible=(*pointers, *sizes) if aligned else pointers,
         num_warps=constants.num_warps,
         uses_tensor_cores=True,
     )
@@ -435,7 +449,7 @@ def builds() -> list[Build]:
     Returns:
         For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with what is left of its mean, and the one of g
         with its sums; and the other dtypes, small and large blocks, large ratios, x without centring, x with a mean and
-        its sums, for codes, and rows that begin anywhere.
+        its sums, for codes, rows that begin anywhere, and rows in runs.
     """
     found = []
     for kept in (32, 16, 6):
@@ -452,14 +466,18 @@ def builds() -> list[Build]:
     found.extend(_named("x for codes", torch.bfloat16, 64, kept, 768) for kept in (32, 6))
     for of in ("x", "g", "uncentred x"):
         found.append(_named(of, torch.bfloat16, 64, 32, 3001))
+    for of in ("x", "uncentred x", "x for codes"):
+        found.append(_named(of, torch.bfloat16, 64, 32, 768, in_runs=True))
+    found.append(_named("x", torch.float32, 64, 32, 768, in_runs=True))
     return found
 
 
-def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int) -> Build:
+def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int, *, in_runs: bool = False) -> Build:
     """The sketch of 8192 rows: of x with a mean and what is left of it, with a mean and its sums, or without; of g."""
     aligned = features % 16 == 0
     tile, tiles = _tile_of(order, kept, 8192 // order, features, dtype, aligned)
     has_mean, has_sums = of in ("x", "x for codes"), of != "uncentred x"
     constants = _constants(order, kept, tile, tiles, dtype, has_mean, has_sums, of == "x")
     name = f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}{'' if aligned else ' odd width'}"
-    return _build(name, dtype, dtype, constants, aligned)
+    name += " in runs" * in_runs
+    return _build(name, dtype, dtype, constants, aligned, in_runs)

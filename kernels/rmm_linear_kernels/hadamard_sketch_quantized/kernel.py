@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..alignment import are_rows_aligned
 from ..allocation import empty
 from ..backends import compiled_backend
 from ..builds import TYPE_NAMES, Build
@@ -43,6 +42,7 @@ from ..low_bit.kernel import (
 from ..philox.kernel import CHOICE_STREAM, ROUNDING_STREAM, SIGN_STREAM, half_of_words, words_in_order
 from ..quantize_and_mean.kernel import quantize_and_mean
 from ..quantize_and_mean.reference import rounded_dtype
+from ..strides import are_rows_aligned, rows_of
 from .shapes import LIMITS, ORDER, fits, holds
 
 # Features of a program: more than rows are kept of a block, or the warps would share a product otherwise. Fewer of
@@ -109,19 +109,19 @@ def _drawn(
 
 
 @triton.jit
-def _some_blocks(X, place, first_block, blocks, rows, row_stride, is_feature, COUNT: tl.constexpr):
+def _some_blocks(X, place, first_block, blocks, rows, row_stride, run, gap, is_feature, COUNT: tl.constexpr):
     """Both halves of blocks that follow each other, as two tuples."""
     x, more_of_x = (), ()
     for index in tl.static_range(COUNT):
         # The last block stands in for those that are not there: it changes no extreme, and masks nothing.
         block = tl.minimum(first_block + index, blocks - 1)
-        one, other = both_halves(X, place, block, blocks, rows, row_stride, is_feature)
+        one, other = both_halves(X, place, block, blocks, rows, row_stride, run, gap, is_feature)
         x += (one,)
         more_of_x += (other,)
     return x, more_of_x
 
 
-@triton.jit(do_not_specialize=[*_ANY_ROWS, "scale"])
+@triton.jit(do_not_specialize=[*_ANY_ROWS, "run", "scale"])
 def _hadamard_sketch_quantized_kernel(
     X,
     SEED,
@@ -138,6 +138,8 @@ def _hadamard_sketch_quantized_kernel(
     longer,
     row_stride,
     column_stride,
+    run,
+    gap,
     mean_stride,
     scale,
     DEGREE: tl.constexpr,
@@ -166,7 +168,7 @@ def _hadamard_sketch_quantized_kernel(
     place, kept_place = half_places(CHUNK), tl.arange(0, KEPT)
     seed = tl.load(SEED)
     x_columns = X + feature.to(tl.int64)[None, :] * column_stride
-    x, more_of_x = _some_blocks(x_columns, place, first_block, blocks, rows, row_stride, is_feature, AT_ONCE)
+    x, more_of_x = _some_blocks(x_columns, place, first_block, blocks, rows, row_stride, run, gap, is_feature, AT_ONCE)
     mean = tl.zeros((TILE,), tl.float32)
     if HAS_MEAN:
         mean = tl.load(MEAN + feature.to(tl.int64) * mean_stride, mask=is_feature, other=0.0).to(tl.float32)
@@ -188,7 +190,7 @@ def _hadamard_sketch_quantized_kernel(
     for index in tl.static_range(BLOCKS):
         if index > 0 and index % AT_ONCE == 0:
             x, more_of_x = _some_blocks(
-                x_columns, place, first_block + index, blocks, rows, row_stride, is_feature, AT_ONCE
+                x_columns, place, first_block + index, blocks, rows, row_stride, run, gap, is_feature, AT_ONCE
             )
         block = tl.minimum(first_block + index, blocks - 1)
         in_group = (block - first_block) * KEPT + kept_place
@@ -296,7 +298,7 @@ def hadamard_sketch_quantized(
     What `shapes.holds` denies is sketched into memory first, in float32.
 
     Args:
-        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides.
+        x: Input, shape (rows, features), float32, bfloat16 or float16, any strides; or in runs, see `strides.in_runs`.
         seed: 0-d int64 on x's device, of the sketch and of the rounding.
         mean: Shape (features,), subtracted from every row, or None.
         blocks: Number of strided blocks K.
@@ -311,7 +313,7 @@ def hadamard_sketch_quantized(
         the other side of an edge. With a mean, the mean of x less X^T (S^T 1) / rows, with X what the codes stand for,
         rounded as `quantize_and_mean.reference.rounded_dtype` says, (features,), otherwise (0,), float32.
     """
-    rows, features = x.shape
+    rows, features, *strides = rows_of(x)
     # products are scaled after the extremes have been found: any other scale would round these in another way
     is_scaled_after = math.frexp(scale)[0] == 0.5
     if not is_scaled_after or not holds(x, blocks=blocks, kept=kept, kind=kind, group=group):
@@ -342,7 +344,7 @@ def hadamard_sketch_quantized(
         blocks,
         rows // blocks,
         rows % blocks,
-        *x.stride(),
+        *strides,
         0 if mean is None else mean.stride(0),
         scale,
     )
@@ -359,7 +361,7 @@ def builds() -> list[Build]:
 
     Returns:
         All kinds in bfloat16, with a mean and without, and in float32 with one; int8 and int4 in float16 at one ratio,
-        and rows that begin anywhere. Not all for AMD's GPUs, see `shapes`.
+        rows that begin anywhere, and rows in runs. Not all for AMD's GPUs, see `shapes`.
     """
     found = []
     for kind, kept in itertools.product(("int8", low_bit.FP8, "int4"), (32, 16)):
@@ -368,27 +370,34 @@ def builds() -> list[Build]:
     found += [_build(kind, 32, torch.float16, True) for kind in ("int8", "int4")]
     found += [_build(kind, 32, torch.bfloat16, True, aligned=False) for kind in ("int8", low_bit.FP8, "int4")]
     found += [_build(*of, torch.float32, True, aligned=False) for of in (("int8", 32), ("int4", 16))]
+    found += [_build(kind, 32, torch.bfloat16, True, in_runs=True) for kind in ("int8", "int4")]
+    found.append(_build("int8", 32, torch.float32, True, in_runs=True))
     return found
 
 
-def _build(kind: str, kept: int, dtype: torch.dtype, centred: bool, aligned: bool = True) -> Build:
+def _build(
+    kind: str, kept: int, dtype: torch.dtype, centred: bool, *, aligned: bool = True, in_runs: bool = False
+) -> Build:
     group = 1024 // low_bit.BITS[kind]
     types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
     shared = _constants(kept, dtype, kind, group, centred, aligned)
     constants: dict[str, Any] = {"column_stride": 1, **shared.values}
+    if not in_runs:
+        constants |= {"run": None, "gap": None}
     if centred:
         types |= {"MEAN": "*fp32", "REST": "*fp32"}
         constants["mean_stride"] = 1
     else:
         constants |= {"MEAN": None, "REST": None}
-    pointers, sizes = tuple(types), ("features", "width", "row_stride")
+    pointers, sizes = tuple(types), ("features", "width", "row_stride", *(["gap"] * in_runs))
     options: dict[str, Any] = {"kept": kept, "group": group, "dtype": dtype, "aligned": aligned}
-    types |= dict.fromkeys((*_ANY_ROWS, *sizes), "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys((*_ANY_ROWS, *sizes, *(["run"] * in_runs)), "i32") | {"scale": "fp32"}
     if not centred:
         types["mean_stride"] = "i32"
     return Build(
         f"hadamard_sketch_quantized {kind} {TYPE_NAMES[dtype]} kept={kept}{' centred' * centred}"
-        + " odd width" * (not aligned),
+        + " odd width" * (not aligned)
+        + " in runs" * in_runs,
         _hadamard_sketch_quantized_kernel,
         types,
         constants,

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..alignment import are_rows_aligned
 from ..backends import triton_backend
 from ..hadamard_sketch.reference import hadamard_order
 from ..low_bit.reference import BITS
+from ..strides import are_rows_aligned, number_of_rows
 
 # Order of the Hadamard matrix of full blocks. Smaller ones belong to a few hundred rows, larger ones to small ratios.
 ORDER = 64
@@ -62,7 +62,7 @@ def holds(x: Tensor, *, blocks: int, kept: int, kind: str, group: int) -> bool:
     Of one that this torch may start: it is made either for NVIDIA's GPUs or for AMD's.
 
     Args:
-        x: Input, shape (rows, features).
+        x: Input, shape (rows, features), or in runs (`strides.in_runs`).
         blocks: Number of strided blocks.
         kept: Hadamard rows kept of each block.
         kind: A key of `low_bit.reference.BITS`.
@@ -80,4 +80,4 @@ def holds(x: Tensor, *, blocks: int, kept: int, kind: str, group: int) -> bool:
         return False
     if BITS[kind] & (BITS[kind] - 1) or group & (group - 1):
         return False
-    return hadamard_order(-(-x.shape[0] // blocks)) == ORDER
+    return hadamard_order(-(-number_of_rows(x) // blocks)) == ORDER

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..alignment import are_rows_aligned
 from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted, spread
@@ -48,6 +47,7 @@ from ..low_bit.kernel import (
     values_of_halves,
 )
 from ..low_bit.reference import BITS, FP8, SCALE_DTYPE, packed_width
+from ..strides import are_rows_aligned
 from . import reference
 
 # Sums of parts of x that a program adds up, more being added up first; and those that it reads at a time.

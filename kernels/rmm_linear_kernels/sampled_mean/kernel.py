@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
+from ..device_functions import row_begins
 from ..launching import Constants, ceil_div, launch
+from ..strides import rows_of
 from . import reference
 
 # The constants of the reference, as a kernel may see them.
@@ -32,9 +34,9 @@ def _sampled_row(part, rows):
     return (((part.to(tl.int64) << _PLACE_BITS) + place) * rows) >> _SHIFT
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "run"])
 def _sampled_mean_kernel(
-    X, OUT, rows, features, row_stride, column_stride, IS_WHOLE: tl.constexpr, COLUMNS: tl.constexpr
+    X, OUT, rows, features, row_stride, column_stride, run, gap, IS_WHOLE: tl.constexpr, COLUMNS: tl.constexpr
 ):
     # (rows of a group, groups, columns)
     turn = tl.arange(0, _SAMPLE // _GROUPS)[:, None, None]
@@ -45,7 +47,7 @@ def _sampled_mean_kernel(
     row = part.to(tl.int64) if IS_WHOLE else _sampled_row(part, rows)
     is_column = column < features
     x = tl.load(
-        X + row * row_stride + column[None, None, :].to(tl.int64) * column_stride,
+        X + row_begins(row, row_stride, run, gap) + column[None, None, :].to(tl.int64) * column_stride,
         mask=(row < rows) & is_column[None, None, :],
         other=0.0,
     )
@@ -73,28 +75,29 @@ def sampled_mean(x: Tensor) -> Tensor:
     """Return about the column mean of x; the reference tells how near, and what for.
 
     Args:
-        x: Shape (rows, features), float32, bfloat16 or float16, any strides.
+        x: Shape (rows, features), float32, bfloat16 or float16, any strides; or in runs, see `strides.in_runs`.
 
     Returns:
         Shape (features,), float32.
     """
     if x.numel() == 0:
         return reference.sampled_mean(x)
-    rows, features = x.shape
-    out = empty(x, (features,), torch.float32)
-    grid = (ceil_div(features, _COLUMNS), 1, 1)
-    launch(_sampled_mean_kernel, grid, (x, out, rows, features, *x.stride()), _constants(rows <= reference.SAMPLE))
+    of_x = rows_of(x)
+    out = empty(x, (of_x.features,), torch.float32)
+    grid = (ceil_div(of_x.features, _COLUMNS), 1, 1)
+    launch(_sampled_mean_kernel, grid, (x, out, *of_x), _constants(of_x.rows <= reference.SAMPLE))
     return out
 
 
-def _build(dtype: torch.dtype, *, whole: bool) -> Build:
+def _build(dtype: torch.dtype, *, whole: bool, in_runs: bool = False) -> Build:
     constants = _constants(whole)
+    sizes, runs = ("features", "row_stride", *(["gap"] * in_runs)), ["run"] * in_runs
     return Build(
-        name=f"sampled_mean {TYPE_NAMES[dtype]}{' of all rows' if whole else ''}",
+        name=f"sampled_mean {TYPE_NAMES[dtype]}{' of all rows' if whole else ''}{' in runs' if in_runs else ''}",
         kernel=_sampled_mean_kernel,
-        types={"X": f"*{TYPE_NAMES[dtype]}", "OUT": "*fp32", "rows": "i32", "features": "i32", "row_stride": "i32"},
-        constants={**constants.values, "column_stride": 1},
-        divisible=("X", "OUT", "features", "row_stride"),
+        types={"X": f"*{TYPE_NAMES[dtype]}", "OUT": "*fp32"} | dict.fromkeys((*sizes, "rows", *runs), "i32"),
+        constants={**constants.values, "column_stride": 1, **({} if in_runs else {"run": None, "gap": None})},
+        divisible=("X", "OUT", *sizes),
         num_warps=constants.num_warps,
     )
 
@@ -103,7 +106,7 @@ def builds() -> list[Build]:
     """Return the specialisations that training compiles.
 
     Returns:
-        Every dtype, and bfloat16 of few rows.
+        Every dtype, and bfloat16 of few rows, and of rows in runs.
     """
     found = [_build(dtype, whole=False) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    return [*found, _build(torch.bfloat16, whole=True)]
+    return [*found, _build(torch.bfloat16, whole=True), _build(torch.bfloat16, whole=False, in_runs=True)]
