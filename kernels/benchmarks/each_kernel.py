@@ -34,6 +34,7 @@ from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 from rmm_linear_kernels.quantize_and_mean.reference import mean_less_codes, rounded_dtype
 from rmm_linear_kernels.row_sampling.reference import sampling_weights
+from rmm_linear_kernels.strides import as_matrix
 
 TINY_SHAPES = ((256, 48, 80),)
 RATIOS = (0.5, 0.25, 0.1)
@@ -44,6 +45,8 @@ _TWIN_REPEATS = 5
 _FEW_ROWS = 256
 # As many sums of parts of g as a product takes as they are.
 _FEW_PARTS = 8
+# Numbers of runs that rows come in, one of which divides that of the rows.
+_RUNS = (16, 7, 2)
 Arguments = dict[str, Any]
 
 
@@ -123,6 +126,18 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """
     names = inspect.signature(function).parameters
     return function(**{name: value for name, value in arguments.items() if name in names})
+
+
+def in_order(arguments: Arguments) -> Arguments:
+    """Return arguments as a twin wants them.
+
+    Args:
+        arguments: Those of a kernel.
+
+    Returns:
+        The same, but for rows of x in runs: they are a matrix.
+    """
+    return arguments | ({"x": as_matrix(arguments["x"])} if "x" in arguments else {})
 
 
 def implementation(op: str, function: str, module: str) -> Callable[..., Any] | None:
@@ -246,6 +261,26 @@ def _sketch_cases(
         lambda: hadamard(features, rank, centred=True),
         value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0))),
     )
+    runs = next((count for count in _RUNS if rows % count == 0 and rows > count), None)
+    if runs is not None:
+
+        def in_runs() -> Arguments:
+            """Without the first row of each run."""
+            run = rows // runs
+            x = normal(rows + runs, features).view(runs, run + 1, features)[:, 1:]
+            return hadamard(features, rank, centred=True) | {"x": x}
+
+        yield Case(
+            "hadamard_sketch",
+            "hadamard_sketch_and_mean",
+            "hadamard_sketch of x in runs with what is left of its mean, ratio 0.25",
+            rows,
+            features,
+            0,
+            roofline.hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
+            in_runs,
+            value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0))),
+        )
     yield Case(
         "sampled_mean",
         "sampled_mean",
@@ -635,7 +670,7 @@ def _error(value: Tensor, exact: Tensor) -> float:
 def _twin_of(case: Case) -> Callable[[Arguments], Any]:
     reference = implementation(case.op, case.function, "reference")
     assert reference is not None, f"{case.op} has no twin {case.function}"
-    return lambda arguments: call(reference, arguments)
+    return lambda arguments: call(reference, in_order(arguments))
 
 
 def _exact_sketch(arguments: Arguments) -> Tensor:
