@@ -85,8 +85,9 @@ def linear(
 
     Args:
         x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last. Of rows that no single
-            stride leads through, such as `x[:, 1:]`, a copy is made for the sketch, as F.linear makes one for the
-            product; but not for the Hadamard sketch on a GPU, as long as two strides lead through them.
+            stride leads through, such as those of `x[:, 1:]`, F.linear makes a copy for the product. The Hadamard
+            sketch's kernels read them where they lie if two strides do and the numbers of a row are next to each other.
+            Other sketches, plain torch, and `keep_tokens` and `valid_rows` make a copy of their own before.
         weight: Shape (out, in), dtype of `x` (or castable to it under autocast).
         bias: Shape (out,), or None.
         config: How to sketch.
@@ -260,14 +261,20 @@ def _made(
             kept, rest = split(_flat(x), layout, index)
             if layout.kept:
                 beside = config.kept_rows.compress(kept, seed)
-        elif x.dim() > 2 and not x.is_contiguous() and config.sketch_object.takes_runs() and ops.is_for_kernels(x):
-            rest = ops.in_runs(x)
         else:
-            rest = _flat(x)
+            rest = ops.in_runs(x) if _is_read_in_runs(x, config) else _flat(x)
         made = beside, config.sketch_object.compress(rest, seed).tensors
         if shared is not None:
             shared.remember(seed, *made)
     return made[0], made[1]
+
+
+def _is_read_in_runs(x: Tensor, config: RMMConfig) -> bool:
+    """Tell whether a kernel sketches rows where they lie, next to each other or not."""
+    if x.dim() == 2 or x.is_contiguous():
+        return False
+    # Numbers of a row that are apart: a copy in order is the faster way, and gone when F.linear makes its own.
+    return x.stride(-1) == 1 and config.sketch_object.takes_runs() and ops.has_kernel("hadamard_sketch", x)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -196,6 +196,19 @@ def test_flops_are_counted():
     assert counts["aten.addmm"] + counts["aten.mm"] == 2 / 3 * exact.get_total_flops()
 
 
+def test_flops_of_rows_in_runs_are_those_of_a_matrix():
+    x, seed = torch.randn(4, 40, 6), torch.tensor(3)
+    sizes, counts = {"blocks": 3, "kept": 20}, []
+    for y in (x, x.flatten(0, 1)):
+        with FlopCounterMode(display=False) as counter:
+            ops.hadamard_sketch(y, seed, None, **sizes, gradient=False)
+            ops.hadamard_sketch_and_mean(y, seed, **sizes)
+            ops.hadamard_sketch_quantized(y, seed, None, **sizes, kind="int8", group=32)
+        counts.append({str(name): count for name, count in counter.get_flop_counts()["Global"].items()})
+    assert counts[0] == counts[1]
+    assert set(counts[0].values()) == {2 * 160 * 20 * 6}
+
+
 def test_the_ways_of_a_gpu_give_the_same_gradient(monkeypatch):
     """One reading of g as it is: the twin of it, in float64, is the same to rounding."""
     torch.manual_seed(0)

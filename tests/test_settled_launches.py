@@ -44,11 +44,14 @@ class Kernels:
             return twin(*tensors, **options)
 
         def prepare(*tensors: Tensor | None, **options: Any) -> Any:
+            if any(tensor is not None and tensor.numel() == 0 for tensor in tensors):
+                return None
+
             def launch(*others: Tensor | None) -> list[Any]:
                 if self.error is not None:
                     raise self.error
                 self.settled.append(name)
-                # as a launch is that was prepared for them
+                # as tensors are that a launch was prepared for
                 assert facts(name, others) == facts(name, tensors)
                 found = twin(*others, **options)
                 return list(found) if isinstance(found, tuple) else [found, None]
@@ -99,18 +102,22 @@ def calls() -> list[tuple[Any, ...]]:
     """Calls of the operators, each of which differs from another one in one thing: (function, tensors, options)."""
     found: list[tuple[Any, ...]] = []
     x, g, mean = torch.randn(ROWS, FEATURES), torch.randn(ROWS, OUT), torch.randn(FEATURES)
+    stored = torch.randn(BLOCKS * KEPT, FEATURES)
     sizes = {"blocks": BLOCKS, "kept": KEPT}
+    options = {**sizes, "ratio": 0.2, "dtype": None, "need_bias": True}
     more_sizes = ({"blocks": 4, "kept": KEPT}, {"blocks": BLOCKS, "kept": 11})
     inputs = [*variants(x), x.bfloat16(), x[:-1].clone(), x[:, :-1].clone()]
     for one, gradient in itertools.product([*inputs, shifted(x)], (False, True)):
         found.append((ops.hadamard_sketch, (one, SEED, None), {**sizes, "gradient": gradient}))
     found.extend((ops.hadamard_sketch, (x, SEED, None), {**other, "gradient": False}) for other in more_sizes)
     found.append((ops.hadamard_sketch, (x, SEED, mean), {**sizes, "gradient": False}))
+    # only operators take such a seed
+    found.append((ops.hadamard_sketch, (x, SEED.int(), None), {**sizes, "gradient": False}))
+    found.append((ops.hadamard_sketch_and_mean, (x, SEED.int()), sizes))
+    found.append((ops.hadamard_grad_weight, (g, SEED.int(), stored, mean), options))
     found.extend((ops.hadamard_sketch_and_mean, (one, SEED), sizes) for one in inputs)
     found.extend((ops.hadamard_sketch_and_mean, (x, SEED), other) for other in more_sizes)
-    stored = torch.randn(BLOCKS * KEPT, FEATURES)
-    options = {**sizes, "ratio": 0.2, "dtype": None, "need_bias": True}
-    gradients = [*variants(g), g[:-1].clone(), g[:, :-1].clone()]
+    gradients = [*variants(g), g.bfloat16(), g[:-1].clone(), g[:, :-1].clone()]
     found.extend((ops.hadamard_grad_weight, (one, SEED, stored, mean), options) for one in gradients)
     found.extend((ops.hadamard_grad_weight, (g, SEED, one, mean), options) for one in variants(stored)[1:])
     found.append((ops.hadamard_grad_weight, (g, SEED, stored[:, :-1].clone(), mean[:-1].clone()), options))
@@ -183,11 +190,66 @@ def test_a_launch_that_fails_is_asked_for_in_the_long_way(kernels):
     assert len(kernels.asked) == 2
 
 
-def test_empty_tensors_are_never_settled(kernels):
+def test_what_launches_nothing_is_never_settled(kernels):
+    """The kernels' own answers, in plain torch, to tensors of no elements."""
+    g, stored = torch.randn(ROWS, OUT), torch.randn(BLOCKS * KEPT, 0)
+    for _ in range(3):
+        options = {"blocks": BLOCKS, "kept": KEPT, "ratio": 0.2, "need_bias": True}
+        grad_weight, bias = ops.hadamard_grad_weight(g, SEED, stored, None, **options)
+        assert grad_weight.shape == (OUT, 0)
+        assert torch.allclose(bias, g.sum(0), atol=1e-4)
+    assert len(kernels.asked) == 3
+    kernels.asked.clear()
     x = torch.randn(0, FEATURES)
     for _ in range(3):
         assert ops.hadamard_sketch(x, SEED, None, blocks=0, kept=1, gradient=False).shape == (0, FEATURES)
     assert len(kernels.asked) == 3
+
+
+def test_a_kernel_that_breaks_ends_what_was_settled(kernels, monkeypatch):
+    x = torch.randn(ROWS, FEATURES)
+    call = ops.hadamard_sketch, (x, SEED, None), {"blocks": BLOCKS, "kept": KEPT, "gradient": False}
+    run(call)
+    assert len(dispatch._state.settled) == 1
+
+    def broken(name: str) -> Any:
+        def kernel(*tensors: Tensor | None, **options: Any) -> Any:
+            raise RuntimeError("out of registers")
+
+        return kernel
+
+    monkeypatch.setattr(dispatch, "_loaded", broken)
+    with pytest.warns(RuntimeWarning, match="out of registers"):
+        ops.hadamard_sketch(x[:-1], SEED, None, blocks=BLOCKS, kept=KEPT, gradient=False)
+    assert dispatch._state.settled == {}
+
+
+def test_a_preparation_that_fails_is_no_fault_of_the_kernel(kernels, monkeypatch):
+    def without_preparation(name: str) -> Any:
+        kernel = Kernels().loaded(name)
+        kernel.prepared = lambda *tensors, **options: 1 / 0
+        return kernel
+
+    monkeypatch.setattr(dispatch, "_loaded", without_preparation)
+    with pytest.raises(ZeroDivisionError):
+        ops.hadamard_sketch(torch.randn(ROWS, FEATURES), SEED, None, blocks=BLOCKS, kept=KEPT, gradient=False)
+    assert dispatch._state.broken == {}
+
+
+def test_a_tensor_on_another_gpu_than_the_current_one_goes_the_long_way(kernels, monkeypatch):
+    class OnAGPU:
+        is_cuda = True
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def get_device(self) -> int:
+            return self.number
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    dispatch._state.settled["key",] = lambda x: [x.number]
+    assert dispatch.run_settled(("key",), OnAGPU(1)) == [1]
+    assert dispatch.run_settled(("key",), OnAGPU(0)) is None
 
 
 def test_what_is_remembered_is_bounded(kernels, monkeypatch):

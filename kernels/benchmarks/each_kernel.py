@@ -34,7 +34,6 @@ from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 from rmm_linear_kernels.quantize_and_mean.reference import mean_less_codes, rounded_dtype
 from rmm_linear_kernels.row_sampling.reference import sampling_weights
-from rmm_linear_kernels.strides import as_matrix
 
 TINY_SHAPES = ((256, 48, 80),)
 RATIOS = (0.5, 0.25, 0.1)
@@ -126,18 +125,6 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """
     names = inspect.signature(function).parameters
     return function(**{name: value for name, value in arguments.items() if name in names})
-
-
-def in_order(arguments: Arguments) -> Arguments:
-    """Return arguments as a twin wants them.
-
-    Args:
-        arguments: Those of a kernel.
-
-    Returns:
-        The same, but for rows of x in runs: they are a matrix.
-    """
-    return arguments | ({"x": as_matrix(arguments["x"])} if "x" in arguments else {})
 
 
 def implementation(op: str, function: str, module: str) -> Callable[..., Any] | None:
@@ -670,7 +657,7 @@ def _error(value: Tensor, exact: Tensor) -> float:
 def _twin_of(case: Case) -> Callable[[Arguments], Any]:
     reference = implementation(case.op, case.function, "reference")
     assert reference is not None, f"{case.op} has no twin {case.function}"
-    return lambda arguments: call(reference, in_order(arguments))
+    return lambda arguments: call(reference, arguments)
 
 
 def _exact_sketch(arguments: Arguments) -> Tensor:

@@ -24,7 +24,7 @@ def empty(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     Args:
         like: A tensor on the device that the result is to be on.
-        sizes: Shape, of at most two dimensions.
+        sizes: Shape.
         dtype: Dtype.
 
     Returns:
@@ -35,7 +35,7 @@ def empty(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         make = _on_cuda if _current_device is not None and like.get_device() == _current_device() else None
     else:
         make = _on_cpu if like.is_cpu else None
-    if make is None or _len_torch_dispatch_stack() or _get_deterministic_algorithms():
+    if make is None or len(sizes) > 2 or _len_torch_dispatch_stack() or _get_deterministic_algorithms():
         return like.new_empty(sizes, dtype=dtype)
     strides = (sizes[1] or 1, 1) if len(sizes) == 2 else (1,) * len(sizes)
     found: Tensor = make(sizes, strides, dtype)

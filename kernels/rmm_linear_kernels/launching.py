@@ -201,11 +201,11 @@ class Prepared:
         run(*self.grid, stream, function, metadata, None, None, None, *tensors, *self.numbers, *values)
 
 
-def prepared_by(prepare: Callable[..., Prepared]) -> Callable[[_Launcher], _Launcher]:
+def prepared_by(prepare: Callable[..., Prepared | None]) -> Callable[[_Launcher], _Launcher]:
     """Note by what the launch of the decorated launcher is prepared, in its attribute `prepared`.
 
     Args:
-        prepare: A function of the launcher's arguments, with elements in all tensors.
+        prepare: A function of the launcher's arguments; None where the launcher launches nothing.
 
     Returns:
         A decorator.

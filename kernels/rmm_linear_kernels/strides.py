@@ -21,7 +21,8 @@ class Rows(NamedTuple):
         row_stride: From a row to the next one of its run, in elements.
         column_stride: From a column to the next one.
         run: Rows of a run; None where there is but one.
-        gap: What is added from the last row of a run to the first of the next one; None with a single run.
+        gap: What comes on top of the row stride between the last row of a run and the first of the next one; None with
+            a single run.
     """
 
     rows: int
@@ -44,9 +45,9 @@ def rows_of(x: Tensor) -> Rows:
     if x.dim() == 2:
         (rows, features), (row_stride, column_stride) = x.shape, x.stride()
         return Rows(rows, features, row_stride, column_stride, None, None)
-    runs, run, features = x.shape
+    rows, (*_, run, features) = number_of_rows(x), x.shape
     of_run, row_stride, column_stride = x.stride()
-    return Rows(runs * run, features, row_stride, column_stride, run, of_run - run * row_stride)
+    return Rows(rows, features, row_stride, column_stride, run, of_run - run * row_stride)
 
 
 def number_of_rows(x: Tensor) -> int:
@@ -57,8 +58,14 @@ def number_of_rows(x: Tensor) -> int:
 
     Returns:
         The number; may be a SymInt.
+
+    Raises:
+        ValueError: If it has another number of dimensions.
     """
-    return x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
+    *runs, rows, _ = x.shape
+    if len(runs) > 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}; pass (rows, features), or what in_runs makes of it")
+    return rows * runs[0] if runs else rows
 
 
 def in_runs(x: Tensor) -> Tensor:
@@ -95,7 +102,7 @@ def as_matrix(x: Tensor) -> Tensor:
     Returns:
         Shape (rows, features): `x`, or a copy of rows in runs.
     """
-    return x if x.dim() < 3 else x.reshape(-1, x.shape[2])
+    return x if x.dim() == 2 else x.reshape(number_of_rows(x), x.shape[-1])
 
 
 def are_rows_aligned(x: Tensor) -> bool:

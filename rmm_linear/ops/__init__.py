@@ -22,6 +22,7 @@ from rmm_linear.ops.checks import KernelCheck, check_kernels
 from rmm_linear.ops.dispatch import (
     ENVIRONMENT,
     chosen,
+    has_kernel,
     is_for_kernels,
     kernel_status,
     odd_factor,
@@ -56,7 +57,7 @@ from rmm_linear_kernels.row_sampling.reference import (
     uniform_rows,
     winners,
 )
-from rmm_linear_kernels.strides import in_runs, number_of_rows
+from rmm_linear_kernels.strides import as_matrix, in_runs, number_of_rows
 from rmm_linear_kernels.trigonometric_sketch.reference import trigonometric_dense
 
 # The functions of the references (S itself, and the sampling weights) are for closed forms and tests: no layer calls
@@ -67,6 +68,7 @@ __all__ = [
     "STORAGE_BITS",
     "Codes",
     "KernelCheck",
+    "as_matrix",
     "as_operand",
     "check_kernels",
     "chosen",
@@ -82,6 +84,7 @@ __all__ = [
     "hadamard_sketch_and_mean",
     "hadamard_sketch_and_sums",
     "hadamard_sketch_quantized",
+    "has_kernel",
     "importance_rows",
     "in_runs",
     "is_for_kernels",

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rmm_linear_kernels.interpreter import IS_INTERPRETED
-from rmm_linear_kernels.strides import as_matrix
 
 ENVIRONMENT = "RMM_LINEAR_KERNELS"
 CHOICES = ("auto", "triton", "torch")
@@ -122,8 +121,9 @@ def run_settled(key: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> list
     Of the host's time of a step on a small input, most goes to what Python does between the operator and the launch.
 
     Args:
-        key: All that decides on the launch, and so on the results' shapes and dtypes, but for what is chosen: `x`'s
-            device and dtype, shapes, strides, options. `run` was given the same.
+        key: All that decides on the launch, and so on the results' shapes and dtypes, but for what is chosen: the
+            operator, `x`'s device, dtypes, shapes, strides, options. `run` was given the same. The other tensors are on
+            `x`'s device.
         x: First tensor that the kernel reads.
         *others: The others, or None.
 
@@ -206,6 +206,19 @@ def odd_factor(divisor: int) -> float:
     return near_power_of_2(divisor) / divisor
 
 
+def has_kernel(name: str, x: Tensor) -> bool:
+    """Tell whether a kernel runs for a tensor, as far as is known before it has run.
+
+    Args:
+        name: A key of `KERNELS`.
+        x: The tensor.
+
+    Returns:
+        False where its twin does.
+    """
+    return _reason_against(name, x) is None
+
+
 def is_for_kernels(g: Tensor) -> bool:
     """Tell whether a backward pass takes the ways that are made for GPUs. Simple enough to be traced by a compiler.
 
@@ -238,7 +251,7 @@ def run(
     Args:
         name: A key of `KERNELS`.
         twin: The same in plain torch.
-        x: First argument of both, whose device and dtype decide. Rows that come in runs are a matrix to the twin.
+        x: First argument of both, whose device and dtype decide.
         *args: More arguments.
         key: By which `run_settled` is to find the launch from now on, if a kernel runs that has one launch to prepare.
         **kwargs: More arguments.
@@ -259,18 +272,19 @@ def run(
                 with torch.cuda.device(x.device):
                     return kernel(x, *args, **kwargs)
             found = kernel(x, *args, **kwargs)
-            prepare = getattr(kernel, "prepared", None)
-            if key is not None and prepare is not None and x.numel():
-                if len(settled) >= MOST_REMEMBERED:
-                    settled.clear()
-                settled[key] = prepare(x, *args, **kwargs)
-            return found
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
             if _state.choice == "triton":
                 raise
             return _instead(name, error, twin, x, *args, **kwargs)
+        prepare = getattr(kernel, "prepared", None)
+        launch = None if key is None or prepare is None else prepare(x, *args, **kwargs)
+        if key is not None and launch is not None:
+            if len(settled) >= MOST_REMEMBERED:
+                settled.clear()
+            settled[key] = launch
+        return found
     if x.dtype in _DTYPES:
         if _state.choice == "triton":
             raise ValueError(
@@ -279,7 +293,7 @@ def run(
             )
         if x.is_cuda and _state.choice == "auto":
             _warn(reason)
-    return twin(as_matrix(x), *args, **kwargs)
+    return twin(x, *args, **kwargs)
 
 
 def _reason_against(name: str, x: Tensor) -> str | None:
@@ -327,7 +341,7 @@ def _instead(name: str, error: Exception, twin: Callable[..., Any], x: Tensor, *
             " that kernels are compiled and loaded"
         ) from error
     # Before the verdict: the caller's mistakes, and what has broken the GPU itself, are raised from the twin.
-    found = twin(as_matrix(x), *args, **kwargs)
+    found = twin(x, *args, **kwargs)
     reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
     # what is broken is most often all of Triton, which each kernel finds out by itself
     if not _state.broken:

@@ -55,7 +55,8 @@ def gradient_scale(rows: int, blocks: int, kept: int, half: bool) -> float:
 def _hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, gradient: bool) -> Tensor:
     key = None
     if mean is None:
-        # where it begins decides as well: unlike the address, this makes no lazy copy a real one
+        # Where it begins decides as well, on how many features a program has. The address itself, which storages from
+        # elsewhere may begin with at any byte, would make a lazy copy a real one; a launch looks at it once more.
         place = x.get_device(), x.storage_offset() % ALIGNMENT
         key = "hadamard_sketch", place, x.dtype, x.shape, x.stride(), seed.dtype, blocks, kept, gradient
         found = run_settled(key, x, seed, None)
@@ -134,7 +135,8 @@ def hadamard_sketch_and_mean(x: Tensor, seed: Tensor, *, blocks: int, kept: int)
 def _hadamard_sketch_and_sums(
     g: Tensor, seed: Tensor, blocks: int, kept: int, half: bool, over: float
 ) -> tuple[Tensor, Tensor]:
-    scale = gradient_scale(g.shape[0], blocks, kept, half) / over
+    rows, _ = g.shape
+    scale = gradient_scale(rows, blocks, kept, half) / over
     twin = _hadamard.hadamard_sketch_and_sums
     dtype = product_dtype(g.dtype, half)
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": dtype}

@@ -8,7 +8,8 @@ from rmm_linear_kernels.allocation import empty
 
 # Odd multiplier of splitmix64 (Steele et al. 2014): rank r's seeds are shifted by r times it, modulo 2**64.
 _RANK_STRIDE = 0x9E3779B97F4A7C15
-_SMALLEST, _LARGEST = -(1 << 63), (1 << 63) - 1
+# The largest number is never drawn: a range ends before its end.
+_FROM, _TO = -(1 << 63), (1 << 63) - 1
 _HAS_PROCESS_GROUPS = torch.distributed.is_available()
 
 
@@ -22,8 +23,8 @@ def data_parallel_rank() -> int:
 # without a default: compiled code would hand that over by name, which takes longer
 @define("draw_seed(Tensor x, Tensor? token) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 def _draw_seed(x: Tensor, token: Tensor | None) -> Tensor:
-    # what torch.randint draws, in a half of its time
-    seed = empty(x, (), torch.int64).random_(_SMALLEST, _LARGEST)
+    # what torch.randint draws, by less code that a step would run for this alone
+    seed = empty(x, (), torch.int64).random_(_FROM, _TO)
     rank = data_parallel_rank()
     if rank == 0:
         # for most, a launch less on a GPU

@@ -115,10 +115,10 @@ class Sketch(ABC):
         return rows == 0
 
     def takes_runs(self) -> bool:
-        """Tell whether x may come as `ops.in_runs` returns it, which is without a copy, where kernels read it.
+        """Tell whether `compress` and what it calls take x as `ops.in_runs` returns it, too: without a copy.
 
         Returns:
-            False, unless a subclass says otherwise: x is a matrix.
+            False, unless a class says otherwise of itself: of others, its subclasses among them, x is a matrix.
         """
         return False
 
@@ -149,6 +149,7 @@ class Sketch(ABC):
             sketched. Where `one_pass` or `one_pass_backward` sketches g as it is, the mean less X^T (S^T 1) / rows, X
             being the sketch of x - 1 m^T as it is stored; see `Centered`.
         """
+        x = ops.as_matrix(x)
         whole_mean = x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
         return self.compress(x, seed, mean=ops.sampled_mean(x)), whole_mean
 

@@ -124,9 +124,9 @@ class Centered(Sketch):
         """Ask the inner sketch; see `Sketch.takes_runs`.
 
         Returns:
-            Its answer.
+            Its answer; false for a subclass without one of its own.
         """
-        return self.inner.takes_runs()
+        return type(self) is Centered and self.inner.takes_runs()
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch x - 1 m^T and keep mu, or what is left of it; see `Sketch.compress`.

@@ -107,7 +107,7 @@ class Hadamard(ObliviousSketch):
         """Take rows where they lie; see `Sketch.takes_runs`.
 
         Returns:
-            True; false for a subclass, whose methods may want a matrix, unless it has an answer of its own.
+            True; false for a subclass without an answer of its own.
         """
         return type(self) is Hadamard
 

@@ -85,9 +85,9 @@ class LowBit(Sketch):
         """Ask the inner sketch; see `Sketch.takes_runs`.
 
         Returns:
-            Its answer, false without one.
+            Its answer; false without one, and for a subclass without an answer of its own.
         """
-        return self.inner is not None and self.inner.takes_runs()
+        return type(self) is LowBit and self.inner is not None and self.inner.takes_runs()
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch the input and round it; see `Sketch.compress`.

@@ -52,7 +52,7 @@ def test_a_processor_times_the_twins_of_every_op_that_has_a_kernel(each_kernel, 
         )
 
 
-def launchers(each_kernel, factor: float):
+def launchers(factor: float):
     """Kernels that are their twins, times a factor."""
 
     def launcher_of(case, device):
@@ -61,7 +61,7 @@ def launchers(each_kernel, factor: float):
         # `call` asks for the signature, which is the twin's.
         @functools.wraps(twin)
         def launch(**arguments):
-            found = twin(**each_kernel.in_order(arguments))
+            found = twin(**arguments)
             return tuple(part * factor for part in found) if isinstance(found, tuple) else found * factor
 
         return launch
@@ -70,7 +70,7 @@ def launchers(each_kernel, factor: float):
 
 
 def test_a_kernel_is_compared_with_its_twin_a_copy_and_the_rival(each_kernel, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(each_kernel, "launcher_of", launchers(each_kernel, 1.0))
+    monkeypatch.setattr(each_kernel, "launcher_of", launchers(1.0))
     status, rows = run(each_kernel, tmp_path, "--only", "sketched_grad_weight, ")
     assert status == 0
     products = [row for row in rows if "grad_weight, ratio 0.25" in row["name"]]
@@ -87,7 +87,7 @@ def test_a_kernel_is_compared_with_its_twin_a_copy_and_the_rival(each_kernel, tm
 
 
 def test_a_kernel_that_is_less_exact_than_it_may_be_fails(each_kernel, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(each_kernel, "launcher_of", launchers(each_kernel, 1.02))
+    monkeypatch.setattr(each_kernel, "launcher_of", launchers(1.02))
     status, rows = run(each_kernel, tmp_path, "--only", "hadamard_sketch of x")
     assert status == 1
     assert all(row["failed"] == "True" and "the twin's" in row["note"] for row in rows)
@@ -110,7 +110,7 @@ def test_a_kernel_that_breaks_is_named_and_the_others_are_measured(each_kernel, 
 
 
 def test_a_rival_that_breaks_leaves_the_kernel_its_figures(each_kernel, monkeypatch) -> None:
-    monkeypatch.setattr(each_kernel, "launcher_of", launchers(each_kernel, 1.0))
+    monkeypatch.setattr(each_kernel, "launcher_of", launchers(1.0))
 
     def rival(arguments):
         raise RuntimeError("no such library")

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rmm_linear_kernels import allocation
 from rmm_linear_kernels.allocation import empty
 
-SIZES = ((), (0,), (5,), (3, 4), (1, 4), (0, 4), (4, 0))
+SIZES = ((), (0,), (5,), (3, 4), (1, 4), (0, 4), (4, 0), (2, 3, 4))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
@@ -50,11 +50,33 @@ def test_deterministic_algorithms_fill_it(nan_poison):
     assert empty(torch.randn(2), (2, 3), torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("missing", ["_on_cpu", "_on_cuda", "_current_device"])
-def test_without_the_functions_of_a_version_it_is_new_empty(missing, monkeypatch, device):
-    monkeypatch.setattr(allocation, missing, None)
-    assert empty(torch.randn(2, device=device), (2, 3), torch.float32).shape == (2, 3)
+class OnAGPU:
+    """What is asked of a tensor on some GPU."""
+
+    is_cuda, is_cpu = True, False
+
+    def __init__(self, number):
+        self.number = number
+
+    def get_device(self):
+        return self.number
+
+    def new_empty(self, sizes, dtype):
+        return "by torch", sizes, dtype
 
 
-def test_memory_of_another_device_than_the_current_one():
+def test_memory_of_the_current_gpu_and_of_another_one(monkeypatch):
+    monkeypatch.setattr(allocation, "_on_cuda", lambda sizes, strides, dtype: ("at once", sizes, strides, dtype))
+    monkeypatch.setattr(allocation, "_current_device", lambda: 1)
+    assert empty(OnAGPU(1), (2, 3), torch.int64) == ("at once", (2, 3), (3, 1), torch.int64)
+    assert empty(OnAGPU(0), (2, 3), torch.int64) == ("by torch", (2, 3), torch.int64)
+    for missing in ("_on_cuda", "_current_device"):
+        with monkeypatch.context() as patch:
+            patch.setattr(allocation, missing, None)
+            assert empty(OnAGPU(1), (2, 3), torch.int64) == ("by torch", (2, 3), torch.int64)
+
+
+def test_without_the_function_of_a_version_and_elsewhere_it_is_new_empty(monkeypatch):
     assert empty(torch.empty(2, device="meta"), (2, 3), torch.float32).device.type == "meta"
+    monkeypatch.setattr(allocation, "_on_cpu", None)
+    assert empty(torch.randn(2), (2, 3), torch.float32).shape == (2, 3)

@@ -65,6 +65,13 @@ def test_all_orders_and_parts():
         assert torch.equal(by_formula(found), x.reshape(-1, x.shape[-1]))
 
 
+@pytest.mark.parametrize("x", [BASE, BASE[0, 0, 0]], ids=["four dimensions", "one"])
+def test_other_tensors_are_refused(x):
+    for function in (number_of_rows, rows_of, as_matrix):
+        with pytest.raises(ValueError):
+            function(x)
+
+
 def test_alignment_asks_for_the_gap_as_well():
     memory = torch.zeros(4, 8, 32, dtype=torch.bfloat16)
     assert are_rows_aligned(in_runs(memory[:, 1:]))

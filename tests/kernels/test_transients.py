@@ -141,7 +141,21 @@ def test_no_copy_of_rows_in_runs_but_the_product_s(host_time, layout, center, st
             found.append(sum(size == ROWS * FEATURES * ELEMENT for _, size in seen.events))
     # the copy, the gradient of x, and that in x's order
     assert found[0] in (2, 3)
-    assert found[1] == found[0]
+    # numbers of a row that are apart are put in order for the sketch
+    assert found[1] == found[0] + (layout == "channels first")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_torch_makes_one_copy_for_the_sketch(dtype, host_time, monkeypatch):
+    """Where the twins run on a GPU: one for all of them."""
+    monkeypatch.setattr("rmm_linear.ops.registration._is_watched", lambda: False)
+    layer = RMMLinear(FEATURES, OUT, config=RMMConfig(ratio=0.5, center=True, min_rows=1)).to(dtype)
+    x = torch.randn(8, ROWS // 8 + 1, FEATURES, dtype=dtype)[:, 1:].requires_grad_()
+    with host_time.as_on_a_gpu(small=False), monkeypatch.context() as patch:
+        patch.setattr("rmm_linear.ops.dispatch._reason_against", lambda name, x: "no kernel")
+        with Allocations([x, *layer.parameters()]) as seen:
+            layer(x)
+    assert sum(size == ROWS * FEATURES * dtype.itemsize for _, size in seen.events) == 2
 
 
 @pytest.mark.parametrize("sketch", ["gaussian", "rademacher", "rows_without_replacement", "crs", "wta_crs"])

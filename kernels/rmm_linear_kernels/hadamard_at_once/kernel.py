@@ -93,7 +93,7 @@ def _entries(
     return first, second, low, high
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "shortest", "longer", "kept", "scale"])
+@triton.jit(do_not_specialize=["rows", "blocks", "shortest", "longer", "kept", "run", "scale"])
 def _sketch_and_mean_at_once_kernel(
     X,
     SEED,
@@ -277,13 +277,13 @@ def _equal(warps: int, stages: int, **values: Any) -> Constants:
     return Constants(values, num_warps=warps, num_stages=stages)
 
 
-def _prepared_sketch_of(
+def _prepared_sketch(
     x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
-) -> Prepared:
+) -> Prepared | None:
     """Return the launch of `sketch_and_mean_at_once`, for tensors like these.
 
     Args:
-        x: As there, with elements.
+        x: As there.
         seed: As there.
         blocks: As there.
         kept: As there.
@@ -291,12 +291,14 @@ def _prepared_sketch_of(
         dtype: As there.
 
     Returns:
-        A function of x and seed that returns what is returned there.
+        A function of x and seed that returns what is returned there; None where nothing is to be launched.
     """
-    return _prepared_sketch(rows_of(x), blocks, kept, scale, (x.dtype, seed.dtype, dtype))
+    if x.numel() == 0:
+        return None
+    return _sketch_launch(rows_of(x), blocks, kept, scale, (x.dtype, seed.dtype, dtype))
 
 
-@prepared_by(_prepared_sketch_of)
+@prepared_by(_prepared_sketch)
 def sketch_and_mean_at_once(
     x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -314,14 +316,16 @@ def sketch_and_mean_at_once(
     Returns:
         Sketch (blocks * kept, features) of x - 1 m^T, m the mean; mean (features,), float32.
     """
-    if x.numel() == 0:
-        return reference.sketch_and_mean_at_once(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-    out, rest = _prepared_sketch_of(x, seed, blocks=blocks, kept=kept, scale=scale, dtype=dtype)(x, seed)
+    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": dtype}
+    prepared = _prepared_sketch(x, seed, **options)
+    if prepared is None:
+        return reference.sketch_and_mean_at_once(x, seed, **options)
+    out, rest = prepared(x, seed)
     return out, rest
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
-def _prepared_sketch(of_x: Rows, blocks: int, kept: int, scale: float, dtypes: tuple[torch.dtype, ...]) -> Prepared:
+def _sketch_launch(of_x: Rows, blocks: int, kept: int, scale: float, dtypes: tuple[torch.dtype, ...]) -> Prepared:
     """The launch of the sketch; `dtypes` are those of x, the seed and the sketch."""
     rows, features, *strides = of_x
     numbers = (rows, features, blocks, rows // blocks, rows % blocks, kept, *strides, scale)
@@ -331,7 +335,7 @@ def _prepared_sketch(of_x: Rows, blocks: int, kept: int, scale: float, dtypes: t
     return Prepared(_sketch_and_mean_at_once_kernel, grid, numbers, constants, results)
 
 
-def _prepared_gradient_of(
+def _prepared_gradient(
     g: Tensor,
     seed: Tensor,
     sketched_x: Tensor,
@@ -343,13 +347,13 @@ def _prepared_gradient_of(
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
     bias_dtype: torch.dtype | None = None,
-) -> Prepared:
+) -> Prepared | None:
     """Return the launch of `grad_weight_at_once`, for tensors like these.
 
     Args:
-        g: As there, with elements.
+        g: As there.
         seed: As there.
-        sketched_x: As there, with elements.
+        sketched_x: As there.
         mean: As there.
         blocks: As there.
         kept: As there.
@@ -359,9 +363,12 @@ def _prepared_gradient_of(
         bias_dtype: As there.
 
     Returns:
-        A function of g, seed, sketched_x and mean that returns the gradient, and the sum of g or None.
+        A function of g, seed, sketched_x and mean that returns the gradient, and the sum of g or None; None where
+        nothing is to be launched.
     """
-    return _prepared_gradient(
+    if g.numel() == 0 or sketched_x.shape[1] == 0:
+        return None
+    return _gradient_launch(
         g.shape,
         sketched_x.shape[1],
         blocks,
@@ -380,7 +387,7 @@ def _prepared_gradient_of(
     )
 
 
-@prepared_by(_prepared_gradient_of)
+@prepared_by(_prepared_gradient)
 def grad_weight_at_once(
     g: Tensor,
     seed: Tensor,
@@ -414,15 +421,15 @@ def grad_weight_at_once(
     """
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "factor": factor}
     options |= {"dtype": dtype, "bias_dtype": bias_dtype}
-    if g.numel() == 0 or sketched_x.shape[1] == 0:
+    prepared = _prepared_gradient(g, seed, sketched_x, mean, **options)
+    if prepared is None:
         return reference.grad_weight_at_once(g, seed, sketched_x, mean, **options)
-    prepared = _prepared_gradient_of(g, seed, sketched_x, mean, **options)
     grad_weight, bias = prepared(g, seed, sketched_x, mean)
     return grad_weight, empty(g, (0,), sketched_x.dtype) if bias is None else bias
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
-def _prepared_gradient(
+def _gradient_launch(
     shape: tuple[int, int],
     in_features: int,
     blocks: int,
@@ -451,7 +458,7 @@ def builds() -> list[Build]:
 
     Returns:
         Both kernels in every dtype, for blocks of 64 rows and the ratios 0.5 and 0.1, for one whose matrix is Paley's,
-        and for the largest ratio; the gradient without a mean, and into float32.
+        and for the largest ratio; the sketch of rows in runs; the gradient without a mean, and into float32.
     """
     found = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

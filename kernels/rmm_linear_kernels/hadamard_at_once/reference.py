@@ -13,6 +13,7 @@ from torch import Tensor
 from ..hadamard_sketch.reference import hadamard_sketch_and_mean, hadamard_sketch_and_sums
 from ..sampled_mean.reference import SAMPLE, sampled_mean
 from ..sketched_grad_weight.reference import sketched_grad_weight
+from ..strides import as_matrix
 
 # Rows of the largest blocks that a program holds; larger ones belong to ratios below 1/32.
 _MOST_BLOCK_ROWS = 64
@@ -89,6 +90,7 @@ def sketch_and_mean_at_once(
         Sketch (blocks * kept, features) of x - 1 m^T, m = `sampled_mean` of x; mean (features,), float32 (float64 for
         float64).
     """
+    x = as_matrix(x)
     return hadamard_sketch_and_mean(x, seed, sampled_mean(x), blocks=blocks, kept=kept, scale=scale, dtype=dtype)
 
 

@@ -292,7 +292,10 @@ def _prepared(
     dtype: torch.dtype,
     sums: bool = False,
     rest: bool = False,
-) -> Prepared:
+) -> Prepared | None:
+    """The launch for tensors like these, with a contiguous mean; None where nothing is to be launched."""
+    if x.numel() == 0:
+        return None
     dtypes = x.dtype, seed.dtype, None if mean is None else mean.dtype, dtype
     return _prepared_launch(rows_of(x), blocks, kept, are_rows_aligned(x), float(scale), dtypes, sums, rest)
 
@@ -322,27 +325,7 @@ def _prepared_launch(
     return Prepared(_hadamard_sketch_kernel, grid, numbers, constants, results)
 
 
-def _prepared_sketch(
-    x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
-) -> Prepared:
-    """Return the launch of `hadamard_sketch`, for tensors like these.
-
-    Args:
-        x: As there, with elements.
-        seed: As there.
-        mean: As there, contiguous.
-        blocks: As there.
-        kept: As there.
-        scale: As there.
-        dtype: As there.
-
-    Returns:
-        A function of x, seed and mean, that returns the sketch and None.
-    """
-    return _prepared(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
-
-
-@prepared_by(_prepared_sketch)
+@prepared_by(_prepared)
 def hadamard_sketch(
     x: Tensor, seed: Tensor, mean: Tensor | None, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
@@ -360,10 +343,12 @@ def hadamard_sketch(
     Returns:
         Shape (blocks * kept, features); row k * kept + c is combination c of block k.
     """
-    if x.numel() == 0:
-        return reference.hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+    how: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": dtype}
     mean = mean if mean is None else mean.contiguous()
-    out, _ = _prepared_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)(x, seed, mean)
+    prepared = _prepared(x, seed, mean, **how)
+    if prepared is None:
+        return reference.hadamard_sketch(x, seed, mean, **how)
+    out, _ = prepared(x, seed, mean)
     return out
 
 
@@ -385,11 +370,12 @@ def hadamard_sketch_and_mean(
         Sketch (blocks * kept, features); the mean of x less X^T (S^T 1) / rows, see the reference, (features,),
         float32.
     """
-    if x.numel() == 0:
-        return reference.hadamard_sketch_and_mean(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     how: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": dtype}
     mean = mean.contiguous()
-    out, sums = _prepared(x, seed, mean, **how, sums=True, rest=True)(x, seed, mean)
+    prepared = _prepared(x, seed, mean, **how, sums=True, rest=True)
+    if prepared is None:
+        return reference.hadamard_sketch_and_mean(x, seed, mean, **how)
+    out, sums = prepared(x, seed, mean)
     # one sum after the other: the same in every run, which atomic additions are not
     return out, sums.sum(0)
 
@@ -411,11 +397,12 @@ def hadamard_sketch_and_sums(
     Returns:
         Sketch (blocks * kept, features); sums (blocks, features), float32, whose own sum is that of x.
     """
-    if x.numel() == 0:
-        return reference.hadamard_sketch_and_sums(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     how: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": dtype}
     mean = mean if mean is None else mean.contiguous()
-    out, sums = _prepared(x, seed, mean, **how, sums=True)(x, seed, mean)
+    prepared = _prepared(x, seed, mean, **how, sums=True)
+    if prepared is None:
+        return reference.hadamard_sketch_and_sums(x, seed, mean, **how)
+    out, sums = prepared(x, seed, mean)
     return out, sums
 
 

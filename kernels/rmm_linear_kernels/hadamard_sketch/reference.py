@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..philox.reference import signs_and_keys, smallest_keys
+from ..strides import as_matrix
 
 # Signs of a block begin at a multiple of this.
 SIGN_ALIGNMENT = 64
@@ -205,7 +206,7 @@ def hadamard_sketch(
     """Return scale * sqrt(kept) * S^T (x - 1 mean^T) for the strided-block Hadamard S.
 
     Args:
-        x: Input, shape (rows, features), any float dtype, any strides.
+        x: Input, shape (rows, features), any float dtype, any strides; or in runs, see `strides.in_runs`.
         seed: 0-d int64.
         mean: Shape (features,), subtracted from every row, or None.
         blocks: Number of strided blocks K.
@@ -216,6 +217,7 @@ def hadamard_sketch(
     Returns:
         Shape (blocks * kept, features); row k * kept + c is combination c of block k.
     """
+    x = as_matrix(x)
     rows, features = x.shape
     if rows == 0:
         return x.new_empty((blocks * kept, features), dtype=dtype)
@@ -252,7 +254,7 @@ def hadamard_sketch_and_mean(
     (`rmm_linear.sketches.centered`).
 
     Args:
-        x: Input, shape (rows, features), any float dtype.
+        x: Input, shape (rows, features), any float dtype, or in runs.
         seed: 0-d int64.
         mean: Shape (features,), subtracted from every row before it is sketched.
         blocks: Number of strided blocks K.
@@ -263,6 +265,7 @@ def hadamard_sketch_and_mean(
     Returns:
         Sketch (blocks * kept, features); mean (features,) in the dtype of the sums, 0 of no rows.
     """
+    x = as_matrix(x)
     rows = x.shape[0]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
@@ -279,7 +282,7 @@ def hadamard_sketch_and_sums(
     """Return the sketch of x - 1 mean^T and the column sums of the blocks of x itself.
 
     Args:
-        x: Input, shape (rows, features), any float dtype.
+        x: Input, shape (rows, features), any float dtype, or in runs.
         seed: 0-d int64.
         mean: Shape (features,), subtracted from every row before it is sketched, or None.
         blocks: Number of strided blocks K.
@@ -290,6 +293,7 @@ def hadamard_sketch_and_sums(
     Returns:
         Sketch (blocks * kept, features); sums (blocks, features) in the dtype of the sums, whose own sum is that of x.
     """
+    x = as_matrix(x)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
     full = x.shape[0] // max(1, blocks)

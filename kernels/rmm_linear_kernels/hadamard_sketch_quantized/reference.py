@@ -12,6 +12,7 @@ from torch import Tensor
 from ..hadamard_sketch.reference import hadamard_sketch
 from ..low_bit.reference import quantize
 from ..quantize_and_mean.reference import quantize_and_mean, rounded_dtype
+from ..strides import as_matrix
 
 
 def hadamard_sketch_quantized(
@@ -28,7 +29,7 @@ def hadamard_sketch_quantized(
     """Round scale * sqrt(kept) * S^T (x - 1 mean^T) to 8, 4, 3 or 2 bits an element, for the Hadamard S.
 
     Args:
-        x: Input, shape (rows, features), any float dtype, any strides.
+        x: Input, shape (rows, features), any float dtype, any strides; or in runs, see `strides.in_runs`.
         seed: 0-d int64, of the sketch and of the rounding.
         mean: Shape (features,), subtracted from every row, or None.
         blocks: Number of strided blocks K.
@@ -42,6 +43,7 @@ def hadamard_sketch_quantized(
         a mean, that of x less X^T (S^T 1) / rows, with X what the codes stand for, rounded as
         `quantize_and_mean.reference.rounded_dtype` says, (features,), otherwise (0,), float32 (float64 for float64).
     """
+    x = as_matrix(x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sketch = hadamard_sketch(x, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=wide)
     if mean is None:

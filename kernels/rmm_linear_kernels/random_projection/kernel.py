@@ -222,7 +222,7 @@ def random_projection(
     grid = (ceil_div(rank, constants["BLOCK_RANK"]), ceil_div(features, constants["BLOCK_FEATURES"]))
     splits, rows_of_split = _splits(rows, grid[0] * grid[1])
     steps = rows_of_split // constants["BLOCK_ROWS"]
-    parts = out if splits == 1 else out.new_empty((splits, rank, features), dtype=torch.float32)
+    parts = out if splits == 1 else empty(x, (splits, rank, features), torch.float32)
     arguments = (
         x,
         seed,

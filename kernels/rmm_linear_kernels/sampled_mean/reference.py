@@ -21,6 +21,8 @@ are, and by Cauchy and Schwarz rows (m - mu)^2 is at most rows / 128 of the samp
 import torch
 from torch import Tensor
 
+from ..strides import as_matrix
+
 # Rows that are read. All of them, up to so many.
 SAMPLE = 256
 # In so many groups, dealt in turn.
@@ -53,11 +55,12 @@ def sampled_mean(x: Tensor) -> Tensor:
     """Return about the column mean of x; the module's docstring tells how near, and what for.
 
     Args:
-        x: Shape (rows, features), any float dtype, any strides.
+        x: Shape (rows, features), any float dtype, any strides; or in runs, see `strides.in_runs`.
 
     Returns:
         Shape (features,), float32 (float64 for float64).
     """
+    x = as_matrix(x)
     rows, features = x.shape
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     if rows <= SAMPLE:

@@ -1,5 +1,8 @@
 """Rows that no single stride leads through are read where they lie: to the bit what comes of a copy in order."""
 
+import inspect
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,6 +98,37 @@ def test_codes(kind, layout, device):
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.slow
+def test_elements_beyond_two_to_the_31(device):
+    """Runs that begin some 2**30 elements apart, forwards and backwards; the memory between them is never touched."""
+    memory = torch.empty((1 << 31) + (1 << 30) + 4096, dtype=torch.bfloat16, device=device)
+    forwards = memory.as_strided((3, 30, 40), ((1 << 30) + 64, 64, 1))
+    backwards = memory.as_strided((30, 3, 40), (64, (1 << 30) + 64, 1))
+    forwards.copy_(torch.randn(3, 30, 40))
+    seed = torch.tensor(3, device=device)
+    for x in (forwards, backwards):
+        in_order, options = x.reshape(-1, 40), options_of(x, 0.3)
+        for kernel in (sketches.hadamard_sketch, at_once.sketch_and_mean_at_once):
+            more = (None,) if kernel is sketches.hadamard_sketch else ()
+            found, expected = kernel(x, seed, *more, **options), kernel(in_order, seed, *more, **options)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert torch.equal(means.sampled_mean(x), means.sampled_mean(in_order))
+
+
+def test_a_kernel_for_one_length_serves_all():
+    """None is compiled anew for runs of another length."""
+    kernels = (
+        sketches._hadamard_sketch_kernel,
+        at_once._sketch_and_mean_at_once_kernel,
+        quantized._hadamard_sketch_quantized_kernel,
+        means._sampled_mean_kernel,
+    )
+    for kernel in kernels:
+        # of Triton's interpreter, which compiles nothing, only the source is there
+        named = inspect.getsource(sys.modules[kernel.fn.__module__]).split(f"def {kernel.fn.__name__}(")[0]
+        assert '"run"' in named.rsplit("@triton.jit(do_not_specialize=", 1)[1], kernel.fn.__name__
+
+
 CONFIGS = {
     "plain": RMMConfig(ratio=0.3, center=False, min_rows=1),
     "centred": RMMConfig(ratio=0.3, center=True, min_rows=1),
@@ -108,7 +142,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("layout", ["without the first token", "length first"])
-def test_a_layer_makes_no_copy_and_the_same_gradients(config, layout, device, monkeypatch):
+def test_a_layer_reads_them_where_they_lie_and_makes_the_same_gradients(config, layout, device, monkeypatch):
     memory = torch.randn(6, 32, 21, device=device)
     weight, bias = torch.randn(7, 21, device=device), torch.randn(7, device=device)
     seen = []
