@@ -41,12 +41,15 @@ def rows_of(x: Tensor) -> Rows:
 
     Returns:
         All that a kernel has to know.
+
+    Raises:
+        ValueError: If it has another number of dimensions.
     """
     if x.dim() == 2:
         (rows, features), (row_stride, column_stride) = x.shape, x.stride()
         return Rows(rows, features, row_stride, column_stride, None, None)
-    rows, (*_, run, features) = number_of_rows(x), x.shape
-    of_run, row_stride, column_stride = x.stride()
+    rows = number_of_rows(x)
+    (_, run, features), (of_run, row_stride, column_stride) = x.shape, x.stride()
     return Rows(rows, features, row_stride, column_stride, run, of_run - run * row_stride)
 
 
@@ -62,10 +65,9 @@ def number_of_rows(x: Tensor) -> int:
     Raises:
         ValueError: If it has another number of dimensions.
     """
-    *runs, rows, _ = x.shape
-    if len(runs) > 1:
+    if x.dim() not in (2, 3):
         raise ValueError(f"x has shape {tuple(x.shape)}; pass (rows, features), or what in_runs makes of it")
-    return rows * runs[0] if runs else rows
+    return x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
 
 
 def in_runs(x: Tensor) -> Tensor:

@@ -280,19 +280,7 @@ def _equal(warps: int, stages: int, **values: Any) -> Constants:
 def _prepared_sketch(
     x: Tensor, seed: Tensor, *, blocks: int, kept: int, scale: float, dtype: torch.dtype
 ) -> Prepared | None:
-    """Return the launch of `sketch_and_mean_at_once`, for tensors like these.
-
-    Args:
-        x: As there.
-        seed: As there.
-        blocks: As there.
-        kept: As there.
-        scale: As there.
-        dtype: As there.
-
-    Returns:
-        A function of x and seed that returns what is returned there; None where nothing is to be launched.
-    """
+    """The launch of `sketch_and_mean_at_once` for tensors like these; None where nothing is to be launched."""
     if x.numel() == 0:
         return None
     return _sketch_launch(rows_of(x), blocks, kept, scale, (x.dtype, seed.dtype, dtype))
@@ -348,24 +336,7 @@ def _prepared_gradient(
     dtype: torch.dtype | None = None,
     bias_dtype: torch.dtype | None = None,
 ) -> Prepared | None:
-    """Return the launch of `grad_weight_at_once`, for tensors like these.
-
-    Args:
-        g: As there.
-        seed: As there.
-        sketched_x: As there.
-        mean: As there.
-        blocks: As there.
-        kept: As there.
-        scale: As there.
-        factor: As there.
-        dtype: As there.
-        bias_dtype: As there.
-
-    Returns:
-        A function of g, seed, sketched_x and mean that returns the gradient, and the sum of g or None; None where
-        nothing is to be launched.
-    """
+    """The launch of `grad_weight_at_once` for tensors like these; None where nothing is to be launched."""
     if g.numel() == 0 or sketched_x.shape[1] == 0:
         return None
     return _gradient_launch(
