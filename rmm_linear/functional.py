@@ -87,7 +87,8 @@ def linear(
         x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last. Of rows that no single
             stride leads through, such as those of `x[:, 1:]`, F.linear makes a copy for the product. The Hadamard
             sketch's kernels read them where they lie if two strides do and the numbers of a row are next to each other.
-            Other sketches, plain torch, and `keep_tokens` and `valid_rows` make a copy of their own before.
+            Other sketches, plain torch, and `keep_tokens` and `valid_rows` make a copy of their own before; a compiler
+            makes one for both.
         weight: Shape (out, in), dtype of `x` (or castable to it under autocast).
         bias: Shape (out,), or None.
         config: How to sketch.
@@ -274,7 +275,7 @@ def _is_read_in_runs(x: Tensor, config: RMMConfig) -> bool:
     if x.dim() == 2 or x.is_contiguous():
         return False
     # Numbers of a row that are apart: a copy in order is the faster way, and gone when F.linear makes its own.
-    return x.stride(-1) == 1 and config.sketch_object.takes_runs() and ops.has_kernel("hadamard_sketch", x)
+    return x.stride(-1) == 1 and config.sketch_object.takes_runs() and ops.reads_runs(x)
 
 
 def _flat(x: Tensor) -> Tensor:

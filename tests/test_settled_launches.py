@@ -206,6 +206,26 @@ def test_what_launches_nothing_is_never_settled(kernels):
     assert len(kernels.asked) == 3
 
 
+def test_another_choice_while_a_kernel_is_under_way(kernels, monkeypatch):
+    """What was launched as things were is not there for how things are."""
+    loaded = kernels.loaded
+
+    def choosing(name: str) -> Any:
+        kernel = loaded(name)
+
+        def late(*tensors: Tensor | None, **options: Any) -> Any:
+            use_kernels("torch")
+            return kernel(*tensors, **options)
+
+        late.prepared = kernel.prepared
+        return late
+
+    monkeypatch.setattr(dispatch, "_loaded", choosing)
+    ops.hadamard_sketch(torch.randn(ROWS, FEATURES), SEED, None, blocks=BLOCKS, kept=KEPT, gradient=False)
+    assert len(kernels.asked) == 1
+    assert dispatch._state.settled == {}
+
+
 def test_a_kernel_that_breaks_ends_what_was_settled(kernels, monkeypatch):
     x = torch.randn(ROWS, FEATURES)
     call = ops.hadamard_sketch, (x, SEED, None), {"blocks": BLOCKS, "kept": KEPT, "gradient": False}

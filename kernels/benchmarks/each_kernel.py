@@ -44,7 +44,7 @@ _TWIN_REPEATS = 5
 _FEW_ROWS = 256
 # As many sums of parts of g as a product takes as they are.
 _FEW_PARTS = 8
-# Numbers of runs that rows come in, one of which divides that of the rows.
+# Numbers of runs that rows come in: the first that divides theirs, if any does.
 _RUNS = (16, 7, 2)
 Arguments = dict[str, Any]
 

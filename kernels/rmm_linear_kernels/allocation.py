@@ -20,12 +20,12 @@ def empty(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a contiguous tensor that nothing has been written to, as `like.new_empty(sizes, dtype=dtype)` does.
 
     It is that call where somebody is to see it: a mode that follows torch's operators, or
-    `torch.use_deterministic_algorithms`, which fills the memory.
+    `torch.use_deterministic_algorithms`, which fills the memory. A profiler sees the allocation without an operator.
 
     Args:
         like: A tensor on the device that the result is to be on.
-        sizes: Shape.
-        dtype: Dtype.
+        sizes: Shape, a tuple and no torch.Size.
+        dtype: Dtype; None is none.
 
     Returns:
         The tensor.

@@ -22,11 +22,11 @@ from rmm_linear.ops.checks import KernelCheck, check_kernels
 from rmm_linear.ops.dispatch import (
     ENVIRONMENT,
     chosen,
-    has_kernel,
     is_for_kernels,
     kernel_status,
     odd_factor,
     product_scale,
+    reads_runs,
     use_kernels,
     wants_half,
 )
@@ -84,7 +84,6 @@ __all__ = [
     "hadamard_sketch_and_mean",
     "hadamard_sketch_and_sums",
     "hadamard_sketch_quantized",
-    "has_kernel",
     "importance_rows",
     "in_runs",
     "is_for_kernels",
@@ -99,6 +98,7 @@ __all__ = [
     "quantize_and_mean",
     "random_projection",
     "reads_codes",
+    "reads_runs",
     "rounding_variance",
     "row_norms",
     "row_weights",

@@ -43,6 +43,15 @@ KERNELS = {
     "sketched_grad_weight": "sketched_grad_weight",
     "sketched_grad_weight_low_bit": "sketched_grad_weight",
 }
+# Those that take x in runs.
+_READING_RUNS = (
+    "hadamard_sketch",
+    "hadamard_sketch_and_mean",
+    "hadamard_sketch_and_sums",
+    "hadamard_sketch_quantized",
+    "sketch_and_mean_at_once",
+    "sampled_mean",
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 HALVES = (torch.bfloat16, torch.float16)
 # Distinct launches that are remembered, and numbers of rows whose factors are: batches of sentences have another number
@@ -206,17 +215,16 @@ def odd_factor(divisor: int) -> float:
     return near_power_of_2(divisor) / divisor
 
 
-def has_kernel(name: str, x: Tensor) -> bool:
-    """Tell whether a kernel runs for a tensor, as far as is known before it has run.
+def reads_runs(x: Tensor) -> bool:
+    """Tell whether kernels sketch a tensor that comes in runs, as far as is known before they have run.
 
     Args:
-        name: A key of `KERNELS`.
         x: The tensor.
 
     Returns:
-        False where its twin does.
+        False where a twin does, which would put the rows in order for itself; and for subclasses of tensors.
     """
-    return _reason_against(name, x) is None
+    return type(x) is Tensor and all(_reason_against(name, x) is None for name in _READING_RUNS)
 
 
 def is_for_kernels(g: Tensor) -> bool:
@@ -279,8 +287,7 @@ def run(
                 raise
             return _instead(name, error, twin, x, *args, **kwargs)
         prepare = getattr(kernel, "prepared", None)
-        launch = None if key is None or prepare is None else prepare(x, *args, **kwargs)
-        if key is not None and launch is not None:
+        if key is not None and prepare is not None and (launch := prepare(x, *args, **kwargs)) is not None:
             if len(settled) >= MOST_REMEMBERED:
                 settled.clear()
             settled[key] = launch

@@ -55,8 +55,9 @@ def gradient_scale(rows: int, blocks: int, kept: int, half: bool) -> float:
 def _hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, kept: int, gradient: bool) -> Tensor:
     key = None
     if mean is None:
-        # Where it begins decides as well, on how many features a program has. The address itself, which storages from
-        # elsewhere may begin with at any byte, would make a lazy copy a real one; a launch looks at it once more.
+        # Where it begins decides as well, on how many features a program has. Not asked for here is the address, which
+        # would make a lazy copy a real one for a twin, too. A storage from elsewhere may begin at any byte: a launch
+        # looks at the address once more.
         place = x.get_device(), x.storage_offset() % ALIGNMENT
         key = "hadamard_sketch", place, x.dtype, x.shape, x.stride(), seed.dtype, blocks, kept, gradient
         found = run_settled(key, x, seed, None)

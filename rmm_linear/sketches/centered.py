@@ -132,7 +132,7 @@ class Centered(Sketch):
         """Sketch x - 1 m^T and keep mu, or what is left of it; see `Sketch.compress`.
 
         Args:
-            x: Activations, shape (rows, in).
+            x: Activations, shape (rows, in), or in runs.
             seed: 0-d int64.
             mean: Must be None: the mean is this sketch's own.
 

@@ -115,7 +115,7 @@ class Hadamard(ObliviousSketch):
         """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`.
 
         Args:
-            y: Shape (rows, features).
+            y: Shape (rows, features); x may come in runs.
             seed: 0-d int64.
             mean: Shape (features,), or None.
             gradient: Whether `y` is the gradient.
@@ -130,7 +130,7 @@ class Hadamard(ObliviousSketch):
         """Read x once on a GPU; see `Sketch.compress_with_mean`.
 
         Args:
-            x: Activations, shape (rows, in).
+            x: Activations, shape (rows, in), or in runs.
             seed: 0-d int64.
 
         Returns:
@@ -148,7 +148,7 @@ class Hadamard(ObliviousSketch):
         """Sketch and round on a GPU, without the sketch in memory; see `Sketch.compress_low_bit`.
 
         Args:
-            x: Activations, shape (rows, in).
+            x: Activations, shape (rows, in), or in runs.
             seed: 0-d int64.
             center: Whether about the mean is taken off x.
             kind: How S^T x is held.

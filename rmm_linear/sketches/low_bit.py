@@ -93,7 +93,7 @@ class LowBit(Sketch):
         """Sketch the input and round it; see `Sketch.compress`.
 
         Args:
-            x: Activations, shape (rows, in).
+            x: Activations, shape (rows, in), or in runs.
             seed: 0-d int64.
             mean: Shape (in,), or None.
 
@@ -114,7 +114,7 @@ class LowBit(Sketch):
         """Read x as the inner sketch does; see `Sketch.compress_with_mean`.
 
         Args:
-            x: Activations, shape (rows, in).
+            x: Activations, shape (rows, in), or in runs.
             seed: 0-d int64.
 
         Returns:

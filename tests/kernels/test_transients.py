@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear import RMMConfig, RMMLinear
+from rmm_linear.ops import dispatch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'", allow_module_level=True)
@@ -145,17 +146,32 @@ def test_no_copy_of_rows_in_runs_but_the_product_s(host_time, layout, center, st
     assert found[1] == found[0] + (layout == "channels first")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_plain_torch_makes_one_copy_for_the_sketch(dtype, host_time, monkeypatch):
+@pytest.mark.parametrize("reason", ["none for this dtype", "broken"])
+def test_plain_torch_makes_one_copy_for_the_sketch(reason, host_time, monkeypatch):
     """Where the twins run on a GPU: one for all of them."""
     monkeypatch.setattr("rmm_linear.ops.registration._is_watched", lambda: False)
-    layer = RMMLinear(FEATURES, OUT, config=RMMConfig(ratio=0.5, center=True, min_rows=1)).to(dtype)
-    x = torch.randn(8, ROWS // 8 + 1, FEATURES, dtype=dtype)[:, 1:].requires_grad_()
+    layer = RMMLinear(FEATURES, OUT, config=RMMConfig(ratio=0.5, center=True, min_rows=1))
+    x = torch.randn(8, ROWS // 8 + 1, FEATURES)[:, 1:].requires_grad_()
+
+    def raising(name):
+        def kernel(*args, **kwargs):
+            raise RuntimeError("Failed to find C compiler")
+
+        return kernel
+
     with host_time.as_on_a_gpu(small=False), monkeypatch.context() as patch:
-        patch.setattr("rmm_linear.ops.dispatch._reason_against", lambda name, x: "no kernel")
+        state = dispatch._State("auto")
+        patch.setattr(dispatch, "_state", state)
+        if reason == "broken":
+            patch.setattr(dispatch, "_loaded", raising)
+            patch.setattr(dispatch, "_reason_against", lambda name, x: state.broken.get((name, x.dtype, x.device)))
+            with pytest.warns(RuntimeWarning, match="C compiler"):
+                layer(x)
+        else:
+            patch.setattr(dispatch, "_reason_against", lambda name, x: reason)
         with Allocations([x, *layer.parameters()]) as seen:
             layer(x)
-    assert sum(size == ROWS * FEATURES * dtype.itemsize for _, size in seen.events) == 2
+    assert sum(size == ROWS * FEATURES * 4 for _, size in seen.events) == 2
 
 
 @pytest.mark.parametrize("sketch", ["gaussian", "rademacher", "rows_without_replacement", "crs", "wta_crs"])

@@ -25,7 +25,7 @@ LAYOUTS = {
     "length first": lambda base: base[:, :-1, 3:].transpose(0, 1),
     "channels first": lambda base: base[1:, 2:, 1:].transpose(1, 2),
     "every other token": lambda base: base[:, 1:-2:2],
-    "backwards in features": lambda base: base[:, 1:].transpose(1, 2)[:, :, 1:],
+    "places without the first": lambda base: base[:, 1:].transpose(1, 2)[:, :, 1:],
 }
 
 
@@ -89,7 +89,8 @@ def test_codes(kind, layout, device):
     in_order, mean = x.reshape(-1, x.shape[2]), torch.randn(x.shape[2], device=device)
     blocks = -(-in_order.shape[0] // 64)
     for centre in (None, mean):
-        for group in (64, 48):
+        # in one kernel, and by way of the memory
+        for group in (64, 48) if layout == "length first" or centre is None else (64,):
             options = {"blocks": blocks, "kept": 32, "kind": kind, "group": group}
             assert holds(x, **options) == (group == 64)
             found = quantized.hadamard_sketch_quantized(x, seed, centre, scale=0.125, **options)
