@@ -24,8 +24,8 @@ def empty(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     Args:
         like: A tensor on the device that the result is to be on.
-        sizes: Shape, a tuple and no torch.Size.
-        dtype: Dtype; None is none.
+        sizes: Shape, as a tuple.
+        dtype: Dtype.
 
     Returns:
         The tensor.
