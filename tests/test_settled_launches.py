@@ -28,7 +28,7 @@ class Kernels:
 
     Attributes:
         asked: What went the long way: (kernel, options).
-        settled: What went the short way: (kernel, options, and the tensors' facts, that the launch was prepared for).
+        settled: What went the short way: kernels.
         error: What a launch in the short way raises.
     """
 

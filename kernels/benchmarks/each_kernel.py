@@ -237,35 +237,25 @@ def _sketch_cases(
             value=lambda result, arguments: torch.cat((result[0].double(), result[1].double() / roofline.BLOCK_ROWS)),
         )
     rank = roofline.rank_of(rows, 0.25)
-    yield Case(
-        "hadamard_sketch",
-        "hadamard_sketch_and_mean",
-        "hadamard_sketch of x with what is left of its mean, ratio 0.25",
-        rows,
-        features,
-        0,
-        roofline.hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
-        lambda: hadamard(features, rank, centred=True),
-        value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0))),
-    )
     runs = next((count for count in _RUNS if rows % count == 0 and rows > count), None)
-    if runs is not None:
 
-        def in_runs() -> Arguments:
-            """Without the first row of each run."""
-            run = rows // runs
-            x = normal(rows + runs, features).view(runs, run + 1, features)[:, 1:]
-            return hadamard(features, rank, centred=True) | {"x": x}
+    def in_runs() -> Arguments:
+        """Without the first row of each run."""
+        assert runs is not None
+        x = normal(rows + runs, features).view(runs, rows // runs + 1, features)[:, 1:]
+        return hadamard(features, rank, centred=True) | {"x": x}
 
+    inputs = {"x": lambda: hadamard(features, rank, centred=True), **({} if runs is None else {"x in runs": in_runs})}
+    for name, make in inputs.items():
         yield Case(
             "hadamard_sketch",
             "hadamard_sketch_and_mean",
-            "hadamard_sketch of x in runs with what is left of its mean, ratio 0.25",
+            f"hadamard_sketch of {name} with what is left of its mean, ratio 0.25",
             rows,
             features,
             0,
             roofline.hadamard_sketch(rows, features, rank, with_sum=True, with_mean=True),
-            in_runs,
+            make,
             value=lambda result, arguments: torch.cat((result[0].double(), result[1].double().unsqueeze(0))),
         )
     yield Case(
