@@ -3,13 +3,8 @@
 from rmm_linear.checkpointing.bptt import bptt_checkpoint
 from rmm_linear.checkpointing.capture import Capture, capture
 from rmm_linear.checkpointing.graph import Graph, Op, Storage
-from rmm_linear.checkpointing.planned import (
-    CheckpointPlan,
-    PlannedStep,
-    apply_schedule,
-    checkpoint_model,
-    checkpoint_step,
-)
+from rmm_linear.checkpointing.plan import CheckpointPlan
+from rmm_linear.checkpointing.planned import PlannedStep, apply_schedule, checkpoint_model, checkpoint_step
 from rmm_linear.checkpointing.replaced_forward import remove_checkpointing
 from rmm_linear.checkpointing.schedule import Schedule, Step, validate
 from rmm_linear.checkpointing.sequential import SegmentPlan, checkpoint_sequential

@@ -16,8 +16,6 @@ may add their gradients up in another order.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,183 +25,19 @@ from rmm_linear.checkpointing.budget import budget_in_bytes
 from rmm_linear.checkpointing.capture import capture
 from rmm_linear.checkpointing.execute import OtherBranchError, Runner
 from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.plan import CheckpointPlan
 from rmm_linear.checkpointing.replaced_forward import own_forward, refuse_twice, replace_forward
 from rmm_linear.checkpointing.schedule import Schedule
-from rmm_linear.checkpointing.simulate import Simulation, simulate
+from rmm_linear.checkpointing.simulate import simulate
+from rmm_linear.checkpointing.step_state import key_of_call, state_of
 from rmm_linear.checkpointing.strategies import get_strategy
-from rmm_linear.checkpointing.timeline import draw
 from rmm_linear.checkpointing.tracing import Arguments
 from rmm_linear.errors import CaptureError
 
 # Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
 _MANY_VARIANTS = 8
-# Entries of a module's lists and dicts that are looked at.
-_FEW = 16
 # The oldest are forgotten.
 _MOST_VARIANTS = 32
-_MIB = 2**20
-# ops of this library: seeds and sketches
-_OURS = "rmm_linear."
-
-
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """What was planned for one shape of a step.
-
-    Attributes:
-        graph: The captured step.
-        schedule: What runs.
-        planned: The schedule's peak, cost and timeline.
-        plain: The same of the step without a plan.
-        budget_bytes: The budget.
-    """
-
-    graph: Graph
-    schedule: Schedule
-    planned: Simulation = field(repr=False)
-    plain: Simulation = field(repr=False)
-    budget_bytes: int
-
-    @classmethod
-    def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
-        """Judge a schedule.
-
-        Args:
-            graph: The graph.
-            schedule: A schedule for it.
-            budget_bytes: The budget that it was made for; its own peak if None.
-
-        Returns:
-            The plan.
-        """
-        planned = simulate(graph, schedule)
-        plain = simulate(graph, Schedule.plain(graph))
-        return cls(graph, schedule, planned, plain, planned.peak_bytes if budget_bytes is None else budget_bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that is in memory at any time; parameters, buffers and the batch come on top."""
-        return self.planned.peak_bytes
-
-    @property
-    def overhead(self) -> float:
-        """Extra time over the plain step's, by the graph's costs."""
-        return self.planned.overhead
-
-    def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
-        """Say what each block keeps and computes again.
-
-        Args:
-            depth: How many parts of a module's path make a block's name; as many as give at most 40 blocks if None.
-
-        Returns:
-            Blocks by name, in the order in which they first run.
-        """
-        if depth is None:
-            depth = 1
-            while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
-                depth += 1
-        kept_plain, kept = self._held(Schedule.plain(self.graph)), self._held(self.schedule)
-        times = [0] * len(self.graph.ops)
-        for index in self.schedule.order:
-            times[index] += 1
-        blocks: dict[str, BlockPlan] = {}
-        for position, op in enumerate(self.graph.ops):
-            name = _cut(op.block, depth)
-            sofar = blocks.get(name, BlockPlan(0, 0, 0.0, 0.0))
-            sizes = {index: self.graph.storages[index].size_bytes for index in op.writes}
-            blocks[name] = BlockPlan(
-                sofar.plain_bytes + sum(size for index, size in sizes.items() if index in kept_plain),
-                sofar.kept_bytes + sum(size for index, size in sizes.items() if index in kept),
-                sofar.cost + op.cost,
-                sofar.extra_cost + op.cost * max(0, times[position] - 1),
-            )
-        return blocks
-
-    def figure(self, path: str | Path) -> None:
-        """Draw what is in memory over the step, without and with the plan, to a file.
-
-        Args:
-            path: File to write; its suffix says the format.
-
-        Raises:
-            ImportError: If matplotlib is missing.
-        """
-        schedules = [("no plan", Schedule.plain(self.graph)), (self.schedule.strategy, self.schedule)]
-        draw(path, self.graph, schedules, self.budget_bytes)
-
-    def _is_sketch(self, index: int) -> bool:
-        return self.graph.ops[self.graph.writer[index]].kind.startswith(_OURS)
-
-    def _held(self, schedule: Schedule) -> set[int]:
-        """Storages in memory when the forward pass has ended."""
-        missing = {self.graph.writer[index] for index in self.graph.results}
-        held: set[int] = set()
-        for step in schedule.steps:
-            if step.kind == "free":
-                held.discard(step.target)
-            elif not missing:
-                break
-            else:
-                missing.discard(step.target)
-                held.update(self.graph.ops[step.target].writes)
-        return held
-
-    def __str__(self) -> str:
-        share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
-        kept, planned = _mib(self.plain.forward_bytes), _mib(self.planned.forward_bytes)
-        headline = (
-            f"peak {_mib(self.plain.peak_bytes)} -> {_mib(self.peak_bytes)} MiB ({share:.1f} %), budget"
-            f" {_mib(self.budget_bytes)} MiB; extra compute {100 * self.overhead:.1f} %; strategy"
-            f" {self.schedule.strategy}"
-        )
-        outputs = sum(self.graph.storages[index].size_bytes for index in self.graph.outputs)
-        floor = f"{_mib(outputs)} MiB of gradients and results at the end, under any plan"
-        lines = [headline, f"at the end of the forward pass: {kept} -> {planned} MiB; {floor}"]
-        if any(op.kind.startswith(_OURS) for op in self.graph.ops):
-            sketches = [
-                _mib(sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index)))
-                for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))
-            ]
-            lines.append(f"sketches in it: {sketches[0]} -> {sketches[1]} MiB")
-        lines.append("")
-        rows = [("block", "kept, MiB", "planned", "computed again")]
-        for name, block in self.by_block().items():
-            again = f"{100 * block.extra_cost / block.cost:.0f} %" if block.extra_cost else "-"
-            rows.append((name or "(the model)", _mib(block.plain_bytes), _mib(block.kept_bytes), again))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines += [
-            "  ".join(
-                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-            )
-            for row in rows
-        ]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """One block of a plan.
-
-    Attributes:
-        plain_bytes: What its ops keep at the end of the plain forward pass.
-        kept_bytes: What they keep under the plan.
-        cost: Time of its ops, each once.
-        extra_cost: Time of those that are computed again.
-    """
-
-    plain_bytes: int
-    kept_bytes: int
-    cost: float
-    extra_cost: float
-
-
-def _cut(path: str, depth: int) -> str:
-    return ".".join(path.split(".")[:depth])
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:.2f}"
 
 
 class PlannedStep:
@@ -261,12 +95,12 @@ class PlannedStep:
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._as_written(args, kwargs)
-        state, modules = self._state()
+        state, modules = state_of(self._model)
         arguments, tensors = Arguments.of(args, kwargs)
         inputs = [*state, *tensors]
         if not any(tensor.requires_grad for tensor in inputs):
             return self._as_written(args, kwargs)
-        key = self._key(modules, arguments, inputs)
+        key = key_of_call(modules, arguments, inputs)
         runners = self._runners.get(key, [])
         if not runners and not self._model.training:
             return self._as_written(args, kwargs)
@@ -298,9 +132,9 @@ class PlannedStep:
         Returns:
             The plan.
         """
-        state, modules = self._state()
+        state, modules = state_of(self._model)
         arguments, tensors = Arguments.of(args, kwargs)
-        self._prepare(self._key(modules, arguments, [*state, *tensors]), args, kwargs)
+        self._prepare(key_of_call(modules, arguments, [*state, *tensors]), args, kwargs)
         return self.plans[-1]
 
     def _prepare(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runner:
@@ -335,48 +169,6 @@ class PlannedStep:
     def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with own_forward(self._model):
             return self._model(*args, **kwargs) if self._step is None else self._step(self._model, *args, **kwargs)
-
-    def _state(self) -> tuple[list[Tensor], Any]:
-        """Parameters and buffers, each once, in the order of `named_parameters` and `named_buffers`; and a key."""
-        # A plan is of the modules as they were: replaced, converted or reconfigured ones, other hooks, tied or frozen
-        # weights give another key, and are planned anew.
-        places: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        found: tuple[list[Tensor], list[Tensor]] = ([], [])
-        key: list[Any] = []
-        for module in self._model.modules():
-            own = vars(module)
-            key.append((id(module), type(module), *filter(None, map(_plain, own.items()))))
-            for kind, seen, tensors in zip(("_parameters", "_buffers"), places, found, strict=True):
-                for name, tensor in own[kind].items():
-                    if tensor is not None:
-                        # the same number for the same tensor: weights that are tied later make another key
-                        key.append((name, seen.setdefault(id(tensor), len(seen))))
-                        if len(seen) > len(tensors):
-                            tensors.append(tensor)
-        return [*found[0], *found[1]], tuple(key)
-
-    def _key(self, modules: Any, arguments: Arguments, inputs: Sequence[Tensor]) -> Any:
-        kinds = sorted({tensor.device.type for tensor in inputs})
-        return (
-            modules,
-            str(arguments.spec),
-            repr(arguments.constants),
-            tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs),
-            tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
-        )
-
-
-def _plain(attribute: tuple[str, Any]) -> tuple[str, Any] | None:
-    """What of a module's attribute a plan depends on: plain values, and which hooks there are."""
-    name, value = attribute
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return attribute
-    if isinstance(value, dict) and name.endswith("_hooks"):
-        return name, tuple(value)
-    if isinstance(value, (list, tuple, set, dict)) and 0 < len(value) <= _FEW:
-        parts = (*value, *value.values()) if isinstance(value, dict) else value
-        return (name, repr(value)) if all(isinstance(part, (bool, int, float, str)) for part in parts) else None
-    return None
 
 
 def _remade_step(
