@@ -26,7 +26,7 @@ from rmm_linear.checkpointing.capture import capture
 from rmm_linear.checkpointing.execute import OtherBranchError, Runner
 from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.plan import CheckpointPlan
-from rmm_linear.checkpointing.replaced_forward import own_forward, refuse_twice, replace_forward
+from rmm_linear.checkpointing.replaced_forward import own_forward, refuse_twice, replace_forward, stands_in
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import simulate
 from rmm_linear.checkpointing.step_state import key_of_call, state_of
@@ -171,6 +171,23 @@ class PlannedStep:
             return self._model(*args, **kwargs) if self._step is None else self._step(self._model, *args, **kwargs)
 
 
+def _own_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The step that stands in a forward's place: the model's own hooks run around it, and not in it again."""
+    return model.forward(*args, **kwargs)
+
+
+def is_planned(model: nn.Module) -> bool:
+    """Tell whether a model, or a module in it, runs by a plan.
+
+    Args:
+        model: A model.
+
+    Returns:
+        Whether `checkpoint_model` was called on it.
+    """
+    return any(isinstance(stands_in(module), PlannedStep) for module in model.modules())
+
+
 def _remade_step(
     model: nn.Module,
     step: Callable[..., Any] | None,
@@ -311,7 +328,7 @@ def checkpoint_model(
         >>> model(x).square().mean().backward()
     """
     refuse_twice(model)
-    planned = PlannedStep(model, budget=budget, strategy=strategy, costs=costs)
+    planned = PlannedStep(model, _own_forward, budget=budget, strategy=strategy, costs=costs)
     plan = planned.prepare(*_arguments_of_sample(sample))
     replace_forward(model, planned)
     return plan

@@ -1,5 +1,6 @@
 """What stands in the place of a module's `forward` while it is checkpointed."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,15 +9,20 @@ from torch import nn
 
 
 class ReplacedForward:
-    """A `forward` that knows which one it replaces.
+    """A `forward` that knows which one it replaces, and has its name, signature and docstring.
 
     Args:
         run: What is called in its place.
+        replaced: The forward that it replaces.
         before: The instance's own forward before, None if it was its class's.
     """
 
-    def __init__(self, run: Callable[..., Any], before: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, run: Callable[..., Any], replaced: Callable[..., Any], before: Callable[..., Any] | None = None
+    ) -> None:
         self.run, self.before = run, before
+        # trainers read there which columns of a data set the model takes
+        functools.update_wrapper(self, replaced, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what stands in the forward's place.
@@ -38,7 +44,20 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
         module: The module.
         run: What runs.
     """
-    module.__dict__["forward"] = ReplacedForward(run, module.__dict__.get("forward"))
+    module.__dict__["forward"] = ReplacedForward(run, module.forward, module.__dict__.get("forward"))
+
+
+def stands_in(module: nn.Module) -> Callable[..., Any] | None:
+    """Tell what runs in the place of a module's forward.
+
+    Args:
+        module: The module.
+
+    Returns:
+        What `replace_forward` was given; None if the forward is the module's own.
+    """
+    replaced = module.__dict__.get("forward")
+    return replaced.run if isinstance(replaced, ReplacedForward) else None
 
 
 def refuse_twice(module: nn.Module) -> None:
@@ -50,7 +69,7 @@ def refuse_twice(module: nn.Module) -> None:
     Raises:
         ValueError: If it is.
     """
-    if isinstance(module.__dict__.get("forward"), ReplacedForward):
+    if stands_in(module) is not None:
         raise ValueError("the model is checkpointed already; call remove_checkpointing(model) first")
 
 

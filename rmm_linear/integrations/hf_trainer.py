@@ -32,6 +32,7 @@ try:
 except ImportError as error:
     raise ImportError('RMMCallback needs transformers: pip install "rmm-linear[hf]"') from error
 
+from rmm_linear.checkpointing.planned import is_planned
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
 from rmm_linear.memory import MeasuredSaving
@@ -74,8 +75,9 @@ class RMMCallback(TrainerCallback):
     - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers.
 
     They come as a log of their own, straight after each training log. Nothing of this is logged where it can't be
-    measured: under `torch.compile`, which would compile the measurement, and under `DataParallel`. If less than half of
-    the saving that the layers promise one by one is measured, a warning tells the reasons.
+    measured: under `torch.compile`, which would compile the measurement, under `DataParallel`, and in a planned model
+    (`checkpoint_model`), whose plan says what it keeps. If less than half of the saving that the layers promise one by
+    one is measured, a warning tells the reasons.
 
     With `monitor`, each layer's noise is sampled every so many steps (`rmm_linear.variance.VarianceMonitor`), records
     go to `rmm_noise.jsonl` in the output folder, and the logs have, over all layers:
@@ -119,7 +121,7 @@ class RMMCallback(TrainerCallback):
 
     Raises:
         ValueError: If both `ratio` and `config` are given, or a value is bad; when training begins, if `monitor`,
-            `budget` or `noise_target` is asked for under `torch.compile` or `DataParallel`.
+            `budget` or `noise_target` is asked for under `torch.compile` or `DataParallel`, or of a planned model.
     """
 
     def __init__(
@@ -174,12 +176,22 @@ class RMMCallback(TrainerCallback):
         self._convert(model, args)
         self._stop_measuring()
         self.saved_bytes = self.exact_bytes = self.promised_bytes = None
-        is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1
+        is_in_plan = is_planned(model)
+        is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1 or is_in_plan
         if is_hidden and (self._every or self._adapts):
             raise ValueError(
-                "monitor, budget and noise_target see nothing under torch.compile or DataParallel; leave them out, or"
-                " train in eager mode with one process a device"
+                "monitor, budget and noise_target see nothing under torch.compile, under DataParallel and in a planned"
+                " model; leave them out, or train in eager mode with one process a device and without"
+                " checkpoint_model"
             )
+        if is_in_plan:
+            warnings.warn(
+                f"{SAVED_KEY} and {EXACT_KEY} are not measured and not logged: a planned model keeps what its plan"
+                " says, print(checkpoint_model(...))",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
         if is_hidden:
             warnings.warn(
                 f"{SAVED_KEY} and {EXACT_KEY} are not measured under torch.compile or DataParallel, and not logged",
