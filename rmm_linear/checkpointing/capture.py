@@ -126,7 +126,7 @@ def capture(
     arguments, tensors = Arguments.of(args, kwargs or {})
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     python_state, numpy_state = random.getstate(), _numpy_state()
-    traced = trace(model, step, {**parameters, **buffers}, arguments, tensors)
+    traced = trace(model, step, (*parameters.values(), *buffers.values()), arguments, tensors)
     if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002

@@ -5,6 +5,7 @@ here; what the graph means for planners is `rmm_linear.checkpointing.capture`'s 
 """
 
 import contextlib
+import operator
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ class Traced:
 def trace(
     model: nn.Module,
     step: Callable[..., Any] | None,
-    state: Mapping[str, Tensor],
+    state: Sequence[Tensor],
     arguments: Arguments,
     tensors: Sequence[Tensor],
 ) -> Traced:
@@ -136,7 +137,7 @@ def trace(
     Args:
         model: The model.
         step: Called as `step(model, *args, **kwargs)`; the model itself if None.
-        state: Parameters and buffers by name, the first inputs of the graph.
+        state: Parameters and buffers, each once, the first inputs of the graph.
         arguments: How the step is called.
         tensors: The tensors among its arguments, the other inputs.
 
@@ -146,14 +147,13 @@ def trace(
     Raises:
         CaptureError: If the step can't be traced; it names the line, and what can be done.
     """
-    function = _Step(step or _call, model, list(state), arguments)
-    inputs = (*state.values(), *tensors)
+    function = _Step(step or _call, model, state, arguments)
+    inputs = (*state, *tensors)
     # without its cache: what that returns the second time no longer shares memory as the op's results do
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     hollow = tuple(_hollow(tensor, mode) if tensor.is_meta else mode.from_tensor(tensor) for tensor in inputs)
     blocks = _Blocks(model)
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
     try:
         try:
             joint = _joint_graph(function, hollow)
@@ -165,12 +165,6 @@ def trace(
         raise explained from error
     finally:
         blocks.remove()
-        changed = _restored(attributes)
-    if changed:
-        raise CaptureError(
-            f"the step sets {', '.join(changed)} to a tensor, which a plan would leave as it is: return what is needed"
-            " after the step; make what is computed once a buffer before"
-        )
     return Traced(
         joint,
         function.returned,
@@ -189,16 +183,15 @@ class _Step(nn.Module):
         self,
         step: Callable[..., Any],
         model: nn.Module,
-        names: Sequence[str],
+        state: Sequence[Tensor],
         arguments: Arguments,
     ) -> None:
         super().__init__()
         # what Python will see where it looks into tensors; None: look, and write down
         self.numbers: Sequence[Any] | None = ()
-        # in a list: the model's parameters come in as arguments, and are not this module's own
-        self._hidden = [model]
+        # in a tuple: the model's parameters come in as arguments, and are not this module's own
+        self._hidden = (model, state)
         self._step = step
-        self._names = names
         self._arguments = arguments
         self.returned: tuple[Returned, ...] = ()
         self.returned_spec: Any = None
@@ -206,13 +199,11 @@ class _Step(nn.Module):
         self.has_gradient: tuple[bool, ...] = ()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        (model,) = self._hidden
-        count = len(self._names)
+        model, state = self._hidden
+        count = len(state)
         args, kwargs = self._arguments.together(tensors[count:])
-        caller = _Caller(self._step, model)
-        state = {f"model.{name}": tensor for name, tensor in zip(self._names, tensors[:count], strict=True)}
-        with _Numbers(self.numbers) as self._looked_at:
-            value = torch.func.functional_call(caller, state, args, kwargs)
+        with _Numbers(self.numbers) as self._looked_at, _lent(model, state, tensors[:count]):
+            value = self._step(model, *args, **kwargs)
         leaves, self.returned_spec = pytree.tree_flatten(value)
         results: list[Tensor] = []
         returned: list[Returned] = []
@@ -287,28 +278,95 @@ class _NotFollowedError(Exception):
     pass
 
 
-class _Caller(nn.Module):
-    def __init__(self, step: Callable[..., Any], model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self._step = step
-        self.train(model.training)
+@contextlib.contextmanager
+def _lent(model: nn.Module, state: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of a model's own for a run, however it ends; refuse what a plan would lose."""
+    # by identity, and not by name: a module may be registered under several
+    lent = {id(own): tensor for own, tensor in zip(state, tensors, strict=True)}
+    before = [_Attributes(name, module) for name, module in model.named_modules()]
+    try:
+        for attributes in before:
+            attributes.lend(lent)
+        yield
+        lost = [text for attributes in before for text in attributes.lost()]
+    finally:
+        for attributes in before:
+            attributes.restore()
+    if lost:
+        raise _NotFollowedError(
+            f"the step {'; '.join(lost)}, which a plan would lose: write into a buffer that is there (`copy_`, `add_`),"
+            " or return what is needed after the step; what is computed once is made before"
+        )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before = {name: id(buffer) for name, buffer in self.model.named_buffers()}
-        value = self._step(self.model, *args, **kwargs)
-        for name, buffer in self.model.named_buffers():
-            if before.get(name) != id(buffer):
-                raise _NotFollowedError(
-                    f"the step puts another tensor in the place of buffer {name!r}, which a plan would lose: write into"
-                    " the one that is there (`copy_`, `add_`)"
-                )
-        return value
 
-    def train(self, mode: bool = True) -> "_Caller":
-        # the model's own modes stay
-        self.training = mode
-        return self
+class _Attributes:
+    """What a module holds, also in its lists and dicts: parameters, buffers and modules are in such dicts."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self._module, self._path = module, path
+        self._own = dict(vars(module))
+        self._contents = [(name, *each) for name, value in self._own.items() for each in _contents(value)]
+
+    def lend(self, tensors: Mapping[int, Tensor]) -> None:
+        for registry in ("_parameters", "_buffers"):
+            own = self._own[registry]
+            own.update({name: tensors[id(tensor)] for name, tensor in own.items() if tensor is not None})
+        self._lent = {registry: dict(self._own[registry]) for registry in _REGISTRIES}
+
+    def lost(self) -> Iterator[str]:
+        """Say what the run has changed and a plan would leave as it was."""
+        for registry, lent in self._lent.items():
+            kind, now = _REGISTRIES[registry], self._own[registry]
+            for name in {**lent, **now}:
+                path = f"{self._path}.{name}".lstrip(".")
+                if name not in lent:
+                    yield f"registers {kind} {path!r}"
+                elif now.get(name) is not lent[name]:
+                    yield f"puts another {kind} in the place of {kind} {path!r}"
+        now = vars(self._module)
+        changed = {name for name in now if now[name] is not self._own.get(name)}
+        changed.update(name for name, value, before in self._contents if not _is_same(value, before))
+        # torch's own recurrent layers list their parameters in `_flat_weights`, and write it anew with each of them
+        for name in sorted(changed.difference((*_REGISTRIES, "_flat_weights"))):
+            if any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(now.get(name))):
+                yield f"sets `{type(self._module).__name__}.{name}` to a tensor"
+
+    def restore(self) -> None:
+        _give_back(vars(self._module), self._own)
+        for _, value, before in self._contents:
+            _give_back(value, before)
+
+
+_REGISTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+
+
+def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Lists and dicts in a value, each with what is in it."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, (list, dict)) and id(found) not in seen:
+            seen.add(id(found))
+            yield found, found.copy()
+            waiting.extend(found.values() if isinstance(found, dict) else found)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    parts = [
+        each if isinstance(each, list) else [part for pair in each.items() for part in pair] for each in (value, before)
+    ]
+    return len(parts[0]) == len(parts[1]) and all(map(operator.is_, *parts))
+
+
+def _give_back(value: Any, before: Any) -> None:
+    if isinstance(value, list):
+        value[:] = before
+    elif list(value) == list(before):
+        # what is there is never missing in between, for other threads
+        value.update(before)
+    else:
+        value.clear()
+        value.update(before)
 
 
 @contextlib.contextmanager
@@ -366,24 +424,6 @@ class _Blocks:
         for first, last, name in reversed(self._spans):
             found.update(dict.fromkeys(range(first, last), name))
         return found
-
-
-def _restored(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> list[str]:
-    """Give modules their attributes back, and name those that held tensors of the trace."""
-    changed = []
-    for module, before in attributes:
-        for name, value in list(vars(module).items()):
-            if name in before and value is before[name]:
-                continue
-            is_traced = any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(value))
-            # torch's own recurrent layers list their parameters there, and write it anew with each of them
-            if is_traced and name != "_flat_weights":
-                changed.append(f"`{type(module).__name__}.{name}`")
-            if name in before:
-                vars(module)[name] = before[name]
-            else:
-                del vars(module)[name]
-    return changed
 
 
 def _joint_graph(function: _Step, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
