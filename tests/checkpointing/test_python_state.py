@@ -1,4 +1,4 @@
-"""What a planned step depends on beside its tensors: a change is followed, planned anew, refused or warned of by name."""
+"""What a planned step depends on beside its tensors: a change is followed, planned anew, refused or warned of."""
 
 import copy
 
