@@ -361,10 +361,15 @@ def _check(
 
 
 def _is_column_major(x: Tensor) -> bool:
-    """Tell whether x, flattened to (rows, in) without a copy, has its columns one after another."""
+    """Tell whether autograd takes x, flattened to (rows, in) without a copy, for a matrix stored by columns."""
+    # It asks for strides of (1, rows), which a single row may have as well.
+    if x.dim() == 2:
+        return x.stride() == (1, x.shape[0])
     rows = x.numel() // max(1, x.shape[-1])
-    # a single row is as good as contiguous
-    if rows <= 1 or x.stride(-1) != rows:
+    if rows == 1:
+        # flattened, its strides are (in, 1) times that of its numbers
+        return x.shape[-1] == 1 and x.stride(-1) == 1
+    if x.stride(-1) != rows:
         return False
     distance = 1
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):

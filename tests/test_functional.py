@@ -3,11 +3,14 @@
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear import DoubleBackwardError, RMMConfig
 from rmm_linear.functional import linear
@@ -54,6 +57,58 @@ def test_output_grad_input_and_grad_bias_are_bit_equal_to_nn_linear(dtype: torch
                 name = ("output", "grad_input", "grad_bias")[position]
                 assert torch.equal(got, want), f"{name}, bias: {bias is not None}, stride of g: {stride}"
                 assert (got.dtype, got.shape) == (want.dtype, want.shape)
+
+
+class _Products(TorchDispatchMode):
+    """The matrix products that are formed: shapes and strides of their operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function is torch.ops.aten.mm.default:
+            self.found.append(tuple((operand.shape, operand.stride()) for operand in args))
+        return function(*args, **(kwargs or {}))
+
+
+SINGLES = {
+    "(1, 1)": lambda: torch.randn(1, 1),
+    "(1, 64) column-major": lambda: torch.randn(64, 1).t(),
+    "(1, 64)": lambda: torch.randn(1, 64),
+    "(1, 64) far apart": lambda: torch.randn(64, 3)[:, :1].t(),
+    "(1,)": lambda: torch.randn(1),
+    "(64,)": lambda: torch.randn(64),
+    "(1,) of many": lambda: torch.randn(1, 5)[:, 0],
+    "(1, 1, 1)": lambda: torch.randn(1, 1, 1),
+    "(1, 1, 64) column-major": lambda: torch.randn(64, 1, 1).permute(1, 2, 0),
+    "(5, 1)": lambda: torch.randn(5, 1),
+    "(5, 1) column-major": lambda: torch.randn(1, 5).t(),
+    "(3, 5, 1) column-major": lambda: torch.randn(1, 3, 5).permute(1, 2, 0),
+}
+
+
+def _grad_input_and_its_product(
+    run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, g: Tensor
+) -> tuple[Tensor, list[object]]:
+    leaf = x.detach().requires_grad_()
+    output = run(leaf, weight, bias)
+    with _Products() as mode:
+        (grad_input,) = torch.autograd.grad(output, leaf, g)
+    return grad_input, mode.found
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("layout", SINGLES)
+def test_grad_input_is_the_product_that_nn_linear_forms(layout: str, has_bias: bool) -> None:
+    """The same operands in the same order: whether the transposed product rounds otherwise depends on the machine."""
+    x = SINGLES[layout]()
+    weight = torch.randn(48, x.shape[-1], requires_grad=True)
+    bias, g = torch.randn(48) if has_bias else None, torch.randn(*x.shape[:-1], 48)
+    got = _grad_input_and_its_product(partial(linear, config=CONFIG), x, weight, bias, g)
+    expected = _grad_input_and_its_product(F.linear, x, weight, bias, g)
+    assert torch.equal(got[0], expected[0])
+    assert got[1] == expected[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
