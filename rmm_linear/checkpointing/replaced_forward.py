@@ -1,6 +1,7 @@
 """What stands in the place of a module's `forward` while it is checkpointed."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,24 +9,34 @@ from typing import Any
 from torch import nn
 
 
+class _InThisThread(threading.local):
+    """What holds in one thread alone; a `ContextVar` would, too, but torch.compile knows none."""
+
+    as_written: tuple[nn.Module, ...] = ()
+
+
+_in_this_thread = _InThisThread()
+
+
 class ReplacedForward:
     """A `forward` that knows which one it replaces, and has its name, signature and docstring.
 
     Args:
         run: What is called in its place.
-        replaced: The forward that it replaces.
+        module: The module whose forward it becomes.
+
+    Attributes:
         before: The instance's own forward before, None if it was its class's.
     """
 
-    def __init__(
-        self, run: Callable[..., Any], replaced: Callable[..., Any], before: Callable[..., Any] | None = None
-    ) -> None:
-        self.run, self.before = run, before
+    def __init__(self, run: Callable[..., Any], module: nn.Module) -> None:
+        self.run, self._module = run, module
+        self.before: Callable[..., Any] | None = module.__dict__.get("forward")
         # trainers read there which columns of a data set the model takes
-        functools.update_wrapper(self, replaced, updated=())
+        functools.update_wrapper(self, module.forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands in the forward's place.
+        """Call what stands in the forward's place, or inside of `own_forward` the forward itself.
 
         Args:
             *args: Its arguments.
@@ -34,7 +45,11 @@ class ReplacedForward:
         Returns:
             What it returns.
         """
-        return self.run(*args, **kwargs)
+        if not any(module is self._module for module in _in_this_thread.as_written):
+            return self.run(*args, **kwargs)
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
 
 
 def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
@@ -44,7 +59,7 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
         module: The module.
         run: What runs.
     """
-    module.__dict__["forward"] = ReplacedForward(run, module.forward, module.__dict__.get("forward"))
+    module.__dict__["forward"] = ReplacedForward(run, module)
 
 
 def stands_in(module: nn.Module) -> Callable[..., Any] | None:
@@ -75,7 +90,7 @@ def refuse_twice(module: nn.Module) -> None:
 
 @contextmanager
 def own_forward(module: nn.Module) -> Iterator[None]:
-    """Let a module run as it was written.
+    """Let a module run as it was written, in this thread; it stays as it is, for others may be training it.
 
     Args:
         module: The module.
@@ -83,15 +98,12 @@ def own_forward(module: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    replaced = module.__dict__.get("forward")
-    if not isinstance(replaced, ReplacedForward):
-        yield
-        return
-    _put_back(module, replaced)
+    before = _in_this_thread.as_written
+    _in_this_thread.as_written = (*before, module)
     try:
         yield
     finally:
-        module.__dict__["forward"] = replaced
+        _in_this_thread.as_written = before
 
 
 def remove_checkpointing(model: nn.Module) -> nn.Module:
@@ -106,11 +118,7 @@ def remove_checkpointing(model: nn.Module) -> nn.Module:
     for module in model.modules():
         replaced = module.__dict__.get("forward")
         if isinstance(replaced, ReplacedForward):
-            _put_back(module, replaced)
+            del module.__dict__["forward"]
+            if replaced.before is not None:
+                module.__dict__["forward"] = replaced.before
     return model
-
-
-def _put_back(module: nn.Module, replaced: ReplacedForward) -> None:
-    del module.__dict__["forward"]
-    if replaced.before is not None:
-        module.__dict__["forward"] = replaced.before

@@ -105,10 +105,15 @@ def test_what_a_step_registers_is_refused_and_taken_away():
     assert not model._buffers
 
 
-def test_a_step_that_exchanges_a_weight_is_refused():
+def test_a_step_that_exchanges_a_weight_or_fills_a_list_is_refused():
     class Exchanges(nn.Linear):
         def forward(self, x):
             self.weight = nn.Parameter(self.weight.detach() * 2)
+            return super().forward(x).sum()
+
+    class Collects(nn.Linear):
+        def forward(self, x):
+            self.seen["all"].append(x * 2)
             return super().forward(x).sum()
 
     model = Exchanges(8, 8)
@@ -116,3 +121,8 @@ def test_a_step_that_exchanges_a_weight_is_refused():
     with pytest.raises(CaptureError, match="in the place of parameter 'weight'"):
         capture(model, (torch.randn(4, 8),))
     assert model.weight is weight
+    model = Collects(8, 8)
+    model.seen = {"all": []}
+    with pytest.raises(CaptureError, match=r"sets `Collects.seen` to a tensor"):
+        capture(model, (torch.randn(4, 8),))
+    assert model.seen == {"all": []}
