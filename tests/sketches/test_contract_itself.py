@@ -86,3 +86,12 @@ def test_neither_the_library_nor_the_contract_needs_pytest():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["False", "4"], done.stderr
+
+
+def test_exact_by_symmetry_is_no_excuse_for_noise():
+    class Symmetric(Few):
+        exact_rows = (1, 2, 12, 64, 128)
+        exact_by_symmetry = (67,)
+
+    with pytest.raises(AssertionError, match="67 rows, ratio 0.01: has a variance of"):
+        Symmetric().test_exact_where_it_says_so()

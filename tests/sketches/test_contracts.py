@@ -115,16 +115,18 @@ class TestCenteredHadamard(Centring, TestHadamard):
 
 
 class TestCenteredRowsWithReplacement(Centring, TestRowsWithReplacement):
+    exact_by_symmetry = (2,)
     exact_rows = (1,)
 
 
 class TestCenteredRowsWithoutReplacement(Centring, TestRowsWithoutReplacement):
-    pass
+    exact_by_symmetry = (2,)
 
 
 class TestCenteredCRS(Centring, TestCRS):
+    exact_by_symmetry = (2,)
     exact_rows = (1,)
 
 
 class TestCenteredWTACRS(Centring, TestWTACRS):
-    pass
+    exact_by_symmetry = (2,)
