@@ -14,9 +14,11 @@ BENCH_FLAGS ?=
 GPU_FLAGS ?=
 PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-# Tests run side by side, one process a core, each with one thread; those of a class or a file stay together.
+# Tests run side by side, one process a core, each with one thread; a process that has done its own takes others' over.
 PARALLEL := OMP_NUM_THREADS=1
-PYTEST_PARALLEL := -n auto --dist loadscope
+PYTEST_PARALLEL := -n auto --dist worksteal
+# Tests of what rounds: under other instructions of MKL they round as another make of processor does.
+ROUNDED := tests/sketches tests/test_functional.py tests/test_linear.py tests/variance tests/checkpointing
 
 # With an interpreter given, the sources are found by their path and there is nothing to set up.
 READY := $(STAMP)
@@ -27,11 +29,12 @@ PYTEST_PARALLEL :=
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help venv glue test check lint bench gpu resources readme clean
+.PHONY: help venv glue test machines check lint bench gpu resources readme clean
 
 help:
 	@echo "make glue   fine-tune a small Transformer with sketched and exact layers on the demo task; table and figure"
 	@echo "make test   the test suite (CPU is enough)"
+	@echo "make machines  the tests of what rounds, rounded as on other processors"
 	@echo "make check  lint, types and the whole test suite, slow tests included"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the layer against nn.Linear"
@@ -55,6 +58,10 @@ glue: $(READY)
 
 test: $(READY)
 	$(PARALLEL) $(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_FLAGS)
+
+machines: $(READY)
+	MKL_CBWR=COMPATIBLE $(PARALLEL) $(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_FLAGS) $(ROUNDED)
+	MKL_CBWR=AVX2 $(PARALLEL) $(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_FLAGS) $(ROUNDED)
 
 # -m "" lifts the default selection, which leaves the slow tests out
 check: lint
