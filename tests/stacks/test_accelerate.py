@@ -25,6 +25,8 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+# two ranks, below, are what `make test` shows
+@pytest.mark.slow
 def test_accelerate_launch_trains_a_converted_model(tmp_path):
     run("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(SCRIPT), str(tmp_path), "--launched")
     found = torch.load(tmp_path / "0.pt", weights_only=False)
