@@ -31,7 +31,7 @@ from experiments.glue import provenance
 from experiments.glue.command_line import Parser, exit_status
 from experiments.glue.errors import HarnessError
 from rmm_linear.checkpointing import Capture, Graph, Schedule, available_strategies, capture, get_strategy, simulate
-from rmm_linear.checkpointing.execute import Runner
+from rmm_linear.checkpointing.runner import Runner
 from rmm_linear.checkpointing.strategies import Proposal, choose
 
 from .baselines import BLOCKS, BUDGET, BUDGETS, EAGER, checkpointed_blocks, memory_budget

@@ -17,8 +17,9 @@ What the captured step is:
 import operator
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,7 @@ def capture(
     *,
     step: Callable[..., Any] | None = None,
     costs: str = "roofline",
+    gradients: str = "kept",
 ) -> Capture:
     """Capture a training step.
 
@@ -115,14 +117,18 @@ def capture(
         kwargs: Sample keyword arguments.
         step: Called as `step(model, *args, **kwargs)`; the model itself if None.
         costs: How ops are priced; see `rmm_linear.checkpointing.costs.cost_of`.
+        gradients: "kept" if each parameter's stays in memory as its `.grad`; "freed" if it goes as soon as it is there,
+            for it is added to one that was there before, or an optimizer takes it in the backward pass.
 
     Returns:
         The capture.
 
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
-        ValueError: If nothing that the step returns can be differentiated.
+        ValueError: If nothing that the step returns can be differentiated, or `gradients` is something else.
     """
+    if gradients not in ("kept", "freed"):
+        raise ValueError(f'gradients={gradients!r} is neither "kept" nor "freed"')
     arguments, tensors = Arguments.of(args, kwargs or {})
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     python_state, numpy_state = random.getstate(), _numpy_state()
@@ -135,7 +141,8 @@ def capture(
             " this): switch it off, or draw from torch"
         )
     try:
-        return _Reading(traced, (tuple(parameters), tuple(buffers)), arguments, costs).capture()
+        reading = _Reading(traced, (tuple(parameters), tuple(buffers)), arguments, costs, gradients == "freed")
+        return reading.capture()
     except ValueError:
         raise
     except Exception as error:
@@ -159,9 +166,10 @@ class _Reading:
         names: tuple[tuple[str, ...], tuple[str, ...]],
         arguments: Arguments,
         costs: str,
+        frees_gradients: bool,
     ) -> None:
         self._traced, self._joint, self._names, self._arguments = traced, traced.joint, names, arguments
-        self._costs = costs
+        self._costs, self._frees_gradients = costs, frees_gradients
         # memory of the hollow tensors -> our storage; None for what is outside of the budget
         self._storage_of: dict[int, int | None] = {}
         self._storages: list[Storage] = []
@@ -211,6 +219,7 @@ class _Reading:
         graph, nodes = self._graph(
             results, [node for node, _ in looked_at], gradients, updates, {inputs[place] for place, _ in updates}
         )
+        graph = self._with_gradients(graph, nodes, inputs, gradients)
         return Capture(
             graph=graph,
             nodes=nodes,
@@ -231,16 +240,21 @@ class _Reading:
         )
 
     def _make_dense(self, output: fx.Node, inputs: Sequence[fx.Node], count: int) -> None:
-        """Copy gradients that autograd would copy, for their layout is not their parameter's: the copies count."""
+        """Copy gradients that autograd would copy: in another layout, or not one parameter's alone. Copies count."""
         own: dict[Any, fx.Node] = {PlainAOTInput(place): inputs[place] for place in range(count)}
         returned = list(output.args[0])  # type: ignore[arg-type]
+        is_gradient = [isinstance(key, GradAOTOutput) for key in output.meta["desc"]]
+        takers = Counter(node for node, is_one in zip(returned, is_gradient, strict=True) if is_one)
         for place, (key, node) in enumerate(zip(output.meta["desc"], returned, strict=True)):
             if node is None or not isinstance(key, GradAOTOutput):
                 continue
             gradient, tensor = node.meta["val"], own[key.grad_of].meta["val"]
-            if not tensor.is_leaf or gradient.stride() == tensor.stride() or gradient.numel() <= 1:
+            is_computed = node.op == "call_function"
+            is_dense = gradient.stride() == tensor.stride() or gradient.numel() <= 1
+            if not tensor.is_leaf or (is_dense and is_computed and takers[node] == 1):
                 continue
-            with self._joint.graph.inserting_before(output):
+            takers[node] -= 1
+            with self._joint.graph.inserting_after(node) if is_computed else self._joint.graph.inserting_before(output):
                 copy = self._joint.graph.call_function(dense_copy, (node, own[key.grad_of]))
             with tensor.fake_mode:
                 copy.meta["val"] = torch.empty_like(tensor, memory_format=torch.preserve_format)
@@ -308,6 +322,32 @@ class _Reading:
         at_forward_end = self._indices([*results, *looked_at, *(node for _, node in updates)])
         graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self._costs))
         return graph, tuple(nodes)
+
+    def _with_gradients(
+        self, graph: Graph, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], gradients: Sequence[fx.Node | None]
+    ) -> Graph:
+        """Say which storages are parameters' gradients, and which ops read what they belong to."""
+        gradients_of: dict[int, set[int]] = {}
+        for tensor, gradient in zip(inputs, gradients, strict=True):
+            if gradient is not None:
+                memory = tensor.meta["val"].untyped_storage()._cdata
+                gradients_of.setdefault(memory, set()).update(self._indices([gradient]))
+        ops = []
+        for op, node in zip(graph.ops, nodes, strict=True):
+            memories = {
+                tensor.untyped_storage()._cdata for source in node.all_input_nodes for tensor in tensors_of(source)
+            }
+            held_back = set().union(*(gradients_of[memory] for memory in memories if memory in gradients_of))
+            ops.append(replace(op, holds_back=tuple(sorted(held_back))))
+        count = len(self._names[0])
+        # those of arguments wait for whoever made them, or are the caller's
+        others = set(self._indices(gradient for gradient in gradients[count:] if gradient is not None))
+        of_parameters = self._indices(gradient for gradient in gradients[:count] if gradient is not None)
+        handed_over = tuple(
+            index for index in of_parameters if index not in others and graph.ops[graph.writer[index]].is_backward
+        )
+        graph = replace(graph, ops=tuple(ops), gradients=handed_over)
+        return graph.with_gradients_freed() if self._frees_gradients else graph
 
     def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         found = (self._storage_of[tensor.untyped_storage()._cdata] for node in nodes for tensor in tensors_of(node))

@@ -1,30 +1,42 @@
-"""Run a schedule: Python code of one line a step, cut where the forward pass ends.
+"""The program of a schedule: Python code of one line a step, cut where the forward pass ends.
 
 A recomputation is a second call of the same op, a free is an assignment of None. A view is made where it is read first,
 and goes with its storage; one of an input goes with the pass. What the two parts share is held in a list that the
 backward part empties, so that every tensor dies at the step at which the schedule frees it. The ops are those that
 eager mode runs, in its order: outputs, gradients and buffers have the same bits. An op that draws random numbers is
 recomputed from the random state that it had.
+
+The backward part hands each gradient over once no later step reads it, or the input that it belongs to: whoever takes
+the gradient may change that. It is a generator, which stops there; `rmm_linear.checkpointing.runner` says who goes on.
 """
 
 import keyword
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from rmm_linear.checkpointing.capture import Capture, tensors_of
-from rmm_linear.checkpointing.schedule import Schedule, Step, validate
-from rmm_linear.errors import DoubleBackwardError
+from rmm_linear.checkpointing.schedule import Schedule, Step, hand_over_places, validate
 
 _LITERALS = (int, bool, str, type(None))
+
+
+class Part(NamedTuple):
+    """What the backward part of a program does between two stops.
+
+    Attributes:
+        gradients: Inputs whose gradients it hands over at its end.
+        reads: Inputs that it reads.
+    """
+
+    gradients: tuple[int, ...]
+    reads: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -33,14 +45,17 @@ class Program:
 
     Attributes:
         forward: (inputs) -> (results, pairs of a buffer and its new contents, what is saved for `backward`).
-        backward: (inputs, saved, tangents) -> gradients of the inputs; empties `saved`.
-        read_in_backward: Inputs that `backward` reads.
+        backward: (inputs, saved, tangents, gradients) -> a generator, which empties `saved` and stops after each part,
+            with that part's gradients in their places of `gradients`.
+        parts: The parts, at least one.
         source: The code, for people.
     """
 
     forward: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]]
-    backward: Callable[[Sequence[Tensor | None], list[Any], Sequence[Tensor | None]], list[Tensor | None]]
-    read_in_backward: frozenset[int]
+    backward: Callable[
+        [Sequence[Tensor | None], list[Any], Sequence[Tensor | None], list[Tensor | None]], Iterator[None]
+    ]
+    parts: tuple[Part, ...]
     source: str
 
 
@@ -78,7 +93,10 @@ class _Writer:
         # names of the views that there are, and those that lie in each live storage
         self._views: dict[fx.Node, str] = {}
         self._views_in: dict[int, list[fx.Node]] = {}
+        # inputs that have been read, and those that each view lies in
         self._read: set[fx.Node] = set()
+        self._inputs_of: dict[fx.Node, set[fx.Node]] = {}
+        self._gradients = self._gradients_by_storage()
         times = Counter(schedule.order)
         self._times_left = {op: count for op, count in times.items() if count > 1 and capture.graph.ops[op].is_random}
 
@@ -86,7 +104,7 @@ class _Writer:
         steps, cut = self._schedule.steps, self._cut()
         for step in steps[: cut + 1]:
             self._step(step)
-        self._hand_over()
+        self._return_results()
         self._end_forward(steps, cut)
         while cut + 1 < len(steps) and steps[cut + 1].kind == "free":
             cut += 1
@@ -94,7 +112,6 @@ class _Writer:
         saved = self._saved()
         self._lines.append(f"return results, updates, [{', '.join(saved)}]")
         forward = self._function("forward(inputs)")
-        self._read.clear()
         self._views.clear()
         self._views_in.clear()
         self._lines = [f"{', '.join(saved)}, = saved"] if saved else []
@@ -102,15 +119,58 @@ class _Writer:
         for place, node in enumerate(self._capture.tangents):
             if node is not None:
                 self._names[node] = f"tangents[{place}]"
-        for step in steps[cut + 1 :]:
-            self._step(step)
-        gradients = ["None" if node is None else self._value(node) for node in self._capture.gradients]
-        self._lines.append(f"return [{', '.join(gradients)}]")
-        backward = self._function("backward(inputs, saved, tangents)")
+        parts = self._parts(steps, cut + 1)
+        backward = self._function("backward(inputs, saved, tangents, gradients)")
         source = f"{forward}\n\n{backward}"
         exec(compile(source, "<schedule>", "exec"), self._globals)
+        return Program(self._globals["forward"], self._globals["backward"], tuple(parts), source)
+
+    def _gradients_by_storage(self) -> dict[int | None, list[int]]:
+        """Inputs that have a gradient, by the storage that it lies in; None for what is outside of the budget."""
+        found: dict[int | None, list[int]] = {}
+        for place, node in enumerate(self._capture.gradients):
+            if node is not None:
+                storages, _ = self._lies_in(node)
+                found.setdefault(next(iter(storages), None), []).append(place)
+        return found
+
+    def _parts(self, steps: Sequence[Step], first: int) -> list[Part]:
+        """Write the backward part, from a step on."""
+        order = self._schedule.order
+        places = hand_over_places(self._capture.graph, order, {index for index in self._gradients if index is not None})
+        position = sum(step.kind == "compute" for step in steps[:first])
+        waiting: dict[int, list[int | None]] = {}
+        for index in self._gradients:
+            # what was there before the backward part goes with the first gradients, what is outside with the last
+            at = len(order) - 1 if index is None else max(places[index], position)
+            waiting.setdefault(at, []).append(index)
+        parts = []
+        ready: list[int | None] = []
+        self._read.clear()
+        for step in steps[first:]:
+            if step.kind == "compute":
+                # after the frees of the step before; the last part goes to the very end
+                if ready and waiting:
+                    parts.append(self._hand_over(ready))
+                    ready = []
+                ready += waiting.pop(position, [])
+                position += 1
+            self._step(step)
+        parts.append(self._hand_over(ready))
+        return parts
+
+    def _hand_over(self, storages: Sequence[int | None]) -> Part:
+        """Give gradients away, keep nothing of them, and stop."""
+        handed_over = [place for index in storages for place in self._gradients[index]]
+        for place in handed_over:
+            self._lines.append(f"gradients[{place}] = {self._value(self._capture.gradients[place])}")  # type: ignore[arg-type]
+        for index in storages:
+            if index is not None:
+                self._forget(index)
+        self._lines.append("yield")
         read = frozenset(place for place, node in enumerate(self._capture.inputs) if node in self._read)
-        return Program(self._globals["forward"], self._globals["backward"], read, source)
+        self._read.clear()
+        return Part(tuple(handed_over), read)
 
     def _cut(self) -> int:
         """The step that computes the last result."""
@@ -126,7 +186,7 @@ class _Writer:
     def _function(self, signature: str) -> str:
         return "\n    ".join([f"def {signature}:", *self._lines])
 
-    def _hand_over(self) -> None:
+    def _return_results(self) -> None:
         # new tensor objects: what is saved must not be what is returned, or the two would hold each other
         for node, number in self._capture.looked_at:
             self._lines.append(f"_check({self._value(node)}, {self._constant(number)})")
@@ -141,8 +201,7 @@ class _Writer:
         for step in steps[cut + 1 :]:
             if step.kind == "compute":
                 read_later.update(self._capture.graph.ops[step.target].reads)
-        gradient_storages = set(self._capture.graph.outputs) - set(self._capture.graph.results)
-        self._given_away = set(self._live) - read_later - gradient_storages
+        self._given_away = set(self._live) - read_later - set(self._gradients)
         self._given_away &= set(self._capture.graph.outputs)
 
     def _saved(self) -> list[str]:
@@ -157,10 +216,7 @@ class _Writer:
     def _step(self, step: Step) -> None:
         if step.kind == "free":
             del self._live[step.target]
-            names = [self._names.pop(node) for node in self._capture.members[step.target]]
-            views = self._views_in.pop(step.target, ())
-            names += [self._views.pop(node) for node in views if node in self._views]
-            self._lines.append(f"{' = '.join(names)} = None")
+            self._forget(step.target)
             return
         op, node = self._capture.graph.ops[step.target], self._capture.nodes[step.target]
         call = self._call(node)
@@ -185,6 +241,14 @@ class _Writer:
         for state in self._spent:
             self._lines.append(f"{state} = None")
         self._spent.clear()
+
+    def _forget(self, storage: int) -> None:
+        """Let go of a storage, if it is there still."""
+        names = [self._names.pop(node) for node in self._capture.members[storage] if node in self._names]
+        views = self._views_in.pop(storage, ())
+        names += [self._views.pop(node) for node in views if node in self._views]
+        if names:
+            self._lines.append(f"{' = '.join(names)} = None")
 
     def _drawn(self, op: int, node: fx.Node, call: str) -> str:
         self._times_left[op] -= 1
@@ -214,6 +278,7 @@ class _Writer:
         if node in self._names:
             return self._names[node]
         if node in self._views:
+            self._read |= self._inputs_of[node]
             return self._views[node]
         if node.op == "get_attr":
             return self._constant(fx.graph_module._get_attr(self._capture.module, str(node.target)))
@@ -225,21 +290,25 @@ class _Writer:
             line = f"{name} = {self._call(node)}"
         self._lines.append(line)
         self._views[node] = name
-        for index in self._storages_of(node):
+        storages, self._inputs_of[node] = self._lies_in(node)
+        for index in storages:
             self._views_in.setdefault(index, []).append(node)
         return name
 
-    def _storages_of(self, view: fx.Node) -> set[int]:
-        """The storages that a view lies in; none, if it lies in an input."""
-        found: set[int] = set()
+    def _lies_in(self, view: fx.Node) -> tuple[set[int], set[fx.Node]]:
+        """The storages, or the inputs, that a view lies in."""
+        storages: set[int] = set()
+        inputs: set[fx.Node] = set()
         waiting = [view]
         while waiting:
             node = waiting.pop()
             if node in self._storage_of:
-                found.add(self._storage_of[node])
+                storages.add(self._storage_of[node])
+            elif node.op == "placeholder":
+                inputs.add(node)
             else:
                 waiting.extend(node.all_input_nodes)
-        return found
+        return storages, inputs
 
     def _argument(self, argument: Any) -> str:
         if isinstance(argument, fx.Node):
@@ -312,134 +381,3 @@ def _replay(state: Tensor, device: torch.device, function: Callable[..., Any], /
         return function(*args, **kwargs)
     finally:
         _set_random_state(present, device)
-
-
-class _Run(torch.autograd.Function):
-    """One step: results forward, gradients backward."""
-
-    @staticmethod
-    def forward(ctx: Any, runner: "Runner", *inputs: Tensor) -> tuple[Tensor, ...]:
-        program = runner.program
-        with _as_kernels(inputs):
-            results, updates, ctx.saved = program.forward(inputs)
-        for buffer, contents in updates:
-            buffer.copy_(contents)
-        ctx.runner = runner
-        ctx.set_materialize_grads(False)
-        # an input that changes before the backward pass is noticed; buffers that the step itself updates do change
-        checked = [place for place in program.read_in_backward if place not in runner.updated]
-        ctx.checked = checked
-        ctx.save_for_backward(*(inputs[place] for place in checked))
-        ctx.unchecked = {place: inputs[place] for place in program.read_in_backward if place in runner.updated}
-        # what needs no gradient in the plain step, and its numbers of other kinds, need none here
-        needed = zip(results, runner.capture.has_gradient, strict=True)
-        ctx.mark_non_differentiable(*(result for result, has_gradient in needed if not has_gradient))
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        runner = ctx.runner
-        if torch.is_grad_enabled():
-            raise DoubleBackwardError(
-                "create_graph=True asks for a second derivative, and a planned step has a program for the first alone:"
-                " call remove_checkpointing(model), or the step itself, where second derivatives are needed"
-            )
-        if ctx.saved is None:
-            raise RuntimeError(
-                "the backward pass of a planned step ran already, and its tensors are freed: run the step again, or"
-                " add up the losses before one backward()"
-            )
-        capture = runner.capture
-        given: list[Tensor | None] = []
-        for place, (tangent, node) in enumerate(zip(tangents, capture.tangents, strict=True)):
-            if node is None and tangent is not None:
-                raise RuntimeError(
-                    f"a gradient arrived at result {place} of a planned step, which was captured for its loss alone:"
-                    " compute everything that is differentiated inside of the step (`checkpoint_step`)"
-                )
-            if node is not None and tangent is None:
-                (hollow,) = tensors_of(node)
-                tangent = torch.zeros(hollow.shape, dtype=hollow.dtype, device=hollow.device)
-            elif node is not None and tangent is not None:
-                (hollow,) = tensors_of(node)
-                tangent = tangent.to(hollow.dtype)
-                if tangent.stride() != hollow.stride():
-                    # the program's views are those of the layout that was captured
-                    like = torch.empty_strided(
-                        hollow.shape, hollow.stride(), dtype=tangent.dtype, device=tangent.device
-                    )
-                    tangent = like.copy_(tangent)
-            given.append(tangent)
-        inputs: list[Tensor | None] = [None] * len(capture.inputs)
-        for place, tensor in zip(ctx.checked, ctx.saved_tensors, strict=True):
-            inputs[place] = tensor
-        for place, tensor in ctx.unchecked.items():
-            inputs[place] = tensor
-        saved, ctx.saved = ctx.saved, None
-        with _as_kernels(inputs):
-            gradients = runner.program.backward(inputs, saved, given)
-        arrived = {place for place, tangent in enumerate(tangents) if tangent is not None}
-        # an input that only other results depend on gets none, as in the plain step, and no zeros
-        return (
-            None,
-            *(
-                gradient if sources & arrived else None
-                for gradient, sources in zip(gradients, runner.sources, strict=True)
-            ),
-        )
-
-
-@contextmanager
-def _as_kernels(inputs: Sequence[Tensor | None]) -> Iterator[None]:
-    """Run ops as autograd runs them: nothing is recorded, the casts of autocast are ops of the program already."""
-    # Some kernels (LSTM's on a CPU) leave out what the backward pass needs unless gradients are enabled.
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        for kind in {tensor.device.type for tensor in inputs if tensor is not None}:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-def _sources(capture: Capture) -> list[set[int]]:
-    places = {node: place for place, node in enumerate(capture.tangents) if node is not None}
-    found: dict[fx.Node, set[int]] = {}
-    for node in capture.module.graph.nodes:
-        found[node] = set().union(*(found[source] for source in node.all_input_nodes))
-        if node in places:
-            found[node].add(places[node])
-    return [set() if node is None else found[node] for node in capture.gradients]
-
-
-class Runner:
-    """A captured step with a schedule, to be called with tensors.
-
-    Args:
-        capture: The captured step.
-        schedule: A schedule for its graph.
-    """
-
-    def __init__(self, capture: Capture, schedule: Schedule) -> None:
-        self.capture = capture
-        self.schedule = schedule
-        self.program = program_of(capture, schedule)
-        self.updated = frozenset(place for place, _ in capture.updates)
-        # for each input's gradient, the results whose gradients it follows from
-        self.sources = _sources(capture)
-
-    def __call__(self, inputs: Sequence[Tensor]) -> Any:
-        """Run the forward part.
-
-        Args:
-            inputs: Parameters, buffers, and the tensors among the arguments, as in `Capture.inputs`.
-
-        Returns:
-            What the step returns; `backward()` of its loss runs the rest.
-        """
-        results = _Run.apply(self, *inputs)
-        leaves = [
-            inputs[leaf.index] if leaf.kind == "input" else results[leaf.index] if leaf.kind == "result" else leaf.value
-            for leaf in self.capture.returned
-        ]
-        return pytree.tree_unflatten(leaves, self.capture.returned_spec)

@@ -6,7 +6,10 @@ storage is written by one op, and what lies outside of the budget (parameters, b
 
 The ops come in the order in which the plain program runs them. Of a training step, the ops that depend on the gradient
 of the loss are the backward ones; `results` are the storages that must be there when the forward pass ends (the loss,
-what else the step returns, new contents of buffers), `outputs` those that must be there at the very end.
+what else the step returns, new contents of buffers), `outputs` those that must be there at the very end. `gradients`
+leave before: each is handed over once no later op needs it. One that is an output as well stays in memory from then on,
+as its parameter's `.grad`; one that is not is gone, since an optimizer takes it in the backward pass, or it is added to
+a gradient that was there before.
 
 Nothing here needs torch: a graph can be saved as JSON, and planned elsewhere.
 """
@@ -15,11 +18,11 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Op:
         is_backward: Whether it depends on the gradient of the loss.
         is_recomputable: Whether it may run a second time; communication and ops with effects may not.
         is_random: Whether it draws random numbers: such ops keep their order, and draw the same ones again.
+        holds_back: Indices of gradients that are handed over only after it has run: it reads their parameter, which an
+            optimizer may change from then on.
         state_bytes: Size of the random state that is kept from its first computation to its last, if it has several.
         block: The module that it belongs to, as a dotted path; empty where unknown.
         kind: The operation, for instance "aten.mm".
@@ -61,6 +66,7 @@ class Op:
     is_backward: bool = False
     is_recomputable: bool = True
     is_random: bool = False
+    holds_back: tuple[int, ...] = ()
     state_bytes: int = 0
     block: str = ""
     kind: str = ""
@@ -76,6 +82,7 @@ class Graph:
         outputs: Indices of the storages that must be there at the end.
         results: Indices of the storages that must be there when the forward pass ends, which is as soon as they are.
         cost_unit: What costs are counted in: "ms", "flops", "bytes", "ops".
+        gradients: Indices of the storages that are handed over as soon as no op needs them any more; see above.
 
     Raises:
         ValueError: If the graph is empty or cyclic, a storage has no writer or two, a size is negative, a cost is not
@@ -87,6 +94,7 @@ class Graph:
     outputs: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     cost_unit: str = field(default="ops")
+    gradients: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ops:
@@ -106,7 +114,7 @@ class Graph:
             if seen_backward and not op.is_backward:
                 raise ValueError(f"forward op {op.name!r} comes after backward op {seen_backward!r}; put it before")
             seen_backward = op.name if op.is_backward else seen_backward
-            for index in (*op.reads, *op.writes):
+            for index in (*op.reads, *op.writes, *op.holds_back):
                 self._check_index(index, f"op {op.name!r}")
             for index in op.reads:
                 if index not in written:
@@ -131,6 +139,10 @@ class Graph:
             self._check_index(index, "results")
             if self.ops[written[index]].is_backward:
                 raise ValueError(f"result {self.storages[index].name!r} is written by a backward op")
+        for index in self.gradients:
+            self._check_index(index, "gradients")
+            if not self.ops[written[index]].is_backward:
+                raise ValueError(f"gradient {self.storages[index].name!r} is written by a forward op")
 
     def _check_index(self, index: int, where: str) -> None:
         if not 0 <= index < len(self.storages):
@@ -205,6 +217,19 @@ class Graph:
         return tuple(map(tuple, found))
 
     @cached_property
+    def freed(self) -> frozenset[int]:
+        """Indices of the gradients that are gone once they are handed over."""
+        return frozenset(self.gradients).difference(self.outputs)
+
+    def with_gradients_freed(self) -> "Graph":
+        """Return the same graph for steps that leave no gradient of a parameter behind.
+
+        Returns:
+            The graph; no gradient is an output of it.
+        """
+        return replace(self, outputs=tuple(index for index in self.outputs if index not in self.gradients))
+
+    @cached_property
     def forward_count(self) -> int:
         """Number of forward ops; they come first."""
         return sum(not op.is_backward for op in self.ops)
@@ -239,6 +264,7 @@ class Graph:
             ],
             "outputs": list(self.outputs),
             "results": list(self.results),
+            "gradients": list(self.gradients),
         }
 
     @classmethod
@@ -259,11 +285,13 @@ class Graph:
         try:
             return cls(
                 ops=tuple(
-                    Op(**{**op, "reads": tuple(op["reads"]), "writes": tuple(op["writes"])}) for op in plain["ops"]
+                    Op(**{**op, **{name: tuple(op[name]) for name in ("reads", "writes", "holds_back")}})
+                    for op in plain["ops"]
                 ),
                 storages=tuple(Storage(**storage) for storage in plain["storages"]),
                 outputs=tuple(plain["outputs"]),
                 results=tuple(plain["results"]),
+                gradients=tuple(plain["gradients"]),
                 cost_unit=plain["cost_unit"],
             )
         except (KeyError, TypeError) as error:

@@ -5,7 +5,8 @@ of live storages, and the cheapest one within a budget is a shortest path (Dijks
 storages; graphs of 6 to 8 forward ops with their backward ops take milliseconds to seconds.
 
 The search knows nothing of chains, segments, or an order of the ops: any op may run whenever what it reads is there.
-It frees as `Schedule.from_order` does, that is, whenever it likes, but never an output.
+It frees as `Schedule.from_order` does, that is, whenever it likes, but never an output, and a gradient only when no op
+is left that holds it back.
 """
 
 import heapq
@@ -79,18 +80,29 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
     outputs, results = _mask(graph.outputs), _mask(graph.results)
     has_backward = graph.forward_count < len(graph.ops)
     # ops whose first run is more than what they write: a bit each, above those of the storages
-    special = [position for position, op in enumerate(graph.ops) if op.is_random or not op.is_recomputable]
+    writes_gradient = [not graph.freed.isdisjoint(op.writes) for op in graph.ops]
+    special = [
+        position
+        for position, op in enumerate(graph.ops)
+        if op.is_random or not op.is_recomputable or writes_gradient[position]
+    ]
     flag = {position: 1 << (len(sizes) + place) for place, position in enumerate(special)}
     later_random = {
         position: sum(flag[other] for other in special if other > position and graph.ops[other].is_random)
         for position in special
     }
+    # gradients that have to be in memory still, once they are computed: the bit of the op that writes them, their own
+    held_back = [
+        [(flag[graph.writer[index]], 1 << index) for index in op.holds_back if index in graph.freed] for op in graph.ops
+    ]
     goal = outputs | sum(flag.values())
     everything = (1 << len(sizes)) - 1
 
     def may_run(position: int, state: int) -> bool:
         op = graph.ops[position]
         if state & reads[position] != reads[position] or (op.is_backward and state & results != results):
+            return False
+        if any(state & computed and not state & gradient for computed, gradient in held_back[position]):
             return False
         if position not in flag:
             return True

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from rmm_linear.checkpointing.budget import budget_in_bytes
 from rmm_linear.checkpointing.capture import capture
-from rmm_linear.checkpointing.execute import OtherBranchError, Runner
+from rmm_linear.checkpointing.execute import OtherBranchError
 from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.plan import CheckpointPlan
 from rmm_linear.checkpointing.replaced_forward import own_forward, refuse_twice, replace_forward, stands_in
+from rmm_linear.checkpointing.runner import Runner
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import simulate
 from rmm_linear.checkpointing.step_state import key_of_call, state_of

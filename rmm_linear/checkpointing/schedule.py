@@ -2,11 +2,12 @@
 
 A planner decides on an *order*: a sequence of ops in which some occur more than once. All else follows: a read takes
 what the latest computation before it wrote, so that a storage can go after the last read before it is written anew, or
-for good. `Schedule.from_order` writes these frees down. Outputs stay from their first computation to the end.
+for good. `Schedule.from_order` writes these frees down. Outputs stay from their first computation to the end, gradients
+that are none until they are handed over.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -147,6 +148,10 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
     outputs = set(graph.outputs)
     handed_over = [index for index in graph.results if index not in outputs]
     end_of_forward = _end_of_forward(graph, order)
+    leaving = hand_over_places(graph, order, graph.freed) if graph.freed else {}
+    leaving_at: dict[int, list[int]] = {}
+    for index, position in leaving.items():
+        leaving_at.setdefault(position, []).append(index)
     freed: list[tuple[int, ...]] = [()] * len(order)
     # from the end: storages whose present contents are read later on
     wanted: set[int] = set()
@@ -155,13 +160,41 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
         touched = dict.fromkeys((*op.writes, *op.reads))
         if position == end_of_forward:
             touched.update(dict.fromkeys(handed_over))
+        touched.update(dict.fromkeys(leaving_at.get(position, ())))
         # what nobody reads after this place: its own results that are not wanted, and what it is the last to read
-        freed[position] = tuple(index for index in touched if index not in wanted and index not in outputs)
+        freed[position] = tuple(
+            index
+            for index in touched
+            if index not in wanted and index not in outputs and position >= leaving.get(index, 0)
+        )
         if position == end_of_forward:
             wanted.update(handed_over)
         wanted.difference_update(op.writes)
         wanted.update(op.reads)
     return freed
+
+
+def hand_over_places(graph: Graph, order: Sequence[int], gradients: Collection[int]) -> dict[int, int]:
+    """Return where gradients are handed over: where the last op that reads one, or holds it back, has run.
+
+    Args:
+        graph: The graph.
+        order: Indices of ops, with repetitions.
+        gradients: Indices of their storages.
+
+    Returns:
+        For each of the gradients that are computed, a place of the order.
+    """
+    found: dict[int, int] = {}
+    for position, op_index in enumerate(order):
+        op = graph.ops[op_index]
+        for index in op.writes:
+            if index in gradients:
+                found.setdefault(index, position)
+        for index in (*op.reads, *op.holds_back):
+            if index in found:
+                found[index] = position
+    return found
 
 
 def _end_of_forward(graph: Graph, order: Sequence[int]) -> int:
@@ -215,6 +248,10 @@ def validate(graph: Graph, schedule: Schedule) -> None:
             if index not in live:
                 state = "was freed" if graph.writer[index] in computed else "has not been computed"
                 raise ScheduleError(f"{where}: {op.name!r} reads {graph.storages[index].name!r}, which {state}", number)
+        for index in op.holds_back:
+            if index in graph.freed and graph.writer[index] in computed and index not in live:
+                name = graph.storages[index].name
+                raise ScheduleError(f"{where}: {op.name!r} reads a parameter whose gradient {name!r} has gone", number)
         if step.target in computed:
             if not op.is_recomputable:
                 raise ScheduleError(f"{where}: {op.name!r} must not run twice", number)
@@ -240,6 +277,9 @@ def validate(graph: Graph, schedule: Schedule) -> None:
     for index in graph.outputs:
         if index not in live:
             raise ScheduleError(f"output {graph.storages[index].name!r} is not in memory at the end")
+    for index in graph.gradients:
+        if graph.writer[index] not in computed:
+            raise ScheduleError(f"gradient {graph.storages[index].name!r} is never computed")
     for position, op in enumerate(graph.ops):
         if position not in computed and (op.is_random or not op.is_recomputable):
             raise ScheduleError(f"{op.name!r}, which has an effect, is never computed")

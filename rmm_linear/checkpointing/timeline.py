@@ -27,7 +27,7 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
     held = dict.fromkeys(KINDS, 0)
     found: dict[str, list[int]] = {kind: [] for kind in KINDS}
     computed: set[int] = set()
-    outputs = set(graph.outputs)
+    handed_over = {*graph.outputs, *graph.gradients}
     times = Counter(schedule.order)
     left = times.copy()
     for step in schedule.steps:
@@ -44,7 +44,7 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
             if index in kind_of:
                 temporary += size
                 continue
-            if index in outputs:
+            if index in handed_over:
                 kind = "results and gradients"
             elif op.is_backward:
                 kind = "backward"

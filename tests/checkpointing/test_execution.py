@@ -25,7 +25,7 @@ from rmm_linear.checkpointing import (
     remove_checkpointing,
     simulate,
 )
-from rmm_linear.checkpointing.execute import Runner
+from rmm_linear.checkpointing.runner import Runner
 from rmm_linear.checkpointing.strategies.segments import order_of_segments
 from rmm_linear.errors import CaptureError, DoubleBackwardError, InfeasibleBudgetError, ScheduleError
 

@@ -73,7 +73,7 @@ A, B = Storage("a", 1), Storage("b", 2)
         (lambda: Graph.from_edges([1, 1], [1], []), "2 costs and 1 sizes"),
         (lambda: Graph.from_edges([1], [1], [(0, 4)]), r"edge \(0, 4\)"),
         (lambda: with_backward(GRAPHS["training"]), "forward ops"),
-        (lambda: Graph.from_dict({"version": 9}), "no graph of version 1"),
+        (lambda: Graph.from_dict({"version": 9}), "no graph of version 2"),
         (lambda: Graph.from_dict({**GRAPHS["u"].to_dict(), "ops": [{"name": "f"}]}), "incomplete"),
         (lambda: Graph.from_json("[]"), "no graph"),
     ],

@@ -9,7 +9,7 @@ from measured_peak import MeasuredPeak
 from torch import Tensor, nn
 
 from rmm_linear.checkpointing.capture import capture
-from rmm_linear.checkpointing.execute import Runner
+from rmm_linear.checkpointing.runner import Runner
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import simulate
 
