@@ -42,11 +42,11 @@ class ScheduleError(RMMError, ValueError):
 
 
 class InfeasibleBudgetError(RMMError, ValueError):
-    """No schedule that a strategy knows fits the budget.
+    """No schedule that a strategy found fits the budget; another strategy may find one.
 
     Attributes:
         budget_bytes: The budget.
-        least_bytes: The least budget for which the strategy has a schedule.
+        least_bytes: The least budget for which the strategy found a schedule.
     """
 
     def __init__(self, message: str, *, budget_bytes: int, least_bytes: int) -> None:

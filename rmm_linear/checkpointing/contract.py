@@ -13,7 +13,7 @@ without one, and on some whose ops may not run twice or draw random numbers:
    where a strategy claims to be optimal it is as good, at every budget where the best plan changes.
 3. A larger budget never gives a dearer plan, and the plain program's peak gives the plain program's time.
 4. The same plan every time.
-5. A budget that cannot be met raises `InfeasibleBudgetError`, which names the least one that can; and that one is met.
+5. A budget that the strategy cannot meet raises `InfeasibleBudgetError`, which names the least one that it can.
 6. Schedules survive JSON.
 
 This is the half that needs no torch; that a schedule computes bit-identical gradients is the executor's to show.

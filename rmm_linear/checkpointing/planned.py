@@ -283,7 +283,7 @@ def checkpoint_step(
 
     Raises:
         CaptureError: If the step can't be captured.
-        InfeasibleBudgetError: If no schedule fits; it names the least budget for which one does.
+        InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
         ValueError: If the budget or the strategy is unknown.
     """
     planned = PlannedStep(model, loss_fn, budget=budget, strategy=strategy, costs=costs)
@@ -314,7 +314,7 @@ def checkpoint_model(
 
     Raises:
         CaptureError: If the model can't be captured; it stays as it is then, here and below.
-        InfeasibleBudgetError: If no schedule fits; it names the least budget for which one does.
+        InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
         ValueError: If the budget or the strategy is unknown, or the model is checkpointed already.
 
     Example:

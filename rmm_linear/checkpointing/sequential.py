@@ -69,7 +69,7 @@ def checkpoint_sequential(
 
     Raises:
         CaptureError: If the model can't be captured.
-        InfeasibleBudgetError: If no segments fit; it names the least budget for which some do.
+        InfeasibleBudgetError: If the strategy finds no segments that fit; it names the least that was found.
         ValueError: If the model is no nn.Sequential, is checkpointed already, or updates buffers in its forward pass
             (batch norm), which a segment that runs again would do twice; or the budget or strategy is unknown.
 
@@ -117,7 +117,7 @@ def checkpoint_sequential(
     if not fitting:
         least = min(plan.peak_bytes for plan in plans)
         raise InfeasibleBudgetError(
-            f"no segments of modules fit into {budget_bytes} bytes; the least budget for which some do is {least} bytes"
+            f"no segments of modules fit into {budget_bytes} bytes; the least that was found takes {least} bytes"
             " (checkpoint_model plans op by op, and reaches less)",
             budget_bytes=budget_bytes,
             least_bytes=least,

@@ -119,26 +119,27 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
     Returns:
         Peak in bytes, and cost of all computations.
     """
-    sizes = [storage.size_bytes for storage in graph.storages]
+    ops, sizes = graph.ops, [storage.size_bytes for storage in graph.storages]
+    # beside what is held: what an op writes, again or not, and its temporaries
+    while_running = [op.temporary_bytes + sum(map(sizes.__getitem__, op.writes)) for op in ops]
     times = Counter(order)
+    states = {index: op.state_bytes for index, op in enumerate(ops) if op.state_bytes and times[index] > 1}
     left = times.copy()
-    live: set[int] = set()
+    live = bytearray(len(sizes))
     held = peak = 0
     for op_index, freed in zip(order, frees_of_order(graph, order), strict=True):
-        op = graph.ops[op_index]
-        repeats = times[op_index] > 1
-        if repeats and left[op_index] == times[op_index]:
-            held += op.state_bytes
-        left[op_index] -= 1
-        written = sum(sizes[index] for index in op.writes)
-        peak = max(peak, held + op.temporary_bytes + written)
-        for index in op.writes:
-            if index not in live:
-                live.add(index)
+        if op_index in states:
+            if left[op_index] == times[op_index]:
+                held += states[op_index]
+            left[op_index] -= 1
+        peak = max(peak, held + while_running[op_index])
+        for index in ops[op_index].writes:
+            if not live[index]:
+                live[index] = 1
                 held += sizes[index]
         for index in freed:
-            live.discard(index)
+            live[index] = 0
             held -= sizes[index]
-        if repeats and not left[op_index]:
-            held -= op.state_bytes
-    return peak, sum(graph.ops[index].cost for index in order)
+        if op_index in states and not left[op_index]:
+            held -= states[op_index]
+    return peak, sum(ops[index].cost for index in order)

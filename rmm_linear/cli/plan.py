@@ -125,8 +125,8 @@ def _in_mebibytes(error: InfeasibleBudgetError, graph: Graph, plain_bytes: int, 
     while budget_in_bytes(f"{tenths / 10:g}%", plain_bytes) < error.least_bytes:
         tenths += 1
     return (
-        f"{strategy} has no schedule within {shown(error.budget_bytes)} of the plain peak, {plain_bytes / _MIB:.2f}"
-        f" MiB; the least budget that it can meet is {shown(error.least_bytes)}, and gradients and results alone take"
+        f"{strategy} found no schedule within {shown(error.budget_bytes)} of the plain peak, {plain_bytes / _MIB:.2f}"
+        f" MiB; the least that was found takes {shown(error.least_bytes)}, and gradients and results alone take"
         f" {shown(at_the_end)}; pass --budget {tenths / 10:g}%"
     )
 

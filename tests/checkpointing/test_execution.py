@@ -665,7 +665,7 @@ def test_a_wrong_budget_is_named(budget):
 
 def test_a_budget_that_cannot_be_met_names_the_least_and_that_one_is_met():
     model = Blocks()
-    with pytest.raises(InfeasibleBudgetError, match="the least budget") as caught:
+    with pytest.raises(InfeasibleBudgetError, match="the least that was found") as caught:
         checkpoint_model(model, X, budget=1000, strategy="chen2016_sqrt")
     assert "forward" not in vars(model)
     plan = checkpoint_model(model, X, budget=caught.value.least_bytes, strategy="chen2016_sqrt")

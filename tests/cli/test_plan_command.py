@@ -55,7 +55,7 @@ def test_text_shows_the_blocks_and_what_sketches_add(folder, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--budget", "1%"), "the least budget that it can meet is"),
+        (("--budget", "1%"), "the least that was found takes"),
         (("--budget", "much"), "budget='much' is no budget"),
         (("--strategy", "magic"), "strategy='magic' is unknown"),
         (("--batch", "0"), "--batch 0 is below 1"),
@@ -74,7 +74,7 @@ def test_a_budget_that_is_too_small_is_told_in_percent_with_one_that_is_not(fold
     assert main(["plan", folder, *OPTIONS, "--budget", "1%"]) == 2
     error = capsys.readouterr().err
     found = re.search(
-        r"within ([\d.]+) MiB \(1\.0 %\) of the plain peak, ([\d.]+) MiB; the least budget that it can meet is"
+        r"within ([\d.]+) MiB \(1\.0 %\) of the plain peak, ([\d.]+) MiB; the least that was found takes"
         r" ([\d.]+) MiB \(([\d.]+) %\), and gradients and results alone take ([\d.]+) MiB \(([\d.]+) %\);"
         r" pass --budget ([\d.]+)%$",
         error,

@@ -3,7 +3,8 @@
 The published planners minimise a model of the memory that is simpler than what happens. So none of them is believed: a
 strategy proposes orders, for every value of its own parameter (number of segments, slots, cap of the dynamic program),
 the simulator says what each takes, and `plan` returns the cheapest one that fits the budget. A plan hence never takes
-more than its budget, a larger budget never gives a dearer plan, and the least feasible budget is known.
+more than its budget, a larger budget never gives a dearer plan, and the least budget that a strategy can meet is known;
+another strategy may go below it.
 """
 
 from abc import ABC, abstractmethod
@@ -85,7 +86,7 @@ class Strategy(ABC):
             The schedule; its simulated peak is at most the budget.
 
         Raises:
-            InfeasibleBudgetError: If there is none; it names the least budget for which there is one.
+            InfeasibleBudgetError: If there is none; it names the least that this strategy found.
         """
         return choose(graph, self.frontier(graph), budget_bytes, self.name)
 
@@ -112,8 +113,7 @@ def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strate
     if not fitting:
         least = min(proposal.peak_bytes for proposal in frontier)
         raise InfeasibleBudgetError(
-            f"{strategy} has no schedule within {budget_bytes} bytes; the least budget that it can meet is {least}"
-            " bytes",
+            f"{strategy} found no schedule within {budget_bytes} bytes; the least that was found takes {least} bytes",
             budget_bytes=budget_bytes,
             least_bytes=least,
         )

@@ -633,7 +633,7 @@ class _LowerSets(Strategy):
             Indices of ops, with repetitions.
         """
         for segments, keep_last in self.plans(graph):
-            yield _order(graph, segments, keep_last)
+            yield order_of_plan(graph, segments, keep_last)
 
     def explain(self, graph: Graph, schedule: Schedule) -> Kept:
         """Say which chain of lower sets a schedule comes from.
@@ -650,7 +650,7 @@ class _LowerSets(Strategy):
         """
         plain = [list(range(graph.forward_count))]
         for segments, keep_last in itertools.chain([(plain, True)], self.plans(graph)):
-            if tuple(_order(graph, segments, keep_last)) == schedule.order:
+            if tuple(order_of_plan(graph, segments, keep_last)) == schedule.order:
                 return kept_by(graph, segments, last_is_kept=keep_last)
         raise ValueError(f"{self.name} proposes no such schedule for this graph; pass what its own plan returned")
 
@@ -675,7 +675,7 @@ class _LowerSets(Strategy):
         chains |= dict.fromkeys(_even_places(program))
 
         def judge(places: Sequence[int]) -> tuple[int, float]:
-            return peak_and_cost(graph, _order(graph, segments_of_blocks(nodes, program.blocks(places)), True))
+            return peak_and_cost(graph, order_of_plan(graph, segments_of_blocks(nodes, program.blocks(places)), True))
 
         judged = []
         for places in chains:
@@ -709,7 +709,17 @@ def _even_places(program: LowerSetProgram) -> Iterator[tuple[int, ...]]:
         yield tuple(dict.fromkeys(nearest))
 
 
-def _order(graph: Graph, segments: Sequence[Sequence[int]], keep_last: bool) -> list[int]:
+def order_of_plan(graph: Graph, segments: Sequence[Sequence[int]], keep_last: bool) -> list[int]:
+    """Return the order of computations of a plan.
+
+    Args:
+        graph: The training graph.
+        segments: The forward ops of each block of a chain of lower sets.
+        keep_last: Whether the last block is kept whole instead of computed again.
+
+    Returns:
+        Indices of ops, with repetitions.
+    """
     kept = crossing_storages(graph, segments)
     if keep_last:
         kept |= {index for op in segments[-1] for index in graph.ops[op].writes}

@@ -98,8 +98,20 @@ class NestedLowerSets(Strategy):
             Indices of ops, with repetitions.
         """
         approximate = Kusumoto2019Approximate()
-        for plans in (approximate.plans_of_program(graph), approximate.plans_of_chen(graph)):
-            for segments in self._some(segments for segments, _ in plans):
+        yield from self.orders_of_plans(graph, approximate.plans_of_program(graph), approximate.plans_of_chen(graph))
+
+    def orders_of_plans(self, graph: Graph, *plans: Iterable[tuple[list[list[int]], bool]]) -> Iterator[list[int]]:
+        """Propose two-level recomputation of the segments of given plans.
+
+        Args:
+            graph: A graph, with backward ops or without.
+            *plans: Some plans of each kind, as `Kusumoto2019Approximate.plans` yields them.
+
+        Yields:
+            Indices of ops, with repetitions.
+        """
+        for kind in plans:
+            for segments in self._some(segments for segments, _ in kind):
                 for each in sorted({round(2 ** (half / 2)) for half in range(2, 16)}):
                     if each < len(segments):
                         groups = [segments[first : first + each] for first in range(0, len(segments), each)]

@@ -20,15 +20,23 @@ def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[in
     Returns:
         Indices of storages.
     """
-    segment_of = {op: number for number, segment in enumerate(segments) for op in segment}
+    # -1 for an op that is in none: backward ones above all
+    segment_of = [-1] * len(graph.ops)
+    for number, segment in enumerate(segments):
+        for op in segment:
+            segment_of[op] = number
     kept = set(graph.outputs)
-    for index, writer in enumerate(graph.writer):
-        if graph.ops[writer].is_backward:
+    for position in range(graph.forward_count):
+        op = graph.ops[position]
+        if not op.is_recomputable:
+            kept.update(op.writes)
             continue
-        if not graph.ops[writer].is_recomputable or any(
-            reader in segment_of and segment_of[reader] != segment_of[writer] for reader in graph.readers[index]
-        ):
-            kept.add(index)
+        own = segment_of[position]
+        for index in op.writes:
+            for reader in graph.readers[index]:
+                if segment_of[reader] not in (-1, own):
+                    kept.add(index)
+                    break
     return kept
 
 
