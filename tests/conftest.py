@@ -11,7 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-# The tests' matrices are tiny: two threads would spend their time waiting for each other. OMP_NUM_THREADS asks for more.
+# The tests' matrices are tiny: two threads would wait for each other most of the time. OMP_NUM_THREADS asks for more.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 DEVICES = [pytest.param("cpu")]
