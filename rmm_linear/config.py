@@ -11,6 +11,7 @@ from rmm_linear.ops import fingerprint
 from rmm_linear.sketches import SKETCHES, Centered, KeptRows, LowBit, Sketch, available_sketches
 
 _LAST_TOKEN = (1 << 31) - 1
+_ROW_NUMBER_BYTES = 4
 _RECIPES: dict[str, dict[str, Any]] = {
     "default": {},
     # No pass for the mean: the fastest, at somewhat more variance.
@@ -155,8 +156,9 @@ class RMMConfig:
     ) -> int:
         """Return what a layer keeps of an input for its weight gradient.
 
-        With rows left out, the model keeps the numbers of the others as well, 4 bytes each: once for all of its layers
-        that keep the same tokens, and so not counted here.
+        With rows left out, one of them is kept as it is, and its number. The model keeps the numbers of the others as
+        well, 4 bytes each, and how many were left out: once for all of its layers that keep the same tokens, and so not
+        counted here.
 
         Args:
             rows: Rows of the flattened input.
@@ -173,6 +175,8 @@ class RMMConfig:
         if not self.sketches(sketched, kept):
             return rows * features * dtype.itemsize
         beside = self.kept_rows.saved_bytes(kept, features, dtype)
+        if sketched < rows:
+            beside += features * dtype.itemsize + _ROW_NUMBER_BYTES
         return beside + self.sketch_object.saved_bytes(rows - kept, features, dtype, sketched - kept)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

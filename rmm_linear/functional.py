@@ -22,7 +22,7 @@ as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the c
 
 What happens where:
 
-    padding           says which rows carry no gradient, and are left out of x and of g
+    padding           says which rows carry no gradient, and are left out of x and of g; one of them stands for all
     rows              says which rows are kept beside the sketch of the others
     sharing           finds layers that read the same x, which keep one sketch of it
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
@@ -42,7 +42,7 @@ from torch import Tensor
 from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.errors import DoubleBackwardError, TracingError
-from rmm_linear.padding import RowsCheck, ValidRows, needed_check
+from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
 from rmm_linear.rows import Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
 from rmm_linear.sketches import SavedSketch
@@ -94,10 +94,11 @@ def linear(
         config: How to sketch.
         seed: 64-bit seed of S: an int, or a 0-d int64 tensor on x's device. Drawn from the device's default
             generator if None. Two layers that share a seed share S.
-        valid_rows: Rows that are sketched; the others are padding, whose gradient is zero. All rows if None. Used
-            whatever `config.skip_padding` says, which is about the model's own mask.
-        rows_check: Looks in the backward passes whether the rows left out carry no gradient, until it has seen it; a
-            layer's own. None checks only if `valid_rows` asks for it, or in debug mode.
+        valid_rows: Rows that are sketched; the others are padding, whose gradient is zero: should it not be, the
+            estimate is unbiased all the same, and noisy (see `rmm_linear.padding`). All rows if None. Used whatever
+            `config.skip_padding` says, which is about the model's own mask.
+        rows_check: Looks in the backward passes whether the rows left out carry no gradient: a layer's own. None checks
+            only if `valid_rows` asks for it, or in debug mode.
         shared: The group of layers that keep one sketch of `x`, made by the first of them; a seed that is given is the
             group's. None for a sketch of its own. Not used by a compiler, which finds out by itself.
 
@@ -140,9 +141,9 @@ def linear(
     if x.dtype != dtype:
         x = x.to(dtype)
         values = x.detach()
-    beside, sketch = _made(values, seed, config, layout, index, shared)
+    left_out, beside, sketch = _made(values, seed, config, layout, index, valid_rows, shared)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    others = config, layout, index, check, shared, len(beside), seed, *beside, *sketch
+    others = config, layout, index, check, shared, len(left_out), len(beside), seed, *left_out, *beside, *sketch
     # torch.func knows only the class with a setup_context
     if not torch._C._are_functorch_transforms_active():
         return _EagerSketchedLinear.apply(x, weight, bias, others)
@@ -169,14 +170,21 @@ def _compiled(
     x = _cast(x, dtype)
     # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
     values = _flat((x if valid_rows is None else valid_rows.keep_only_valid(x)).detach())
+    mask = None if valid_rows is None else valid_rows.mask
     seed = None if seed is None else _seed_tensor(seed, x)
     if config.graph_key is None:
-        return _in_graph(x, weight, bias, values, seed, config)
-    return torch.ops.rmm_linear.sketched_linear.default(x, weight, bias, values, seed, config.graph_key)
+        return _in_graph(x, weight, bias, values, mask, seed, config)
+    return torch.ops.rmm_linear.sketched_linear.default(x, weight, bias, values, mask, seed, config.graph_key)
 
 
 def _in_graph(
-    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, seed: Tensor | None, config: RMMConfig
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    values: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    config: RMMConfig,
 ) -> Tensor:
     """What a layer is in a compiled graph.
 
@@ -185,6 +193,7 @@ def _in_graph(
         weight: Shape (out, in).
         bias: Shape (out,), or None.
         values: The rows of x, zero where they are padding: shape (rows, in), which autograd does not follow.
+        mask: Not zero where a row is no padding, shape (...); None where nothing is known.
         seed: 0-d int64, or None to draw one.
         config: How to sketch.
 
@@ -199,15 +208,27 @@ def _in_graph(
         seed = ops.draw_seed(values, alone=not config.share_sketch)
     if not torch.is_grad_enabled() or not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    beside, sketch = _made(values, seed, config, layout, None, None)
-    return _SketchedLinear.apply(x, weight, bias, config, layout, None, None, None, len(beside), seed, *beside, *sketch)
+    _, beside, sketch = _made(values, seed, config, layout, None, None, None)
+    left_out: tuple[Tensor, ...] = ()
+    if mask is not None:
+        number, times = drawn_row(mask, seed)
+        left_out = number, _flat(x.detach()).index_select(0, number), times
+    sizes = len(left_out), len(beside)
+    tensors = seed, *left_out, *beside, *sketch
+    return _SketchedLinear.apply(x, weight, bias, config, layout, None, None, None, *sizes, *tensors)
 
 
 _config_of = lru_cache(RMMConfig.from_graph_key)
 
 
 def _sketched_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, seed: Tensor | None, graph_key: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    values: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    graph_key: str,
 ) -> Tensor:
     """`_in_graph` as one operator of the graph that Dynamo makes; AOTAutograd, which comes next, sees through it.
 
@@ -220,18 +241,19 @@ def _sketched_linear(
         weight: Shape (out, in).
         bias: Shape (out,), or None.
         values: As for `_in_graph`.
+        mask: As for `_in_graph`.
         seed: As for `_in_graph`.
         graph_key: The configuration's.
 
     Returns:
         Shape (..., out).
     """
-    return _in_graph(x, weight, bias, values, seed, _config_of(graph_key))
+    return _in_graph(x, weight, bias, values, mask, seed, _config_of(graph_key))
 
 
 torch.library.define(
     "rmm_linear::sketched_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor values, Tensor? seed, str graph_key) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor values, Tensor? mask, Tensor? seed, str graph_key) -> Tensor",
 )
 # of other operators, for whoever asks: autograd, autocast and fake tensors see those
 torch.library.impl("rmm_linear::sketched_linear", "CompositeImplicitAutograd")(_sketched_linear)
@@ -252,22 +274,27 @@ def _made(
     config: RMMConfig,
     layout: Layout,
     index: Tensor | None,
+    valid_rows: ValidRows | None,
     shared: SharedSketch | None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What is kept of x, which autograd does not follow: some rows, and the sketch of the others."""
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What is kept of x, which autograd does not follow: a row left out, some others, and the sketch of the rest."""
     made = None if shared is None else shared.tensors(seed)
     if made is None:
+        left_out: tuple[Tensor, ...] = ()
         beside: tuple[Tensor, ...] = ()
         if layout.kept or index is not None:
             kept, rest = split(_flat(x), layout, index)
             if layout.kept:
                 beside = config.kept_rows.compress(kept, seed)
+            if index is not None and valid_rows is not None:
+                number, times = valid_rows.one_left_out(seed)
+                left_out = number, _flat(x).index_select(0, number), times
         else:
             rest = ops.in_runs(x) if _is_read_in_runs(x, config) else _flat(x)
-        made = beside, config.sketch_object.compress(rest, seed).tensors
+        made = left_out, beside, config.sketch_object.compress(rest, seed).tensors
         if shared is not None:
             shared.remember(seed, *made)
-    return made[0], made[1]
+    return made[0], made[1], made[2]
 
 
 def _is_read_in_runs(x: Tensor, config: RMMConfig) -> bool:
@@ -390,8 +417,9 @@ class _SketchedLinear(torch.autograd.Function):
         config: RMMConfig,
         layout: Layout,
         index: Tensor | None,
-        check: RowsCheck | None,
+        check: Look | None,
         shared: SharedSketch | None,
+        left_out: int,
         beside: int,
         seed: Tensor,
         *tensors: Tensor,
@@ -404,12 +432,13 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, config, layout, index, check, shared, beside, seed, *tensors = inputs
+        x, weight, bias, config, layout, index, check, shared, left_out, beside, seed, *tensors = inputs
         # As nn.Linear does: the weight is needed for grad_input alone.
         ctx.save_for_backward(weight if x.requires_grad else None, index, seed, *tensors)
         ctx.config = config
         ctx.layout = layout
-        # how many of the tensors are those of the rows that are kept
+        # how many of the tensors are those of the row that stands for padding, and how many of the rows that are kept
+        ctx.left_out = left_out
         ctx.beside = beside
         ctx.check = check
         ctx.shared = shared
@@ -466,17 +495,20 @@ def _gradients(
     grads: list[Tensor | None] = [None, None, None]
     rows_of_g = _flat(g)
     if ctx.check is not None:
-        ctx.check.see(rows_of_g, index)
-    saved = SavedSketch(seed, tuple(tensors[ctx.beside :]))
+        ctx.check(rows_of_g, index)
+    left_out, beside, sketch = _dealt(tensors, ctx.left_out, ctx.beside)
+    saved = SavedSketch(seed, sketch)
     if index is None and not ctx.layout.kept:
+        dtype = None if left_out else ctx.weight_dtype
         grad_weight, grad_bias = ctx.config.sketch_object.backward(
-            rows_of_g, saved, need_weight=need_weight, need_bias=need_bias, dtype=ctx.weight_dtype
+            rows_of_g, saved, need_weight=need_weight, need_bias=need_bias, dtype=dtype
         )
     else:
         # over all rows, in nn.Linear's order
         grad_bias = rows_of_g.sum(0) if need_bias else None
-        beside = tuple(tensors[: ctx.beside])
         grad_weight = _weight_gradient(ctx, rows_of_g, index, saved, beside) if need_weight else None
+    if grad_weight is not None and left_out:
+        grad_weight = _with_rows_left_out(grad_weight, rows_of_g, *left_out)
     if need_input:
         assert weight is not None
         lowered = _cast(weight, g.dtype)
@@ -491,6 +523,18 @@ def _gradients(
     if grad_bias is not None:
         grads[2] = _cast(grad_bias, ctx.bias_dtype)
     return grads
+
+
+def _dealt(tensors: list[Tensor], left_out: int, beside: int) -> tuple[tuple[Tensor, ...], ...]:
+    return tuple(tensors[:left_out]), tuple(tensors[left_out : left_out + beside]), tuple(tensors[left_out + beside :])
+
+
+def _with_rows_left_out(grad_weight: Tensor, g: Tensor, number: Tensor, row: Tensor, times: Tensor) -> Tensor:
+    """Add the part of the rows left out, for which one of them stands: zero, if all is as it should be."""
+    g_row = g.index_select(0, number)
+    # What a row holds that has no gradient is not looked at.
+    row = torch.where(g_row.any(), row, 0).to(grad_weight.dtype)
+    return grad_weight.addmm_((g_row.to(grad_weight.dtype) * times).t(), row)
 
 
 def _weight_gradient(

@@ -20,21 +20,32 @@ A layer uses the mask if the leading dimensions of its input are the mask's. Whe
   that they read.
 
 That g is zero at the rows left out is the model's doing, and some models break it: a convolution over the sequence, a
-mean over all positions, labels at padded positions, left padding where the first position is read. So each layer
-checks its backward passes until one has shown it: rows were left out, the others had a gradient, and these had none. In
-debug mode (`check_padding`) all are checked. A gradient on a row that was left out raises `PaddingGradientError`. What
-the rows left out hold is not looked at: a NaN there does not show in the weight's gradient, as it would in an exact
-layer's.
+mean over all positions, labels at padded positions, left padding where the first position is read. Others do so after a
+while: a gate that starts at zero, a loss that is switched on. What is promised nevertheless:
 
-Under `torch.compile` shapes are static: the rows are set to zero instead of left out, and nothing is checked. The
-variance falls (not quite as far: centering takes the mean over all rows), the bytes do not.
+- The estimate is unbiased, whatever g is. Of the n rows left out, one is drawn by the sketch's seed and kept as it is:
+  n times its g_i x_i^T has their part of g^T x as its mean, and is zero if none of them carries any. Noise is the price
+  if one does: n times the sum of their ||g_i||^2 ||x_i||^2.
+- Each layer looks at its backward passes until one has shown that all is well: rows were left out, the others had a
+  gradient, and these had none. A gradient on a row left out raises `PaddingGradientError` until then.
+- From then on it looks at every 16th, and does not wait for a GPU: the answer is read by the next forward pass that
+  finds it there. If it is a gradient on a row left out, the layer keeps all rows until it is converted anew, and a
+  warning says so. Noisy are at most 16 backward passes of a layer, and on a GPU those that the host is ahead by.
+- In debug mode (`check_padding`) it looks at all, waits, and raises.
+
+What rows left out hold is not looked at where they carry no gradient: a NaN there does not show in the weight's, as it
+would in an exact layer's.
+
+Under `torch.compile` shapes are static: the rows are set to zero instead of left out. The variance falls (not quite as
+far: centering takes the mean over all rows), the bytes do not. There, and in steps that a CUDA graph replays, nobody
+looks; the estimate is unbiased there as well.
 """
 
 import inspect
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -59,6 +70,17 @@ _DEBUG_SWITCH = "RMM_LINEAR_CHECK_PADDING"
 # Calls of layers without any announcement after which a warning comes: more than run before a model's first mask.
 _SILENT_CALLS = 500
 _MASK_DIMENSIONS = 2
+# Backward passes of a layer from one look to the next, once it has seen that all is well: one look costs about as much
+# as a sum over g.
+_PASSES_BETWEEN_LOOKS = 16
+_REFUTED = (
+    "skip_padding=True, and rows left out as padding carry a gradient now, which they did not before (a gate that has"
+    " opened, another loss): the layers that see it keep all rows from here on, which takes more memory. Their"
+    " gradients have been noisier until now, and not biased. skip_padding=False keeps all rows at once"
+)
+
+# What looks at a gradient, shape (rows, out), and at the numbers of the rows that were kept.
+Look = Callable[[Tensor, Tensor], None]
 
 
 class ValidRows:
@@ -87,6 +109,8 @@ class ValidRows:
         self.check = check
         self._count = count
         self._index: dict[torch.device, Tensor] = {}
+        # numbers of the others, and how many they are
+        self._left_out: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._ordered: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:
@@ -138,6 +162,18 @@ class ValidRows:
             self._ordered[key] = kept_first(index, self.mask.numel() // length, length, keep_tokens)
         return self._ordered[key]
 
+    def one_left_out(self, seed: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw one of the rows that are left out. Does not wait for the device.
+
+        Args:
+            seed: 0-d int64 on the input's device, for which `index_on` has found that rows are left out.
+
+        Returns:
+            The number of one of them, each as likely, shape (1,); how many they are, 0-d. int32.
+        """
+        rows, times = self._left_out[seed.device]
+        return rows.index_select(0, seed.remainder(rows.shape[0]).reshape(1)), times
+
     def keep_only_valid(self, x: Tensor) -> Tensor:
         """Return x with its other rows set to zero: what a compiler, which can't have fewer rows, has instead.
 
@@ -153,7 +189,9 @@ class ValidRows:
         if device in self._index:
             return self._index[device]
         if self._index:
-            return self._index.setdefault(device, next(iter(self._index.values())).to(device))
+            first = next(iter(self._index))
+            self._left_out[device] = self._left_out[first][0].to(device), self._left_out[first][1].to(device)
+            return self._index.setdefault(device, self._index[first].to(device))
         mask = self.mask.detach().flatten()
         valid = mask != 0
         if self._count is None:
@@ -172,8 +210,10 @@ class ValidRows:
         else:
             self._check_count(valid, self._count)
         # in order, and without a word from the device
-        index = torch.argsort((~valid).to(torch.uint8), stable=True)[: self._count]
-        return self._index.setdefault(device, index.to(device, torch.int32))
+        order = torch.argsort((~valid).to(torch.uint8), stable=True)
+        left_out = order[self._count :].to(device, torch.int32)
+        self._left_out[device] = left_out, torch.full((), left_out.shape[0], dtype=torch.int32, device=device)
+        return self._index.setdefault(device, order[: self._count].to(device, torch.int32))
 
     @staticmethod
     def _check_count(valid: Tensor, count: int) -> None:
@@ -182,6 +222,23 @@ class ValidRows:
             torch._assert_async(right)
         elif not right:
             raise ValueError(f"count={count}, but the mask marks {int(valid.sum())} rows valid; pass the mask's number")
+
+
+def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one of the rows that are no valid ones, as `ValidRows.one_left_out` does, for compilers: by shapes alone.
+
+    Args:
+        mask: Not zero where a row is valid, shape (...).
+        seed: 0-d int64.
+
+    Returns:
+        The number of the row, shape (1,), any where all are valid; how many there are to draw from, 0-d. int64.
+    """
+    # how many there are up to each row
+    found = (mask.flatten() == 0).cumsum(0)
+    times = found[-1]
+    place = seed.remainder(times.clamp(min=1))
+    return (found <= place).sum().clamp(max=found.shape[0] - 1).reshape(1), times
 
 
 class _Scope:
@@ -305,8 +362,8 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 
     Warning:
         The rows left out must carry no gradient: the loss may not depend on them. Otherwise the weight gradients are
-        wrong. Each layer checks it until it has seen that it is so; `check=True`, or
-        `rmm_linear.padding.check_padding()`, checks it always.
+        noisy, though not biased. Each layer checks it until it has seen that it is so, and looks again now and then;
+        `check=True`, or `rmm_linear.padding.check_padding()`, checks it always.
 
     Example:
         >>> import torch
@@ -357,14 +414,23 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 
 
 class RowsCheck:
-    """Whether a layer's backward passes have shown that rows left out carry no gradient.
+    """Whether a layer's backward passes have shown that rows left out carry no gradient; see the module's docstring.
 
     Attributes:
         is_satisfied: True once a pass has: rows were left out, the others had a finite gradient, and these had none.
+        is_refuted: True once a later one has shown the contrary.
     """
 
     def __init__(self) -> None:
         self.is_satisfied = False
+        self.is_refuted = False
+        self._passes = 0
+        # an answer, and what tells that it has arrived, if it has to travel
+        self._sent: tuple[Tensor, torch.Event | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # an event belongs to its process
+        return {**vars(self), "_sent": None}
 
     def see(self, g: Tensor, index: Tensor) -> None:
         """Look at one gradient. Waits for the device.
@@ -378,19 +444,67 @@ class RowsCheck:
         Raises:
             PaddingGradientError: If another row is finite and not zero.
         """
-        left_out = torch.ones(g.shape[0], dtype=torch.bool, device=g.device)
-        left_out[index.long()] = False
-        carries = ((g != 0) & g.isfinite()).any(1)
-        wrong = carries & left_out
+        wrong, carries = carries_elsewhere(g, index)
         if wrong.any():
             rows = wrong.nonzero().flatten().tolist()
             raise PaddingGradientError(
-                f"{len(rows)} of {int(left_out.sum())} rows that were left out as padding carry a gradient, the first"
-                f" of them row {rows[0]} of {g.shape[0]}: the loss depends on masked positions (labels there, a mean"
-                " over all positions, a convolution over the sequence, a mask whose non-zero elements are the padding)."
-                " Use skip_padding=False for this model, or mask the loss"
+                f"{len(rows)} of {g.shape[0] - index.shape[0]} rows that were left out as padding carry a gradient, the"
+                f" first of them row {rows[0]} of {g.shape[0]}: the loss depends on masked positions (labels there, a"
+                " mean over all positions, a convolution over the sequence, a mask whose non-zero elements are the"
+                " padding). Use skip_padding=False for this model, or mask the loss"
             )
-        self.is_satisfied |= bool((carries & ~left_out).any()) and bool(g.isfinite().all())
+        self.is_satisfied |= bool((carries & ~wrong).any()) and bool(g.isfinite().all())
+
+    def look(self, g: Tensor, index: Tensor) -> None:
+        """Look at a gradient: as `see` does until that has seen enough, at every 16th without waiting from then on.
+
+        Args:
+            g: Gradient of a layer's output, shape (rows, out).
+            index: Rows that were kept.
+        """
+        if not self.is_satisfied:
+            self.see(g, index)
+            return
+        self._passes += 1
+        if self._passes % _PASSES_BETWEEN_LOOKS or (g.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        answer, event = carries_elsewhere(g, index)[0].any(), None
+        if g.device.type != "cpu":
+            # into memory that the device writes by itself
+            answer = answer.to("cpu", non_blocking=True)
+            event = torch.Event(g.device)
+            event.record()
+        self._sent = answer, event
+
+    def keeps_all_rows(self) -> bool:
+        """Tell whether rows left out have carried a gradient after all, as far as is known. Does not wait.
+
+        Returns:
+            True if they have, from the first call on that finds the answer.
+        """
+        if self._sent is None:
+            return self.is_refuted
+        answer, event = self._sent
+        if event is None or event.query():
+            self._sent = None
+            if answer and not self.is_refuted:
+                self.is_refuted = True
+                warnings.warn(_REFUTED, UserWarning, stacklevel=2)
+        return self.is_refuted
+
+
+def carries_elsewhere(g: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Tell which rows of a gradient are finite and not zero. Does not wait for the device.
+
+    Args:
+        g: Gradient of a layer's output, shape (rows, out).
+        index: Rows that were kept, shape (kept,).
+
+    Returns:
+        Whether such a row is none of these; whether it is one at all. Shape (rows,), bool.
+    """
+    carries = ((g != 0) & g.isfinite()).any(1)
+    return carries.index_fill(0, index.long(), False), carries
 
 
 class MaskHook:
@@ -468,7 +582,7 @@ class MaskHook:
         return ValidRows(mask)
 
 
-def needed_check(rows: ValidRows, check: RowsCheck | None) -> RowsCheck | None:
+def needed_check(rows: ValidRows, check: RowsCheck | None) -> Look | None:
     """Return what is to look at the next backward pass.
 
     Args:
@@ -476,12 +590,11 @@ def needed_check(rows: ValidRows, check: RowsCheck | None) -> RowsCheck | None:
         check: The layer's; None for a call that belongs to none.
 
     Returns:
-        None if nothing has to: outside of debug mode, where these rows do not ask for it, and a layer's check has seen
-        enough.
+        None if nothing has to: for a call that belongs to no layer, outside of debug mode, where the rows do not ask.
     """
     if _always_check or rows.check:
-        return check if check is not None else RowsCheck()
-    return check if check is not None and not check.is_satisfied else None
+        return (check or RowsCheck()).see
+    return None if check is None else check.look
 
 
 def install_hooks(model: nn.Module) -> int:

@@ -119,7 +119,8 @@ def test_the_operator_of_a_layer_is_one_that_torch_expects(autocast: bool, bias:
     # with a seed: the results of two calls have to be equal
     x, weight = torch.randn(3, 64, 16), torch.randn(8, 16, requires_grad=True)
     added = torch.randn(8, requires_grad=True) if bias else None
-    arguments = x, weight, added, x.reshape(-1, 16), torch.tensor(3), CONFIG.graph_key
+    mask = torch.arange(64) < torch.tensor([[64], [40], [9]]) if bias else None
+    arguments = x, weight, added, x.reshape(-1, 16), mask, torch.tensor(3), CONFIG.graph_key
     operator = torch.ops.rmm_linear.sketched_linear.default
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}

@@ -23,6 +23,7 @@ from rmm_linear import (
 from rmm_linear.functional import linear
 from rmm_linear.memory import MeasuredSaving, SavedTensors
 from rmm_linear.padding import RowsCheck, ValidRows, current_valid_rows
+from rmm_linear.sketches.contract import assert_unbiased
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,6 +111,167 @@ def test_the_weight_gradient_is_that_of_the_valid_rows_alone(sketch: str, center
     assert torch.equal(*found)
 
 
+class TestUnbiased:
+    """Where the rows left out carry a gradient after all, one of them, drawn at random, stands for all."""
+
+    MASK = right_padded(torch.tensor([9, 4, 12, 6]), 12)
+
+    def _pair(self) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(2)
+        shape = self.MASK.shape
+        # alike but for a part, so that few draws tell
+        x, g = 1 + 0.3 * torch.randn(*shape, 6), 1 + 0.3 * torch.randn(*shape, 5)
+        return x, g, g.flatten(0, 1).t() @ x.flatten(0, 1)
+
+    def _weight(self) -> Tensor:
+        return torch.zeros(5, 6, requires_grad=True)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{}, {"storage": "int4", "ratio": 1.0}, {"sketch": "rows_with_replacement"}, {"keep_tokens": (0,)}],
+        ids=str,
+    )
+    def test_a_gradient_on_rows_left_out_is_estimated_without_bias(self, changes: dict[str, object]) -> None:
+        x, g, exact = self._pair()
+        weight, config = self._weight(), SKIP.replace(**changes)
+
+        def draw() -> Tensor:
+            output = linear(x, weight, config=config, valid_rows=ValidRows(self.MASK))
+            return torch.autograd.grad(output, weight, g)[0]
+
+        assert_unbiased(draw, exact, draws=300, bias=0.04)
+
+    @pytest.mark.parametrize("keeps_input", [False, True])
+    def test_compiled_as_well(self, keeps_input: bool) -> None:
+        torch._dynamo.reset()
+        x, g, exact = self._pair()
+        x.requires_grad_()
+        weight, config = self._weight(), SKIP.replace(center=False)
+
+        def run(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+            y = x * 1.0
+            with valid_rows(mask):
+                output = linear(y, weight, config=config, valid_rows=current_valid_rows(y))
+            return output + (y * y).sum() if keeps_input else output
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+
+        def draw() -> Tensor:
+            return torch.autograd.grad(compiled(x, weight, self.MASK), weight, g)[0]
+
+        assert_unbiased(draw, exact, draws=600, bias=0.07)
+
+    def test_compiled_without_padding_no_row_is_taken_twice(self) -> None:
+        torch._dynamo.reset()
+        x, g, exact = self._pair()
+        # a rounding of a few per mill for all noise
+        weight, config = self._weight(), ROUNDED.replace(center=False)
+        mask = torch.ones_like(self.MASK)
+
+        def run(x: Tensor, weight: Tensor) -> Tensor:
+            with valid_rows(mask):
+                return linear(x, weight, config=config, valid_rows=current_valid_rows(x))
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        (found,) = torch.autograd.grad(compiled(x, weight), weight, g)
+        assert (found - exact).norm() < 0.05 * exact.norm()
+
+    def test_what_rows_without_a_gradient_hold_is_not_looked_at(self) -> None:
+        x, g, _ = self._pair()
+        weight = self._weight()
+        x[self.MASK == 0], g[self.MASK == 0] = float("nan"), 0.0
+        linear(x, weight, config=SKIP, valid_rows=ValidRows(self.MASK)).backward(g)
+        assert weight.grad.isfinite().all()
+
+
+class Gated(nn.Module):
+    """A mean over all positions, padding included, behind a gate that is closed at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj, self.out, self.gate = nn.Linear(16, 16), nn.Linear(16, 2), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        h = torch.tanh(self.proj(x))
+        return self.out(h[:, 0] + self.gate * h.mean(1))
+
+
+class TestLaterLooks:
+    """A model that starts to read its padding is noticed within a known number of backward passes."""
+
+    def _model(self) -> tuple[nn.Module, dict[str, Tensor]]:
+        model = convert_linears(Gated(), config=SKIP, target_modules=["proj"])
+        inputs = {"x": torch.randn(6, 40, 16), "attention_mask": right_padded()}
+        model(**inputs).sum().backward()
+        return model, inputs
+
+    def test_a_gate_that_opens_is_noticed_and_all_rows_are_kept_from_then_on(self) -> None:
+        model, inputs = self._model()
+        with torch.no_grad():
+            model.gate.fill_(1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(padding._PASSES_BETWEEN_LOOKS):
+                model(**inputs).sum().backward()
+        with pytest.warns(UserWarning, match="carry a gradient now.*keep all rows from here on"):
+            found = gradients_of(model, inputs)
+        convert_linears(model, config=SKIP.replace(skip_padding=False), target_modules=["proj"])
+        expected = gradients_of(model, inputs)
+        assert torch.equal(found, expected)
+
+    def test_it_is_said_once(self) -> None:
+        model, inputs = self._model()
+        with torch.no_grad():
+            model.gate.fill_(1.0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(3 * padding._PASSES_BETWEEN_LOOKS):
+                model(**inputs).sum().backward()
+        assert len(said) == 1
+
+    def test_a_gate_that_stays_closed_changes_nothing(self) -> None:
+        model, inputs = self._model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2 * padding._PASSES_BETWEEN_LOOKS):
+                model(**inputs).sum().backward()
+        assert not model.proj._rows_check.keeps_all_rows()
+
+    def test_a_conversion_begins_anew(self) -> None:
+        model, inputs = self._model()
+        model.proj._rows_check.is_refuted = True
+        assert model.proj._rows_check.keeps_all_rows()
+        revert_linears(model)
+        convert_linears(model, config=SKIP, target_modules=["proj"])
+        model(**inputs).sum().backward()
+        assert not model.proj._rows_check.keeps_all_rows()
+
+    def test_an_answer_that_is_under_way_is_not_waited_for(self) -> None:
+        class Event:
+            is_over = False
+
+            def query(self) -> bool:
+                return self.is_over
+
+        check, event = RowsCheck(), Event()
+        check.is_satisfied = True
+        check._sent = torch.tensor(True), event
+        assert not check.keeps_all_rows()
+        # on its way it does not travel
+        assert not pickle.loads(pickle.dumps(check)).keeps_all_rows()
+        event.is_over = True
+        with pytest.warns(UserWarning, match="keep all rows"):
+            assert check.keeps_all_rows()
+
+
+def gradients_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    torch.manual_seed(5)
+    model.zero_grad()
+    model(**inputs).sum().backward()
+    return model.proj.weight.grad.clone()
+
+
 def test_output_and_other_gradients_are_bit_equal_to_nn_linears() -> None:
     mask = right_padded()
     x, weight, bias, g = layer_pair(mask)
@@ -170,9 +332,11 @@ def test_each_layer_keeps_the_bytes_of_its_valid_rows() -> None:
     for config in (SKIP, ROUNDED, SKIP.replace(storage="int4", center=False)):
         with SavedTensors(w) as kept:
             y = linear(x, w, config=config, valid_rows=ValidRows(mask))
-        assert kept.bytes == config.saved_bytes(mask.numel(), 16, torch.float32, valid) + 4 * valid
+        assert kept.bytes == config.saved_bytes(mask.numel(), 16, torch.float32, valid) + 4 * valid + 4
         assert y.requires_grad
-    assert SKIP.saved_bytes(240, 16, torch.float32, 121) == SKIP.saved_bytes(121, 16, torch.float32)
+    # a row of those left out, and its number
+    assert SKIP.saved_bytes(240, 16, torch.float32, 121) == SKIP.saved_bytes(121, 16, torch.float32) + 16 * 4 + 4
+    assert SKIP.saved_bytes(240, 16, torch.float32, 240) == SKIP.saved_bytes(240, 16, torch.float32)
     assert SKIP.replace(skip_padding=False).saved_bytes(240, 16, torch.float32, 121) > 240 * 16
 
 

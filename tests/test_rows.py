@@ -236,7 +236,8 @@ def test_kept_bytes_are_those_that_the_configuration_says(x, weight, mask, stora
     kept = measure_kept_bytes(lambda: linear(x, weight, config=config, valid_rows=rows), exclude=[weight])
     valid = int(mask.sum()) if skip else None
     said = config.saved_bytes(SEQUENCES * LENGTH, FEATURES, x.dtype, valid, SEQUENCES)
-    assert kept == said + (4 * valid if valid else 0)
+    # the valid rows' numbers, and how many the others are
+    assert kept == said + (4 * valid + 4 if valid else 0)
     assert said > config.replace(keep_tokens=()).saved_bytes(SEQUENCES * LENGTH, FEATURES, x.dtype, valid, SEQUENCES)
 
 
