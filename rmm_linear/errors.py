@@ -29,6 +29,10 @@ class CaptureError(RMMError, ValueError):
     """A training step could not be captured as one graph, for instance because its control flow depends on data."""
 
 
+class AutocastBackwardError(RMMError, RuntimeError):
+    """A planned step's backward pass was called inside of autocast, where it would compute in other dtypes."""
+
+
 class ScheduleError(RMMError, ValueError):
     """A schedule can't run, or would not compute what the plain program computes.
 

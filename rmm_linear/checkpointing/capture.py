@@ -33,6 +33,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
+from rmm_linear.checkpointing.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.checkpointing.costs import cost_of, unit_of
 from rmm_linear.checkpointing.graph import Graph, Op, Storage
 from rmm_linear.checkpointing.tracing import Arguments, Returned, Traced, trace
@@ -77,6 +78,7 @@ class Capture:
         returned: What it returns, leaf by leaf.
         returned_spec: The structure of what it returns.
         module: The joint graph, with the constants that it needs.
+        has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
     """
 
     graph: Graph
@@ -95,6 +97,7 @@ class Capture:
     returned: tuple[Returned, ...]
     returned_spec: Any
     module: fx.GraphModule
+    has_same_backward: Callable[[Autocast], bool]
 
 
 def capture(
@@ -131,6 +134,8 @@ def capture(
         raise ValueError(f'gradients={gradients!r} is neither "kept" nor "freed"')
     arguments, tensors = Arguments.of(args, kwargs or {})
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    kinds = {tensor.device.type for tensor in (*parameters.values(), *buffers.values(), *tensors)}
+    forward_autocast = present_autocast(kinds)
     python_state, numpy_state = random.getstate(), _numpy_state()
     traced = trace(model, step, (*parameters.values(), *buffers.values()), arguments, tensors)
     if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
@@ -140,8 +145,23 @@ def capture(
             "the step draws from Python's `random` or from numpy, whose outcome a capture would freeze (LayerDrop does"
             " this): switch it off, or draw from torch"
         )
+
+    def has_same_backward(autocast: Autocast) -> bool:
+        # the model as it is then: the capture must not hold parameters that it no longer has
+        state = (*model.parameters(), *model.buffers())
+        with autocast_as(forward_autocast, kinds):
+            options = {"numbers": traced.numbers, "backward_autocast": autocast}
+            return trace(model, step, state, arguments, traced.hollow, **options).fingerprint == traced.fingerprint
+
     try:
-        reading = _Reading(traced, (tuple(parameters), tuple(buffers)), arguments, costs, gradients == "freed")
+        reading = _Reading(
+            traced,
+            (tuple(parameters), tuple(buffers)),
+            arguments,
+            costs,
+            frees_gradients=gradients == "freed",
+            has_same_backward=has_same_backward,
+        )
         return reading.capture()
     except ValueError:
         raise
@@ -166,10 +186,12 @@ class _Reading:
         names: tuple[tuple[str, ...], tuple[str, ...]],
         arguments: Arguments,
         costs: str,
+        *,
         frees_gradients: bool,
+        has_same_backward: Callable[[Autocast], bool],
     ) -> None:
         self._traced, self._joint, self._names, self._arguments = traced, traced.joint, names, arguments
-        self._costs, self._frees_gradients = costs, frees_gradients
+        self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
         # memory of the hollow tensors -> our storage; None for what is outside of the budget
         self._storage_of: dict[int, int | None] = {}
         self._storages: list[Storage] = []
@@ -237,6 +259,7 @@ class _Reading:
             returned=self._traced.returned,
             returned_spec=self._traced.returned_spec,
             module=self._joint,
+            has_same_backward=self._has_same_backward,
         )
 
     def _make_dense(self, output: fx.Node, inputs: Sequence[fx.Node], count: int) -> None:

@@ -144,8 +144,7 @@ class PlannedStep:
                 f"Python looks at a number in a tensor that was another one in each of {_MANY_VARIANTS} steps: take it"
                 " (`.item()`, `float(...)`, a branch) out of what is planned"
             )
-        with own_forward(self._model):
-            captured = capture(self._model, args, kwargs, step=self._step, costs=self._costs)
+        captured = capture(self._model, args, kwargs, step=self._step, costs=self._costs)
         plan = self._plan(captured.graph)
         runner = Runner(captured, plan.schedule)
         self._runners.setdefault(key, []).insert(0, runner)

@@ -15,10 +15,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from rmm_linear.checkpointing.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.checkpointing.capture import Capture, tensors_of
 from rmm_linear.checkpointing.execute import program_of
 from rmm_linear.checkpointing.schedule import Schedule
-from rmm_linear.errors import DoubleBackwardError
+from rmm_linear.errors import AutocastBackwardError, DoubleBackwardError
 
 
 class Runner:
@@ -39,6 +40,24 @@ class Runner:
         self.device_types = {tensor.device.type for node in capture.inputs for tensor in tensors_of(node)}
         # all parts run where the results are: the engine finishes a gradient there before it goes on
         self.device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
+        # states of autocast around the backward pass, and whether it computes the same then
+        self._is_same_under: dict[Autocast, bool] = {(): True}
+
+    def refuse_other_backward(self) -> None:
+        """Refuse a backward pass that would compute in other dtypes, since autocast is on around it.
+
+        Raises:
+            AutocastBackwardError: If it would.
+        """
+        autocast = present_autocast(self.device_types)
+        if autocast not in self._is_same_under:
+            self._is_same_under[autocast] = self.capture.has_same_backward(autocast)
+        if not self._is_same_under[autocast]:
+            raise AutocastBackwardError(
+                "backward() was called inside of torch.autocast, where ops of the plain backward pass would compute in"
+                " other dtypes than those that were planned: call it outside, after the `with` block of the forward"
+                " pass, as torch advises"
+            )
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Run the forward part.
@@ -118,6 +137,7 @@ class _Pass:
                 "the backward pass of a planned step ran already, and its tensors are freed: run the step again, or"
                 " add up the losses before one backward()"
             )
+        self.runner.refuse_other_backward()
         given = _as_captured(self.runner.capture, tangents)
         self._arrived = {place for place, tangent in enumerate(tangents) if tangent is not None}
         saved, self.saved = self.saved, None
@@ -207,7 +227,5 @@ def _as_kernels(runner: Runner) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        for kind in runner.device_types:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(autocast_as((), runner.device_types))
         yield

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.checkpointing.autocasting import present_autocast
 from rmm_linear.checkpointing.tracing import Arguments
 
 # Entries of a module's lists and dicts that are looked at.
@@ -51,13 +52,16 @@ def key_of_call(modules: Any, arguments: Arguments, inputs: Sequence[Tensor]) ->
     Returns:
         A key.
     """
-    kinds = sorted({tensor.device.type for tensor in inputs})
+    autocast = present_autocast(tensor.device.type for tensor in inputs)
+    # autocast keeps the casts of leaves alone, and those only if it is told to
+    casts = (torch.is_autocast_cache_enabled(), *(tensor.is_leaf for tensor in inputs)) if autocast else ()
     return (
         modules,
         str(arguments.spec),
         repr(arguments.constants),
         tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs),
-        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        autocast,
+        casts,
     )
 
 

@@ -5,6 +5,7 @@ here; what the graph means for planners is `rmm_linear.checkpointing.capture`'s 
 """
 
 import contextlib
+import hashlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rmm_linear.checkpointing.autocasting import Autocast, weights_cast_once
 from rmm_linear.checkpointing.lending import NotFollowedError, lent
+from rmm_linear.checkpointing.replaced_forward import own_forward
 from rmm_linear.errors import CaptureError
 
 # Parts of the paths of files whose lines are not the user's.
@@ -113,6 +116,8 @@ class Traced:
         has_gradient: For each result, whether it requires a gradient in the plain step.
         numbers: Numbers in tensors that Python looked at; the graph returns those tensors after the results.
         blocks: The module that belongs to each sequence number of autograd.
+        hollow: The tensors among the arguments without their contents.
+        fingerprint: Equal for equal graphs.
     """
 
     joint: fx.GraphModule
@@ -122,6 +127,8 @@ class Traced:
     has_gradient: tuple[bool, ...]
     numbers: tuple[Any, ...]
     blocks: dict[int, str]
+    hollow: tuple[Tensor, ...]
+    fingerprint: str
 
 
 def trace(
@@ -130,15 +137,20 @@ def trace(
     state: Sequence[Tensor],
     arguments: Arguments,
     tensors: Sequence[Tensor],
+    *,
+    numbers: Sequence[Any] = (),
+    backward_autocast: Autocast = (),
 ) -> Traced:
-    """Trace a step.
+    """Trace a step, with its forward pass under autocast as it is now.
 
     Args:
         model: The model.
         step: Called as `step(model, *args, **kwargs)`; the model itself if None.
         state: Parameters and buffers, each once, the first inputs of the graph.
         arguments: How the step is called.
-        tensors: The tensors among its arguments, the other inputs.
+        tensors: The tensors among its arguments, the other inputs; they may be hollow themselves.
+        numbers: What Python sees where it looks into tensors, as far as it is known.
+        backward_autocast: The state of autocast around the backward pass.
 
     Returns:
         The graph.
@@ -146,19 +158,23 @@ def trace(
     Raises:
         CaptureError: If the step can't be traced; it names the line, and what can be done.
     """
-    function = _Step(step or _call, model, state, arguments)
     inputs = (*state, *tensors)
+    function = _Step(step or _call, model, state, arguments, [tensor.is_leaf for tensor in inputs])
+    function.numbers = numbers
     # without its cache: what that returns the second time no longer shares memory as the op's results do
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
-    hollow = tuple(_hollow(tensor, mode) if tensor.is_meta else mode.from_tensor(tensor) for tensor in inputs)
+    hollow = tuple(
+        _hollow(tensor, mode) if tensor.is_meta or isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+        for tensor in inputs
+    )
     blocks = _Blocks(model)
     try:
         try:
-            joint = _joint_graph(function, hollow)
+            joint = _joint_graph(function, hollow, backward_autocast)
         except _UnknownNumberError:
             function.numbers = _numbers_of_sample(function, inputs)
-            joint = _joint_graph(function, hollow)
+            joint = _joint_graph(function, hollow, backward_autocast)
     except Exception as error:
         explained: CaptureError = _explained(error)
         raise explained from error
@@ -172,6 +188,8 @@ def trace(
         function.has_gradient,
         tuple(function.numbers or ()),
         blocks.of_sequence_numbers(),
+        hollow[len(state) :],
+        _fingerprint(joint),
     )
 
 
@@ -184,6 +202,7 @@ class _Step(nn.Module):
         model: nn.Module,
         state: Sequence[Tensor],
         arguments: Arguments,
+        are_leaves: Sequence[bool],
     ) -> None:
         super().__init__()
         # what Python will see where it looks into tensors; None: look, and write down
@@ -192,6 +211,8 @@ class _Step(nn.Module):
         self._hidden = (model, state)
         self._step = step
         self._arguments = arguments
+        self._are_leaves = are_leaves
+        self._has_cast_cache = torch.is_autocast_cache_enabled()
         self.returned: tuple[Returned, ...] = ()
         self.returned_spec: Any = None
         self.differentiable: tuple[bool, ...] = ()
@@ -201,7 +222,16 @@ class _Step(nn.Module):
         model, state = self._hidden
         count = len(state)
         args, kwargs = self._arguments.together(tensors[count:])
-        with _Numbers(self.numbers) as self._looked_at, lent(model, state, tensors[:count]):
+        for tensor, is_leaf in zip(tensors, self._are_leaves, strict=True):
+            if tensor.requires_grad and is_leaf:
+                # torch gives the trace's inputs a history, and autocast casts anew for each use what has one
+                tensor.detach_().requires_grad_()
+        with (
+            _Numbers(self.numbers) as self._looked_at,
+            lent(model, state, tensors[:count]),
+            own_forward(model),
+            weights_cast_once(self._has_cast_cache),
+        ):
             value = self._step(model, *args, **kwargs)
         leaves, self.returned_spec = pytree.tree_flatten(value)
         results: list[Tensor] = []
@@ -330,12 +360,23 @@ class _Blocks:
         return found
 
 
-def _joint_graph(function: _Step, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+def _joint_graph(function: _Step, inputs: tuple[Tensor, ...], backward_autocast: Autocast) -> fx.GraphModule:
+    states = [{"device_type": kind, "dtype": dtype} for kind, dtype in backward_autocast]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_as_eager_runs_it())
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=states or "off"))
         return aot_export_joint_with_descriptors(stack, function, inputs).graph_module
+
+
+def _fingerprint(joint: fx.GraphModule) -> str:
+    found = hashlib.sha256()
+    for node in joint.graph.nodes:
+        leaves = pytree.tree_leaves(node.meta.get("val"))
+        kinds = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+        found.update(f"{node} {node.op} {node.target} {node.args} {node.kwargs} {kinds}\n".encode())
+    return found.hexdigest()
 
 
 def _numbers_of_sample(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -363,10 +404,11 @@ def _looked_at(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 def _hollow(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A tensor of the same shape without contents; on the CPU for one that is on no device."""
     device = "cpu" if tensor.is_meta else tensor.device
-    with mode:
-        return torch.empty_strided(
+    with mode, torch.enable_grad():
+        hollow = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
         )
+        return hollow if tensor.is_leaf else hollow.view_as(hollow)
 
 
 def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

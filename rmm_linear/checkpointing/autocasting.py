@@ -1,0 +1,65 @@
+"""Autocast, as the two passes of a step meet it: each in a state of its own, with casts of weights that are shared."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+# Kinds of devices for which autocast is enabled, each with its dtype.
+Autocast = tuple[tuple[str, torch.dtype], ...]
+
+
+def present_autocast(kinds: Iterable[str]) -> Autocast:
+    """Tell the state of autocast in this thread.
+
+    Args:
+        kinds: Kinds of devices to look at, such as "cpu".
+
+    Returns:
+        Those for which it is enabled, with their dtypes.
+    """
+    enabled = (kind for kind in sorted(set(kinds)) if torch.is_autocast_enabled(kind))
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
+
+
+@contextlib.contextmanager
+def autocast_as(autocast: Autocast, kinds: Iterable[str]) -> Iterator[None]:
+    """Put autocast into a state.
+
+    Args:
+        autocast: The state.
+        kinds: Kinds of devices; it is off for those that the state does not name.
+
+    Yields:
+        Nothing.
+    """
+    dtypes = dict(autocast)
+    with contextlib.ExitStack() as stack:
+        for kind in sorted({*kinds, *dtypes}):
+            if kind in dtypes or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype=dtypes.get(kind), enabled=kind in dtypes))
+        yield
+
+
+@contextlib.contextmanager
+def weights_cast_once(enabled: bool) -> Iterator[None]:
+    """Cast each weight once while a step is traced, where autocast does so when the step runs.
+
+    A weight that is used several times has one cast then, whose gradients are added up in the lower precision; torch
+    traces with a cast for each use.
+
+    Args:
+        enabled: Whether autocast's cache was enabled where the step was called.
+
+    Yields:
+        Nothing.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        # tensors of the trace must not meet those of a step
+        torch.clear_autocast_cache()

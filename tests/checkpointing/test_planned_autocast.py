@@ -1,0 +1,135 @@
+"""Planned steps under autocast: the bits of the plain step, wherever its backward pass runs, or a refusal."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rmm_linear.checkpointing import checkpoint_model, checkpoint_step
+
+X = torch.randn(4, 16, 32)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+class Attention(nn.Module):
+    """Attention with dropout, whose backward pass computes in other dtypes inside of autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(2, (4, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, 2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Repeated(nn.Module):
+    """A layer that runs three times: autocast casts its weight once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.relu(self.layer(x))
+        return self.head(x)
+
+
+def mean_square(model, x):
+    return model(x).float().square().mean()
+
+
+def gradients(model, step, inside):
+    torch.manual_seed(5)
+    model.zero_grad()
+    with autocast():
+        loss = step(X)
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_same_bits(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [Attention, Repeated])
+def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(kind):
+    model = kind()
+    reference = copy.deepcopy(model)
+    with autocast():
+        step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
+    for _ in range(2):
+        ours = gradients(model, step, inside=False)
+        assert_same_bits(ours, gradients(reference, lambda x: mean_square(reference, x), inside=False))
+
+
+def test_a_backward_pass_inside_of_autocast_has_the_plain_bits_where_it_computes_the_same():
+    model = Repeated()
+    reference = copy.deepcopy(model)
+    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    for inside in (True, False, True):
+        ours = gradients(model, lambda x: mean_square(model, x), inside)
+        assert_same_bits(ours, gradients(reference, lambda x: mean_square(reference, x), inside))
+
+
+def test_a_backward_pass_inside_of_autocast_that_computes_in_other_dtypes_is_refused_by_name():
+    model = Attention()
+    reference = copy.deepcopy(model)
+    with autocast():
+        step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"backward\(\) was called inside of torch.autocast.*call it outside"):
+            gradients(model, step, inside=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    ours = gradients(model, step, inside=False)
+    assert_same_bits(ours, gradients(reference, lambda x: mean_square(reference, x), inside=False))
+
+
+def test_a_step_without_autocast_has_the_plain_bits_where_its_backward_pass_is_inside_of_it():
+    model, reference = (copy.deepcopy(m) for m in [nn.Sequential(nn.Linear(32, 32), nn.Tanh())] * 2)
+    step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
+    found = []
+    for loss in (step(X), mean_square(reference, X)):
+        with autocast():
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert "call it outside" in str(error)  # noqa: PT017
+                found.append(None)
+    ours, theirs = ([parameter.grad for parameter in each.parameters()] for each in (model, reference))
+    assert found or all(map(torch.equal, ours, theirs))
+
+
+def test_inputs_that_are_leaves_are_cast_once_and_others_for_each_use():
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return sum(layer(x) for layer in self.layers)
+
+    model = Uses()
+    reference = copy.deepcopy(model)
+    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    leaf = X.clone().requires_grad_()
+    for is_leaf in (True, False):
+        found = []
+        for each in (model, reference):
+            leaf.grad = None
+            with autocast():
+                loss = mean_square(each, leaf if is_leaf else leaf * 1)
+            loss.backward()
+            found.append(leaf.grad)
+        assert torch.equal(*found)
