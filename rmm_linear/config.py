@@ -58,7 +58,8 @@ class RMMConfig:
             is a padding row there. Sequences run along the last dimension but one: not for models that hold (length,
             batch, features); inputs of two dimensions have none.
         share_sketch: Keep one sketch for all layers that are called with the same tensor in a forward pass (query, key
-            and value) and are configured alike, as an exact model keeps one input; see `rmm_linear.sharing`.
+            and value) and are configured alike, as an exact model keeps one input; see `rmm_linear.sharing`. Copies of
+            a tensor count as that tensor under torch.compile, which merges them.
     """
 
     ratio: float = 0.5

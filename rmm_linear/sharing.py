@@ -18,8 +18,10 @@ What a version counter does not see, a change through `x.data` or through memory
 layers of one forward pass, is not seen here either: the later layer's gradient is that of the earlier values.
 
 Under torch.compile none of this runs. There the compiler merges what is equal: one draw of a seed for a tensor that
-several layers of one graph read, and one sketch (see `rmm_linear.ops.draw_seed`), for layers with one weight as well.
-Layers of different graphs keep their own.
+several layers of one graph read, and one sketch (see `rmm_linear.ops.draw_seed`). So does it with copies of one tensor
+(`x.clone()`, two casts), which it merges first, and for layers with one weight: eager mode draws an S for each, and all
+have one there. Each estimate is unbiased as before; their errors go together, and those of one weight's layers add up.
+`share_sketch=False` keeps them apart. Layers of different graphs keep their own.
 
 Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly, and lives as long as a
 graph that was made with it. Every layer draws a seed,

@@ -95,13 +95,14 @@ def test_a_backward_pass_inside_the_region_is_not_lowered() -> None:
     assert torch.equal(*grads)
 
 
-def test_grad_scaler_settles_where_it_does_for_the_exact_layer(device: torch.device) -> None:
+@pytest.mark.parametrize("ratio", [0.1, 0.01])
+def test_grad_scaler_settles_where_it_does_for_the_exact_layer(device: torch.device, ratio: float) -> None:
     # Rows of 2**10 and gradients scaled close to float16's end: an S^T g kept in float16 would overflow, and the
     # scaler would back off where the exact layer's does not.
     scales = {}
     for name in ("exact", "sketched"):
         torch.manual_seed(4)
-        layer = nn.Linear(32, 16) if name == "exact" else RMMLinear(32, 16, config=CONFIG.replace(ratio=0.1))
+        layer = nn.Linear(32, 16) if name == "exact" else RMMLinear(32, 16, config=CONFIG.replace(ratio=ratio))
         layer = layer.to(device)
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**24, growth_interval=3)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)

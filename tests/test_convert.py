@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -362,6 +363,19 @@ def test_a_converted_layer_under_an_accelerate_hook_reverts_to_exact():
         revert_linears(layer)
     assert layer[0].rmm_config.ratio == 1.0
     assert layer(torch.randn(256, 8)).shape == (256, 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ratio", "warned"),
+    [(torch.float16, 0.03, True), (torch.float16, 0.3, False), (torch.float32, 0.03, False)],
+)
+def test_float16_weights_at_a_small_ratio_are_warned_of(dtype, ratio, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert_linears(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype), ratio=ratio)
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == warned
+    assert all("2 sketched layers" in text and "float16" in text and "65504" in text for text in said)
 
 
 def test_a_warning_names_each_layer_once():

@@ -169,6 +169,22 @@ def test_gradients_are_unbiased(backend: str, kind: type[Attention], budget: flo
         assert_unbiased(lambda: relative(gradients(compiled)), relative(exact), draws=300, bias=0.08)
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_copies_of_one_tensor_count_as_that_tensor_unless_nothing_is_shared(share: bool) -> None:
+    class OfCopies(Attention):
+        def project(self, x: Tensor) -> Tensor:
+            return torch.cat([layer(x.clone()) for layer in self.layers], 1)
+
+    model = OfCopies(CONFIG.replace(share_sketch=share))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x, g = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    compiled(x).backward(torch.cat([g] * 3, 1))
+    first, *others = (layer.weight.grad for layer in model.layers)
+    for other in others:
+        # equal gradients of the outputs: equal errors for one S, and others for another
+        assert torch.allclose(first, other) == share
+
+
 def test_two_forwards_before_a_backward_have_two_sketches() -> None:
     model = Attention()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

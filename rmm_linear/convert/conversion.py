@@ -9,6 +9,7 @@ linear layer is left as it is, with a reason (see `summary`).
 import warnings
 from collections.abc import Callable, Collection, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from rmm_linear.adapters import watch_adapted_layers
@@ -20,6 +21,9 @@ from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory import profile
 from rmm_linear.names import listed, pattern
 from rmm_linear.padding import TIME_FIRST, install_hooks, remove_hooks
+
+# Below it, noise over gradient is about 3 and more, an element: its size is about sqrt((1 - ratio) / ratio).
+_SMALL_RATIO = 0.1
 
 ALL_LINEAR = "all-linear"
 DEFAULT_RATIO = 0.5
@@ -151,6 +155,8 @@ def convert_linears(
             UserWarning,
             stacklevel=2,
         )
+    if (may_overflow := _that_may_overflow(plan)) is not None:
+        warnings.warn(may_overflow, UserWarning, stacklevel=2)
     if any(wanted is not None and wanted.keep_tokens for _, wanted in plan) and _is_time_first(model):
         warnings.warn(
             f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
@@ -246,6 +252,20 @@ def revert_linears(model: nn.Module) -> nn.Module:
     remove_hooks(model)
     watch_adapted_layers(model)
     return model
+
+
+def _that_may_overflow(plan: list[tuple[LinearLayer, RMMConfig | None]]) -> str | None:
+    """What to say of layers whose estimate is so noisy that float16 may have no room for it."""
+    layers = [layer.module for layer, wanted in plan if wanted is not None and wanted.ratio < _SMALL_RATIO]
+    found = [layer for layer in layers if isinstance(layer, SketchedLayer) and layer.weight.dtype == torch.float16]
+    if not found:
+        return None
+    return (
+        f"{len(found)} sketched layers have float16 weights and a ratio below {_SMALL_RATIO}: their gradients are"
+        " estimates whose noise is several times the gradient: infinite beyond 65504, where the exact ones would"
+        " not be. Keep weights in float32 and train under torch.autocast(dtype=torch.float16) with a GradScaler, which"
+        " settles where it does for exact layers; or use bfloat16, a larger ratio, or a smaller loss"
+    )
 
 
 def _announce_padding(model: nn.Module) -> bool:
