@@ -18,8 +18,9 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 _VERSION = 2
@@ -86,7 +87,8 @@ class Graph:
 
     Raises:
         ValueError: If the graph is empty or cyclic, a storage has no writer or two, a size is negative, a cost is not
-            positive, a forward op comes after a backward one or reads what one wrote, or an index is out of range.
+            positive, a forward op comes after a backward one or reads what one wrote, an index is out of range, or
+            anything is of another type than it is said to be.
     """
 
     ops: tuple[Op, ...]
@@ -99,18 +101,13 @@ class Graph:
     def __post_init__(self) -> None:
         if not self.ops:
             raise ValueError("the graph has no ops: there is nothing to plan")
+        _check_fields(self, "the graph")
         for storage in self.storages:
-            if isinstance(storage.size_bytes, bool) or not isinstance(storage.size_bytes, int):
-                raise ValueError(f"storage {storage.name!r} has size_bytes={storage.size_bytes!r}, which is no int")
-            if storage.size_bytes < 0:
-                raise ValueError(f"storage {storage.name!r} has size_bytes={storage.size_bytes}; sizes are at least 0")
+            _check_fields(storage, f"storage {storage.name!r}")
         written: dict[int, int] = {}
         seen_backward = ""
         for position, op in enumerate(self.ops):
-            if not 0 < op.cost < float("inf"):
-                raise ValueError(f"op {op.name!r} has cost={op.cost}; costs are positive and finite")
-            if op.temporary_bytes < 0:
-                raise ValueError(f"op {op.name!r} has temporary_bytes={op.temporary_bytes}; they are at least 0")
+            _check_fields(op, f"op {op.name!r}")
             if seen_backward and not op.is_backward:
                 raise ValueError(f"forward op {op.name!r} comes after backward op {seen_backward!r}; put it before")
             seen_backward = op.name if op.is_backward else seen_backward
@@ -316,6 +313,34 @@ class Graph:
             The graph.
         """
         return cls.from_dict(json.loads(text))
+
+
+def _check_fields(part: Op | Storage | Graph, where: str) -> None:
+    """Refuse what is of another type than its field, as data from elsewhere may be, and numbers out of range."""
+    for each in fields(part):
+        wrong = _what_is_wrong(getattr(part, each.name), each.type)
+        if wrong:
+            raise ValueError(f"{where} has {each.name}={getattr(part, each.name)!r}{wrong}")
+
+
+def _what_is_wrong(value: Any, kind: Any) -> str:
+    if kind is str:
+        return "" if isinstance(value, str) else ", which is no text"
+    if kind is bool:
+        return "" if isinstance(value, bool) else ", which is no bool"
+    if kind is int:
+        return ", which is no int" if not _is_int(value) else "; sizes are at least 0" if value < 0 else ""
+    if kind is float:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        return "" if is_number and 0 < value < float("inf") else "; costs are positive and finite"
+    if kind == tuple[int, ...]:
+        return "" if isinstance(value, tuple) and all(map(_is_int, value)) else ", which is not a tuple of ints"
+    return ""
+
+
+def _is_int(value: Any) -> bool:
+    # a bool counts as an int for Python
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _topological_order(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[int]:

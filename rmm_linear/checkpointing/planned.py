@@ -26,14 +26,20 @@ from rmm_linear.checkpointing.capture import capture
 from rmm_linear.checkpointing.execute import OtherBranchError
 from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.plan import CheckpointPlan
-from rmm_linear.checkpointing.replaced_forward import own_forward, refuse_twice, replace_forward, stands_in
+from rmm_linear.checkpointing.replaced_forward import (
+    own_forward,
+    refuse_inner_plans,
+    refuse_twice,
+    replace_forward,
+    stands_in,
+)
 from rmm_linear.checkpointing.runner import Runner
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import simulate
 from rmm_linear.checkpointing.step_state import key_of_call, state_of
 from rmm_linear.checkpointing.strategies import get_strategy
 from rmm_linear.checkpointing.tracing import Arguments
-from rmm_linear.errors import CaptureError
+from rmm_linear.errors import CaptureError, ScheduleError
 
 # Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
 _MANY_VARIANTS = 8
@@ -144,6 +150,7 @@ class PlannedStep:
                 f"Python looks at a number in a tensor that was another one in each of {_MANY_VARIANTS} steps: take it"
                 " (`.item()`, `float(...)`, a branch) out of what is planned"
             )
+        refuse_inner_plans(self._model)
         captured = capture(self._model, args, kwargs, step=self._step, costs=self._costs)
         plan = self._plan(captured.graph)
         runner = Runner(captured, plan.schedule)
@@ -238,6 +245,7 @@ def apply_schedule(
     Raises:
         ScheduleError: If the schedule was not made for this step, or is wrong; also later on, for another shape.
         CaptureError: If the step can't be captured.
+        ValueError: As `checkpoint_step`.
 
     Example:
         >>> import torch
@@ -250,6 +258,8 @@ def apply_schedule(
         >>> step = apply_schedule(model, loss_fn, x, Schedule.plain(graph))
         >>> step(x).backward()
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"schedule is a {type(schedule).__name__}; pass a Schedule (Schedule.from_json reads text)")
     args, kwargs = _arguments_of_sample(sample)
     planned = PlannedStep(model, loss_fn, schedule=schedule)
     planned.prepare(args, kwargs)
@@ -283,7 +293,8 @@ def checkpoint_step(
     Raises:
         CaptureError: If the step can't be captured.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
-        ValueError: If the budget or the strategy is unknown.
+        ValueError: If the budget or the strategy is unknown, a module in the model is checkpointed already, or one is a
+            wrapper such as DistributedDataParallel.
     """
     planned = PlannedStep(model, loss_fn, budget=budget, strategy=strategy, costs=costs)
     planned.prepare(*_arguments_of_sample(sample))
@@ -314,7 +325,8 @@ def checkpoint_model(
     Raises:
         CaptureError: If the model can't be captured; it stays as it is then, here and below.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
-        ValueError: If the budget or the strategy is unknown, or the model is checkpointed already.
+        ValueError: If the budget or the strategy is unknown, the model or a module in it is checkpointed already, or
+            one is a wrapper such as DistributedDataParallel: plan what it wraps, before you wrap it.
 
     Example:
         >>> import torch

@@ -16,6 +16,7 @@ class _InThisThread(threading.local):
 
 
 _in_this_thread = _InThisThread()
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class ReplacedForward:
@@ -86,6 +87,31 @@ def refuse_twice(module: nn.Module) -> None:
     """
     if stands_in(module) is not None:
         raise ValueError("the model is checkpointed already; call remove_checkpointing(model) first")
+
+
+def refuse_inner_plans(model: nn.Module) -> None:
+    """Refuse a model that can't be planned as one since a module in it is a program of its own.
+
+    Args:
+        model: The model; its own forward may be replaced.
+
+    Raises:
+        ValueError: If the model, or a module in it, wraps another one for training on several devices, or a module in
+            it is checkpointed.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _WRAPPERS):
+            kind = type(module).__name__
+            subject = f"the module {name!r} is" if name else "the model is"
+            raise ValueError(
+                f"{subject} a {kind}, whose hooks and communication belong to no plan: plan the module that it wraps"
+                f" before you wrap it, as in checkpoint_model(model.module, ...); model = {kind}(model.module)"
+            )
+        if name and stands_in(module) is not None:
+            raise ValueError(
+                f"the module {name!r} ({type(module).__name__}) is checkpointed already, and plans are not made of"
+                f" plans: call remove_checkpointing(model.get_submodule({name!r})) first, or leave the model as it is"
+            )
 
 
 @contextmanager

@@ -105,14 +105,21 @@ class Schedule:
 
         Raises:
             ValueError: If this is no schedule.
+            ScheduleError: If a step is neither computed nor freed, or its target is no int.
         """
         if not isinstance(plain, dict) or plain.get("version") != _VERSION:
             raise ValueError(f"this is no schedule of version {_VERSION}: pass what Schedule.to_dict returned")
         try:
             steps = tuple(Step(kind, target) for kind, target in plain["steps"])
-            return cls(steps, plain["graph"], plain["strategy"])
+            graph, strategy = plain["graph"], plain["strategy"]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the schedule's data is incomplete: {error!r}") from error
+        for name, value in (("graph", graph), ("strategy", strategy)):
+            if not isinstance(value, str):
+                raise ValueError(f"the schedule has {name}={value!r}, which is no text")
+        for number, step in enumerate(steps):
+            _check_types(number, step)
+        return cls(steps, graph, strategy)
 
     def to_json(self) -> str:
         """Return the schedule as JSON.
@@ -197,6 +204,15 @@ def hand_over_places(graph: Graph, order: Sequence[int], gradients: Collection[i
     return found
 
 
+def _check_types(number: int, step: Step) -> None:
+    where = f"step {number} ({step.kind} {step.target!r})"
+    if step.kind not in ("compute", "free"):
+        raise ScheduleError(f"{where}: the kind is neither 'compute' nor 'free'", number)
+    # a bool counts as an int for Python
+    if isinstance(step.target, bool) or not isinstance(step.target, int):
+        raise ScheduleError(f"{where}: the target is no int", number)
+
+
 def _end_of_forward(graph: Graph, order: Sequence[int]) -> int:
     """The place at which the last result is computed first; -1 if there are none, or one is missing."""
     missing = {graph.writer[index] for index in graph.results}
@@ -229,6 +245,7 @@ def validate(graph: Graph, schedule: Schedule) -> None:
     last_random = -1
     for number, step in enumerate(schedule.steps):
         where = f"step {number} ({step.kind} {step.target})"
+        _check_types(number, step)
         if step.kind == "free":
             if not 0 <= step.target < len(graph.storages):
                 raise ScheduleError(f"{where}: there are {len(graph.storages)} storages", number)
@@ -239,8 +256,6 @@ def validate(graph: Graph, schedule: Schedule) -> None:
                 raise ScheduleError(f"{where}: {name!r} is a result, and the forward pass has not ended", number)
             live.remove(step.target)
             continue
-        if step.kind != "compute":
-            raise ScheduleError(f"{where}: the kind is neither 'compute' nor 'free'", number)
         if not 0 <= step.target < len(graph.ops):
             raise ScheduleError(f"{where}: there are {len(graph.ops)} ops", number)
         op = graph.ops[step.target]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear.checkpointing.budget import budget_in_bytes
 from rmm_linear.checkpointing.capture import capture
 from rmm_linear.checkpointing.graph import Graph
-from rmm_linear.checkpointing.replaced_forward import refuse_twice, replace_forward
+from rmm_linear.checkpointing.replaced_forward import refuse_inner_plans, refuse_twice, replace_forward
 from rmm_linear.checkpointing.simulate import peak_and_cost
 from rmm_linear.checkpointing.strategies.chain_reversal import balanced_cuts, segments_of_cuts
 from rmm_linear.checkpointing.strategies.hong2025_linear import fewest_kept_bytes
@@ -70,8 +70,9 @@ def checkpoint_sequential(
     Raises:
         CaptureError: If the model can't be captured.
         InfeasibleBudgetError: If the strategy finds no segments that fit; it names the least that was found.
-        ValueError: If the model is no nn.Sequential, is checkpointed already, or updates buffers in its forward pass
-            (batch norm), which a segment that runs again would do twice; or the budget or strategy is unknown.
+        ValueError: If the model is no nn.Sequential, it or a module in it is checkpointed already, or it updates
+            buffers in its forward pass (batch norm), which a segment that runs again would do twice; or the budget or
+            strategy is unknown.
 
     Example:
         >>> import torch
@@ -88,6 +89,7 @@ def checkpoint_sequential(
             f"a {type(model).__name__} is no nn.Sequential, whose modules run one after the other; use checkpoint_model"
         )
     refuse_twice(model)
+    refuse_inner_plans(model)
     if strategy not in (*STRATEGIES, "auto"):
         raise ValueError(f"strategy={strategy!r} cuts no sequences; choose one of {', '.join(STRATEGIES)}, auto")
     budget_in_bytes(budget, 1)

@@ -83,6 +83,55 @@ def test_what_is_wrong_is_named(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("temporary_bytes", float("nan"), "temporary_bytes=nan, which is no int"),
+        ("temporary_bytes", 1.0, "temporary_bytes=1.0, which is no int"),
+        ("state_bytes", -(10**9), "state_bytes=-1000000000; sizes are at least 0"),
+        ("state_bytes", "x", "state_bytes='x', which is no int"),
+        ("reads", [0.0], "reads=.0.0,., which is not a tuple of ints"),
+        ("reads", [True], "which is not a tuple of ints"),
+        ("reads", "0", "which is not a tuple of ints"),
+        ("writes", [[1]], "which is not a tuple of ints"),
+        ("holds_back", [None], "which is not a tuple of ints"),
+        ("reads", 3, "incomplete"),
+        ("cost", float("nan"), "cost=nan; costs are positive and finite"),
+        ("cost", "1", "cost='1'; costs are positive and finite"),
+        ("cost", True, "cost=True; costs are positive and finite"),
+        ("is_random", "yes", "is_random='yes', which is no bool"),
+        ("is_backward", 0, "is_backward=0, which is no bool"),
+        ("name", None, "name=None, which is no text"),
+        ("kind", 7, "kind=7, which is no text"),
+    ],
+)
+def test_a_part_of_an_op_of_another_type_is_named(part, value, message):
+    plain = GRAPHS["training"].to_dict()
+    plain["ops"][1][part] = value
+    with pytest.raises(ValueError, match=message):
+        Graph.from_json(json.dumps(plain))
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("outputs", [0.0], "outputs=.0.0,., which is not a tuple of ints"),
+        ("results", ["0"], "results=.'0',., which is not a tuple of ints"),
+        ("gradients", None, "incomplete"),
+        ("cost_unit", 3, "cost_unit=3, which is no text"),
+        ("ops", None, "incomplete"),
+        ("ops", [5], "incomplete"),
+        ("ops", {}, "no ops"),
+        ("storages", [{"name": "a", "size_bytes": float("inf")}], "size_bytes=inf, which is no int"),
+        ("storages", [{"name": 1, "size_bytes": 1}], "name=1, which is no text"),
+        ("storages", [[]], "incomplete"),
+    ],
+)
+def test_a_part_of_a_graph_of_another_type_is_named(part, value, message):
+    with pytest.raises(ValueError, match=message):
+        Graph.from_json(json.dumps({**GRAPHS["training"].to_dict(), part: value}))
+
+
 def test_edges_in_any_order_are_sorted():
     graph = Graph.from_edges([1, 2, 3], [10, 20, 30], [(2, 0), (0, 1)])
     assert [op.name for op in graph.ops] == ["2", "0", "1"]

@@ -23,8 +23,8 @@ def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[in
     # -1 for an op that is in none: backward ones above all
     segment_of = [-1] * len(graph.ops)
     for number, segment in enumerate(segments):
-        for op in segment:
-            segment_of[op] = number
+        for position in segment:
+            segment_of[position] = number
     kept = set(graph.outputs)
     for position in range(graph.forward_count):
         op = graph.ops[position]
