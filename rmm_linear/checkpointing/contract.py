@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from rmm_linear.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
-from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.graph import Graph, Storage
 from rmm_linear.checkpointing.oracle import Optimum, cheapest_order, leanest_order
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import Simulation, simulate
@@ -48,6 +48,7 @@ def _tiny_graphs() -> Iterator[tuple[str, Graph]]:
         yield f"random layers, seed {seed}", with_backward(random_layers(6 + seed % 2, seed=seed))
     yield "chain of 5 with effects", _with_effects(with_backward(chain([4, 2, 7, 1, 3])))
     yield "random layers with effects", _with_effects(with_backward(random_layers(6, seed=9)))
+    yield "chain of 4 whose gradients go", _with_gradients(with_backward(chain([4, 2, 5, 3])))
     yield "forward chain", chain([3, 1, 4, 1, 5])
     yield "forward random layers", random_layers(7, seed=5)
 
@@ -93,6 +94,18 @@ def _with_effects(graph: Graph) -> Graph:
         for position, op in enumerate(graph.ops)
     ]
     return replace(graph, ops=tuple(ops))
+
+
+def _with_gradients(graph: Graph) -> Graph:
+    """Let each backward op write a parameter's gradient as well, which goes; its forward op reads the parameter."""
+    storages, ops = list(graph.storages), list(graph.ops)
+    for forward in range(graph.forward_count):
+        backward = len(ops) - 1 - forward
+        ops[forward] = replace(ops[forward], holds_back=(len(storages),))
+        ops[backward] = replace(ops[backward], writes=(*ops[backward].writes, len(storages)))
+        storages.append(Storage(f"gradient of a parameter of {ops[forward].name}", 3))
+    gradients = tuple(range(len(graph.storages), len(storages)))
+    return replace(graph, ops=tuple(ops), storages=tuple(storages), gradients=gradients)
 
 
 class StrategyContract:

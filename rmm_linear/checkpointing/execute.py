@@ -155,6 +155,10 @@ class _Writer:
                     ready = []
                 ready += waiting.pop(position, [])
                 position += 1
+            elif step.target in ready:
+                # it goes with being handed over
+                del self._live[step.target]
+                continue
             self._step(step)
         parts.append(self._hand_over(ready))
         return parts

@@ -57,6 +57,19 @@ class CheckpointPlan:
         """Extra time over the plain step's, by the graph's costs."""
         return self.planned.overhead
 
+    def with_gradients_freed(self) -> "CheckpointPlan":
+        """Judge the same computations in steps that leave no gradient of a parameter behind.
+
+        So are all micro-batches but the first, whose gradients are added to what is there, and steps whose gradients
+        an optimizer takes in the backward pass.
+
+        Returns:
+            The plan.
+        """
+        graph = self.graph.with_gradients_freed()
+        schedule = Schedule.from_order(graph, self.schedule.order, strategy=self.schedule.strategy)
+        return CheckpointPlan.of(graph, schedule, self.budget_bytes)
+
     def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
         """Say what each block keeps and computes again.
 
@@ -125,8 +138,15 @@ class CheckpointPlan:
             f" {self.schedule.strategy}"
         )
         outputs = sum(self.graph.storages[index].size_bytes for index in self.graph.outputs)
-        floor = f"{_mib(outputs)} MiB of gradients and results at the end, under any plan"
+        of_what = "results" if self.graph.freed else "gradients and results"
+        floor = f"{_mib(outputs)} MiB of {of_what} at the end, under any plan"
         lines = [headline, f"at the end of the forward pass: {kept} -> {planned} MiB; {floor}"]
+        if set(self.graph.gradients) - self.graph.freed:
+            freed = self.with_gradients_freed()
+            lines.append(
+                f"where each gradient is added to one that is there, or taken in the backward pass: peak"
+                f" {_mib(freed.plain.peak_bytes)} -> {_mib(freed.peak_bytes)} MiB"
+            )
         if any(op.kind.startswith(_OURS) for op in self.graph.ops):
             sketches = [
                 _mib(sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index)))

@@ -58,6 +58,7 @@ class PlannedStep:
         budget: See `checkpoint_step`; None with a schedule.
         strategy: See `checkpoint_step`.
         costs: See `checkpoint_step`.
+        gradients: See `checkpoint_step`.
         schedule: A given schedule.
 
     Attributes:
@@ -72,10 +73,12 @@ class PlannedStep:
         budget: int | str | None = None,
         strategy: str = "auto",
         costs: str = "roofline",
+        gradients: str = "kept",
         schedule: Schedule | None = None,
     ) -> None:
         self._model, self._step = model, step
-        self._budget, self._strategy, self._costs, self._schedule = budget, strategy, costs, schedule
+        self._budget, self._strategy, self._schedule = budget, strategy, schedule
+        self._capture_options = {"costs": costs, "gradients": gradients}
         if schedule is None:
             # what is wrong is told before anything is captured
             budget_in_bytes(budget, 1)
@@ -84,8 +87,8 @@ class PlannedStep:
         self.plans: list[CheckpointPlan] = []
 
     def __reduce__(self) -> Any:
-        options = (self._model, self._step, self._budget, self._strategy, self._costs, self._schedule)
-        return _remade_step, options
+        options = {"budget": self._budget, "strategy": self._strategy, "schedule": self._schedule}
+        return _remade_step, (self._model, self._step, {**options, **self._capture_options})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -151,7 +154,7 @@ class PlannedStep:
                 " (`.item()`, `float(...)`, a branch) out of what is planned"
             )
         refuse_inner_plans(self._model)
-        captured = capture(self._model, args, kwargs, step=self._step, costs=self._costs)
+        captured = capture(self._model, args, kwargs, step=self._step, **self._capture_options)
         plan = self._plan(captured.graph)
         runner = Runner(captured, plan.schedule)
         self._runners.setdefault(key, []).insert(0, runner)
@@ -195,15 +198,8 @@ def is_planned(model: nn.Module) -> bool:
     return any(isinstance(stands_in(module), PlannedStep) for module in model.modules())
 
 
-def _remade_step(
-    model: nn.Module,
-    step: Callable[..., Any] | None,
-    budget: int | str | None,
-    strategy: str,
-    costs: str,
-    schedule: Schedule | None,
-) -> PlannedStep:
-    return PlannedStep(model, step, budget=budget, strategy=strategy, costs=costs, schedule=schedule)
+def _remade_step(model: nn.Module, step: Callable[..., Any] | None, options: dict[str, Any]) -> PlannedStep:
+    return PlannedStep(model, step, **options)
 
 
 def _random_states(inputs: Sequence[Tensor]) -> list[tuple[torch.device | None, Tensor]]:
@@ -228,7 +224,12 @@ def _arguments_of_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def apply_schedule(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, sample: Any, schedule: Schedule
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    sample: Any,
+    schedule: Schedule,
+    *,
+    gradients: str = "kept",
 ) -> PlannedStep:
     """Run a training step by a given schedule.
 
@@ -238,6 +239,7 @@ def apply_schedule(
             the model itself returns it.
         sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
         schedule: A schedule for the captured step, for instance one that was saved as JSON.
+        gradients: What it was planned for; see `checkpoint_step`.
 
     Returns:
         The step, to be called with batches of the sample's shapes: `loss = step(batch); loss.backward()`.
@@ -261,7 +263,7 @@ def apply_schedule(
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"schedule is a {type(schedule).__name__}; pass a Schedule (Schedule.from_json reads text)")
     args, kwargs = _arguments_of_sample(sample)
-    planned = PlannedStep(model, loss_fn, schedule=schedule)
+    planned = PlannedStep(model, loss_fn, schedule=schedule, gradients=gradients)
     planned.prepare(args, kwargs)
     return planned
 
@@ -274,6 +276,7 @@ def checkpoint_step(
     budget: int | str,
     strategy: str = "auto",
     costs: str = "roofline",
+    gradients: str = "kept",
 ) -> PlannedStep:
     """Plan a training step, loss included, within a byte budget.
 
@@ -286,6 +289,10 @@ def checkpoint_step(
             "60%" of what the step takes without a plan.
         strategy: One of `available_strategies()`.
         costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
+        gradients: "kept" counts the gradients of parameters, each from where it is ready to the end, as its `.grad`.
+            "freed" plans for steps that leave none behind: an optimizer takes each in the backward pass
+            (`register_post_accumulate_grad_hook`), or it is added to one that was there before, as in all micro-batches
+            but the first.
 
     Returns:
         The step; call it in the place of `loss_fn(model, ...)`. Its `plans` say what was planned.
@@ -293,16 +300,22 @@ def checkpoint_step(
     Raises:
         CaptureError: If the step can't be captured.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
-        ValueError: If the budget or the strategy is unknown, a module in the model is checkpointed already, or one is a
-            wrapper such as DistributedDataParallel.
+        ValueError: If the budget, the strategy or `gradients` is unknown, a module in the model is checkpointed
+            already, or one is a wrapper such as DistributedDataParallel.
     """
-    planned = PlannedStep(model, loss_fn, budget=budget, strategy=strategy, costs=costs)
+    planned = PlannedStep(model, loss_fn, budget=budget, strategy=strategy, costs=costs, gradients=gradients)
     planned.prepare(*_arguments_of_sample(sample))
     return planned
 
 
 def checkpoint_model(
-    model: nn.Module, sample: Any, *, budget: int | str, strategy: str = "auto", costs: str = "roofline"
+    model: nn.Module,
+    sample: Any,
+    *,
+    budget: int | str,
+    strategy: str = "auto",
+    costs: str = "roofline",
+    gradients: str = "kept",
 ) -> CheckpointPlan:
     """Plan a model's forward and backward pass within a byte budget, in place.
 
@@ -318,6 +331,10 @@ def checkpoint_model(
             "60%" of what the model takes without a plan.
         strategy: One of `available_strategies()`.
         costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
+        gradients: "kept" counts the gradients of parameters, each from where it is ready to the end, as its `.grad`.
+            "freed" plans for steps that leave none behind: an optimizer takes each in the backward pass
+            (`register_post_accumulate_grad_hook`), or it is added to one that was there before, as in all micro-batches
+            but the first.
 
     Returns:
         The plan for the sample's shapes; print it. Other shapes are planned when they first occur, for the same budget.
@@ -325,8 +342,8 @@ def checkpoint_model(
     Raises:
         CaptureError: If the model can't be captured; it stays as it is then, here and below.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
-        ValueError: If the budget or the strategy is unknown, the model or a module in it is checkpointed already, or
-            one is a wrapper such as DistributedDataParallel: plan what it wraps, before you wrap it.
+        ValueError: If the budget, the strategy or `gradients` is unknown, the model or a module in it is checkpointed
+            already, or one is a wrapper such as DistributedDataParallel: plan what it wraps, before you wrap it.
 
     Example:
         >>> import torch
@@ -340,7 +357,7 @@ def checkpoint_model(
         >>> model(x).square().mean().backward()
     """
     refuse_twice(model)
-    planned = PlannedStep(model, _own_forward, budget=budget, strategy=strategy, costs=costs)
+    planned = PlannedStep(model, _own_forward, budget=budget, strategy=strategy, costs=costs, gradients=gradients)
     plan = planned.prepare(*_arguments_of_sample(sample))
     replace_forward(model, planned)
     return plan

@@ -186,6 +186,17 @@ def test_bits_and_bytes_are_as_promised(case):
             assert torch.equal(theirs, ours), name
         peaks.append(simulate(graph, schedule).peak_bytes)
         assert measured.peak == peaks[-1]
+        # a second micro-batch: its gradients are added to those that are there
+        there = [parameter.grad for parameter in planned.parameters() if parameter.grad is not None]
+        torch.manual_seed(2)
+        loss_of(plain(*args, **kwargs) if step is None else step(plain, *args, **kwargs)).backward()
+        torch.manual_seed(2)
+        with MeasuredPeak(list(planned.parameters()), list(planned.buffers()), there, args, kwargs, one) as measured:
+            found = run(*args, **kwargs)
+            loss_of(found).backward(one)
+        for (name, theirs), ours in zip(plain.named_parameters(), planned.parameters(), strict=True):
+            assert theirs.grad is None or torch.equal(theirs.grad, ours.grad), name
+        assert measured.peak == run.plans[0].with_gradients_freed().peak_bytes
     assert min(peaks[1:]) < peaks[0]
 
 

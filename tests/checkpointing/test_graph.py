@@ -64,6 +64,7 @@ A, B = Storage("a", 1), Storage("b", 2)
         (lambda: Graph((Op("f", 1.0, (), (0,)),), (A, B)), "'b' is written by no op"),
         (lambda: Graph((Op("f", 1.0, (), (3,)),), (A,)), "names storage 3, of which there are 1"),
         (lambda: Graph((Op("f", 1.0, (), (0,)),), (A,), outputs=(5,)), "outputs names storage 5"),
+        (lambda: Graph((Op("f", 1.0, (), (0,)),), (A,), gradients=(0,)), "gradient 'a' is written by a forward op"),
         (lambda: Graph((Op("f", 1.0, (), (0,), is_backward=True),), (A,), (0,), (0,)), "backward op"),
         (
             lambda: Graph((Op("f", 1.0, (), (0,), is_backward=True), Op("g", 1.0, (), (1,))), (A, B)),

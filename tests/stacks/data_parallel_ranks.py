@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 from tiny_models import CONFIG, Batch, batch_of, llama, roberta
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear import convert_linears
+from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.convert import why_not
 from rmm_linear.ops import seeds
 
@@ -263,6 +266,46 @@ def flattened(rank: int) -> dict[str, object]:
     return found
 
 
+class Ops(TorchDispatchMode):
+    """Counts what torch runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def planned(rank: int, budget: str | None) -> dict[str, object]:
+    """A step by plan under DDP: its gradients, and the part of the backward pass that was over at each reduction."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())))
+    batches = torch.randn(3, 256, 32, generator=torch.Generator().manual_seed(rank))
+    if budget is not None:
+        checkpoint_model(model, batches[0], budget=budget, strategy="chen2016_sqrt")
+    # a bucket a layer
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True)
+    launched, ops = [], Ops()
+
+    def reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        launched.append(ops.count)
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    wrapped.register_comm_hook(None, reduce)
+    gradients = []
+    for number, batch in enumerate(batches):
+        launched.clear()
+        # the second batch waits for the third
+        with ops, wrapped.no_sync() if number == 1 else nullcontext():
+            out = wrapped(batch).square().sum()
+            ops.count = 0
+            out.backward()
+        gradients += [parameter.grad.clone() for parameter in model.parameters()]
+        if number != 1:
+            wrapped.zero_grad()
+    return {"gradients": gradients, "launched": [count / ops.count for count in launched]}
+
+
 def work(rank: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
@@ -270,6 +313,7 @@ def work(rank: int, folder: str, names: list[str]) -> None:
     found: dict[str, object] = {name: run_on_rank(every[name], rank) for name in names}
     if names == list(STACKS):
         found["tensor parallel"], found["flattened"] = tensor_parallel(rank), flattened(rank)
+        found["planned"] = {budget: planned(rank, budget) for budget in (None, "100%", "80%")}
     torch.save(found, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 

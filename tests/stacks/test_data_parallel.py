@@ -1,5 +1,6 @@
 """DDP and FSDP2 on two processes, converted before and after wrapping; and what FSDP of old and tensor parallel do."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,18 @@ def test_a_flat_parameter_is_refused_by_name_after_wrapping_and_sketched_before(
         first, again, other = rank["flattened"]["gradients"]
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("budget", ["100%", "80%"])
+def test_gradients_of_a_planned_step_are_reduced_while_its_backward_pass_runs(ranks, budget):
+    for rank in ranks:
+        plain, ours = rank["planned"][None], rank["planned"][budget]
+        assert all(torch.equal(a, b) for a, b in zip(plain["gradients"], ours["gradients"], strict=True))
+        assert len(plain["launched"]) == len(ours["launched"]) == 6
+        # the last layer's first, and one after the other
+        assert ours["launched"][0] < 0.3
+        gaps = [later - earlier for earlier, later in itertools.pairwise([*ours["launched"], 1.0])]
+        assert max(gaps) < 0.35
 
 
 @pytest.mark.slow
