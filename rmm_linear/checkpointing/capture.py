@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from rmm_linear.checkpointing.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.checkpointing.costs import cost_of, unit_of
+from rmm_linear.checkpointing.cumulative_average import counted_by_modules, cumulative_batch_norm, let_ops_count
 from rmm_linear.checkpointing.graph import Graph, Op, Storage
 from rmm_linear.checkpointing.tracing import Arguments, Returned, Traced, trace
 from rmm_linear.errors import CaptureError
@@ -42,6 +44,7 @@ from rmm_linear.errors import CaptureError
 # Reads buffers that it updates, but computes what others read from the batch alone: it may run again after the update.
 _UPDATES_BUFFERS = {
     torch.ops.aten._native_batch_norm_legit_functional.default,
+    cumulative_batch_norm,
 }
 # With a reduction they return one number in memory as large as that of all numbers, which hollow tensors don't tell.
 _REDUCED_IN_PLACE = {
@@ -159,6 +162,7 @@ def capture(
             (tuple(parameters), tuple(buffers)),
             arguments,
             costs,
+            counts=counted_by_modules(model),
             frees_gradients=gradients == "freed",
             has_same_backward=has_same_backward,
         )
@@ -187,11 +191,13 @@ class _Reading:
         arguments: Arguments,
         costs: str,
         *,
+        counts: Mapping[str, str],
         frees_gradients: bool,
         has_same_backward: Callable[[Autocast], bool],
     ) -> None:
         self._traced, self._joint, self._names, self._arguments = traced, traced.joint, names, arguments
         self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
+        self._counts = counts
         # memory of the hollow tensors -> our storage; None for what is outside of the budget
         self._storage_of: dict[int, int | None] = {}
         self._storages: list[Storage] = []
@@ -207,6 +213,7 @@ class _Reading:
             if isinstance(key, TangentAOTInput) and isinstance(key.output, PlainAOTOutput)
         }
         self._refuse_unknown(placeholders, (PlainAOTInput, TangentAOTInput), "takes")
+        self._refuse_sparse()
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
@@ -219,18 +226,18 @@ class _Reading:
                 " plan. Return the loss, and call the model in training mode"
             )
         results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
-        looked_at = tuple(
+        looked_at = [
             (ends[PlainAOTOutput(len(differentiable) + place)], number)
             for place, number in enumerate(self._traced.numbers)
-        )
+        ]
+        names = dict(zip(inputs, (*self._names[0], *self._names[1]), strict=False))
+        looked_at = let_ops_count(self._joint, names, looked_at, self._counts)
         gradients = tuple(ends.get(GradAOTOutput(PlainAOTInput(place))) for place in range(count))
         place_of: dict[Any, int] = {PlainAOTInput(place): place for place in range(count)}
         updates = tuple(
             (place_of[key.mutated_input], node) for key, node in ends.items() if isinstance(key, InputMutationAOTOutput)
         )
-        for place, _ in updates:
-            if inputs[place].meta["val"].requires_grad:
-                raise CaptureError("the step writes into an input that is differentiated; write into a copy of it")
+        self._refuse_trained([place for place, _ in updates])
         hidden = sorted({str(node.target) for node in self._joint.graph.nodes if _packet(node) in _HIDDEN_WORKSPACE})
         if hidden:
             warnings.warn(
@@ -255,12 +262,33 @@ class _Reading:
             parameter_names=self._names[0],
             buffer_names=self._names[1],
             arguments=self._arguments,
-            looked_at=looked_at,
+            looked_at=tuple(looked_at),
             returned=self._traced.returned,
             returned_spec=self._traced.returned_spec,
             module=self._joint,
             has_same_backward=self._has_same_backward,
         )
+
+    def _refuse_sparse(self) -> None:
+        for node in self._joint.graph.nodes:
+            if any(tensor.layout is not torch.strided for tensor in tensors_of(node)):
+                name = self._traced.blocks.get(node.meta.get("seq_nr", -1), "")
+                raise CaptureError(
+                    f"{name or 'the step'!r} has a sparse gradient, whose memory a plan can't follow: sparse = False"
+                    " makes it a dense one, or checkpoint the parts after it one by one"
+                )
+
+    def _refuse_trained(self, updated: Sequence[int]) -> None:
+        for place in updated:
+            if not self._traced.requires_grad[place]:
+                continue
+            if place >= len(self._names[0]):
+                raise CaptureError("the step writes into an argument that is differentiated: write into a copy of it")
+            raise CaptureError(
+                f"the step writes into parameter {self._names[0][place]!r}, which is trained: do so before the step, in"
+                " place and under torch.no_grad(). For nn.Embedding(max_norm=...) that is max_norm = None and"
+                " `torch.embedding_renorm_(embedding.weight, ids, max_norm, norm_type)`"
+            )
 
     def _make_dense(self, output: fx.Node, inputs: Sequence[fx.Node], count: int) -> None:
         """Copy gradients that autograd would copy: in another layout, or not one parameter's alone. Copies count."""
@@ -422,7 +450,7 @@ class _Reading:
         updated: set[fx.Node],
     ) -> Op:
         target = node.target
-        name = str(target)
+        name = target.__name__ if isinstance(target, FunctionType) else str(target)
         tags = getattr(target, "tags", ())
         namespace = getattr(target, "namespace", "")
         memories = {tensor.untyped_storage()._cdata for source in updated for tensor in tensors_of(source)}
@@ -448,7 +476,7 @@ class _Reading:
             is_backward=is_backward,
             is_recomputable=is_worth_it
             and namespace not in _COLLECTIVES
-            and isinstance(target, torch._ops.OpOverload)
+            and (isinstance(target, torch._ops.OpOverload) or target in _UPDATES_BUFFERS)
             and not (reads_updated and target not in _UPDATES_BUFFERS),
             is_random=is_random,
             state_bytes=state_bytes,

@@ -116,6 +116,7 @@ class Traced:
         has_gradient: For each result, whether it requires a gradient in the plain step.
         numbers: Numbers in tensors that Python looked at; the graph returns those tensors after the results.
         blocks: The module that belongs to each sequence number of autograd.
+        requires_grad: For each input, whether it is differentiated.
         hollow: The tensors among the arguments without their contents.
         fingerprint: Equal for equal graphs.
     """
@@ -127,6 +128,7 @@ class Traced:
     has_gradient: tuple[bool, ...]
     numbers: tuple[Any, ...]
     blocks: dict[int, str]
+    requires_grad: tuple[bool, ...]
     hollow: tuple[Tensor, ...]
     fingerprint: str
 
@@ -188,6 +190,7 @@ def trace(
         function.has_gradient,
         tuple(function.numbers or ()),
         blocks.of_sequence_numbers(),
+        tuple(tensor.requires_grad for tensor in inputs),
         hollow[len(state) :],
         _fingerprint(joint),
     )
@@ -223,8 +226,8 @@ class _Step(nn.Module):
         count = len(state)
         args, kwargs = self._arguments.together(tensors[count:])
         for tensor, is_leaf in zip(tensors, self._are_leaves, strict=True):
-            if tensor.requires_grad and is_leaf:
-                # torch gives the trace's inputs a history, and autocast casts anew for each use what has one
+            # torch gives the trace's inputs a history, and autocast casts anew for each use what has one
+            if is_leaf and type(tensor.grad_fn).__name__ == "Error":
                 tensor.detach_().requires_grad_()
         with (
             _Numbers(self.numbers) as self._looked_at,
@@ -262,8 +265,7 @@ class _Step(nn.Module):
             returned.append(found[id(leaf)])
         self.returned = tuple(returned)
         self.differentiable, self.has_gradient = tuple(differentiable), tuple(has_gradient)
-        # a fresh tensor each: what is looked at may be an input, or returned as well
-        return *results, *(tensor.detach().clone() for tensor in self._looked_at.tensors)
+        return *results, *self._looked_at.tensors
 
     def find_numbers(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Run, and return the numbers that Python looked at."""
@@ -293,7 +295,8 @@ class _Numbers(TorchDispatchMode):
         if self.numbers is None:
             self.found.append(func(*args))
             return self.found[-1]
-        self.tensors.append(args[0])
+        # a copy: what is looked at may be an input, returned as well, or written into later
+        self.tensors.append(args[0].detach().clone())
         if len(self.tensors) > len(self.numbers):
             raise _UnknownNumberError
         return self.numbers[len(self.tensors) - 1]

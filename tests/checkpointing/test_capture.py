@@ -1,12 +1,14 @@
 """What a capture follows, what it leaves as it was, and what it says about what it cannot follow."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
-from rmm_linear.checkpointing import capture, checkpoint_model
+from rmm_linear.checkpointing import Schedule, apply_schedule, capture, checkpoint_model
+from rmm_linear.checkpointing.strategies.segments import order_of_segments
 from rmm_linear.errors import CaptureError
 
 
@@ -126,3 +128,100 @@ def test_a_step_that_exchanges_a_weight_or_fills_a_list_is_refused():
     with pytest.raises(CaptureError, match=r"sets `Collects.seen` to a tensor"):
         capture(model, (torch.randn(4, 8),))
     assert model.seen == {"all": []}
+
+
+class CumulativeNorm(nn.Module):
+    """Batch norms that average over all batches: each step looks at another number."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.norm2 = (nn.BatchNorm1d(8, momentum=None) for _ in range(2))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.layer(x)))
+        return self.norm(self.norm2(x) + x).square().mean()
+
+
+def test_batch_norms_that_average_over_all_batches_are_captured_once():
+    model = CumulativeNorm()
+    reference = copy.deepcopy(model)
+    x = torch.randn(16, 8)
+    graph = capture(model, (x,)).graph
+    ops = range(graph.forward_count)
+    twice = order_of_segments(graph, [list(ops[first : first + 5]) for first in ops[::5]])
+    again = [graph.ops[op].kind for op, times in Counter(twice).items() if times > 1]
+    assert "cumulative_batch_norm" in again
+    step = apply_schedule(model, None, x, Schedule.from_order(graph, twice))
+    for number in range(12):
+        losses = [each(x + number) for each in (step, reference)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    assert len(step.plans) == 1
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Renormed(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(20, 8, **options), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return self.layer(self.embed(ids)).square().mean()
+
+
+def test_a_trained_weight_that_the_step_writes_into_is_refused_with_the_way_around():
+    model, ids = Renormed(max_norm=1.0), torch.randint(0, 20, (16,))
+    with pytest.raises(CaptureError, match=r"writes into parameter 'embed.weight'.*embedding_renorm_"):
+        checkpoint_model(model, ids, budget="100%", strategy="chen2016_sqrt")
+    # the way around is the same step
+    reference = copy.deepcopy(model)
+    model.embed.max_norm = None
+    checkpoint_model(model, ids, budget="100%", strategy="chen2016_sqrt")
+    with torch.no_grad():
+        torch.embedding_renorm_(model.embed.weight, ids, 1.0, 2.0)
+    loss, expected = model(ids), reference(ids)
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert torch.equal(model.embed.weight.grad, reference.embed.weight.grad)
+    # one that is not trained is a buffer by another name
+    model = Renormed(max_norm=1.0)
+    model.embed.weight.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    checkpoint_model(model, ids, budget="100%", strategy="chen2016_sqrt")
+    assert torch.equal(model(ids), reference(ids))
+    assert torch.equal(model.embed.weight, reference.embed.weight)
+
+
+def test_an_argument_that_is_differentiated_and_written_into_is_refused():
+    class Scales(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                x.mul_(0.5)
+            return super().forward(x).sum()
+
+    with pytest.raises(CaptureError, match="writes into an argument that is differentiated"):
+        capture(Scales(8, 8), (torch.randn(4, 8, requires_grad=True),))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_gradient_is_refused_with_the_way_around(kind):
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.ModuleDict({"embed": kind(20, 8, sparse=True)})
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, ids):
+            return self.layer(self.words["embed"](ids)).square().mean()
+
+    model = Sparse()
+    with pytest.raises(CaptureError, match=r"'words.embed' has a sparse gradient.*sparse = False"):
+        capture(model, (torch.randint(0, 20, (4, 4)),))
+    model.words["embed"].sparse = False
+    capture(model, (torch.randint(0, 20, (4, 4)),))
