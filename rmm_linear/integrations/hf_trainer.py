@@ -39,13 +39,14 @@ from rmm_linear.memory import MeasuredSaving
 from rmm_linear.variance import AdaptiveRatios, VarianceMonitor
 from rmm_linear.variance.probe import is_compiled
 
-SAVED_KEY = "rmm/saved_mib"
+KEPT_KEY = "rmm/kept_mib"
 EXACT_KEY = "rmm/exact_mib"
+FREED_KEY = "rmm/freed"
 VARIANCE_KEY = "rmm/relative_variance"
 NOISE_KEY = "rmm/noise_ratio"
 SNR_KEY = "rmm/snr"
 CLIP_KEY = "rmm/clip_fraction"
-KEPT_KEY = "rmm/allocated_mib"
+ALLOCATED_KEY = "rmm/allocated_mib"
 RATIO_KEY = "rmm/mean_ratio"
 # Files in the trainer's output folder.
 NOISE_FILE = "rmm_noise.jsonl"
@@ -69,10 +70,11 @@ class RMMCallback(TrainerCallback):
 
     The model is converted when the trainer is made, before the optimizer and before any wrapping; a model that
     `model_init` makes anew is converted when its training begins. Each training run (a resumed one too) measures one
-    forward pass and logs, for all reporters:
+    forward pass, another one after each change of the ratios, and logs, for all reporters:
 
-    - `rmm/saved_mib`: MiB that the model kept for the backward pass in that forward,
-    - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers.
+    - `rmm/kept_mib`: MiB that the model kept for the backward pass in that forward,
+    - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers,
+    - `rmm/freed`: the part of these that it did not keep, 1 - kept / exact; below 0 where sketches cost memory.
 
     They come as a log of their own, straight after each training log. Nothing of this is logged where it can't be
     measured: under `torch.compile`, which would compile the measurement, under `DataParallel`, and in a planned model
@@ -113,7 +115,7 @@ class RMMCallback(TrainerCallback):
         **convert_kwargs: More arguments of `convert_linears`: `target_modules`, `overrides` and so on.
 
     Attributes:
-        saved_bytes: What the measured forward kept, or None before it.
+        kept_bytes: What the measured forward kept, or None before it.
         exact_bytes: What it would have kept with exact layers, or None before it.
         promised_bytes: The sum over the layers of what each saves of its own input, or None before it.
         monitor: The `VarianceMonitor` of the last training run, or None.
@@ -158,7 +160,7 @@ class RMMCallback(TrainerCallback):
         self._measurement: _OneForward | None = None
         self._warned = False
         self._ratio_file: Path | None = None
-        self.saved_bytes: int | None = None
+        self.kept_bytes: int | None = None
         self.exact_bytes: int | None = None
         self.promised_bytes: int | None = None
         self.monitor: VarianceMonitor | None = None
@@ -175,7 +177,7 @@ class RMMCallback(TrainerCallback):
         model = kwargs["model"]
         self._convert(model, args)
         self._stop_measuring()
-        self.saved_bytes = self.exact_bytes = self.promised_bytes = None
+        self.kept_bytes = self.exact_bytes = self.promised_bytes = None
         is_in_plan = is_planned(model)
         is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1 or is_in_plan
         if is_hidden and (self._every or self._adapts):
@@ -186,7 +188,7 @@ class RMMCallback(TrainerCallback):
             )
         if is_in_plan:
             warnings.warn(
-                f"{SAVED_KEY} and {EXACT_KEY} are not measured and not logged: a planned model keeps what its plan"
+                f"{KEPT_KEY} and {EXACT_KEY} are not measured and not logged: a planned model keeps what its plan"
                 " says, print(checkpoint_model(...))",
                 UserWarning,
                 stacklevel=2,
@@ -194,13 +196,13 @@ class RMMCallback(TrainerCallback):
             return
         if is_hidden:
             warnings.warn(
-                f"{SAVED_KEY} and {EXACT_KEY} are not measured under torch.compile or DataParallel, and not logged",
+                f"{KEPT_KEY} and {EXACT_KEY} are not measured under torch.compile or DataParallel, and not logged",
                 UserWarning,
                 stacklevel=2,
             )
             return
         self._watch(model, args, state)
-        self._measurement = _OneForward(model, self._measured)
+        self._measure(model)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -225,6 +227,8 @@ class RMMCallback(TrainerCallback):
             self.monitor.step()
         if self.ratios is not None:
             changes = [change.to_dict() for change in self.ratios.step()]
+            if changes:
+                self._measure(kwargs["model"])
             if changes and self._ratio_file is not None:
                 with self._ratio_file.open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps(change) + "\n" for change in changes)
@@ -251,8 +255,10 @@ class RMMCallback(TrainerCallback):
     def _values(self) -> dict[str, float]:
         """What there is to log now, in the order in which it is told above."""
         values: dict[str, float] = {}
-        if self.saved_bytes is not None and self.exact_bytes is not None:
-            values |= {SAVED_KEY: self.saved_bytes / 2**20, EXACT_KEY: self.exact_bytes / 2**20}
+        if self.kept_bytes is not None and self.exact_bytes is not None:
+            values |= {KEPT_KEY: self.kept_bytes / 2**20, EXACT_KEY: self.exact_bytes / 2**20}
+            if self.exact_bytes:
+                values[FREED_KEY] = 1 - self.kept_bytes / self.exact_bytes
         noise = self.monitor.noise() if self.monitor is not None else None
         if noise is not None:
             values |= {VARIANCE_KEY: noise.relative_variance, NOISE_KEY: noise.noise_ratio, SNR_KEY: noise.snr}
@@ -260,7 +266,8 @@ class RMMCallback(TrainerCallback):
             values[CLIP_KEY] = self.monitor.clip_fraction
         if self.ratios is not None and self.ratios.allocation is not None:
             ratios = [config.ratio for config in self.ratios.allocation.configs.values()]
-            values |= {KEPT_KEY: self.ratios.allocation.saved_bytes / 2**20, RATIO_KEY: math.fsum(ratios) / len(ratios)}
+            allocated = self.ratios.allocation.saved_bytes / 2**20
+            values |= {ALLOCATED_KEY: allocated, RATIO_KEY: math.fsum(ratios) / len(ratios)}
         return {key: value for key, value in values.items() if math.isfinite(value)}
 
     def _state(self) -> dict[str, Any]:
@@ -318,8 +325,14 @@ class RMMCallback(TrainerCallback):
                 watcher.close()
         self._measurement = None
 
+    def _measure(self, model: nn.Module) -> None:
+        """Measure the next training forward, in place of one that is still to come."""
+        if self._measurement is not None:
+            self._measurement.close()
+        self._measurement = _OneForward(model, self._measured)
+
     def _measured(self, saving: MeasuredSaving) -> None:
-        self.saved_bytes = saving.saved_bytes
+        self.kept_bytes = saving.kept_bytes
         self.exact_bytes = saving.exact_bytes
         self.promised_bytes = saving.promised_bytes
         short = saving.saving_bytes <= 0 or saving.saving_bytes < _EXPECTED_SHARE * saving.promised_bytes

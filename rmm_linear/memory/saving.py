@@ -40,7 +40,7 @@ class MeasuredSaving(SavedTensors):
         >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(64, 64)), ratio=0.5)
         >>> with MeasuredSaving(model) as saving:
         ...     loss = model(torch.randn(512, 64)).sum()
-        >>> saving.exact_bytes, saving.saved_bytes < saving.exact_bytes
+        >>> saving.exact_bytes, saving.kept_bytes < saving.exact_bytes
         (131072, True)
     """
 
@@ -67,7 +67,7 @@ class MeasuredSaving(SavedTensors):
         self.sketches_anything = False
 
     @property
-    def saved_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """Bytes that the model kept for its backward pass."""
         return self.bytes
 
@@ -83,7 +83,7 @@ class MeasuredSaving(SavedTensors):
     @property
     def saving_bytes(self) -> int:
         """Bytes saved: negative where sketches cost more than what they replace."""
-        return self.exact_bytes - self.saved_bytes
+        return self.exact_bytes - self.kept_bytes
 
     def reasons(self) -> list[str]:
         """Say what kept the layers from saving what they promise one by one.

@@ -13,7 +13,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification, Traine
 from rmm_linear import RMMCallback, RMMConfig, RMMLinear, convert_linears, revert_linears
 from rmm_linear.memory import SavedTensors
 
-KEYS = {"rmm/saved_mib", "rmm/exact_mib"}
+KEYS = {"rmm/kept_mib", "rmm/exact_mib", "rmm/freed"}
 LAYERS = 2 * 6
 
 
@@ -180,9 +180,10 @@ def test_every_reporter_gets_every_log_whatever_its_place(tmp_path):
     assert [logs for _, logs in early.rows()] == [logs for _, logs in late.rows()]
     assert [row for _, row in trainer_rows(trainer)] == [{**logs, "step": step} for step, logs in early.rows()]
     values = early.rows()[0][1]
-    assert values["rmm/saved_mib"] == callback.saved_bytes / 2**20
+    assert values["rmm/kept_mib"] == callback.kept_bytes / 2**20
     assert values["rmm/exact_mib"] == callback.exact_bytes / 2**20
-    assert 0 < values["rmm/saved_mib"] < values["rmm/exact_mib"]
+    assert 0 < values["rmm/kept_mib"] < values["rmm/exact_mib"]
+    assert values["rmm/freed"] == 1 - callback.kept_bytes / callback.exact_bytes
 
 
 def test_other_logs_are_as_without_the_callback(tmp_path):
@@ -211,7 +212,7 @@ def test_the_logged_bytes_are_those_of_the_exact_and_the_sketched_model(tmp_path
         model(**batch)
     with SavedTensors(revert_linears(model)) as exact:
         model(**batch)
-    assert callback.saved_bytes == sketched.bytes
+    assert callback.kept_bytes == sketched.bytes
     assert callback.exact_bytes == exact.bytes
 
 
@@ -223,7 +224,7 @@ def test_with_checkpointing_the_truth_is_logged_and_told(tmp_path, name):
     trainer = make_trainer(tmp_path, callback, **{name: True})
     with pytest.warns(UserWarning, match="calls lie in checkpointed blocks"):
         trainer.train()
-    assert callback.saved_bytes == callback.exact_bytes
+    assert callback.kept_bytes == callback.exact_bytes
     assert len(trainer_rows(trainer)) == 5
 
 
@@ -246,7 +247,7 @@ def test_a_saving_that_is_not_measured_is_warned_about_once(tmp_path):
 def test_ratio_one_promises_nothing_and_warns_of_nothing(tmp_path):
     callback = RMMCallback(ratio=1.0)
     make_trainer(tmp_path, callback).train()
-    assert callback.saved_bytes == callback.exact_bytes
+    assert callback.kept_bytes == callback.exact_bytes
     assert callback.promised_bytes == 0
 
 
@@ -272,9 +273,9 @@ def test_a_failing_forward_leaves_no_hook_active_and_the_next_one_is_measured(tm
     fail.remove()
     x = torch.ones(4, requires_grad=True)
     (x * x).sum().backward()
-    assert callback.saved_bytes is None
+    assert callback.kept_bytes is None
     trainer.train()
-    assert callback.saved_bytes < callback.exact_bytes
+    assert callback.kept_bytes < callback.exact_bytes
 
 
 def test_evaluation_before_training_is_not_what_is_measured(tmp_path):
@@ -283,7 +284,7 @@ def test_evaluation_before_training_is_not_what_is_measured(tmp_path):
     trainer.train()
     reference = RMMCallback(ratio=0.1)
     make_trainer(tmp_path, reference).train()
-    assert (callback.saved_bytes, callback.exact_bytes) == (reference.saved_bytes, reference.exact_bytes)
+    assert (callback.kept_bytes, callback.exact_bytes) == (reference.kept_bytes, reference.exact_bytes)
 
 
 def test_evaluation_is_bitwise_that_of_exact_layers(tmp_path):
@@ -313,7 +314,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
     expected = whole.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in second.model.state_dict().items())
     # measured again, and logged for the steps that were run again
-    assert callback.saved_bytes is not None
+    assert callback.kept_bytes is not None
     assert [step for step, _ in trainer_rows(second)][-3:] == [3, 4, 4]
 
 
@@ -330,9 +331,9 @@ def test_under_a_compiler_nothing_is_measured_and_that_is_said(tmp_path):
 
 def test_something_else_than_a_trainer_still_gets_the_values_in_its_logs():
     callback, logs = RMMCallback(ratio=0.1), {"loss": 1.0}
-    callback.saved_bytes, callback.exact_bytes = 2**20, 2**21
+    callback.kept_bytes, callback.exact_bytes = 2**20, 2**22
     callback.on_log(None, None, None, logs=logs)
-    assert logs == {"loss": 1.0, "rmm/saved_mib": 1.0, "rmm/exact_mib": 2.0}
+    assert logs == {"loss": 1.0, "rmm/kept_mib": 1.0, "rmm/exact_mib": 4.0, "rmm/freed": 0.75}
 
 
 def test_ratio_and_config_together_are_refused():
@@ -362,7 +363,7 @@ def test_a_sample_leaves_exact_what_frees_nothing(tmp_path, bf16):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         trainer.train()
-    assert trainer.state.log_history[1]["rmm/saved_mib"] < trainer.state.log_history[1]["rmm/exact_mib"]
+    assert trainer.state.log_history[1]["rmm/kept_mib"] < trainer.state.log_history[1]["rmm/exact_mib"]
 
 
 def test_a_sample_runs_with_the_trainer_s_checkpoints(tmp_path):

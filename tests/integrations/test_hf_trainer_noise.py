@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from rmm_linear import PaddingGradientError, RMMCallback, RMMConfig, RMMLinear
+from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import VarianceMonitor
 
 NOISE = {"rmm/relative_variance", "rmm/noise_ratio", "rmm/snr", "rmm/clip_fraction"}
@@ -159,6 +160,19 @@ def test_a_budget_is_allocated_after_the_first_steps_and_logged(tmp_path):
     changes = lines(tmp_path / "rmm_ratios.jsonl")
     assert [change["layer"] for change in changes] == [change.layer for change in chosen.ratios.changes]
     assert {change["step"] for change in changes} == {16}
+
+
+def test_what_is_kept_is_measured_anew_when_the_ratios_change(tmp_path):
+    reporter, chosen = Reporter(), callback(noise_target=5.0)
+    trainer = make_trainer(tmp_path, chosen, reporter, max_steps=18)
+    trainer.train()
+    assert {change.step for change in chosen.ratios.changes} == {16}
+    batch = next(iter(trainer.get_train_dataloader()))
+    with SavedTensors(trainer.model) as now:
+        trainer.model.train()(**batch)
+    kept = {step: logs["rmm/kept_mib"] for step, logs in reporter.rows({"rmm/kept_mib"})}
+    assert kept[16] == kept[1] != kept[17]
+    assert kept[17] == kept[18] == now.bytes / 2**20
 
 
 @pytest.mark.parametrize("stop", [10, 20])

@@ -288,7 +288,7 @@ def compare(model, forward, config):
         forward()
     with MeasuredSaving(model) as saving:
         forward()
-    assert saving.saved_bytes == sketched.bytes
+    assert saving.kept_bytes == sketched.bytes
     return exact.bytes, saving
 
 
@@ -304,7 +304,7 @@ def test_the_exact_model_is_told_to_the_byte(attention, autocast, ratio):
 
     exact, saving = compare(model, forward, RMMConfig(ratio=ratio))
     assert saving.exact_bytes == exact
-    assert saving.saving_bytes == exact - saving.saved_bytes
+    assert saving.saving_bytes == exact - saving.kept_bytes
 
 
 def test_the_exact_model_is_told_to_the_byte_with_dropout_and_a_frozen_part():
@@ -318,7 +318,7 @@ def test_the_exact_model_is_told_to_the_byte_with_dropout_and_a_frozen_part():
 def test_the_exact_model_is_told_to_the_byte_below_min_rows():
     model, inputs = roberta("sdpa"), batch()
     exact, saving = compare(model, lambda: model(**inputs).loss, RMMConfig(ratio=0.1, min_rows=1000))
-    assert saving.exact_bytes == saving.saved_bytes == exact
+    assert saving.exact_bytes == saving.kept_bytes == exact
     assert saving.promised_bytes == 0
     assert any("min_rows" in reason for reason in saving.reasons())
 
@@ -361,7 +361,7 @@ def test_an_input_that_somebody_else_keeps_frees_nothing():
 def test_a_checkpointed_block_saves_nothing_more(use_reentrant):
     block, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), torch.randn(640, 32, requires_grad=True)
     exact, saving = compare(block, lambda: checkpoint(block, x, use_reentrant=use_reentrant), RMMConfig(ratio=0.25))
-    assert saving.exact_bytes == saving.saved_bytes == exact
+    assert saving.exact_bytes == saving.kept_bytes == exact
     assert saving.promised_bytes > 0
     assert any("checkpointed" in reason for reason in saving.reasons())
 
