@@ -22,6 +22,7 @@ as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the c
 
 What happens where:
 
+    producers         says whether what made x keeps it anyway: the layer then keeps x itself
     padding           says which rows carry no gradient, and are left out of x and of g; one of them stands for all
     rows              says which rows are kept beside the sketch of the others
     sharing           finds layers that read the same x, which keep one sketch of it
@@ -43,6 +44,7 @@ from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.errors import DoubleBackwardError, TracingError
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
+from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
 from rmm_linear.sketches import SavedSketch
@@ -63,8 +65,9 @@ def linear(
 
     Output and grad_input are bit-equal to `torch.nn.functional.linear`, grad_bias is exact, and grad_weight is
     unbiased. Where no weight gradient is wanted (a frozen weight, `torch.no_grad`), at ratio 1 without a storage,
-    below `config.min_rows` rows, and for nested and sparse inputs it *is* `torch.nn.functional.linear`. Autocast is
-    followed as there.
+    below `config.min_rows` rows, and for nested and sparse inputs it *is* `torch.nn.functional.linear`; and where what
+    made x keeps it anyway (ReLU, tanh, a fused attention: see `rmm_linear.producers`), so that a sketch would free
+    nothing. Autocast is followed as there.
 
     Under `torch.no_grad` a seed is drawn all the same, and not used: reentrant checkpointing runs its first forward so,
     and the dropout after this layer must find the generator in the same state in both of its passes. Compilers drop
@@ -130,7 +133,8 @@ def linear(
     seed = ops.draw_seed(values) if seed is None else _seed_tensor(seed, x)
     if shared is not None:
         seed = shared.seed_or(seed)
-    if not keeps_graph:
+    # After the seed: a reentrant checkpoint's first forward knows nobody who made x, and draws one as well.
+    if not keeps_graph or is_free_to_keep(x, dtype):
         return F.linear(x, weight, bias)
     index = None if valid_rows is None else valid_rows.index_on(x.device, config.keep_tokens)
     layout = layout_of(x.shape, config.keep_tokens, index)
@@ -203,6 +207,9 @@ def _in_graph(
     rows = values.shape[0]
     layout = layout_of(x.shape, config.keep_tokens, None)
     if not config.sketches(rows):
+        return F.linear(x, weight, bias)
+    # Dynamo reads this only where a configuration has no key, and knows nobody who made x.
+    if not torch.compiler.is_dynamo_compiling() and is_free_to_keep(x, x.dtype, in_graph=True):
         return F.linear(x, weight, bias)
     if seed is None:
         seed = ops.draw_seed(values, alone=not config.share_sketch)

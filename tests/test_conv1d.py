@@ -156,7 +156,8 @@ def test_a_model_trains_like_the_exact_one_but_for_the_weights_gradients() -> No
     for model in (exact, sketched):
         model(**inputs).loss.backward()
     for (name, one), (_, other) in zip(exact.named_parameters(), sketched.named_parameters(), strict=True):
-        is_sketched = name.endswith("weight") and ".c_" in name
+        # attention keeps the input of its projection anyway
+        is_sketched = name.endswith("weight") and ".c_" in name and ".attn.c_proj." not in name
         assert torch.equal(one.grad, other.grad) != is_sketched, name
 
 

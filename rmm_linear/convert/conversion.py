@@ -55,10 +55,10 @@ def convert_linears(
     Example:
         >>> import torch
         >>> from rmm_linear import RMMConfig, convert_linears
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
         >>> model = convert_linears(model, ratio=0.25, overrides={"2": None})
         >>> [type(layer).__name__ for layer in model]
-        ['RMMLinear', 'ReLU', 'Linear']
+        ['RMMLinear', 'GELU', 'Linear']
 
     Args:
         model: Any module; it may itself be an `nn.Linear`. If a configuration has `skip_padding`, the parts of it that
@@ -76,8 +76,8 @@ def convert_linears(
             are left exact, unless one of the `overrides` names them, and `summary` says why. A mapping is passed by
             name, a tuple or list as arguments, anything else as the only one. Run it in the autocast region, and
             wrapped in the checkpoints, that the model trains with. Without a sample all layers that match are
-            converted; the input of an attention's output projection, which a fused attention keeps anyway, is the
-            usual one of which a sketch frees nothing (`exclude_modules`).
+            converted. Of these, layers whose input is kept by what made it (ReLU, a fused attention) find that out
+            while they run, and are exact (see `rmm_linear.producers`).
 
     Returns:
         The same model.

@@ -38,6 +38,7 @@ from rmm_linear.memory.report import (
 )
 from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.names import strip_wrappers
+from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import sequences_of
 from rmm_linear.sharing import InputGroups, SharedSketch
 
@@ -74,6 +75,7 @@ class _Call:
     trains: bool
     group: int
     is_training: bool
+    is_free: bool
     wants_gradient: bool = False
     packs: int = 0
 
@@ -169,9 +171,10 @@ class _Recorder(SavedTensors):
                 rows = x.numel() // max(1, x.shape[-1])
                 group = self._group_of(x, module)
                 weight: Any = module.weight
-                trains = weight.requires_grad
+                trains, dtype = weight.requires_grad, compute_dtype(x)
+                is_free = is_free_to_keep(x, dtype)
                 self.calls.append(
-                    _Call(name, module, rows, sequences_of(x.shape), compute_dtype(x), trains, group, module.training)
+                    _Call(name, module, rows, sequences_of(x.shape), dtype, trains, group, module.training, is_free)
                 )
         self._running.append((name, module, call))
         self._note_peak()
@@ -297,6 +300,7 @@ class _Recorder(SavedTensors):
             storage=inputs.get(number),
             weight_copy=copies.get(number) if call.trains else None,
             group=call.group,
+            is_free=call.is_free,
         )
 
 

@@ -90,6 +90,7 @@ class LinearCall:
         storage: Place of its input among the report's storages, where it is kept.
         weight_copy: Place of a copy of its weight (autocast's), where one is kept.
         group: Equal for calls with the same tensor, whose layers share a sketch if they are configured alike.
+        is_free: Whether what made the input keeps it (see `rmm_linear.producers`): a converted layer keeps it as it is.
     """
 
     layer: str
@@ -102,6 +103,7 @@ class LinearCall:
     storage: int | None = None
     weight_copy: int | None = None
     group: int = 0
+    is_free: bool = False
 
     def saved_bytes(self, config: RMMConfig) -> int:
         """Return what a sketch of this input would keep.
@@ -122,10 +124,10 @@ class LinearCall:
             config: How to sketch.
 
         Returns:
-            False for a call that keeps no input, and for too few rows.
+            False for a call that keeps no input, for an input that is kept anyway, and for too few rows.
         """
         kept = min(self.rows, self.sequences * len(config.keep_tokens))
-        return self.status in (KEPT, PARAMETER) and config.sketches(self.rows, kept)
+        return self.status in (KEPT, PARAMETER) and not self.is_free and config.sketches(self.rows, kept)
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,11 @@ class MemoryReport:
     def _why_no_gain(self, call: LinearCall, configs: Mapping[str, RMMConfig]) -> str | None:
         if call.status != KEPT or call.storage is None:
             return _STATUS_WORDS.get(call.status, "it keeps no input")
+        others = self.others(call)
+        if call.is_free:
+            return f"{', '.join(others)} keeps its input as well"
         if not self._converts(call, configs):
             return f"its input has {call.rows} rows, too few for min_rows={configs[call.layer].min_rows}"
-        others = self.others(call)
         together = [each for each in self.linears if each.storage == call.storage]
         exact = [each.layer for each in together if not self._converts(each, configs)]
         frees_input = not others and not exact

@@ -1,8 +1,8 @@
 """What do the sketched layers of a model save, against the same forward pass with exact layers?
 
 The layers cannot answer one by one. Query, key and value projections share one input, which exact layers keep once; a
-fused attention keeps its output, the input of the next projection, anyway; and a checkpointed block keeps nothing. So
-one forward of the sketched model is watched, and the exact one's bytes follow from what is seen:
+gated product keeps both of its factors, one of which may be another layer's input; and a checkpointed block keeps
+nothing. So one forward of the sketched model is watched, and the exact one's bytes follow from what is seen:
 
     exact = kept - what the sketched layers keep of their own + every distinct input that nobody else keeps
 
@@ -20,6 +20,7 @@ from rmm_linear.layer_classes import layer_input
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
 from rmm_linear.padding import current_valid_rows
+from rmm_linear.producers import flattens_in_place, is_free_to_keep
 from rmm_linear.rows import sequences_of
 
 
@@ -59,6 +60,8 @@ class MeasuredSaving(SavedTensors):
         self._inputs = StorageSet()
         # inputs that exact layers would keep: those that lie in memory, by key, and fresh copies (casts), in bytes
         self._exact_inputs: set[int] = set()
+        # of these, those that what made them keeps
+        self._free_inputs: set[int] = set()
         self._fresh_bytes = 0
         self._cast_weights: dict[int, Tensor] = {}
         # calls of sketched layers, by what keeps them from saving anything
@@ -91,10 +94,10 @@ class MeasuredSaving(SavedTensors):
         Returns:
             Phrases, empty if nothing did.
         """
-        elsewhere = len(self._exact_inputs & self._saved_elsewhere.sizes.keys())
+        elsewhere = len((self._exact_inputs & self._saved_elsewhere.sizes.keys()) - self._free_inputs)
         found = {
             "calls share their input with another layer, and exact layers keep it once": self._shared,
-            "inputs are kept by something else anyway (a fused attention keeps its output)": elsewhere,
+            "inputs are kept by something else anyway": elsewhere,
             "calls lie in checkpointed blocks, which keep nothing": self._checkpointed,
             "inputs have fewer rows than min_rows and are kept as they are": self._small,
         }
@@ -133,6 +136,10 @@ class MeasuredSaving(SavedTensors):
             self._expect_weight(layer.weight, _cast_dtype(layer.weight, lowered))
 
     def _promise(self, layer: SketchedLayer, x: Tensor, dtype: torch.dtype) -> None:
+        if is_free_to_keep(x, dtype):
+            # which the layer does
+            self._free_inputs.update(map(self._inputs.add, storages_of(x)))
+            return
         config, features = layer.rmm_config, x.shape[-1]
         rows = x.numel() // max(1, features)
         announced = current_valid_rows(x) if config.skip_padding else None
@@ -146,7 +153,7 @@ class MeasuredSaving(SavedTensors):
     def _expect_input(self, x: Tensor, dtype: torch.dtype) -> None:
         # A cast, or the copy that flattening a strided input takes, belongs to this call alone: three layers with one
         # input make three of them.
-        if dtype != x.dtype or not _flattens_in_place(x):
+        if dtype != x.dtype or not flattens_in_place(x):
             self._fresh_bytes += x.numel() * dtype.itemsize
             return
         for storage in storages_of(x):
@@ -189,14 +196,3 @@ def _cast_dtype(tensor: Tensor, lowered: torch.dtype | None) -> torch.dtype:
     if lowered is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
         return tensor.dtype
     return lowered
-
-
-def _flattens_in_place(x: Tensor) -> bool:
-    """Tell whether F.linear can view x as (rows, features); a copy is kept otherwise."""
-    if x.dim() <= 2:
-        return True
-    try:
-        x.view(-1, x.shape[-1])
-    except RuntimeError:
-        return False
-    return True

@@ -98,7 +98,7 @@ class AdaptiveRatios:
         >>> import torch
         >>> from rmm_linear import convert_linears
         >>> from rmm_linear.variance import AdaptiveRatios
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
         >>> model = convert_linears(model, ratio=0.25)
         >>> with AdaptiveRatios(model, budget="auto", measure_steps=2) as ratios:
         ...     for _ in range(3):

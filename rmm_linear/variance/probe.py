@@ -20,6 +20,7 @@ from rmm_linear.layer_classes import layer_input
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import current_valid_rows
+from rmm_linear.producers import is_free_to_keep
 from rmm_linear.sharing import first_reader
 
 Measure = Callable[[str, SketchedLayer, Tensor, Tensor, Tensor | None], object]
@@ -87,8 +88,9 @@ class LayerProbe:
     micro-batch under gradient accumulation, and the first of several calls of one module. In a checkpointed block a
     layer is measured once as well.
 
-    Nothing is measured of a layer whose input was changed in place before its backward pass, and of one that gets no
-    gradient. What is left of such a step is dropped by the next `watch`. The random state is not touched.
+    Nothing is measured of a layer whose input was changed in place before its backward pass, of one that gets no
+    gradient, and of one whose input is kept anyway, so that it is exact (see `rmm_linear.producers`). What is left of
+    such a step is dropped by the next `watch`. The random state is not touched.
 
     Args:
         model: A model with sketched layers, in eager mode.
@@ -167,7 +169,7 @@ class LayerProbe:
             return
         assert isinstance(layer, SketchedLayer)
         trains = layer.training and layer.weight.requires_grad and torch.is_grad_enabled() and output.requires_grad
-        if not trains or x.is_nested or x.layout != torch.strided:
+        if not trains or x.is_nested or x.layout != torch.strided or is_free_to_keep(x, compute_dtype(x)):
             return
         self._seen.add(name)
         first = first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None

@@ -239,9 +239,8 @@ def test_a_saving_that_is_not_measured_is_warned_about_once(tmp_path):
         run_twice(trainer)
     messages = [str(warning.message) for warning in caught if "promise" in str(warning.message)]
     assert len(messages) == 1
-    # two of query, key and value in each of two layers; and the output projection, whose input the attention keeps
+    # two of query, key and value in each of two layers
     assert "4 calls share their input" in messages[0]
-    assert "2 inputs are kept by something else" in messages[0]
 
 
 def test_ratio_one_promises_nothing_and_warns_of_nothing(tmp_path):

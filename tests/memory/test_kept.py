@@ -348,13 +348,20 @@ def test_an_input_that_somebody_else_keeps_frees_nothing():
     layer, x = nn.Linear(32, 32), torch.randn(640, 32, requires_grad=True)
 
     def forward():
-        y = torch.tanh(x)
-        return layer(y)
+        y = nn.functional.gelu(x)
+        return layer(y) * y
 
     exact, saving = compare(layer, forward, RMMConfig(ratio=0.25))
     assert saving.exact_bytes == exact
     assert saving.saving_bytes < 0
     assert any("kept by something else" in reason for reason in saving.reasons())
+
+
+def test_an_input_that_what_made_it_keeps_costs_nothing():
+    layer, x = nn.Linear(32, 32), torch.randn(640, 32, requires_grad=True)
+    exact, saving = compare(layer, lambda: layer(torch.tanh(x)), RMMConfig(ratio=0.25))
+    assert saving.exact_bytes == saving.kept_bytes == exact
+    assert (saving.promised_bytes, saving.reasons(), saving.sketches_anything) == (0, [], False)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

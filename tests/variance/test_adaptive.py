@@ -24,7 +24,7 @@ def make_model(config: RMMConfig = CONFIG) -> nn.Module:
     for number in range(LAYERS):
         layer = nn.Linear(24, 24)
         nn.init.normal_(layer.weight, std=0.4 if number % 2 else 0.1)
-        blocks += [layer, nn.Tanh()]
+        blocks += [layer, nn.Softsign()]
     return convert_linears(nn.Sequential(*blocks), config=config)
 
 

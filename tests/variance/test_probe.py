@@ -303,3 +303,10 @@ def test_a_compiled_model_is_refused(part):
 def test_a_model_without_sketched_layers_is_refused():
     with pytest.raises(ValueError, match="the Sequential has no sketched layer.*unconverted model; call convert_lin"):
         Recorder(nn.Sequential(nn.Linear(3, 3)))
+
+
+def test_a_layer_whose_input_is_kept_anyway_is_exact_and_not_measured(x):
+    network = model(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    recorder = Recorder(network)
+    network(x).sum().backward()
+    assert recorder.names == ["0"]
