@@ -1,33 +1,123 @@
-"""Budgets, as users write them."""
+"""Budgets, as users write them, and answers in the unit that they were written in."""
 
+import math
 import re
+from dataclasses import dataclass
 
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*")
+from rmm_linear.byte_sizes import UNITS, readable
+
+_TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*")
+# a float is a part of the plain program's peak
+_SHARE = "of the whole"
 
 
-def budget_in_bytes(budget: int | str | None, plain_peak_bytes: int) -> int:
+@dataclass(frozen=True)
+class Budget:
+    """A budget in the user's own unit.
+
+    Attributes:
+        amount: How many of them, more than 0.
+        unit: "GiB", "MB" and so on, "" for bytes, "%", or "of the whole".
+    """
+
+    amount: float
+    unit: str
+
+    @classmethod
+    def of(cls, budget: float | str | None) -> "Budget":
+        """Read a budget.
+
+        Args:
+            budget: Bytes; text: "8GiB", "500 MB", or "60%" of the plain program's peak; or 0.6, which is "60%".
+
+        Returns:
+            The budget.
+
+        Raises:
+            ValueError: If it is no budget.
+        """
+        if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+            return cls(budget, "")
+        if isinstance(budget, float) and 0 < budget <= 1:
+            return cls(budget, _SHARE)
+        match = _TEXT.fullmatch(budget) if isinstance(budget, str) else None
+        if match and float(match[1]) > 0 and (match[2] == "%" or match[2] in UNITS):
+            return cls(float(match[1]), match[2])
+        raise ValueError(
+            f'budget={budget!r} is no budget: pass a positive number of bytes, text such as "8GiB" or "500MB", or "60%"'
+            " (or 0.6) of what the captured step takes without a plan"
+        )
+
+    def in_bytes(self, plain_peak_bytes: int) -> int:
+        """Say how many bytes it is.
+
+        Args:
+            plain_peak_bytes: The plain program's peak.
+
+        Returns:
+            Bytes, at least 1.
+        """
+        if self.unit == "%":
+            return max(1, int(plain_peak_bytes * self.amount / 100))
+        return max(1, int(self.amount * (plain_peak_bytes if self.unit == _SHARE else UNITS[self.unit])))
+
+    def that_holds(self, size_bytes: int, plain_peak_bytes: int) -> "Budget":
+        """Say what budget in the same unit a size needs.
+
+        Args:
+            size_bytes: Bytes, at least 1.
+            plain_peak_bytes: The plain program's peak.
+
+        Returns:
+            The least one that has a decimal of a percent, or two of GiB and its like, and three digits.
+        """
+        if self.unit in ("%", _SHARE):
+            steps = 10 if self.unit == "%" else 1000
+            count = math.ceil(1000 * size_bytes / plain_peak_bytes)
+        else:
+            unit = UNITS[self.unit]
+            steps = 10 ** max(2, 2 - math.floor(math.log10(size_bytes / unit))) if unit > 1 else 1
+            count = math.ceil(steps * size_bytes / unit)
+        # one more where a fraction was rounded down
+        while Budget(count / steps, self.unit).in_bytes(plain_peak_bytes) < size_bytes:
+            count += 1
+        return Budget(count / steps, self.unit)
+
+    def __str__(self) -> str:
+        unit = {"%": "%", _SHARE: "", "": " bytes", "B": " bytes"}.get(self.unit, f" {self.unit}")
+        # no exponents, which `of` does not read
+        return f"{self.amount:.12f}".rstrip("0").rstrip(".") + unit
+
+
+def budget_in_bytes(budget: float | str | None, plain_peak_bytes: int) -> int:
     """Read a budget.
 
     Args:
-        budget: Bytes, or text: "8GiB", "500 MB", or "60%" of the plain program's peak.
+        budget: Bytes; text: "8GiB", "500 MB", or "60%" of the plain program's peak; or 0.6, which is "60%".
         plain_peak_bytes: The plain program's peak.
 
     Returns:
         Bytes, at least 1.
-
-    Raises:
-        ValueError: If it is no budget.
     """
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-        return budget
-    match = _BUDGET.fullmatch(budget) if isinstance(budget, str) else None
-    if match and float(match[1]) > 0:
-        if match[2] == "%":
-            return max(1, int(plain_peak_bytes * float(match[1]) / 100))
-        if match[2] in _UNITS:
-            return max(1, int(float(match[1]) * _UNITS[match[2]]))
-    raise ValueError(
-        f'budget={budget!r} is no budget: pass a positive number of bytes, text such as "8GiB" or "500MB", or "60%" of'
-        " what the step takes without a plan"
-    )
+    return Budget.of(budget).in_bytes(plain_peak_bytes)
+
+
+def refusal(budget: Budget, plain_peak_bytes: int, least_bytes: int, strategy: str) -> str:
+    """Say in the user's unit that a budget can't be met.
+
+    Args:
+        budget: The budget.
+        plain_peak_bytes: The plain program's peak.
+        least_bytes: The least that was found.
+        strategy: Who looked for a plan.
+
+    Returns:
+        The text: "20% = 312.00 MiB" where the budget is a part of the whole, or else its unit alone.
+    """
+    least = budget.that_holds(least_bytes, plain_peak_bytes)
+    asked, found, whole = str(budget), str(least), ""
+    if budget.unit in ("%", _SHARE):
+        asked += f" = {readable(budget.in_bytes(plain_peak_bytes))}"
+        found += f" = {readable(least_bytes)}"
+        whole = f", of the {readable(plain_peak_bytes)} that the captured step takes without a plan"
+    return f"{strategy} found no schedule within {asked}; the least that was found takes {found}{whole}"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear.checkpointing.budget import budget_in_bytes
+from rmm_linear.checkpointing.budget import Budget, refusal
 from rmm_linear.checkpointing.capture import capture
 from rmm_linear.checkpointing.execute import OtherBranchError
 from rmm_linear.checkpointing.graph import Graph
@@ -39,7 +39,7 @@ from rmm_linear.checkpointing.simulate import simulate
 from rmm_linear.checkpointing.step_state import key_of_call, state_of
 from rmm_linear.checkpointing.strategies import get_strategy
 from rmm_linear.checkpointing.tracing import Arguments
-from rmm_linear.errors import CaptureError, ScheduleError
+from rmm_linear.errors import CaptureError, InfeasibleBudgetError, ScheduleError
 
 # Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
 _MANY_VARIANTS = 8
@@ -70,7 +70,7 @@ class PlannedStep:
         model: nn.Module,
         step: Callable[..., Any] | None = None,
         *,
-        budget: int | str | None = None,
+        budget: int | float | str | None = None,
         strategy: str = "auto",
         costs: str = "roofline",
         gradients: str = "kept",
@@ -81,7 +81,7 @@ class PlannedStep:
         self._capture_options = {"costs": costs, "gradients": gradients}
         if schedule is None:
             # what is wrong is told before anything is captured
-            budget_in_bytes(budget, 1)
+            Budget.of(budget)
             get_strategy(strategy)
         self._runners: dict[Any, list[Runner]] = {}
         self.plans: list[CheckpointPlan] = []
@@ -173,8 +173,14 @@ class PlannedStep:
     def _plan(self, graph: Graph) -> CheckpointPlan:
         if self._schedule is not None:
             return CheckpointPlan.of(graph, self._schedule)
-        budget_bytes = budget_in_bytes(self._budget, simulate(graph, Schedule.plain(graph)).peak_bytes)
-        return CheckpointPlan.of(graph, get_strategy(self._strategy).plan(graph, budget_bytes), budget_bytes)
+        budget, plain_bytes = Budget.of(self._budget), simulate(graph, Schedule.plain(graph)).peak_bytes
+        budget_bytes = budget.in_bytes(plain_bytes)
+        try:
+            schedule = get_strategy(self._strategy).plan(graph, budget_bytes)
+        except InfeasibleBudgetError as error:
+            text = refusal(budget, plain_bytes, error.least_bytes, self._strategy)
+            raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=error.least_bytes) from None
+        return CheckpointPlan.of(graph, schedule, budget_bytes)
 
     def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with own_forward(self._model):
@@ -273,7 +279,7 @@ def checkpoint_step(
     loss_fn: Callable[..., Any] | None,
     sample: Any,
     *,
-    budget: int | str,
+    budget: int | float | str,
     strategy: str = "auto",
     costs: str = "roofline",
     gradients: str = "kept",
@@ -286,7 +292,8 @@ def checkpoint_step(
             the model itself returns it.
         sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
-            "60%" of what the step takes without a plan.
+            "60%" (or 0.6) of what the captured step takes without a plan, each op run once and its results freed after
+            their last use. Eager mode takes more: see `CheckpointPlan.eager_peak_bytes`.
         strategy: One of `available_strategies()`.
         costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
         gradients: "kept" counts the gradients of parameters, each from where it is ready to the end, as its `.grad`.
@@ -312,7 +319,7 @@ def checkpoint_model(
     model: nn.Module,
     sample: Any,
     *,
-    budget: int | str,
+    budget: int | float | str,
     strategy: str = "auto",
     costs: str = "roofline",
     gradients: str = "kept",
@@ -328,7 +335,8 @@ def checkpoint_model(
         model: The model, or a block of one, in the mode in which it is trained.
         sample: Arguments of the model: a mapping of keyword arguments, a tuple of positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
-            "60%" of what the model takes without a plan.
+            "60%" (or 0.6) of what the captured step takes without a plan, each op run once and its results freed after
+            their last use. Eager mode takes more: see `CheckpointPlan.eager_peak_bytes`.
         strategy: One of `available_strategies()`.
         costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
         gradients: "kept" counts the gradients of parameters, each from where it is ready to the end, as its `.grad`.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear.checkpointing.budget import budget_in_bytes
+from rmm_linear.checkpointing.budget import Budget, refusal
 from rmm_linear.checkpointing.capture import capture
 from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.replaced_forward import refuse_inner_plans, refuse_twice, replace_forward
@@ -48,7 +48,7 @@ class SegmentPlan:
 
 
 def checkpoint_sequential(
-    model: nn.Sequential, sample: Any, *, budget: int | str, strategy: str = "auto", costs: str = "roofline"
+    model: nn.Sequential, sample: Any, *, budget: int | float | str, strategy: str = "auto", costs: str = "roofline"
 ) -> SegmentPlan:
     """Cut a sequence of modules into segments and checkpoint as many as a budget asks for, in place.
 
@@ -59,7 +59,7 @@ def checkpoint_sequential(
         model: Modules that are called one after the other.
         sample: Their input: a tensor of the shape that is trained with.
         budget: The most that may be in memory at any time beside parameters, buffers and the input: bytes, "8GiB", or
-            "60%" of what the model takes without a plan.
+            "60%" (or 0.6) of what the captured model takes without a plan.
         strategy: "chen2016_sqrt" (segments of equal count or bytes), "hong2025_linear" (fewest bytes kept, under a cap
             on each segment's), or "auto" (both).
         costs: How ops are priced; see `rmm_linear.checkpointing.costs.cost_of`.
@@ -92,7 +92,7 @@ def checkpoint_sequential(
     refuse_inner_plans(model)
     if strategy not in (*STRATEGIES, "auto"):
         raise ValueError(f"strategy={strategy!r} cuts no sequences; choose one of {', '.join(STRATEGIES)}, auto")
-    budget_in_bytes(budget, 1)
+    asked = Budget.of(budget)
     captured = capture(model, (sample,), costs=costs)
     if captured.updates:
         names = (*captured.parameter_names, *captured.buffer_names)
@@ -103,7 +103,7 @@ def checkpoint_sequential(
         )
     graph = captured.graph
     plain_peak, plain_cost = peak_and_cost(graph, range(len(graph.ops)))
-    budget_bytes = budget_in_bytes(budget, plain_peak)
+    budget_bytes = asked.in_bytes(plain_peak)
     groups = _ops_of_modules(graph, list(model._modules))
     plans = [SegmentPlan(((0, len(model)),), 0, plain_peak, plain_peak, 0.0)]
     for cuts in dict.fromkeys(_cuts(graph, groups, strategy)):
@@ -119,8 +119,7 @@ def checkpoint_sequential(
     if not fitting:
         least = min(plan.peak_bytes for plan in plans)
         raise InfeasibleBudgetError(
-            f"no segments of modules fit into {budget_bytes} bytes; the least that was found takes {least} bytes"
-            " (checkpoint_model plans op by op, and reaches less)",
+            f"{refusal(asked, plain_peak, least, strategy)}; checkpoint_model plans op by op, and reaches less",
             budget_bytes=budget_bytes,
             least_bytes=least,
         )

@@ -663,7 +663,7 @@ def test_nothing_to_train_is_told():
         checkpoint_model(model, X, budget="50%")
 
 
-@pytest.mark.parametrize("budget", [0, -5, 1.5, True, "", "60", "60 percent", "-3MB", "0%", "3TB", None])
+@pytest.mark.parametrize("budget", [0, -5, 1.5, True, "", "60", "60 percent", "-3MB", "0%", "3PB", None])
 def test_a_wrong_budget_is_named(budget):
     if budget == "60":
         # sixty bytes: a budget, and far too small

@@ -1,0 +1,74 @@
+"""Numbers of bytes as people write and read them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Unit(NamedTuple):
+    """A unit that sizes are shown in.
+
+    Attributes:
+        name: Such as "MiB".
+        size_bytes: Bytes of one.
+    """
+
+    name: str
+    size_bytes: int
+
+    def of(self, size_bytes: float) -> str:
+        """Show a size without its unit, as in a table whose heading names it.
+
+        Args:
+            size_bytes: Bytes.
+
+        Returns:
+            The number, with two decimals.
+        """
+        return f"{size_bytes / self.size_bytes:.2f}"
+
+
+# What people write.
+UNITS: Mapping[str, int] = MappingProxyType(
+    {
+        "": 1,
+        "B": 1,
+        **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
+        **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+    }
+)
+_MIB, _GIB, _TIB = (Unit(name, UNITS[name]) for name in ("MiB", "GiB", "TiB"))
+# A size stays in the smaller unit up to five digits before the point: few models change it between two runs.
+_MOST = 10_000
+
+
+def unit_for(largest_bytes: float) -> Unit:
+    """Choose one unit for a table, MiB unless that makes long numbers.
+
+    Args:
+        largest_bytes: The largest size in it.
+
+    Returns:
+        MiB, GiB or TiB.
+    """
+    fitting = (unit for unit in (_MIB, _GIB) if largest_bytes < _MOST * unit.size_bytes)
+    return next(fitting, _TIB)
+
+
+def readable(size_bytes: int) -> str:
+    """Show a size with its unit.
+
+    Example:
+        >>> readable(300), readable(20_388), readable(5 * 2**20), readable(3 * 2**40)
+        ('300 bytes', '19.91 KiB', '5.00 MiB', '3072.00 GiB')
+
+    Args:
+        size_bytes: Bytes.
+
+    Returns:
+        The number and its unit: bytes below a KiB, KiB below a MiB, and so on.
+    """
+    if size_bytes < UNITS["KiB"]:
+        return f"{size_bytes} bytes"
+    unit = Unit("KiB", UNITS["KiB"]) if size_bytes < UNITS["MiB"] else unit_for(size_bytes)
+    return f"{unit.of(size_bytes)} {unit.name}"
