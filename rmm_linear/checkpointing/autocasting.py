@@ -18,7 +18,7 @@ def present_autocast(kinds: Iterable[str]) -> Autocast:
     Returns:
         Those for which it is enabled, with their dtypes.
     """
-    enabled = (kind for kind in sorted(set(kinds)) if torch.is_autocast_enabled(kind))
+    enabled = (kind for kind in sorted(_with_autocast(kinds)) if torch.is_autocast_enabled(kind))
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
 
 
@@ -35,10 +35,15 @@ def autocast_as(autocast: Autocast, kinds: Iterable[str]) -> Iterator[None]:
     """
     dtypes = dict(autocast)
     with contextlib.ExitStack() as stack:
-        for kind in sorted({*kinds, *dtypes}):
+        for kind in sorted({*_with_autocast(kinds), *dtypes}):
             if kind in dtypes or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtypes.get(kind), enabled=kind in dtypes))
         yield
+
+
+def _with_autocast(kinds: Iterable[str]) -> set[str]:
+    # what is on no device is captured as if it were on the CPU
+    return {"cpu" if kind == "meta" else kind for kind in kinds}
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rmm_linear.checkpointing import checkpoint_model, checkpoint_step
+from rmm_linear.checkpointing import capture, checkpoint_model, checkpoint_step
 
 X = torch.randn(4, 16, 32)
 
@@ -133,3 +133,13 @@ def test_inputs_that_are_leaves_are_cast_once_and_others_for_each_use():
             loss.backward()
             found.append(leaf.grad)
         assert torch.equal(*found)
+
+
+def test_a_model_on_no_device_is_captured_under_autocast_as_on_a_cpu():
+    graphs = []
+    for device in ("meta", "cpu"):
+        model, x = nn.Linear(8, 8, device=device), torch.empty(4, 8, device=device)
+        with torch.autocast("cpu", torch.bfloat16):
+            graphs.append(capture(model, (x,)).graph)
+    assert graphs[0].fingerprint == graphs[1].fingerprint
+    assert "aten._to_copy" in {op.kind for op in graphs[0].ops}
