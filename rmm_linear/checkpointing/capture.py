@@ -140,14 +140,17 @@ def capture(
     kinds = {tensor.device.type for tensor in (*parameters.values(), *buffers.values(), *tensors)}
     forward_autocast = present_autocast(kinds)
     python_state, numpy_state = random.getstate(), _numpy_state()
-    traced = trace(model, step, (*parameters.values(), *buffers.values()), arguments, tensors)
-    if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        raise CaptureError(
-            "the step draws from Python's `random` or from numpy, whose outcome a capture would freeze (LayerDrop does"
-            " this): switch it off, or draw from torch"
-        )
+    try:
+        traced = trace(model, step, (*parameters.values(), *buffers.values()), arguments, tensors)
+    finally:
+        if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+            raise CaptureError(
+                "the step draws from Python's `random` or from numpy, whose outcome a capture would freeze: switch it"
+                " off (LayerDrop: layerdrop = 0; SpecAugment: mask_time_prob = 0 and mask_feature_prob = 0), or draw"
+                " from torch"
+            )
 
     def has_same_backward(autocast: Autocast) -> bool:
         # the model as it is then: the capture must not hold parameters that it no longer has

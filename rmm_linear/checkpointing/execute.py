@@ -96,6 +96,7 @@ class _Writer:
         # inputs that have been read, and those that each view lies in
         self._read: set[fx.Node] = set()
         self._inputs_of: dict[fx.Node, set[fx.Node]] = {}
+        self._unchecked = dict(capture.looked_at)
         self._gradients = self._gradients_by_storage()
         times = Counter(schedule.order)
         self._times_left = {op: count for op, count in times.items() if count > 1 and capture.graph.ops[op].is_random}
@@ -192,8 +193,6 @@ class _Writer:
 
     def _return_results(self) -> None:
         # new tensor objects: what is saved must not be what is returned, or the two would hold each other
-        for node, number in self._capture.looked_at:
-            self._lines.append(f"_check({self._value(node)}, {self._constant(number)})")
         results = [f"{self._value(node)}.detach()" for node in self._capture.results]
         self._lines.append(f"results = [{', '.join(results)}]")
         updates = [f"(inputs[{place}], {self._value(node)})" for place, node in self._capture.updates]
@@ -242,6 +241,9 @@ class _Writer:
             self._lines.append("parts = None")
         else:
             self._lines.append(call)
+        # at once, as Python does: what follows may be wrong for another number
+        if node in self._unchecked:
+            self._lines.append(f"_check({self._names[node]}, {self._constant(self._unchecked.pop(node))})")
         for state in self._spent:
             self._lines.append(f"{state} = None")
         self._spent.clear()

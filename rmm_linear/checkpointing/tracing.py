@@ -31,6 +31,14 @@ from rmm_linear.errors import CaptureError
 
 # Parts of the paths of files whose lines are not the user's.
 _NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
+_HINT = "Checkpoint the parts that can one by one"
+# What to do about an error whose text or line has a certain part.
+_HINTS = {
+    "grouped_mm": (
+        "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
+        ' (transformers: `model.set_experts_implementation("batched_mm")`)'
+    ),
+}
 # What a step may return beside tensors.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -210,6 +218,8 @@ class _Step(nn.Module):
         super().__init__()
         # what Python will see where it looks into tensors; None: look, and write down
         self.numbers: Sequence[Any] | None = ()
+        # whether all tensors have contents then
+        self.has_contents = False
         # in a tuple: the model's parameters come in as arguments, and are not this module's own
         self._hidden = (model, state)
         self._step = step
@@ -230,7 +240,7 @@ class _Step(nn.Module):
             if is_leaf and type(tensor.grad_fn).__name__ == "Error":
                 tensor.detach_().requires_grad_()
         with (
-            _Numbers(self.numbers) as self._looked_at,
+            _Numbers(self.numbers, self.has_contents) as self._looked_at,
             lent(model, state, tensors[:count]),
             own_forward(model),
             weights_cast_once(self._has_cast_cache),
@@ -274,32 +284,47 @@ class _Step(nn.Module):
 
 
 class _Numbers(TorchDispatchMode):
-    """Answers with numbers of the sample where Python looks into a tensor; without any, writes them down."""
+    """Answers with numbers of the sample where Python looks into a tensor; without any, writes them down.
 
-    def __init__(self, numbers: Sequence[Any] | None) -> None:
+    How many entries of a tensor are not zero is such a number, too: `nonzero` then has a shape.
+    """
+
+    def __init__(self, numbers: Sequence[Any] | None, has_contents: bool) -> None:
         super().__init__()
-        self.numbers = numbers
+        self.numbers, self._has_contents = numbers, has_contents
         self.tensors: list[Tensor] = []
         self.found: list[Any] = []
         self._drew_nothing = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            if self.numbers is None and torch.Tag.nondeterministic_seeded in func.tags:
-                is_hollow = any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
-                # a hollow tensor draws nothing: what is drawn in earnest after it is not what the step draws
-                if self._drew_nothing and not is_hollow:
-                    raise DataDependentOutputException(func)
-                self._drew_nothing |= is_hollow
-            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._number_in(args[0])
+        if func is torch.ops.aten.nonzero.default:
+            return self._nonzero(args[0])
+        if self.numbers is None and torch.Tag.nondeterministic_seeded in func.tags:
+            is_hollow = any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+            # a hollow tensor draws nothing: what is drawn in earnest after it is not what the step draws
+            if self._drew_nothing and not is_hollow:
+                raise DataDependentOutputException(func)
+            self._drew_nothing |= is_hollow
+        return func(*args, **(kwargs or {}))
+
+    def _number_in(self, tensor: Tensor) -> Any:
         if self.numbers is None:
-            self.found.append(func(*args))
+            self.found.append(torch.ops.aten._local_scalar_dense.default(tensor))
             return self.found[-1]
         # a copy: what is looked at may be an input, returned as well, or written into later
-        self.tensors.append(args[0].detach().clone())
+        self.tensors.append(tensor.detach().clone())
         if len(self.tensors) > len(self.numbers):
             raise _UnknownNumberError
         return self.numbers[len(self.tensors) - 1]
+
+    def _nonzero(self, tensor: Tensor) -> Tensor:
+        if self._has_contents:
+            # it may follow from what is computed, and would be another shape in each step
+            raise DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+        count = self._number_in((tensor != 0).sum())
+        return torch.ops.aten.nonzero_static.default(tensor, size=count, fill_value=0)
 
 
 class _UnknownNumberError(Exception):
@@ -390,7 +415,8 @@ def _numbers_of_sample(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, 
     partly = [_hollow(tensor, mode) if tensor.is_floating_point() else tensor.detach().clone() for tensor in inputs]
     try:
         return _looked_at(function, partly)
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except DataDependentOutputException:
+        function.has_contents = True
         return _looked_at(function, [tensor.detach().clone() for tensor in inputs])
 
 
@@ -401,7 +427,7 @@ def _looked_at(function: _Step, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
             return function.find_numbers(inputs)
     finally:
-        function.numbers = ()
+        function.numbers, function.has_contents = (), False
 
 
 def _hollow(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -434,8 +460,8 @@ def _explained(error: Exception) -> CaptureError:
     if isinstance(error, kinds):
         return CaptureError(
             f"the step depends on the contents of a tensor{where}; a capture has none. Checkpoint the blocks without"
-            " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`"
+            " such code one by one (`checkpoint_model(block, ...)`), replace the branch by `torch.where`, or, where it"
+            " is the loss that does, call the model without labels, and compute the loss after it"
         )
-    return CaptureError(
-        f"the step can't be captured{where}: {type(error).__name__}: {error}. Checkpoint the parts that can one by one"
-    )
+    hint = next((hint for part, hint in _HINTS.items() if part in f"{where} {error}"), _HINT)
+    return CaptureError(f"the step can't be captured{where}: {type(error).__name__}: {error}. {hint}")

@@ -3,11 +3,12 @@
 import copy
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from rmm_linear.checkpointing import Schedule, apply_schedule, capture, checkpoint_model
+from rmm_linear.checkpointing import Schedule, apply_schedule, capture, checkpoint_model, checkpoint_step
 from rmm_linear.checkpointing.strategies.segments import order_of_segments
 from rmm_linear.errors import CaptureError
 
@@ -225,3 +226,74 @@ def test_a_sparse_gradient_is_refused_with_the_way_around(kind):
         capture(model, (torch.randint(0, 20, (4, 4)),))
     model.words["embed"].sparse = False
     capture(model, (torch.randint(0, 20, (4, 4)),))
+
+
+class ChoosesLabelled(nn.Module):
+    """The loss of the labelled rows, as DeBERTa's classifiers take it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        rows = (labels >= 0).nonzero()
+        if not rows.size(0):
+            return logits.sum() * 0
+        chosen = torch.gather(logits, 0, rows.expand(-1, 3))
+        return nn.functional.cross_entropy(chosen, torch.gather(labels, 0, rows.view(-1)))
+
+
+def test_how_many_rows_are_labelled_is_checked_as_other_numbers_are():
+    model, x = ChoosesLabelled(), torch.randn(4, 8)
+    reference = copy.deepcopy(model)
+    batches = [
+        torch.tensor(labels) for labels in ([0, 1, 2, 0], [2, 2, 1, 1], [0, -1, 2, -1], [-1] * 4, [1, 1, -1, -1])
+    ]
+    step = checkpoint_step(model, None, (x, batches[0]), budget="100%", strategy="chen2016_sqrt")
+    for labels in (*batches, *batches):
+        losses = step(x, labels), reference(x, labels)
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    assert len(step.plans) == 3
+    assert torch.equal(model.layer.weight.grad, reference.layer.weight.grad)
+
+
+class DrawsMask(nn.Module):
+    """Masks features at random places, which numpy draws, as SpecAugment does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mask = nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        x = self.layer(x)
+        x[torch.as_tensor(np.random.rand(4) < 2)] = self.mask  # noqa: NPY002
+        return x.sum()
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x):
+        return nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([2, 4], dtype=torch.int32)).sum()
+
+
+class ChoosesRows(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return x[x[:, 0] > 0].sum()
+
+
+def test_errors_name_the_way_around():
+    x, state = torch.randn(4, 8), np.random.get_state()  # noqa: NPY002
+    with pytest.raises(CaptureError, match=r"from numpy.*SpecAugment.*mask_time_prob = 0"):
+        capture(DrawsMask(), (x,))
+    assert np.random.get_state()[2] == state[2]  # noqa: NPY002
+    with pytest.raises(CaptureError, match=r"train in bfloat16.*set_experts_implementation\(\"batched_mm\"\)"):
+        capture(Experts(), (x,))
+    with pytest.raises(CaptureError, match="call the model without labels, and compute the loss after it"):
+        capture(ChoosesRows(8, 8), (x,))
