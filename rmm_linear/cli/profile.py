@@ -151,7 +151,7 @@ def compare(
         RuntimeError: What the model raises.
     """
     columns = [Column("exact", report.total_bytes)]
-    names = {call.layer for call in report.linears}
+    names = report.default_layers
     for config in configs:
         kind = f"{config.sketch} {config.ratio:g}" + (f" in {config.storage}" if config.storage else "")
         left = report.frees_nothing(dict.fromkeys(names, config))

@@ -2,7 +2,7 @@
 
 from rmm_linear.convert.conversion import convert_linears, revert_linears
 from rmm_linear.convert.conversion_summary import ConversionSummary, LayerSummary, aligned, describe, summary
-from rmm_linear.convert.swapping import why_not
+from rmm_linear.convertible import why_not
 
 __all__ = [
     "ConversionSummary",

@@ -16,7 +16,8 @@ from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert.matching import LinearLayer, Matcher, check_overrides, linear_layers
 from rmm_linear.convert.others import other_modules
-from rmm_linear.convert.swapping import LEFT_EXACT, to_exact, to_sketched, why_not
+from rmm_linear.convert.swapping import LEFT_EXACT, to_exact, to_sketched
+from rmm_linear.convertible import why_not
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory import profile
 from rmm_linear.names import listed, pattern

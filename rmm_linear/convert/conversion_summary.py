@@ -10,7 +10,8 @@ from torch import nn
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert.matching import LinearLayer, linear_layers
 from rmm_linear.convert.others import other_modules
-from rmm_linear.convert.swapping import LEFT_EXACT, why_not
+from rmm_linear.convert.swapping import LEFT_EXACT
+from rmm_linear.convertible import why_not
 from rmm_linear.layer_classes import features
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.names import pattern

@@ -12,14 +12,9 @@ from torch import nn
 
 from rmm_linear.adapters import adapters_of, is_adapted
 from rmm_linear.config import RMMConfig
+from rmm_linear.heads import in_output_head
 from rmm_linear.layer_classes import is_linear_layer
 from rmm_linear.names import strip_wrappers
-
-# Direct children of a model that hold its output head, by the names that model libraries give them.
-HEAD_NAMES = (
-    "lm_head", "score", "classifier", "classification_head", "qa_outputs", "embed_out", "head", "heads", "cls", "fc",
-    "logits_proj",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_
     for name, module in model.named_modules(remove_duplicate=False):
         if is_wanted(module):
             names.setdefault(module, []).append(name)
-    heads = {inner for head in _output_heads(model) for inner in head.modules()}
+    heads = in_output_head(model)
     adapters = {adapter for module in model.modules() if is_adapted(module) for adapter in adapters_of(module)}
     for module, raw in names.items():
         stripped = [strip_wrappers(name) for name in raw]
@@ -130,24 +125,3 @@ def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_
             # PEFT's "lora_A.default": the name of the adapter is nothing of the layer's
             aliases += [name.rpartition(".")[0] for name in stripped]
         yield LinearLayer(module, stripped[0], tuple(dict.fromkeys(aliases)), module in heads)
-
-
-def _output_heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that make a model's output: by the model's own word, or by their usual names."""
-    for name, module in model.named_modules():
-        is_model = hasattr(module, "get_output_embeddings") or hasattr(module, "get_classifier")
-        if is_model:
-            yield from _named_by_model(module)
-        if is_model or strip_wrappers(name) == "":
-            yield from (child for child_name, child in module.named_children() if child_name in HEAD_NAMES)
-
-
-def _named_by_model(model: nn.Module) -> Iterator[nn.Module]:
-    for method in ("get_output_embeddings", "get_classifier"):
-        try:
-            head = getattr(model, method)()
-        except (AttributeError, NotImplementedError, TypeError):
-            continue
-        for module in head if isinstance(head, (tuple, list)) else (head,):
-            if isinstance(module, nn.Module):
-                yield module

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from rmm_linear.convert.matching import LinearLayer, linear_layers
-from rmm_linear.convert.swapping import wrong_class
+from rmm_linear.convertible import wrong_class
 from rmm_linear.layer_classes import is_linear_layer
 
 _MATRIX, _DEEP = 2, 3

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.adapters import is_adapted
+from rmm_linear.convertible import why_not
 from rmm_linear.functional import compute_dtype
+from rmm_linear.heads import in_output_head
 from rmm_linear.layer_classes import features, is_linear_layer, layer_input
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
@@ -205,6 +207,12 @@ class _Recorder(SavedTensors):
     def __enter__(self) -> "_Recorder":
         super().__enter__()
         self._names = {module: strip_wrappers(name) for name, module in self._model.named_modules()}
+        heads = in_output_head(self._model)
+        self._stays = {
+            module: "output head" if module in heads else why_not(module, self._model) or ""
+            for module in self._names
+            if is_linear_layer(module)
+        }
         for module in self._names:
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
@@ -300,6 +308,7 @@ class _Recorder(SavedTensors):
             storage=inputs.get(number),
             weight_copy=copies.get(number) if call.trains else None,
             group=call.group,
+            stays=self._stays[call.module],
             is_free=call.is_free,
         )
 

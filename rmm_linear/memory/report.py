@@ -90,6 +90,8 @@ class LinearCall:
         storage: Place of its input among the report's storages, where it is kept.
         weight_copy: Place of a copy of its weight (autocast's), where one is kept.
         group: Equal for calls with the same tensor, whose layers share a sketch if they are configured alike.
+        stays: Why `convert_linears` leaves the layer exact: "output head" unless it is asked for it, or why it can't be
+            converted; "" for others.
         is_free: Whether what made the input keeps it (see `rmm_linear.producers`): a converted layer keeps it as it is.
     """
 
@@ -103,6 +105,7 @@ class LinearCall:
     storage: int | None = None
     weight_copy: int | None = None
     group: int = 0
+    stays: str = ""
     is_free: bool = False
 
     def saved_bytes(self, config: RMMConfig) -> int:
@@ -158,6 +161,11 @@ class MemoryReport:
         """Bytes that are kept for weight gradients of linear layers alone: the most that sketches can free."""
         return sum(self.storages[place].bytes for place in self._calls_by_storage() if self._is_own(place))
 
+    @property
+    def default_layers(self) -> set[str]:
+        """Names of the layers that `convert_linears` converts by default, of those that ran."""
+        return {call.layer for call in self.linears if not call.stays}
+
     def predict(self, config: RMMConfig, *, layers: Collection[str] | None = None) -> int:
         """Return what the model would keep with some of its layers converted.
 
@@ -166,16 +174,16 @@ class MemoryReport:
 
         Args:
             config: How they would sketch.
-            layers: Names of the layers that would be converted; all linear layers by default.
+            layers: Names of the layers that would be converted; by default those that `convert_linears` converts, which
+                leaves the output head exact.
 
         Returns:
             Bytes.
         """
         total = self.total_bytes
+        chosen = self.default_layers if layers is None else layers
         converted = {
-            number
-            for number, call in enumerate(self.linears)
-            if (layers is None or call.layer in layers) and call.is_sketched_by(config)
+            number for number, call in enumerate(self.linears) if call.layer in chosen and call.is_sketched_by(config)
         }
         # one sketch a group
         groups = {(self.linears[number].group if config.share_sketch else number): number for number in converted}
@@ -462,7 +470,10 @@ def _layer_lines(report: MemoryReport) -> list[str]:
             why = _STATUS_WORDS[calls[0].status]
         places = {call.storage for call in kept if call.storage is not None}
         size = sum(report.storages[place].bytes for place in places)
-        sketches = {call.group: call.saved_bytes(half) for call in kept if call.is_sketched_by(half)}
+        stays = next((call.stays for call in kept if call.stays), "")
+        why += f"; left exact: {stays}" if stays else ""
+        sketched = [call for call in kept if not call.stays and call.is_sketched_by(half)]
+        sketches = {call.group: call.saved_bytes(half) for call in sketched}
         freed = sum(report.storages[place].bytes for place in places if report._is_own(place)) if sketches else 0
         names = _merged([pattern(call.layer) for call in calls])
         sums = found.setdefault((names, str(calls[0].rows), why), [0, 0, 0])

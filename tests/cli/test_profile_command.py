@@ -70,7 +70,7 @@ def test_the_columns_are_what_the_models_keep(name, folder, capsys):
         return saved.bytes
 
     assert columns["exact"] == kept() == found["report"]["total_bytes"]
-    convert_linears(model, config=RMMConfig(ratio=0.25), target_modules=".*")
+    convert_linears(model, config=RMMConfig(ratio=0.25))
     assert columns["hadamard 0.25, every layer"] == kept()
     assert columns["hadamard 0.25, where it frees anything"] <= columns["hadamard 0.25, every layer"]
     assert columns["gradient checkpointing"] < columns["exact"]

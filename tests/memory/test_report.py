@@ -533,3 +533,29 @@ def test_a_sample_that_fails_leaves_the_model_as_it_was():
     assert model[0].up.rmm_config == RMMConfig(ratio=0.25)
     assert type(model[0].down) is nn.Linear
     assert not any(module.training for module in model.modules())
+
+
+class Headed(nn.Module):
+    """What a conversion by default leaves exact: an output head, and a layer whose class is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.odd, self.lm_head = nn.Linear(32, 32), type("Odd", (nn.Linear,), {})(32, 32), nn.Linear(32, 50)
+
+    def forward(self, x):
+        return self.lm_head(nn.functional.gelu(self.odd(nn.functional.gelu(self.body(x)))))
+
+
+@pytest.mark.filterwarnings("ignore:left exact")
+def test_a_conversion_by_default_is_predicted_by_default():
+    x, config = torch.randn(256, 32), RMMConfig(ratio=0.25)
+    report = profile(Headed(), x)
+    assert report.default_layers == {"body"}
+    assert report.predict(config) == kept_by(convert_linears(Headed(), config=config), x)
+    everything = kept_by(convert_linears(Headed(), config=config, target_modules=".*"), x)
+    assert report.predict(config, layers=["body", "lm_head"]) == everything < report.predict(config)
+    lines = [line.split(maxsplit=5) for line in str(report).splitlines()]
+    freed = {line[0]: (float(line[4]), line[5]) for line in lines if line and line[0] in ("body", "odd", "lm_head")}
+    assert freed["body"][0] > 0 == freed["odd"][0] == freed["lm_head"][0]
+    assert "left exact: output head" in freed["lm_head"][1]
+    assert "left exact: its class is" in freed["odd"][1]
