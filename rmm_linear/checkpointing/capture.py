@@ -5,8 +5,8 @@ free of in-place writes; an op of it is a node that fills new memory, views and 
 reads and writes follows from the storages of those hollow tensors, their bytes as well.
 
 What the captured step is:
-- Parameters, buffers and the tensors among the arguments are inputs, and lie outside of the budget. A parameter that is
-  used under two names is one input.
+- Parameters, buffers, other tensors that modules hold, and the tensors among the arguments are inputs, and lie outside
+  of the budget. A parameter that is used under two names is one input.
 - Everything in Python happens once, at the capture: the branches that were taken then are taken forever. Where Python
   looks at a number in a tensor (`if mask.all():`), the sample's number decides, and every run checks that its own is
   the same. Shapes that depend on the contents of tensors, and Python's random numbers, cannot be captured.
@@ -35,9 +35,11 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 
 from rmm_linear.checkpointing.autocasting import Autocast, autocast_as, present_autocast
+from rmm_linear.checkpointing.code_read import Read
 from rmm_linear.checkpointing.costs import cost_of, unit_of
 from rmm_linear.checkpointing.cumulative_average import counted_by_modules, cumulative_batch_norm, let_ops_count
 from rmm_linear.checkpointing.graph import Graph, Op, Storage
+from rmm_linear.checkpointing.python_state import PythonState
 from rmm_linear.checkpointing.tracing import Arguments, Returned, Traced, trace
 from rmm_linear.errors import CaptureError
 
@@ -75,13 +77,15 @@ class Capture:
         gradients: The node of each input's gradient, None where there is none.
         updates: Pairs of an input's index and the node of its new contents.
         parameter_names: Names of the parameters among the inputs, in order.
-        buffer_names: Names of the buffers among the inputs, in order.
+        buffer_names: Names of the buffers and other tensors of the model among the inputs, in order.
         arguments: How the step is called.
         looked_at: Numbers in tensors that Python looked at, with the node of each.
         returned: What it returns, leaf by leaf.
         returned_spec: The structure of what it returns.
         module: The joint graph, with the constants that it needs.
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
+        read: What the step's Python code may read.
+        changed: What it changes in Python each time it runs, and a plan leaves as it is; it does not compute with it.
     """
 
     graph: Graph
@@ -101,6 +105,8 @@ class Capture:
     returned_spec: Any
     module: fx.GraphModule
     has_same_backward: Callable[[Autocast], bool]
+    read: Read
+    changed: tuple[str, ...]
 
 
 def capture(
@@ -136,12 +142,14 @@ def capture(
     if gradients not in ("kept", "freed"):
         raise ValueError(f'gradients={gradients!r} is neither "kept" nor "freed"')
     arguments, tensors = Arguments.of(args, kwargs or {})
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    kinds = {tensor.device.type for tensor in (*parameters.values(), *buffers.values(), *tensors)}
+    held = PythonState(model, named=True)
+    parameters = tuple(name for name, _ in model.named_parameters())
+    buffers = (*(name for name, _ in model.named_buffers()), *held.names)
+    kinds = {tensor.device.type for tensor in (*held.tensors, *tensors)}
     forward_autocast = present_autocast(kinds)
     python_state, numpy_state = random.getstate(), _numpy_state()
     try:
-        traced = trace(model, step, (*parameters.values(), *buffers.values()), arguments, tensors)
+        traced = trace(model, step, held.tensors, arguments, tensors)
     finally:
         if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
             random.setstate(python_state)
@@ -154,7 +162,7 @@ def capture(
 
     def has_same_backward(autocast: Autocast) -> bool:
         # the model as it is then: the capture must not hold parameters that it no longer has
-        state = (*model.parameters(), *model.buffers())
+        state = PythonState(model).tensors
         with autocast_as(forward_autocast, kinds):
             options = {"numbers": traced.numbers, "backward_autocast": autocast}
             return trace(model, step, state, arguments, traced.hollow, **options).fingerprint == traced.fingerprint
@@ -162,7 +170,7 @@ def capture(
     try:
         reading = _Reading(
             traced,
-            (tuple(parameters), tuple(buffers)),
+            (parameters, buffers),
             arguments,
             costs,
             counts=counted_by_modules(model),
@@ -270,6 +278,8 @@ class _Reading:
             returned_spec=self._traced.returned_spec,
             module=self._joint,
             has_same_backward=self._has_same_backward,
+            read=self._traced.read,
+            changed=self._traced.changed,
         )
 
     def _refuse_sparse(self) -> None:

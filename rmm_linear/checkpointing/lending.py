@@ -1,14 +1,22 @@
 """A model lends its places to the tensors of a trace: afterwards it holds what it held, however the run ended."""
 
 import contextlib
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+from rmm_linear.checkpointing.changes import MISSING, Change, differ
+from rmm_linear.checkpointing.python_state import is_opaque
+
+# Lists, dicts and objects of one attribute that are looked into.
+_MOST_HOLDERS = 10_000
+_REGISTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 
 
 class NotFollowedError(Exception):
@@ -16,29 +24,46 @@ class NotFollowedError(Exception):
 
 
 @contextlib.contextmanager
-def lent(model: nn.Module, state: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[None]:
+def lent(
+    model: nn.Module,
+    step: Callable[..., Any],
+    state: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    start: Sequence[Change] = (),
+) -> Iterator[list[Change]]:
     """Put other tensors in the place of a model's own for a run, however it ends; refuse what a plan would lose.
 
     Args:
         model: The model.
-        state: Its parameters and buffers, each once.
+        step: What is called with it.
+        state: Its parameters, buffers and other tensors, each once.
         tensors: What takes their places.
+        start: Changes of an earlier run, to begin with.
 
     Yields:
-        Nothing.
+        What the run changes and a plan leaves as it is, once the context is left.
 
     Raises:
         NotFollowedError: If the run leaves other tensors or modules behind.
     """
     # by identity, and not by name: a module may be registered under several
-    lent = {id(own): tensor for own, tensor in zip(state, tensors, strict=True)}
-    before = [_Attributes(name, module) for name, module in model.named_modules()]
+    replaced = {id(own): tensor for own, tensor in zip(state, tensors, strict=True)}
+    before = [_Attributes(name, type(module).__name__, vars(module)) for name, module in model.named_modules()]
+    before.append(_Attributes("", getattr(step, "__name__", "the step"), _ClosedOver(step)))
+    changes: list[Change] = []
     try:
+        for change in start:
+            change.again()
         for attributes in before:
-            attributes.lend(lent)
-        yield
-        lost = [text for attributes in before for text in attributes.lost()]
+            attributes.lend(replaced)
+        yield changes
+        lost: list[str] = []
+        for attributes in before:
+            lost += attributes.lost()
+            changes += attributes.changes()
     finally:
+        for change in start:
+            change.undo()
         for attributes in before:
             attributes.restore()
     if lost:
@@ -48,63 +73,123 @@ def lent(model: nn.Module, state: Sequence[Tensor], tensors: Sequence[Tensor]) -
         )
 
 
-class _Attributes:
-    """What a module holds, also in its lists and dicts: parameters, buffers and modules are in such dicts."""
+@dataclass(eq=False)
+class _Holder:
+    """A list, or a dict of attributes or entries, what was in it, and what was lent in it."""
 
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self._module, self._path = module, path
-        self._own = dict(vars(module))
-        self._contents = [(name, *each) for name, value in self._own.items() for each in _contents(value)]
+    attribute: str
+    path: str
+    now: Any
+    before: Any
+    lent: Any = None
+
+    def changed(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        """Path, key, old and new value of what the run has changed."""
+        if isinstance(self.now, list):
+            if len(self.now) != len(self.lent) or any(map(differ, self.now, self.lent)):
+                yield self.path, None, self.lent, list(self.now)
+            return
+        for key in {**self.lent, **self.now}:
+            old, new = self.lent.get(key, MISSING), self.now.get(key, MISSING)
+            if differ(old, new):
+                yield f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{key!r}]", key, old, new
+
+
+class _Attributes:
+    """What a module holds, or a function closes over, also in its lists, dicts (as parameters are) and objects."""
+
+    def __init__(self, path: str, name: str, own: MutableMapping[str, Any]) -> None:
+        self._path = path
+        self._holders = [_Holder("", name, own, dict(own))]
+        for attribute, value in list(own.items()):
+            for found in _holders(value):
+                self._holders.append(_Holder(attribute, f"{name}.{attribute}", found, found.copy()))
 
     def lend(self, tensors: Mapping[int, Tensor]) -> None:
-        for registry in ("_parameters", "_buffers"):
-            own = self._own[registry]
-            own.update({name: tensors[id(tensor)] for name, tensor in own.items() if tensor is not None})
-        self._lent = {registry: dict(self._own[registry]) for registry in _REGISTRIES}
+        for holder in self._holders:
+            for key, value in list(enumerate(holder.now) if isinstance(holder.now, list) else holder.now.items()):
+                if id(value) in tensors:
+                    holder.now[key] = tensors[id(value)]
+            holder.lent = holder.now[:] if isinstance(holder.now, list) else dict(holder.now)
 
     def lost(self) -> Iterator[str]:
         """Say what the run has changed and a plan would leave as it was."""
-        for registry, lent in self._lent.items():
-            kind, now = _REGISTRIES[registry], self._own[registry]
-            for name in {**lent, **now}:
-                path = f"{self._path}.{name}".lstrip(".")
-                if name not in lent:
-                    yield f"registers {kind} {path!r}"
-                elif now.get(name) is not lent[name]:
-                    yield f"puts another {kind} in the place of {kind} {path!r}"
-        now = vars(self._module)
-        changed = {name for name in now if now[name] is not self._own.get(name)}
-        changed.update(name for name, value, before in self._contents if not _is_same(value, before))
-        # torch's own recurrent layers list their parameters in `_flat_weights`, and write it anew with each of them
-        for name in sorted(changed.difference((*_REGISTRIES, "_flat_weights"))):
-            if any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(now.get(name))):
-                yield f"sets `{type(self._module).__name__}.{name}` to a tensor"
+        for holder in self._holders:
+            kind = _REGISTRIES.get(holder.attribute)
+            for path, key, old, new in holder.changed():
+                name = f"{self._path}.{key}".lstrip(".")
+                if kind is not None:
+                    yield (
+                        f"registers {kind} {name!r}"
+                        if old is MISSING
+                        else (f"puts another {kind} in the place of {kind} {name!r}")
+                    )
+                # torch's own recurrent layers list their parameters there, and write it anew with each of them
+                elif "_flat_weights" not in (key, holder.attribute) and _is_traced(new):
+                    yield f"sets `{path}` to a tensor"
+
+    def changes(self) -> Iterator[Change]:
+        """Tell what else the run has changed."""
+        for holder in self._holders:
+            if holder.attribute not in _REGISTRIES:
+                for path, key, old, new in holder.changed():
+                    if not _is_traced(new):
+                        yield Change(path, holder.now, key, old, new)
 
     def restore(self) -> None:
-        _give_back(vars(self._module), self._own)
-        for _, value, before in self._contents:
-            _give_back(value, before)
+        for holder in self._holders:
+            _give_back(holder.now, holder.before)
 
 
-_REGISTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+class _ClosedOver(MutableMapping[str, Any]):
+    """The variables that a function closes over, by name."""
+
+    def __init__(self, step: Any) -> None:
+        is_function = inspect.isfunction(step)
+        cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True) if is_function else ()
+        self._cells = {name: cell for name, cell in cells if cell != types.CellType()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
 
 
-def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Lists and dicts in a value, each with what is in it."""
+def _holders(value: Any) -> Iterator[Any]:
+    """Lists and dicts in a value, and the dicts in which objects hold their attributes."""
     waiting, seen = [value], set[int]()
-    while waiting:
+    while waiting and len(seen) < _MOST_HOLDERS:
         found = waiting.pop()
-        if isinstance(found, (list, dict)) and id(found) not in seen:
+        if isinstance(found, tuple):
+            waiting.extend(found)
+            continue
+        if not isinstance(found, (list, dict)):
+            if isinstance(found, nn.Module) or is_opaque(found) or not hasattr(found, "__dict__"):
+                continue
+            found = vars(found)
+        if id(found) not in seen and isinstance(found, (list, dict)):
             seen.add(id(found))
-            yield found, found.copy()
+            yield found
             waiting.extend(found.values() if isinstance(found, dict) else found)
 
 
-def _is_same(value: Any, before: Any) -> bool:
-    parts = [
-        each if isinstance(each, list) else [part for pair in each.items() for part in pair] for each in (value, before)
-    ]
-    return len(parts[0]) == len(parts[1]) and all(map(operator.is_, *parts))
+def _is_traced(value: Any) -> bool:
+    hollow = (FakeTensor, FunctionalTensor)
+    return isinstance(value, hollow) or any(
+        isinstance(part, hollow)
+        for holder in _holders(value)
+        for part in (holder.values() if isinstance(holder, dict) else holder)
+    )
 
 
 def _give_back(value: Any, before: Any) -> None:

@@ -5,27 +5,33 @@
 
 The forward pass of the model (or of a training step with its loss, `checkpoint_step`) is captured for the shapes of the
 sample, a strategy plans it, and from then on the planned program runs in its place: same outputs, gradients and
-buffers, bit for bit. Other shapes, other branches, and a model whose modules, hooks or plain attributes have changed,
-are captured and planned when they first occur. In eval mode, under `no_grad`, and where nothing is trained, the model
-runs as it was written.
+buffers, bit for bit. Other shapes, other branches, and other values of what the step's Python code reads (modules,
+attributes, the fields of objects, variables that it closes over, global ones), are captured and planned when they first
+occur; what the code changes in Python is named, and refused if the step computes with it. In eval mode, under
+`no_grad`, and where nothing is trained, the model runs as it was written.
 
 Not the same to the last bit: on a CPU, what an op writes in place into a part of a tensor (nn.GRU's gates do) may be
 rounded otherwise, since it lies in memory otherwise; and several forward passes of a planned model in one backward pass
 may add their gradients up in another order.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.checkpointing.autocasting import present_autocast
 from rmm_linear.checkpointing.budget import Budget, refusal
 from rmm_linear.checkpointing.capture import capture
+from rmm_linear.checkpointing.code_read import Read
 from rmm_linear.checkpointing.execute import OtherBranchError
 from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.plan import CheckpointPlan
+from rmm_linear.checkpointing.python_state import PythonState, hooks_inside
 from rmm_linear.checkpointing.replaced_forward import (
     own_forward,
     refuse_inner_plans,
@@ -36,15 +42,27 @@ from rmm_linear.checkpointing.replaced_forward import (
 from rmm_linear.checkpointing.runner import Runner
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import simulate
-from rmm_linear.checkpointing.step_state import key_of_call, state_of
 from rmm_linear.checkpointing.strategies import get_strategy
 from rmm_linear.checkpointing.tracing import Arguments
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError, ScheduleError
 
-# Variants of a step (shapes, branches) beyond which capturing each is probably not what the user wants.
-_MANY_VARIANTS = 8
-# The oldest are forgotten.
+# Variants of a step (shapes, branches) from which on capturing each is probably not what the user wants.
+_MANY_VARIANTS = 3
+# Branches of one shape.
+_MANY_BRANCHES = 8
+# Those that were not used for longest are forgotten.
 _MOST_VARIANTS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class _Variant:
+    """A planned step for one call and one state of Python."""
+
+    key: Any
+    read: Read
+    state: PythonState
+    runner: Runner
+    plan: CheckpointPlan
 
 
 class PlannedStep:
@@ -83,7 +101,11 @@ class PlannedStep:
             # what is wrong is told before anything is captured
             Budget.of(budget)
             get_strategy(strategy)
-        self._runners: dict[Any, list[Runner]] = {}
+        # the one used last comes first
+        self._variants: list[_Variant] = []
+        # what the code of all captures so far may read
+        self._read = Read()
+        self._told: set[str] = set()
         self.plans: list[CheckpointPlan] = []
 
     def __reduce__(self) -> Any:
@@ -105,27 +127,29 @@ class PlannedStep:
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._as_written(args, kwargs)
-        state, modules = state_of(self._model)
         arguments, tensors = Arguments.of(args, kwargs)
-        inputs = [*state, *tensors]
+        state = PythonState(self._model, self._step, self._read)
+        inputs = [*state.tensors, *tensors]
         if not any(tensor.requires_grad for tensor in inputs):
             return self._as_written(args, kwargs)
-        key = key_of_call(modules, arguments, inputs)
-        runners = self._runners.get(key, [])
-        if not runners and not self._model.training:
+        key = _key_of_call(arguments, inputs)
+        variants = self._fitting(key, state)
+        if not variants and not self._model.training:
             return self._as_written(args, kwargs)
-        states = _random_states(inputs) if any(runner.capture.looked_at for runner in runners) else []
-        for place, runner in enumerate(runners):
+        states = _random_states(inputs) if any(each.runner.capture.looked_at for each in variants) else []
+        for variant in variants:
             try:
-                result = runner(inputs)
+                result = variant.runner(inputs)
             except OtherBranchError:
                 _set_random_states(states)
                 continue
-            # the branch taken last is the likeliest next
-            runners.insert(0, runners.pop(place))
+            # the branch taken last is the likeliest next, and the variant used least recently goes first
+            if variant is not self._variants[0]:
+                self._variants.remove(variant)
+                self._variants.insert(0, variant)
             return result
         try:
-            return self._prepare(key, args, kwargs)(inputs)
+            return self._prepare(len(variants), args, kwargs).runner(inputs)
         except OtherBranchError:
             raise CaptureError(
                 "Python looks at a number in a tensor that is drawn at random, or not the same twice: take the branch"
@@ -142,33 +166,85 @@ class PlannedStep:
         Returns:
             The plan.
         """
-        state, modules = state_of(self._model)
-        arguments, tensors = Arguments.of(args, kwargs)
-        self._prepare(key_of_call(modules, arguments, [*state, *tensors]), args, kwargs)
-        return self.plans[-1]
+        return self._prepare(0, args, kwargs).plan
 
-    def _prepare(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runner:
-        if len(self._runners.get(key, [])) >= _MANY_VARIANTS:
+    def _fitting(self, key: Any, state: PythonState) -> list["_Variant"]:
+        """Variants of this call, and of this state of Python."""
+        states = {id(self._read): state}
+        found = []
+        for variant in self._variants:
+            if variant.key != key:
+                continue
+            # captures that read less are compared by what they read
+            own = states.get(id(variant.read))
+            if own is None:
+                own = states[id(variant.read)] = PythonState(self._model, self._step, variant.read)
+            if own.values == variant.state.values:
+                found.append(variant)
+        return found
+
+    def _prepare(self, branches: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Variant":
+        if branches >= _MANY_BRANCHES:
             raise CaptureError(
-                f"Python looks at a number in a tensor that was another one in each of {_MANY_VARIANTS} steps: take it"
+                f"Python looks at a number in a tensor that was another one in each of {_MANY_BRANCHES} steps: take it"
                 " (`.item()`, `float(...)`, a branch) out of what is planned"
             )
         refuse_inner_plans(self._model)
         captured = capture(self._model, args, kwargs, step=self._step, **self._capture_options)
         plan = self._plan(captured.graph)
-        runner = Runner(captured, plan.schedule)
-        self._runners.setdefault(key, []).insert(0, runner)
+        self._read = self._read.extended(captured.read)
+        arguments, tensors = Arguments.of(args, kwargs)
+        state = PythonState(self._model, self._step, self._read, named=True)
+        key = _key_of_call(arguments, [*state.tensors, *tensors])
+        variant = _Variant(key, self._read, state, Runner(captured, plan.schedule), plan)
+        self._tell(variant)
+        self._variants.insert(0, variant)
         self.plans.append(plan)
-        if len(self._runners) > _MOST_VARIANTS:
-            del self._runners[next(iter(self._runners))]
-            del self.plans[0]
-        if len(self.plans) == _MANY_VARIANTS:
-            warnings.warn(
-                f"a planned step has been captured for {_MANY_VARIANTS} different shapes, plain arguments or branches,"
-                " which takes a second or more each: pad batches to few lengths, pass numbers that change as tensors",
-                stacklevel=4,
+        if len(self._variants) > _MOST_VARIANTS:
+            forgotten = self._variants.pop().plan
+            self.plans = [plan for plan in self.plans if plan is not forgotten]
+        return variant
+
+    def _tell(self, variant: "_Variant") -> None:
+        """Warn of what is not followed, and of many variants."""
+        texts = []
+        hooks = hooks_inside(self._model, with_own=self._step is not _own_forward)
+        if hooks:
+            texts.append(
+                f"{', '.join(hooks)} ran at the capture and won't again: what hooks compute with tensors is in the"
+                " plan, what they do beside is lost (they record, they print). Take them off, or put them on the model"
+                " that checkpoint_model was called on"
             )
-        return runner
+        unfollowed = [name for name in variant.state.unfollowed if variant.read.names & {*re.findall(r"\w+", name)}]
+        if variant.runner.capture.changed:
+            texts.append(
+                f"the step changes {', '.join(variant.runner.capture.changed)} each time it runs, and a planned step"
+                " leaves it as it is: count outside of what is planned, or in a buffer (`self.count.add_(1)`)"
+            )
+        if unfollowed:
+            texts.append(
+                f"a planned step won't notice changes inside of {', '.join(sorted(set(unfollowed)))}, too large or too"
+                " deep to be compared at every step: put others in their place, or make them tensors"
+            )
+        if len(self._variants) == _MANY_VARIANTS - 1:
+            texts.append(
+                f"a planned step is captured for {_MANY_VARIANTS} different shapes, plain arguments, branches or states"
+                f" of the model by now, which takes seconds each time; {self._reason(variant)}"
+            )
+        for text in texts:
+            if text not in self._told:
+                self._told.add(text)
+                warnings.warn(text, stacklevel=5)
+
+    def _reason(self, variant: "_Variant") -> str:
+        """Say what is new about a variant, and what to do."""
+        last = self._variants[0]
+        if variant.key != last.key:
+            return "the last one has other arguments: pad batches to few lengths, pass numbers that change as tensors"
+        if variant.state.values != last.state.values:
+            difference = variant.state.difference(last.state.values)
+            return f"the last one differs in {difference}: keep in a buffer, or pass as a tensor, what changes"
+        return "in the last one Python looked at another number in a tensor: use torch.where, or take it out"
 
     def _plan(self, graph: Graph) -> CheckpointPlan:
         if self._schedule is not None:
@@ -202,6 +278,24 @@ def is_planned(model: nn.Module) -> bool:
         Whether `checkpoint_model` was called on it.
     """
     return any(isinstance(stands_in(module), PlannedStep) for module in model.modules())
+
+
+def _key_of_call(arguments: Arguments, inputs: Sequence[Tensor]) -> Any:
+    """Tell calls apart that need a plan each."""
+    autocast = present_autocast(tensor.device.type for tensor in inputs)
+    # autocast keeps the casts of leaves alone, and those only if it is told to
+    casts = (torch.is_autocast_cache_enabled(), *(tensor.is_leaf for tensor in inputs)) if autocast else ()
+    cuda = torch.backends.cuda
+    return (
+        str(arguments.spec),
+        repr(arguments.constants),
+        tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs),
+        autocast,
+        casts,
+        # which kernels a fused attention may take
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        torch.get_default_dtype(),
+    )
 
 
 def _remade_step(model: nn.Module, step: Callable[..., Any] | None, options: dict[str, Any]) -> PlannedStep:

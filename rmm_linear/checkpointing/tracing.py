@@ -25,10 +25,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.checkpointing.autocasting import Autocast, weights_cast_once
+from rmm_linear.checkpointing.changes import Change
+from rmm_linear.checkpointing.code_read import Read, noted, unnoted
 from rmm_linear.checkpointing.lending import NotFollowedError, lent
 from rmm_linear.checkpointing.replaced_forward import own_forward
 from rmm_linear.errors import CaptureError
 
+# Changes that a message names.
+_FEW = 4
 # Parts of the paths of files whose lines are not the user's.
 _NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
 _HINT = "Checkpoint the parts that can one by one"
@@ -127,6 +131,8 @@ class Traced:
         requires_grad: For each input, whether it is differentiated.
         hollow: The tensors among the arguments without their contents.
         fingerprint: Equal for equal graphs.
+        read: What the step's Python code may read.
+        changed: What it changes in Python each time it runs.
     """
 
     joint: fx.GraphModule
@@ -139,6 +145,8 @@ class Traced:
     requires_grad: tuple[bool, ...]
     hollow: tuple[Tensor, ...]
     fingerprint: str
+    read: Read
+    changed: tuple[str, ...]
 
 
 def trace(
@@ -156,7 +164,7 @@ def trace(
     Args:
         model: The model.
         step: Called as `step(model, *args, **kwargs)`; the model itself if None.
-        state: Parameters and buffers, each once, the first inputs of the graph.
+        state: Parameters, buffers and other tensors of the model, each once, the first inputs of the graph.
         arguments: How the step is called.
         tensors: The tensors among its arguments, the other inputs; they may be hollow themselves.
         numbers: What Python sees where it looks into tensors, as far as it is known.
@@ -185,6 +193,8 @@ def trace(
         except _UnknownNumberError:
             function.numbers = _numbers_of_sample(function, inputs)
             joint = _joint_graph(function, hollow, backward_autocast)
+        if function.changes:
+            joint = _second_run(function, hollow, backward_autocast, joint)
     except Exception as error:
         explained: CaptureError = _explained(error)
         raise explained from error
@@ -201,6 +211,8 @@ def trace(
         tuple(tensor.requires_grad for tensor in inputs),
         hollow[len(state) :],
         _fingerprint(joint),
+        function.read,
+        function.changed,
     )
 
 
@@ -226,6 +238,12 @@ class _Step(nn.Module):
         self._arguments = arguments
         self._are_leaves = are_leaves
         self._has_cast_cache = torch.is_autocast_cache_enabled()
+        # what the last run changed in Python, and what the next one begins with
+        self.changes: Sequence[Change] = ()
+        self.start: Sequence[Change] = ()
+        # names of what each run changes
+        self.changed: tuple[str, ...] = ()
+        self.read = Read()
         self.returned: tuple[Returned, ...] = ()
         self.returned_spec: Any = None
         self.differentiable: tuple[bool, ...] = ()
@@ -241,11 +259,14 @@ class _Step(nn.Module):
                 tensor.detach_().requires_grad_()
         with (
             _Numbers(self.numbers, self.has_contents) as self._looked_at,
-            lent(model, state, tensors[:count]),
+            lent(model, self._step, state, tensors[:count], self.start) as changes,
             own_forward(model),
             weights_cast_once(self._has_cast_cache),
         ):
-            value = self._step(model, *args, **kwargs)
+            with noted() as ran:
+                value = self._step(model, *args, **kwargs)
+            of_variables = ran.changes()
+        self.read, self.changes = ran.read(), [*changes, *of_variables]
         leaves, self.returned_spec = pytree.tree_flatten(value)
         results: list[Tensor] = []
         returned: list[Returned] = []
@@ -307,7 +328,8 @@ class _Numbers(TorchDispatchMode):
             if self._drew_nothing and not is_hollow:
                 raise DataDependentOutputException(func)
             self._drew_nothing |= is_hollow
-        return func(*args, **(kwargs or {}))
+        with unnoted():
+            return func(*args, **(kwargs or {}))
 
     def _number_in(self, tensor: Tensor) -> Any:
         if self.numbers is None:
@@ -386,6 +408,37 @@ class _Blocks:
         for first, last, name in reversed(self._spans):
             found.update(dict.fromkeys(range(first, last), name))
         return found
+
+
+def _second_run(
+    function: _Step, inputs: tuple[Tensor, ...], backward_autocast: Autocast, first: fx.GraphModule
+) -> fx.GraphModule:
+    """Run once more with what the first run changed in Python: only what computes the same then has a plan."""
+    function.start = changes = function.changes
+    second = _joint_graph(function, inputs, backward_autocast)
+    if _fingerprint(first) != _fingerprint(second) or not _same_constants(first, second):
+        raise NotFollowedError(
+            f"the step changes {', '.join(_texts(changes))}, and computes something else when it runs again, which a"
+            " plan would not follow: run it once before it is planned if only its first run differs; keep a counter in"
+            " a buffer (`self.count.add_(1)`), or pass what changes as an argument"
+        )
+    again = {change.path for change in function.changes}
+    function.changed = _texts([change for change in changes if change.path in again])
+    return second
+
+
+def _texts(changes: Sequence[Change]) -> tuple[str, ...]:
+    texts = tuple(dict.fromkeys(map(str, changes)))
+    return (*texts[:_FEW], f"{len(texts) - _FEW} more") if len(texts) > _FEW else texts
+
+
+def _same_constants(first: fx.GraphModule, second: fx.GraphModule) -> bool:
+    pairs = zip(_constants(first), _constants(second), strict=True)
+    return all(a is b or (isinstance(a, Tensor) and a.dtype == b.dtype and torch.equal(a, b)) for a, b in pairs)
+
+
+def _constants(joint: fx.GraphModule) -> list[Any]:
+    return [getattr(joint, str(node.target)) for node in joint.graph.nodes if node.op == "get_attr"]
 
 
 def _joint_graph(function: _Step, inputs: tuple[Tensor, ...], backward_autocast: Autocast) -> fx.GraphModule:

@@ -59,6 +59,18 @@ def test_a_forward_of_the_instance_keeps_its_signature_too():
     assert remove_checkpointing(model).forward is forward
 
 
+def test_a_models_config_is_followed():
+    model, plain = planned(roberta), roberta()
+    for each in (model, plain):
+        each.config.output_hidden_states = True
+    for found, expected in zip(*(each(**batch_of(roberta)).hidden_states for each in (model, plain)), strict=True):
+        assert torch.equal(found, expected)
+    for each in (model, plain):
+        each.config.output_hidden_states = False
+    assert model(**batch_of(roberta)).hidden_states is None
+    assert len(vars(model)["forward"].run.plans) == 2
+
+
 def trained_by_transformers(model: nn.Module, folder, callbacks=()) -> nn.Module:
     datasets = pytest.importorskip("datasets")
     from transformers import Trainer, TrainingArguments

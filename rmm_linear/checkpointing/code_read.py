@@ -1,0 +1,198 @@
+"""Which names does the Python code of a step read? Those that the code mentions that ran while it was captured."""
+
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from rmm_linear.checkpointing.changes import MISSING, Change, differ, is_plain
+
+# Code that reads no state of the user's: this library, torch, and the standard library without what is installed in it.
+_LIBRARY = str(Path(__file__).resolve().parent.parent)
+_OTHERS = (_LIBRARY, str(Path(torch.__file__).resolve().parent), "<frozen ")
+_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_INSTALLED = ("site-packages", "dist-packages")
+_NOT_THE_USERS = {"torch", "numpy", "rmm_linear", *sys.stdlib_module_names}
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """What Python code that ran may have read.
+
+    Attributes:
+        names: Names of attributes, and strings that may be such.
+        places: Global variables: the dict in which each is, and its name there.
+    """
+
+    names: frozenset[str] = frozenset()
+    places: tuple[tuple[dict[str, Any], str], ...] = ()
+
+    def extended(self, other: "Read") -> "Read":
+        """Add what other code may have read.
+
+        Args:
+            other: What that is.
+
+        Returns:
+            This one itself, if nothing is new.
+        """
+        known = {(id(holder), name) for holder, name in self.places}
+        more = [place for place in other.places if (id(place[0]), place[1]) not in known]
+        if not more and other.names <= self.names:
+            return self
+        return Read(self.names | other.names, (*self.places, *more))
+
+
+class CodeThatRan:
+    """Notes which code runs, see `noted`."""
+
+    def __init__(self) -> None:
+        # of each piece of code: its global variables, and the plain ones among them as they were before it ran
+        self._found: dict[CodeType, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def note(self, frame: FrameType) -> None:
+        """Note the code of a frame.
+
+        Args:
+            frame: The frame.
+        """
+        code, variables = frame.f_code, frame.f_globals
+        if code not in self._found:
+            named = code.co_names if _is_the_users(code.co_filename) else ()
+            self._found[code] = (
+                variables,
+                {name: variables[name] for name in named if is_plain(variables.get(name, ...))},
+            )
+
+    def read(self) -> Read:
+        """Say what the code may have read.
+
+        Returns:
+            Names, and global variables.
+        """
+        names: set[str] = set()
+        places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        for code, (variables, _) in self._found.items():
+            if not _is_the_users(code.co_filename):
+                continue
+            names.update(code.co_names)
+            # getattr(config, "scale")
+            names.update(part for part in code.co_consts if isinstance(part, str) and part.isidentifier())
+            for holder, name in _global_variables(code, variables):
+                places[id(holder), name] = holder, name
+        return Read(frozenset(names), tuple(places.values()))
+
+    def changes(self) -> list[Change]:
+        """Say which global variables the code changed, and take it back.
+
+        Returns:
+            The changes of plain ones.
+        """
+        found = [
+            Change(name, variables, name, old, variables.get(name, MISSING))
+            for variables, before in self._found.values()
+            for name, old in before.items()
+            if differ(old, variables.get(name, MISSING))
+        ]
+        # the first to see a variable saw it as it was
+        found.reverse()
+        for change in found:
+            change.undo()
+        return found
+
+
+def _global_variables(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    for name in code.co_names:
+        if name not in variables:
+            continue
+        value = variables[name]
+        if not isinstance(value, ModuleType):
+            yield variables, name
+        elif value.__name__.partition(".")[0] not in _NOT_THE_USERS:
+            # settings.SCALE
+            yield from ((vars(value), part) for part in code.co_names if part in vars(value))
+
+
+def _is_the_users(filename: str) -> bool:
+    if filename.startswith(_OTHERS):
+        return False
+    return not filename.startswith(_STANDARD) or any(part in filename for part in _INSTALLED)
+
+
+@contextmanager
+def noted() -> Iterator[CodeThatRan]:
+    """Note which Python code runs in this thread.
+
+    Yields:
+        What ran; complete when the context is left.
+    """
+    found = CodeThatRan()
+    with _monitored(found.note) if sys.version_info >= (3, 12) else _traced(found.note):
+        yield found
+
+
+@contextmanager
+def unnoted() -> Iterator[None]:
+    """Run what lies below an op of torch: it is no code of the user, and tracing it takes as long as the capture.
+
+    Yields:
+        Nothing.
+    """
+    trace = sys.gettrace()
+    if getattr(trace, "__module__", None) != __name__:
+        yield
+        return
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(trace)
+
+
+@contextmanager
+def _traced(note: Callable[[FrameType], None]) -> Iterator[None]:
+    before = sys.gettrace()
+
+    def trace(frame: FrameType, event: Any, argument: Any) -> Any:
+        note(frame)
+        # a debugger, or what measures which lines tests run, goes on
+        return before and before(frame, event, argument)
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def _monitored(note: Callable[[FrameType], None]) -> Iterator[None]:
+    # asks once for each piece of code, where a trace function is called at each call
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
+    free = [number for number in range(6) if monitoring.get_tool(number) is None]
+    if not free:
+        with _traced(note):
+            yield
+        return
+
+    def started(code: CodeType, offset: int) -> Any:
+        note(sys._getframe(1))
+        return monitoring.DISABLE
+
+    event = monitoring.events.PY_START
+    monitoring.use_tool_id(free[-1], "rmm_linear")
+    try:
+        monitoring.register_callback(free[-1], event, started)
+        monitoring.restart_events()
+        monitoring.set_events(free[-1], event)
+        yield
+    finally:
+        monitoring.set_events(free[-1], 0)
+        monitoring.register_callback(free[-1], event, None)
+        monitoring.free_tool_id(free[-1])
