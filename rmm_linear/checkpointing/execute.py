@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from rmm_linear.checkpointing.capture import Capture, tensors_of
 from rmm_linear.checkpointing.schedule import Schedule, Step, hand_over_places, validate
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _LITERALS = (int, bool, str, type(None))
 
 
@@ -97,6 +98,7 @@ class _Writer:
         self._read: set[fx.Node] = set()
         self._inputs_of: dict[fx.Node, set[fx.Node]] = {}
         self._unchecked = dict(capture.looked_at)
+        self._after_tangents = after_tangents(capture)
         self._gradients = self._gradients_by_storage()
         times = Counter(schedule.order)
         self._times_left = {op: count for op, count in times.items() if count > 1 and capture.graph.ops[op].is_random}
@@ -275,7 +277,8 @@ class _Writer:
         for name, value in node.kwargs.items():
             text = self._argument(value)
             arguments.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
-        return f"{self._constant(_as_in_place(node))}({', '.join(arguments)})"
+        function = _reshaped if node in self._after_tangents and node.target in _VIEWS else _as_in_place(node)
+        return f"{self._constant(function)}({', '.join(arguments)})"
 
     def _value(self, node: fx.Node) -> str:
         """The name of a node's value; a view that is not there yet is made here."""
@@ -346,6 +349,27 @@ def _as_in_place(node: fx.Node) -> Any:
     ):
         return _bernoulli
     return node.target
+
+
+def after_tangents(capture: Capture) -> set[fx.Node]:
+    """Find what is computed from the gradients of results.
+
+    Args:
+        capture: A captured step.
+
+    Returns:
+        Nodes of its graph.
+    """
+    found: set[fx.Node] = set(filter(None, capture.tangents))
+    for node in capture.module.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    # a gradient in another layout than the sample's may have to be copied here, as in the plain pass
+    return tensor.reshape(shape)
 
 
 def _bernoulli(like: Tensor, p: float) -> Tensor:

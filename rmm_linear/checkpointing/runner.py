@@ -17,9 +17,15 @@ from torch import Tensor, fx
 
 from rmm_linear.checkpointing.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.checkpointing.capture import Capture, tensors_of
-from rmm_linear.checkpointing.execute import program_of
+from rmm_linear.checkpointing.execute import after_tangents, program_of
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.errors import AutocastBackwardError, DoubleBackwardError
+
+_READ_MEMORY = (
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_scatter.default,
+    torch.ops.aten._reshape_alias.default,
+)
 
 
 class Runner:
@@ -40,8 +46,44 @@ class Runner:
         self.device_types = {tensor.device.type for node in capture.inputs for tensor in tensors_of(node)}
         # all parts run where the results are: the engine finishes a gradient there before it goes on
         self.device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
+        # whether the backward part reads memory as it lay at the capture
+        self._reads_memory = any(node.target in _READ_MEMORY for node in after_tangents(capture))
         # states of autocast around the backward pass, and whether it computes the same then
         self._is_same_under: dict[Autocast, bool] = {(): True}
+
+    def as_captured(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Prepare the gradients of the results.
+
+        Args:
+            tangents: What arrived; None for a result that the loss does not depend on.
+
+        Returns:
+            The same in the dtypes that the program knows, and as they lie if it can read them so: another layout is
+            another order of summation, and the plain pass has the one in which they arrive.
+
+        Raises:
+            RuntimeError: If a gradient arrived that the step was not captured for.
+        """
+        given: list[Tensor | None] = []
+        for place, (tangent, node) in enumerate(zip(tangents, self.capture.tangents, strict=True)):
+            if node is None:
+                if tangent is not None:
+                    raise RuntimeError(
+                        f"a gradient arrived at result {place} of a planned step, which was captured for its loss"
+                        " alone: compute everything that is differentiated inside of the step (`checkpoint_step`)"
+                    )
+                given.append(None)
+                continue
+            (hollow,) = tensors_of(node)
+            if tangent is None:
+                # in no layout of its own: a sum has that of what it is added to
+                tangent = torch.zeros((), dtype=hollow.dtype, device=hollow.device).expand(hollow.shape)
+            tangent = tangent.to(hollow.dtype)
+            if self._reads_memory and tangent.stride() != hollow.stride():
+                like = torch.empty_strided(hollow.shape, hollow.stride(), dtype=tangent.dtype, device=tangent.device)
+                tangent = like.copy_(tangent)
+            given.append(tangent)
+        return given
 
     def refuse_other_backward(self) -> None:
         """Refuse a backward pass that would compute in other dtypes, since autocast is on around it.
@@ -138,7 +180,7 @@ class _Pass:
                 " add up the losses before one backward()"
             )
         self.runner.refuse_other_backward()
-        given = _as_captured(self.runner.capture, tangents)
+        given = self.runner.as_captured(tangents)
         self._arrived = {place for place, tangent in enumerate(tangents) if tangent is not None}
         saved, self.saved = self.saved, None
         self._backward = self.runner.program.backward(self._inputs, saved, given, self._gradients)
@@ -195,29 +237,6 @@ class _LaterPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         return (None, None, None, None, *ctx.run.gradients_of(ctx))
-
-
-def _as_captured(capture: Capture, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of the results, in the layouts that the program knows."""
-    given: list[Tensor | None] = []
-    for place, (tangent, node) in enumerate(zip(tangents, capture.tangents, strict=True)):
-        if node is None and tangent is not None:
-            raise RuntimeError(
-                f"a gradient arrived at result {place} of a planned step, which was captured for its loss alone:"
-                " compute everything that is differentiated inside of the step (`checkpoint_step`)"
-            )
-        if node is not None and tangent is None:
-            (hollow,) = tensors_of(node)
-            tangent = torch.zeros(hollow.shape, dtype=hollow.dtype, device=hollow.device)
-        elif node is not None and tangent is not None:
-            (hollow,) = tensors_of(node)
-            tangent = tangent.to(hollow.dtype)
-            if tangent.stride() != hollow.stride():
-                # the program's views are those of the layout that was captured
-                like = torch.empty_strided(hollow.shape, hollow.stride(), dtype=tangent.dtype, device=tangent.device)
-                tangent = like.copy_(tangent)
-        given.append(tangent)
-    return given
 
 
 @contextmanager
