@@ -39,6 +39,7 @@ from rmm_linear.checkpointing.code_read import Read
 from rmm_linear.checkpointing.costs import cost_of, unit_of
 from rmm_linear.checkpointing.cumulative_average import counted_by_modules, cumulative_batch_norm, let_ops_count
 from rmm_linear.checkpointing.graph import Graph, Op, Storage
+from rmm_linear.checkpointing.hollow import bytes_in_earnest
 from rmm_linear.checkpointing.python_state import PythonState
 from rmm_linear.checkpointing.tracing import Arguments, Returned, Traced, trace
 from rmm_linear.errors import CaptureError
@@ -47,13 +48,6 @@ from rmm_linear.errors import CaptureError
 _UPDATES_BUFFERS = {
     torch.ops.aten._native_batch_norm_legit_functional.default,
     cumulative_batch_norm,
-}
-# With a reduction they return one number in memory as large as that of all numbers, which hollow tensors don't tell.
-_REDUCED_IN_PLACE = {
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-    torch.ops.aten.binary_cross_entropy.default,
-    torch.ops.aten.soft_margin_loss.default,
 }
 # Kernels with a workspace that torch says nothing about.
 _HIDDEN_WORKSPACE = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"}
@@ -86,6 +80,8 @@ class Capture:
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
         read: What the step's Python code may read.
         changed: What it changes in Python each time it runs, and a plan leaves as it is; it does not compute with it.
+        eager_peak_bytes: The most that eager mode has in memory at any time; None if that was not asked for, or could
+            not be found out.
     """
 
     graph: Graph
@@ -107,6 +103,7 @@ class Capture:
     has_same_backward: Callable[[Autocast], bool]
     read: Read
     changed: tuple[str, ...]
+    eager_peak_bytes: int | None = None
 
 
 def capture(
@@ -117,6 +114,7 @@ def capture(
     step: Callable[..., Any] | None = None,
     costs: str = "roofline",
     gradients: str = "kept",
+    with_eager_peak: bool = False,
 ) -> Capture:
     """Capture a training step.
 
@@ -131,6 +129,7 @@ def capture(
         costs: How ops are priced; see `rmm_linear.checkpointing.costs.cost_of`.
         gradients: "kept" if each parameter's stays in memory as its `.grad`; "freed" if it goes as soon as it is there,
             for it is added to one that was there before, or an optimizer takes it in the backward pass.
+        with_eager_peak: Whether to find out as well what the step takes in eager mode, in a quarter more time.
 
     Returns:
         The capture.
@@ -149,7 +148,7 @@ def capture(
     forward_autocast = present_autocast(kinds)
     python_state, numpy_state = random.getstate(), _numpy_state()
     try:
-        traced = trace(model, step, held.tensors, arguments, tensors)
+        traced = trace(model, step, held.tensors, arguments, tensors, with_eager_peak=with_eager_peak)
     finally:
         if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
             random.setstate(python_state)
@@ -164,7 +163,7 @@ def capture(
         # the model as it is then: the capture must not hold parameters that it no longer has
         state = PythonState(model).tensors
         with autocast_as(forward_autocast, kinds):
-            options = {"numbers": traced.numbers, "backward_autocast": autocast}
+            options: dict[str, Any] = {"numbers": traced.numbers, "backward_autocast": autocast}
             return trace(model, step, state, arguments, traced.hollow, **options).fingerprint == traced.fingerprint
 
     try:
@@ -280,6 +279,7 @@ class _Reading:
             has_same_backward=self._has_same_backward,
             read=self._traced.read,
             changed=self._traced.changed,
+            eager_peak_bytes=self._traced.eager_peak_bytes,
         )
 
     def _refuse_sparse(self) -> None:
@@ -522,12 +522,8 @@ def _packet(node: fx.Node) -> str:
 
 def _bytes_in_earnest(node: fx.Node, tensor: Tensor) -> int:
     """Bytes of the memory that a hollow tensor stands for."""
-    if node.target in _REDUCED_IN_PLACE:
-        numbers = torch.broadcast_shapes(
-            *(each.shape for source in node.all_input_nodes for each in tensors_of(source))
-        )
-        return max(tensor.untyped_storage().nbytes(), numbers.numel() * tensor.element_size())
-    return tensor.untyped_storage().nbytes()
+    sources = (each for source in node.all_input_nodes for each in tensors_of(source))
+    return bytes_in_earnest(node.target, sources, tensor)
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

@@ -1,14 +1,15 @@
 """What was planned, in numbers that a user can read: `print(plan)`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rmm_linear.byte_sizes import Unit, unit_for
 from rmm_linear.checkpointing.graph import Graph
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import Simulation, simulate
 from rmm_linear.checkpointing.timeline import draw
 
-_MIB = 2**20
 # ops of this library: seeds and sketches
 _OURS = "rmm_linear."
 
@@ -23,6 +24,9 @@ class CheckpointPlan:
         planned: The schedule's peak, cost and timeline.
         plain: The same of the step without a plan.
         budget_bytes: The budget.
+        eager_peak_bytes: The most that the step as written has in memory at any time in eager mode, counted as peaks of
+            plans are; None if it is not known, as for shapes that came later than the sample. A budget in percent is
+            of `plain.peak_bytes`, which is less: a captured step frees everything after its last use.
     """
 
     graph: Graph
@@ -30,6 +34,7 @@ class CheckpointPlan:
     planned: Simulation = field(repr=False)
     plain: Simulation = field(repr=False)
     budget_bytes: int
+    eager_peak_bytes: int | None = None
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
@@ -130,42 +135,59 @@ class CheckpointPlan:
         return held
 
     def __str__(self) -> str:
+        return "\n".join([*self._headlines(), "", *self._table()])
+
+    @property
+    def _unit(self) -> Unit:
+        return unit_for(self.plain.peak_bytes)
+
+    def _sizes(self, *sizes: int) -> str:
+        """Such as "3.00 -> 1.00 MiB"."""
+        return f"{' -> '.join(map(self._unit.of, sizes))} {self._unit.name}"
+
+    def _headlines(self) -> Iterator[str]:
         share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
-        kept, planned = _mib(self.plain.forward_bytes), _mib(self.planned.forward_bytes)
-        headline = (
-            f"peak {_mib(self.plain.peak_bytes)} -> {_mib(self.peak_bytes)} MiB ({share:.1f} %), budget"
-            f" {_mib(self.budget_bytes)} MiB; extra compute {100 * self.overhead:.1f} %; strategy"
+        yield (
+            f"peak {self._sizes(self.plain.peak_bytes, self.peak_bytes)} ({share:.1f} %), budget"
+            f" {self._sizes(self.budget_bytes)}; extra compute {100 * self.overhead:.1f} %; strategy"
             f" {self.schedule.strategy}"
         )
+        if self.eager_peak_bytes is not None:
+            parts = [100 * size / max(1, self.eager_peak_bytes) for size in (self.plain.peak_bytes, self.peak_bytes)]
+            yield (
+                f"of the captured step, that is; eager mode takes {self._sizes(self.eager_peak_bytes)}, of which these"
+                f" are {parts[0]:.1f} % and {parts[1]:.1f} %"
+            )
         outputs = sum(self.graph.storages[index].size_bytes for index in self.graph.outputs)
         of_what = "results" if self.graph.freed else "gradients and results"
-        floor = f"{_mib(outputs)} MiB of {of_what} at the end, under any plan"
-        lines = [headline, f"at the end of the forward pass: {kept} -> {planned} MiB; {floor}"]
+        yield (
+            f"at the end of the forward pass: {self._sizes(self.plain.forward_bytes, self.planned.forward_bytes)};"
+            f" {self._sizes(outputs)} of {of_what} at the end, under any plan"
+        )
         if set(self.graph.gradients) - self.graph.freed:
             freed = self.with_gradients_freed()
-            lines.append(
-                f"where each gradient is added to one that is there, or taken in the backward pass: peak"
-                f" {_mib(freed.plain.peak_bytes)} -> {_mib(freed.peak_bytes)} MiB"
+            yield (
+                "where each gradient is added to one that is there, or taken in the backward pass: peak"
+                f" {self._sizes(freed.plain.peak_bytes, freed.peak_bytes)}"
             )
         if any(op.kind.startswith(_OURS) for op in self.graph.ops):
             sketches = [
-                _mib(sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index)))
+                sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
                 for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))
             ]
-            lines.append(f"sketches in it: {sketches[0]} -> {sketches[1]} MiB")
-        lines.append("")
-        rows = [("block", "kept, MiB", "planned", "computed again")]
+            yield f"sketches in it: {self._sizes(*sketches)}"
+
+    def _table(self) -> Iterator[str]:
+        rows = [("block", f"kept, {self._unit.name}", "planned", "computed again")]
         for name, block in self.by_block().items():
             again = f"{100 * block.extra_cost / block.cost:.0f} %" if block.extra_cost else "-"
-            rows.append((name or "(the model)", _mib(block.plain_bytes), _mib(block.kept_bytes), again))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines += [
-            "  ".join(
-                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            rows.append(
+                (name or "(the model)", self._unit.of(block.plain_bytes), self._unit.of(block.kept_bytes), again)
             )
-            for row in rows
-        ]
-        return "\n".join(lines)
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        for row in rows:
+            cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+            yield "  ".join([row[0].ljust(widths[0]), *cells])
 
 
 @dataclass(frozen=True)
@@ -187,7 +209,3 @@ class BlockPlan:
 
 def _cut(path: str, depth: int) -> str:
     return ".".join(path.split(".")[:depth])
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:.2f}"

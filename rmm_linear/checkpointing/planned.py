@@ -18,7 +18,7 @@ may add their gradients up in another order.
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class PlannedStep:
     ) -> None:
         self._model, self._step = model, step
         self._budget, self._strategy, self._schedule = budget, strategy, schedule
-        self._capture_options = {"costs": costs, "gradients": gradients}
+        self._capture_options: dict[str, Any] = {"costs": costs, "gradients": gradients}
         if schedule is None:
             # what is wrong is told before anything is captured
             Budget.of(budget)
@@ -166,7 +166,7 @@ class PlannedStep:
         Returns:
             The plan.
         """
-        return self._prepare(0, args, kwargs).plan
+        return self._prepare(0, args, kwargs, with_eager_peak=True).plan
 
     def _fitting(self, key: Any, state: PythonState) -> list["_Variant"]:
         """Variants of this call, and of this state of Python."""
@@ -183,15 +183,18 @@ class PlannedStep:
                 found.append(variant)
         return found
 
-    def _prepare(self, branches: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Variant":
+    def _prepare(
+        self, branches: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_eager_peak: bool = False
+    ) -> "_Variant":
         if branches >= _MANY_BRANCHES:
             raise CaptureError(
                 f"Python looks at a number in a tensor that was another one in each of {_MANY_BRANCHES} steps: take it"
                 " (`.item()`, `float(...)`, a branch) out of what is planned"
             )
         refuse_inner_plans(self._model)
-        captured = capture(self._model, args, kwargs, step=self._step, **self._capture_options)
-        plan = self._plan(captured.graph)
+        options = {**self._capture_options, "with_eager_peak": with_eager_peak}
+        captured = capture(self._model, args, kwargs, step=self._step, **options)
+        plan = replace(self._plan(captured.graph), eager_peak_bytes=captured.eager_peak_bytes)
         self._read = self._read.extended(captured.read)
         arguments, tensors = Arguments.of(args, kwargs)
         state = PythonState(self._model, self._step, self._read, named=True)

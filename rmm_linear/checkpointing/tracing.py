@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rmm_linear.checkpointing.autocasting import Autocast, weights_cast_once
 from rmm_linear.checkpointing.changes import Change
 from rmm_linear.checkpointing.code_read import Read, noted, unnoted
+from rmm_linear.checkpointing.hollow import eager_peak
 from rmm_linear.checkpointing.lending import NotFollowedError, lent
 from rmm_linear.checkpointing.replaced_forward import own_forward
 from rmm_linear.errors import CaptureError
@@ -133,6 +134,7 @@ class Traced:
         fingerprint: Equal for equal graphs.
         read: What the step's Python code may read.
         changed: What it changes in Python each time it runs.
+        eager_peak_bytes: See `Capture`.
     """
 
     joint: fx.GraphModule
@@ -147,6 +149,7 @@ class Traced:
     fingerprint: str
     read: Read
     changed: tuple[str, ...]
+    eager_peak_bytes: int | None
 
 
 def trace(
@@ -158,6 +161,7 @@ def trace(
     *,
     numbers: Sequence[Any] = (),
     backward_autocast: Autocast = (),
+    with_eager_peak: bool = False,
 ) -> Traced:
     """Trace a step, with its forward pass under autocast as it is now.
 
@@ -169,6 +173,7 @@ def trace(
         tensors: The tensors among its arguments, the other inputs; they may be hollow themselves.
         numbers: What Python sees where it looks into tensors, as far as it is known.
         backward_autocast: The state of autocast around the backward pass.
+        with_eager_peak: Whether to run it as eager mode would, too, and tell its peak.
 
     Returns:
         The graph.
@@ -213,7 +218,21 @@ def trace(
         _fingerprint(joint),
         function.read,
         function.changed,
+        _eager_peak(function, hollow, mode) if with_eager_peak else None,
     )
+
+
+def _eager_peak(function: "_Step", hollow: tuple[Tensor, ...], mode: FakeTensorMode) -> int | None:
+    def run() -> list[Tensor]:
+        results = function.forward(*hollow)
+        return [result for result, is_one in zip(results, function.differentiable, strict=False) if is_one]
+
+    try:
+        with torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), mode:
+            return eager_peak(run, hollow)
+    except Exception:
+        # a number for people, which no plan needs
+        return None
 
 
 class _Step(nn.Module):

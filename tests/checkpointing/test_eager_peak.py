@@ -1,0 +1,116 @@
+"""What a step takes in eager mode is found out without running it, and a plan tells it beside its own peak."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from measured_peak import MeasuredPeak
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import convert_linears
+from rmm_linear.checkpointing import capture, checkpoint_model, checkpoint_step
+
+
+def _squares(model, x):
+    return model(x).square().mean()
+
+
+def _mse(model, x):
+    return F.mse_loss(model(x), x)
+
+
+class Looks(nn.Linear):
+    """Python looks at a number, a buffer is written into."""
+
+    def __init__(self):
+        super().__init__(32, 32)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return F.dropout(super().forward(x), 0.5) if x.sum().item() < 1e9 else x
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _mlp():
+    return nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))])
+
+
+STEPS = {
+    "mlp": (_mlp, _squares, (256, 32)),
+    "mean squared error": (_mlp, _mse, (256, 32)),
+    "sketched": (lambda: convert_linears(_mlp(), ratio=0.2), _squares, (256, 32)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(4)
+        ),
+        _squares,
+        (4, 3, 12, 12),
+    ),
+    "attention": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), _squares, (4, 16, 32)),
+    "looks": (Looks, _squares, (64, 32)),
+    "no loss": (_mlp, None, (64, 32)),
+    "checkpointed": (lambda: Checkpointed(*_mlp()), _squares, (64, 32)),
+}
+
+
+def _measured(model, step, x):
+    state = [*model.parameters(), *model.buffers()]
+    with torch.autograd.set_multithreading_enabled(False), MeasuredPeak(*state, x) as measured:
+        result = model(x) if step is None else step(model, x)
+        before = measured.peak
+        gradient = torch.ones_like(result)
+        measured.look()
+        # gradients that arrive at outputs come from outside
+        measured.now -= measured.alive.pop(gradient.untyped_storage()._cdata)[1]
+        measured.outside.add(gradient.untyped_storage()._cdata)
+        measured.peak = before
+        result.backward(gradient)
+        measured.look()
+    return measured.peak
+
+
+@pytest.mark.parametrize(("make", "step", "shape"), STEPS.values(), ids=STEPS)
+def test_what_eager_mode_takes_is_what_it_took(make, step, shape):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    model(x)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    found = capture(model, (x,), step=step, with_eager_peak=True).eager_peak_bytes
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    # a number that Python looked at stays until the end
+    looks = 4 if make is Looks else 0
+    assert found - looks == _measured(model, step, x)
+
+
+def test_a_plan_tells_both():
+    model, x = _mlp(), torch.randn(256, 32)
+    plan = checkpoint_step(model, _squares, x, budget=0.9, strategy="chen2016_sqrt").plans[0]
+    assert plan.eager_peak_bytes == _measured(model, _squares, x) > plan.plain.peak_bytes
+    part = 100 * plan.plain.peak_bytes / plan.eager_peak_bytes
+    assert f"eager mode takes {plan.eager_peak_bytes / 2**20:.2f} MiB, of which these are {part:.1f} % and" in str(plan)
+
+
+def test_later_shapes_are_planned_without():
+    model, x = _mlp(), torch.randn(256, 32)
+    plan = checkpoint_model(model, x, budget="100%", strategy="chen2016_sqrt")
+    model(x[:100]).sum().backward()
+    later = model.forward.run.plans[-1]
+    assert plan.eager_peak_bytes is not None
+    assert later.eager_peak_bytes is None
+    assert "eager mode" not in str(later)
+
+
+def test_on_no_device_it_is_that_of_a_cpu():
+    found = [
+        capture(_mlp().to(device), (torch.empty(64, 32, device=device),), with_eager_peak=True).eager_peak_bytes
+        for device in ("meta", "cpu")
+    ]
+    assert found[0] == found[1]
