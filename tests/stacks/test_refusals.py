@@ -17,7 +17,7 @@ CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 
 def network(convert: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
     return convert_linears(model, config=CONFIG, target_modules=".*") if convert else model
 
 

@@ -69,7 +69,7 @@ def test_sft_trainer(tmp_path, lora):
         before = weights_of(trainer.model)
         trainer.train()
         if callbacks:
-            assert_was_sketched(trainer.model, callback, before, layers=4 if lora else 14)
+            assert_was_sketched(trainer.model, callback, before, layers=4 if lora else 12)
         trained[name] = trainer
     # the first step's loss is the exact model's, and its gradients are not
     first = [next(row for row in trainer.state.log_history if "loss" in row) for trainer in trained.values()]
@@ -106,7 +106,7 @@ def test_sentence_transformer_trainer(tmp_path, skip_padding):
     )
     before = weights_of(model)
     trainer.train()
-    assert_was_sketched(model, callback, before, layers=12)
+    assert_was_sketched(model, callback, before, layers=10)
     model.eval()
     encoded = model.encode(texts[:3], convert_to_tensor=True)
     assert torch.equal(encoded, revert_linears(model).encode(texts[:3], convert_to_tensor=True))

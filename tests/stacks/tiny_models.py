@@ -107,11 +107,13 @@ def train_step(
 
 
 def sketched_weights(model: nn.Module) -> set[str]:
-    """Names of the parameters whose gradients are estimates."""
+    """Names of the parameters whose gradients are estimates: attention keeps the input of its projection anyway."""
     return {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, RMMLinear) and module.weight.requires_grad
+        if isinstance(module, RMMLinear)
+        and module.weight.requires_grad
+        and not name.endswith(("self_attn.o_proj", "attention.output.dense"))
     }
 
 
