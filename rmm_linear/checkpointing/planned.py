@@ -11,8 +11,11 @@ occur; what the code changes in Python is named, and refused if the step compute
 `no_grad`, and where nothing is trained, the model runs as it was written.
 
 Not the same to the last bit: on a CPU, what an op writes in place into a part of a tensor (nn.GRU's gates do) may be
-rounded otherwise, since it lies in memory otherwise; and several forward passes of a planned model in one backward pass
-may add their gradients up in another order.
+rounded otherwise, since it lies in memory otherwise; several forward passes of a planned model in one backward pass may
+add their gradients up in another order, and under autocast each of them casts the weights anew.
+
+While one thread trains a model by plan, others may run it as it was written, but not while a new shape is captured: for
+that time the model holds tensors without contents.
 """
 
 import re
