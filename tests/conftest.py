@@ -7,6 +7,8 @@ from collections.abc import Iterator
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A plan that is found on disk would hide what a test is about.
+os.environ["RMM_LINEAR_PLANS"] = "off"
 
 import pytest
 import torch

@@ -18,7 +18,9 @@ While one thread trains a model by plan, others may run it as it was written, bu
 that time the model holds tensors without contents.
 """
 
+import logging
 import re
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,10 +47,17 @@ from rmm_linear.checkpointing.replaced_forward import (
 from rmm_linear.checkpointing.runner import Runner
 from rmm_linear.checkpointing.schedule import Schedule
 from rmm_linear.checkpointing.simulate import simulate
+from rmm_linear.checkpointing.stored_plans import store_plan, stored_plan
 from rmm_linear.checkpointing.strategies import get_strategy
 from rmm_linear.checkpointing.tracing import Arguments
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError, ScheduleError
 
+_logger = logging.getLogger(__name__)
+# Planning in the middle of a training run that takes longer is told.
+_LONG_S = 2.0
+# A schedule that took longer to find is kept on disk.
+_WORTH_STORING_S = 1.0
+_FEW_SHAPES = 6
 # Variants of a step (shapes, branches) from which on capturing each is probably not what the user wants.
 _MANY_VARIANTS = 3
 # Branches of one shape.
@@ -195,6 +204,7 @@ class PlannedStep:
                 " (`.item()`, `float(...)`, a branch) out of what is planned"
             )
         refuse_inner_plans(self._model)
+        began = time.monotonic()
         options = {**self._capture_options, "with_eager_peak": with_eager_peak}
         captured = capture(self._model, args, kwargs, step=self._step, **options)
         plan = replace(self._plan(captured.graph), eager_peak_bytes=captured.eager_peak_bytes)
@@ -204,6 +214,16 @@ class PlannedStep:
         key = _key_of_call(arguments, [*state.tensors, *tensors])
         variant = _Variant(key, self._read, state, Runner(captured, plan.schedule), plan)
         self._tell(variant)
+        seconds = time.monotonic() - began
+        # a first plan was asked for, those that come in between are not expected
+        is_slow = bool(self._variants) and seconds > _LONG_S
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:_FEW_SHAPES])
+        _logger.log(
+            logging.WARNING if is_slow else logging.INFO,
+            "captured and planned a step for tensors of shapes %s in %.1f s",
+            shapes,
+            seconds,
+        )
         self._variants.insert(0, variant)
         self.plans.append(plan)
         if len(self._variants) > _MOST_VARIANTS:
@@ -257,11 +277,17 @@ class PlannedStep:
             return CheckpointPlan.of(graph, self._schedule)
         budget, plain_bytes = Budget.of(self._budget), simulate(graph, Schedule.plain(graph)).peak_bytes
         budget_bytes = budget.in_bytes(plain_bytes)
+        schedule = stored_plan(graph, self._strategy, budget_bytes)
+        if schedule is not None:
+            return CheckpointPlan.of(graph, schedule, budget_bytes)
+        began = time.monotonic()
         try:
             schedule = get_strategy(self._strategy).plan(graph, budget_bytes)
         except InfeasibleBudgetError as error:
             text = refusal(budget, plain_bytes, error.least_bytes, self._strategy)
             raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=error.least_bytes) from None
+        if time.monotonic() - began > _WORTH_STORING_S:
+            store_plan(graph, self._strategy, budget_bytes, schedule)
         return CheckpointPlan.of(graph, schedule, budget_bytes)
 
     def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

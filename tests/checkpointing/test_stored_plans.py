@@ -1,0 +1,119 @@
+"""Plans on disk: found again for the same graph, strategy and budget, and never trusted."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rmm_linear.checkpointing import Schedule, capture, checkpoint_model, get_strategy, planned, simulate, stored_plans
+from rmm_linear.checkpointing.stored_plans import store_plan, stored_plan
+
+X = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 1))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("RMM_LINEAR_PLANS", str(tmp_path / "plans"))
+    return tmp_path / "plans"
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return capture(layers(), (X,), step=lambda model, x: model(x).square().mean()).graph
+
+
+def test_a_plan_is_found_again(folder, graph, monkeypatch):
+    schedule = get_strategy("chen2016_sqrt").plan(graph, 10**9)
+    store_plan(graph, "chen2016_sqrt", 10**9, schedule)
+    assert stored_plan(graph, "chen2016_sqrt", 10**9) == schedule
+    assert stored_plan(graph, "auto", 10**9) is None
+    assert stored_plan(graph, "chen2016_sqrt", 10**8) is None
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
+    monkeypatch.setenv("RMM_LINEAR_PLANS", "off")
+    assert stored_plan(graph, "chen2016_sqrt", 10**9) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"version": 1}', b"[" * 100_000])
+def test_what_is_no_schedule_is_as_if_it_were_not_there(folder, graph, content):
+    schedule = Schedule.plain(graph)
+    store_plan(graph, "none", 10**9, schedule)
+    (path,) = folder.iterdir()
+    path.write_bytes(content)
+    assert stored_plan(graph, "none", 10**9) is None
+    store_plan(graph, "none", 10**9, schedule)
+    assert stored_plan(graph, "none", 10**9) == schedule
+
+
+def test_a_schedule_of_another_graph_or_beyond_the_budget_is_not_taken(folder, graph):
+    plain = Schedule.plain(graph)
+    store_plan(graph, "none", 10**9, plain)
+    (path,) = folder.iterdir()
+    other = capture(layers(2), (X,), step=lambda model, x: model(x).square().mean()).graph
+    path.write_text(Schedule.plain(other).to_json())
+    assert stored_plan(graph, "none", 10**9) is None
+    path.write_text(Schedule(plain.steps[:-3], plain.graph).to_json())
+    assert stored_plan(graph, "none", 10**9) is None
+    budget_bytes = simulate(graph, plain).peak_bytes - 1
+    store_plan(graph, "none", budget_bytes, plain)
+    assert stored_plan(graph, "none", budget_bytes) is None
+
+
+def test_a_folder_that_cannot_be_used_breaks_nothing(tmp_path, graph, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RMM_LINEAR_PLANS", str(tmp_path / "file" / "plans"))
+    store_plan(graph, "none", 10**9, Schedule.plain(graph))
+    assert stored_plan(graph, "none", 10**9) is None
+
+
+def test_the_plans_read_last_stay(folder, graph, monkeypatch):
+    monkeypatch.setattr(stored_plans, "_MOST_FILES", 2)
+    schedule = Schedule.plain(graph)
+    for budget_bytes in (10**7, 10**8):
+        store_plan(graph, "none", budget_bytes, schedule)
+    for place, path in enumerate(sorted(folder.iterdir())):
+        # as if they were written long ago
+        stored_plans.os.utime(path, (place, place))
+    assert stored_plan(graph, "none", 10**7) == schedule
+    store_plan(graph, "none", 10**9, schedule)
+    assert [stored_plan(graph, "none", size) is not None for size in (10**7, 10**8, 10**9)] == [True, False, True]
+
+
+def test_a_model_is_planned_once_for_two_processes(folder, monkeypatch):
+    monkeypatch.setattr(planned, "_WORTH_STORING_S", -1.0)
+    first = checkpoint_model(layers(), X, budget="100%", strategy="chen2016_sqrt")
+    monkeypatch.setattr(planned, "get_strategy", lambda name: None)
+    assert checkpoint_model(layers(), X, budget="100%", strategy="chen2016_sqrt").schedule == first.schedule
+
+
+def test_planning_in_the_middle_of_a_run_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(planned, "_LONG_S", -1.0)
+    model = layers()
+    with caplog.at_level(logging.INFO):
+        checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+        model(X[:5])
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == planned.__name__]
+    assert [level for level, _ in told] == ["INFO", "WARNING"]
+    assert told[1][1].startswith("captured and planned a step for tensors of shapes (5, 16) in ")
+
+
+def test_the_variant_that_was_not_used_for_longest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(planned, "_MOST_VARIANTS", 2)
+    model = layers(1)
+    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    step = vars(model)["forward"].run
+    model(X[:5])
+    model(X)
+    first, second = step.plans
+    with pytest.warns(UserWarning, match="captured for 3 different"):
+        model(X[:7])
+    assert step.plans[0] is first
+    assert second not in step.plans
+    model(X)
+    assert len(step.plans) == 2
+    assert step.plans[0] is first
