@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # After what `-m` and `-k` leave out.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that ask for a GPU are skipped, not failed, where there is none; others' shares are left to them."""
+    """Tests that need a GPU are left out where there is none, or skipped if asked for; so are others' shares."""
     share = config.getoption("share")
     if share is not None:
         number, count = map(int, share.split("/"))
@@ -73,9 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = items[number - 1 :: count]
     if torch.cuda.is_available():
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if "gpu" in config.option.markexpr:
+        for item in needing:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    else:
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in needing]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
 SMALL, MIDDLE, LARGE = (8192, 768, 3072), (16384, 1024, 4096), (8192, 4096, 14336)
 SIZES = ("8192 x 768 -> 3072", "16384 x 1024 -> 4096", "8192 x 4096 -> 14336")
 ORIGIN = {"hardware": "NVIDIA Made-Up", "dtype": "bfloat16", "torch": "2", "commit": "abc1234"}

@@ -23,6 +23,7 @@ def run(each_kernel, folder: Path, *options: str) -> tuple[int, list[dict[str, s
         return status, list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_processor_times_the_twins_of_every_op_that_has_a_kernel(each_kernel, tmp_path) -> None:
     status, rows = run(each_kernel, tmp_path)
     assert status == 0
@@ -125,6 +126,7 @@ def test_a_rival_that_breaks_leaves_the_kernel_its_figures(each_kernel, monkeypa
     assert row.note == "rival: RuntimeError: no such library"
 
 
+@pytest.mark.slow
 def test_cases_of_ragged_shapes_run_in_every_dtype(each_kernel) -> None:
     device = torch.device("cpu")
     for dtype in (torch.float32, torch.float16):

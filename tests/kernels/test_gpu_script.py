@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -33,6 +34,10 @@ KERNELS = {
 }
 
 
+# each compiles kernels of its own
+more = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def host_time(benchmark_script):
     return benchmark_script("host_time")
@@ -55,12 +60,12 @@ def test_a_linear_layer_launches_four_kernels(host_time):
 @pytest.mark.parametrize(
     ("center", "storage", "small", "expected"),
     [
-        (False, None, True, ["sketch", "gradient at once", "addmm", "mm", "random_"]),
+        more(False, None, True, ["sketch", "gradient at once", "addmm", "mm", "random_"]),
         (True, None, True, ["sketch at once", "gradient at once", "addmm", "mm", "random_"]),
-        (False, None, False, ["sketch", "sketch", "outer", "addmm", "addmm_", "mm", "random_"]),
+        more(False, None, False, ["sketch", "sketch", "outer", "addmm", "addmm_", "mm", "random_"]),
         (True, None, False, ["sketch", "sketch", "outer", "mean", "addmm", "addmm_", "mm", "random_", "sum"]),
-        (False, "int8", True, ["codes", "sketch", "product of codes", "addmm", "mm", "random_"]),
-        (True, "int8", True, ["codes", "sketch", "product of codes", "mean", "addmm", "mm", "random_", "sum"]),
+        more(False, "int8", True, ["codes", "sketch", "product of codes", "addmm", "mm", "random_"]),
+        more(True, "int8", True, ["codes", "sketch", "product of codes", "mean", "addmm", "mm", "random_", "sum"]),
     ],
 )
 def test_what_a_sketched_layer_launches(host_time, center, storage, small, expected):
@@ -96,6 +101,7 @@ def test_the_heaviest_rows_are_found_by_few_launches(host_time):
     assert len(launched(host_time, layer, torch.float32, small=False, rows=8192)) <= 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage", "ratio", "rows", "more"),
     [("int8", 0.3, 128, []), ("int4", 0.05, 8192, ["sum"]), ("int8", 0.05, 8192, ["sum"])],
@@ -114,13 +120,13 @@ def test_codes_that_are_not_made_in_one_pass_take_a_launch_more(host_time, stora
     ("rows", "features", "of_x", "of_g"),
     [
         (256, 8, ["sketch at once"], ["gradient at once"]),
-        (257, 8, ["mean", "sketch", "sum"], ["gradient at once"]),
-        (512, 8, ["mean", "sketch", "sum"], ["gradient at once"]),
+        more(257, 8, ["mean", "sketch", "sum"], ["gradient at once"]),
+        more(512, 8, ["mean", "sketch", "sum"], ["gradient at once"]),
         # the blocks' sums of g are more than the product adds up by itself
-        (513, 8, ["mean", "sketch", "sum"], ["sketch", "sum", "product"]),
+        more(513, 8, ["mean", "sketch", "sum"], ["sketch", "sum", "product"]),
         # 1024 tiles of 32 x 32, and a row of them more
-        (64, 1024, ["sketch at once"], ["gradient at once"]),
-        (64, 1025, ["sketch at once"], ["sketch", "product"]),
+        more(64, 1024, ["sketch at once"], ["gradient at once"]),
+        more(64, 1025, ["sketch at once"], ["sketch", "product"]),
     ],
 )
 def test_what_is_done_at_once(host_time, rows, features, of_x, of_g):
@@ -155,6 +161,7 @@ def rows_of_a_run(host_time, folder, monkeypatch, *options: str) -> list[dict[st
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_the_file_has_a_row_a_layer(host_time, tmp_path, monkeypatch, capsys):
     found = rows_of_a_run(host_time, tmp_path, monkeypatch, "--modes", "eager")
     assert [(row["layers"], row["layer"], row["center"], row["launches"]) for row in found] == [

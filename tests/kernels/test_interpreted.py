@@ -1,7 +1,12 @@
-"""Runs the Triton kernels' tests in Triton's interpreter, which needs no GPU, each file in a process of its own."""
+"""Runs the Triton kernels' tests in Triton's interpreter, which needs no GPU, in processes of their own.
+
+Of cases alike, `make test` runs some: of each kernel every dtype, a round shape, a ragged one and a tiny one. Those
+that are marked `grid` are left to `make check`, and to GPUs, which run all.
+"""
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,27 +15,31 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "on_triton").glob("test_*.py"))
+# files that take less time than a process needs to begin
+NAMES_OF_BRIEF = ("butterflies", "philox_kernel", "row_gather_kernel", "row_sampling_kernel", "sampled_mean_kernel")
+BRIEF = [HERE / "on_triton" / f"test_{name}.py" for name in NAMES_OF_BRIEF]
+PROCESSES = [*([path] for path in FILES if path not in BRIEF), BRIEF]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_kernels_equal_their_twins(path, tmp_path):
-    assert " passed" in interpreted(path, tmp_path, "-m", "not slow")
+@pytest.mark.parametrize("paths", PROCESSES, ids=lambda paths: paths[0].stem)
+def test_kernels_equal_their_twins(paths, tmp_path):
+    assert " passed" in interpreted(paths, tmp_path, "-m", "not slow and not grid")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if "mark.slow" in path.read_text()], ids=lambda path: path.stem
+    "path", [path for path in FILES if re.search(r"mark\.(slow|grid)", path.read_text())], ids=lambda path: path.stem
 )
 def test_kernels_equal_their_twins_in_more_cases(path, tmp_path):
     """Without what is drawn thousands of times: it takes an hour there, and is shown of the twins."""
-    assert " passed" in interpreted(path, tmp_path, "-m", "slow and not montecarlo")
+    assert " passed" in interpreted([path], tmp_path, "-m", "(slow or grid) and not montecarlo")
 
 
-def interpreted(path: Path, cache: Path, *options: str) -> str:
-    """What pytest says of a file's tests; they all pass, and none is skipped."""
+def interpreted(paths: list[Path], cache: Path, *options: str) -> str:
+    """What pytest says of files' tests; they all pass, and none is skipped."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *map(str, paths)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -464,7 +464,12 @@ def calls_of_the_launchers():
     )
 
 
-def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
+# all take a minute to compile
+some_or_all = pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+
+
+@some_or_all
+def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch, step):
     cases = []
     for module, call in calls_of_the_launchers():
         for place in (module, launching):
@@ -489,11 +494,12 @@ def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch):
         "_quantize_and_mean_kernel",
         "_outer_product_of_sums_kernel",
     }
-    check(gpu, runs, cases)
+    check(gpu, runs, cases[::step])
 
 
-def test_a_launcher_that_is_called_again_does_not_ask_triton(gpu, runs):
-    calls = [call for _, call in calls_of_the_launchers()]
+@some_or_all
+def test_a_launcher_that_is_called_again_does_not_ask_triton(gpu, runs, step):
+    calls = [call for _, call in calls_of_the_launchers()][::step]
     # fresh tensors may lie elsewhere: torch's are aligned alike
     for _ in range(2):
         runs.clear()

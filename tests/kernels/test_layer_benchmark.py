@@ -53,12 +53,14 @@ def test_what_was_measured_before_an_end_is_in_the_file(layer, tmp_path: Path, m
         assert len(list(csv.DictReader(file))) == len(layer.VARIANTS) * len(layer.RATIOS)
 
 
+@pytest.mark.slow
 def test_all_sketches_can_be_timed(layer, tmp_path: Path) -> None:
     assert layer.main(["--device", "cpu", "--repeats", "1", "--all-sketches", "--results", str(tmp_path)]) == 0
     with next(tmp_path.glob("*.csv")).open(newline="") as file:
         assert {row["sketch"] for row in csv.DictReader(file)} == set(layer.available_sketches())
 
 
+@pytest.mark.slow
 def test_launches_of_a_tiny_step_have_a_file_of_their_own(layer, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(layer, "RATIOS", (0.5,))
     command = ["--device", "cpu", "--repeats", "1", "--results", str(tmp_path), "--launches", "eager"]

@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from rmm_linear_kernels.ahead_of_time import all_builds, intermediate_code
 
+pytestmark = pytest.mark.slow
 SHIPPED = {build.name: build for build in all_builds()}
 # Halves of 64 rows of x in tiles of 64 features.
 LOAD = re.compile(r"(%\S+) = tt\.load .*tensor<32x64x!tt\.ptr<")

@@ -1,9 +1,14 @@
 """The sketch by butterflies, with which the Hadamard sketch's kernel is compared: the same sketch."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from rmm_linear_kernels.hadamard_sketch import reference
+
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 
 
 @pytest.fixture
@@ -11,7 +16,7 @@ def butterflies(benchmark_script):
     return benchmark_script("butterflies")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, grid(torch.bfloat16), grid(torch.float16)], ids=str)
 @pytest.mark.parametrize(("blocks", "kept", "features"), [(3, 32, 96), (1, 6, 37), (2, 64, 65)])
 def test_both_ways_make_one_sketch(butterflies, dtype, blocks, kept, features, device, nan_poison):
     # rows of a wider matrix, with NaN beside them

@@ -1,5 +1,7 @@
 """The Hadamard sketch's kernel against its plain-torch twin."""
 
+from functools import partial
+
 import pytest
 import torch
 import triton
@@ -9,12 +11,15 @@ from rmm_linear.sketches import Hadamard
 from rmm_linear_kernels.hadamard_sketch import entries as made
 from rmm_linear_kernels.hadamard_sketch import kernel, reference
 
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 # every construction of the matrix, blocks of unequal length, one row, and blocks of more than 64 rows
 GEOMETRIES = [
     *((rows, 0.9) for rows in (1, 2, 3, 5, 12, 17, 20, 27, 36, 40, 44, 48, 56, 60, 64)),
     *((rows, 0.3) for rows in (65, 97, 113, 128, 130, 517)),
-    *((rows, 0.02) for rows in (70, 128, 300)),
-    (1100, 0.004),
+    *((rows, 0.02) for rows in (70, 128)),
+    grid(300, 0.02),
+    grid(1100, 0.004),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,7 +71,7 @@ def test_dtypes(dtype, out, device, nan_poison):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "ratio"), [(1, 0.9), (45, 0.5), (300, 0.3), (300, 0.02)])
+@pytest.mark.parametrize(("rows", "ratio"), [(1, 0.9), (45, 0.5), (300, 0.3), grid(300, 0.02)])
 def test_sums_come_with_the_sketch(rows, ratio, dtype, device, nan_poison):
     blocks, kept = Hadamard(ratio).geometry(rows)
     x, mean = operands(rows, 129, dtype, device)
@@ -85,7 +90,7 @@ def test_sums_come_with_the_sketch(rows, ratio, dtype, device, nan_poison):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "ratio"), [(1, 0.9), (45, 0.5), (300, 0.3), (300, 0.02), (1100, 0.004)])
+@pytest.mark.parametrize(("rows", "ratio"), [(1, 0.9), (45, 0.5), (300, 0.3), grid(300, 0.02), grid(1100, 0.004)])
 def test_the_rest_of_the_mean_comes_with_the_sketch(rows, ratio, dtype, device, nan_poison):
     """By its definition, of S itself, and of the sketch as it is stored."""
     blocks, kept = Hadamard(ratio).geometry(rows)
@@ -144,32 +149,32 @@ def many_tiles(monkeypatch):
     kernel._prepared_launch.cache_clear()
 
 
-def test_programs_of_several_tiles(device, nan_poison, many_tiles):
+@pytest.mark.parametrize("features", [64 * 3 + 5, grid(64 * 4), grid(64 * 7 + 5)])
+def test_programs_of_several_tiles(features, device, nan_poison, many_tiles):
     blocks, kept = Hadamard(0.5).geometry(130)
-    for features in (64 * 4, 64 * 7 + 5):
-        x, mean = operands(130, features, torch.float32, device)
-        seed = torch.tensor(3, device=device)
-        arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
-        found = kernel.hadamard_sketch(x, seed, mean, **arguments)
-        torch.testing.assert_close(found, reference.hadamard_sketch(x, seed, mean, **arguments), rtol=1e-5, atol=1e-4)
-        sketch, rest = kernel.hadamard_sketch_and_mean(x, seed, mean, **arguments)
-        assert torch.equal(sketch, found)
-        expected = reference.hadamard_sketch_and_mean(x, seed, mean, **arguments)[1]
-        torch.testing.assert_close(rest, expected, rtol=1e-5, atol=1e-4)
-        sketch, sums = kernel.hadamard_sketch_and_sums(x, seed, None, **arguments)
-        assert torch.equal(sketch, kernel.hadamard_sketch(x, seed, None, **arguments))
-        torch.testing.assert_close(sums.sum(0), x.sum(0), rtol=1e-5, atol=1e-4)
+    x, mean = operands(130, features, torch.float32, device)
+    seed = torch.tensor(3, device=device)
+    arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
+    found = kernel.hadamard_sketch(x, seed, mean, **arguments)
+    torch.testing.assert_close(found, reference.hadamard_sketch(x, seed, mean, **arguments), rtol=1e-5, atol=1e-4)
+    sketch, rest = kernel.hadamard_sketch_and_mean(x, seed, mean, **arguments)
+    assert torch.equal(sketch, found)
+    expected = reference.hadamard_sketch_and_mean(x, seed, mean, **arguments)[1]
+    torch.testing.assert_close(rest, expected, rtol=1e-5, atol=1e-4)
+    sketch, sums = kernel.hadamard_sketch_and_sums(x, seed, None, **arguments)
+    assert torch.equal(sketch, kernel.hadamard_sketch(x, seed, None, **arguments))
+    torch.testing.assert_close(sums.sum(0), x.sum(0), rtol=1e-5, atol=1e-4)
 
 
-def test_signs_and_columns_are_the_twin_s_bit_for_bit(device):
+@pytest.mark.parametrize("seed", [-1, grid(0), grid(1 << 40), grid(-(1 << 63))])
+@pytest.mark.parametrize(("rows", "ratio"), [(64, 0.5), (150, 0.2), (40, 0.5), grid(300, 0.02)])
+def test_signs_and_columns_are_the_twin_s_bit_for_bit(seed, rows, ratio, device):
     """A sketch of the identity is S itself."""
-    for seed in (0, -1, 1 << 40, -(1 << 63)):
-        for rows, ratio in ((64, 0.5), (150, 0.2), (40, 0.5), (300, 0.02)):
-            blocks, kept = Hadamard(ratio).geometry(rows)
-            arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
-            identity, key = torch.eye(rows, device=device), torch.tensor(seed, device=device)
-            found = kernel.hadamard_sketch(identity, key, None, **arguments)
-            assert torch.equal(found, reference.hadamard_sketch(identity, key, None, **arguments))
+    blocks, kept = Hadamard(ratio).geometry(rows)
+    arguments = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
+    identity, key = torch.eye(rows, device=device), torch.tensor(seed, device=device)
+    found = kernel.hadamard_sketch(identity, key, None, **arguments)
+    assert torch.equal(found, reference.hadamard_sketch(identity, key, None, **arguments))
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """The Hadamard sketch in low bits against its plain-torch twin: the same bits, but for values on an edge."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,16 +20,18 @@ pytestmark = pytest.mark.usefixtures("nan_poison")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAMED = {f"*{TYPE_NAMES[dtype]}": dtype for dtype in DTYPES}
 # kind, kept, rows of a group, rows of x: one group and a part of one; blocks of 63 and 64 rows; the library's groups
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 CASES = [
     ("int8", 32, 64, 187),
-    ("int8", 16, 32, 187),
+    grid("int8", 16, 32, 187),
     (FP8, 16, 32, 191),
-    (FP8, 32, 64, 192),
+    grid(FP8, 32, 64, 192),
     ("int4", 32, 64, 187),
     ("int2", 16, 64, 366),
-    ("int8", 32, 128, 380),
-    ("int4", 32, 256, 573),
-    ("int4", 16, 256, 1085),
+    grid("int8", 32, 128, 380),
+    grid("int4", 32, 256, 573),
+    grid("int4", 16, 256, 1085),
 ]
 
 
@@ -98,7 +102,7 @@ def test_codes_steps_and_offsets_are_the_twin_s(kind, kept, group, rows, centred
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("kind", "kept", "group"), [("int8", 32, 64), (FP8, 16, 128), ("int4", 16, 64)])
+@pytest.mark.parametrize(("kind", "kept", "group"), [("int8", 32, 64), grid(FP8, 16, 128), grid("int4", 16, 64)])
 def test_dtypes(kind, kept, group, dtype, device, monkeypatch):
     """In one kernel each: nothing goes by way of the memory."""
     for step in (quantize, quantize_and_mean):
@@ -127,7 +131,7 @@ def test_any_strides(layout, device):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("rows", "centred"), [(187, False), (573, True)])
+@pytest.mark.parametrize(("rows", "centred"), [(187, False), grid(573, True)])
 def test_by_way_of_the_memory_are_the_same_bits(rows, centred, device, monkeypatch):
     """What the launcher does for shapes that no program holds: nothing tells it from the one kernel."""
     x = torch.randint(-64, 64, (rows, 69), device=device).half() / 8
@@ -213,7 +217,7 @@ def test_what_no_program_holds_is_sketched_first(rows, features, kept, kind, dev
             assert_left_of_the_mean(found, x, seed, how)
 
 
-@pytest.mark.parametrize("scale", [1.2451361, 0.3])
+@pytest.mark.parametrize("scale", [1.2451361, grid(0.3)])
 def test_a_scale_that_is_no_power_of_2_rounds_no_code_around(scale, device):
     """Products and extremes would be rounded in different ways: the lowest code could become the highest."""
     x = torch.zeros(192, 8, device=device).half()
@@ -228,7 +232,7 @@ def test_a_scale_that_is_no_power_of_2_rounds_no_code_around(scale, device):
     assert ((values - sketch).abs() <= 0.5001 * step + 1e-5).all()
 
 
-@pytest.mark.parametrize(("features", "steps"), [(64, 0), (65, 1)])
+@pytest.mark.parametrize(("features", "steps"), [(64, 0), grid(65, 1)])
 def test_float32_rows_that_begin_anywhere_go_by_way_of_the_memory(features, steps, device, monkeypatch):
     """Where 256 rows share a step, and 32 of a block are kept: to the same bits."""
     x, seed = torch.randn(573, features, device=device), torch.tensor(7, device=device)

@@ -1,6 +1,8 @@
 """Codes, steps and offsets of the Triton kernels are those of the plain-torch twin, bit for bit."""
 
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +15,12 @@ pytestmark = pytest.mark.usefixtures("nan_poison")
 KINDS = tuple(reference.BITS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP = 16
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
+SOME_KINDS = [kind if kind in ("int8", "int3", "fp8") else grid(kind) for kind in KINDS]
+# each kind in one dtype, and each dtype with one kind
+FIRST_PAIRS = list(zip(KINDS, 2 * DTYPES, strict=False))
+PAIRS = [*FIRST_PAIRS, *(grid(*pair) for pair in itertools.product(KINDS, DTYPES) if pair not in FIRST_PAIRS)]
 
 
 def uneven(rows: int, features: int) -> Tensor:
@@ -59,8 +67,7 @@ def check_quantize(y: Tensor, mean: Tensor | None, *, kind: str, group: int = GR
     assert torch.equal(codes[of_group], wanted[of_group])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), PAIRS, ids=str)
 def test_codes_steps_and_offsets_are_the_twin_s(kind, dtype, device):
     check_quantize(uneven(37, 69).to(device, dtype), None, kind=kind)
 
@@ -83,13 +90,13 @@ def test_nothing_to_round(kind, shape, device):
     assert got.shape == shape
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_the_groups_of_the_library(kind, device):
     group = 1024 // reference.BITS[kind]
     check_quantize(uneven(group + 3, 5).to(device), None, kind=kind, group=group)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_a_group_that_is_read_twice(kind, device, monkeypatch):
     monkeypatch.setattr(kernel, "_MOST_ROWS", 16)
     y = uneven(60, 9).to(device)
@@ -97,7 +104,7 @@ def test_a_group_that_is_read_twice(kind, device, monkeypatch):
     check_quantize(y, None, kind=kind, group=37)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_any_strides_and_nothing_from_beside_them(kind, device):
     y, mean = uneven(19, 11).to(device), torch.randn(22, device=device)[::2]
     check_quantize(within_poison(y, math.nan), mean, kind=kind)
@@ -134,8 +141,7 @@ def test_the_dither_decides_to_the_last_bit(beyond, device):
     assert torch.equal(codes[1:39].cpu().long(), (columns + 1 + beyond).expand(38, 40))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), PAIRS, ids=str)
 def test_what_the_codes_stand_for(kind, dtype, device):
     seed = torch.tensor(7, device=device)
     for rows, features in ((37, 9), (1, 1), (17, 131)):
@@ -158,7 +164,7 @@ def test_every_number_of_fp8(device):
     assert torch.equal(got.nan_to_num(-1), codes.view(torch.float8_e4m3fn).float().nan_to_num(-1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_codes_and_scales_of_any_strides(kind, device):
     seed, how = torch.tensor(7, device=device), {"kind": kind, "group": GROUP, "features": 11}
     parts = reference.quantize(uneven(19, 11).to(device), seed, None, kind=kind, group=GROUP)

@@ -14,19 +14,21 @@ pytestmark = pytest.mark.usefixtures("nan_poison")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # rows, blocks, kept: full blocks; blocks of 62 and 63 rows; 31 and 32; orders with a factor of Paley's, of either kind,
 # and Sylvester's below 64; larger blocks; one row; x itself
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 GEOMETRIES = [
     (128, 2, 32),
-    (187, 3, 19),
+    grid(187, 3, 19),
     (63, 2, 16),
-    (236, 4, 30),
+    grid(236, 4, 30),
     (83, 3, 9),
-    (40, 2, 12),
+    grid(40, 2, 12),
     (13, 1, 7),
-    (10, 4, 1),
-    (200, 2, 2),
-    (700, 2, 3),
+    grid(10, 4, 1),
+    grid(200, 2, 2),
+    grid(700, 2, 3),
     (1, 1, 1),
-    (150, 0, 1),
+    grid(150, 0, 1),
 ]
 
 
@@ -79,7 +81,7 @@ def test_every_geometry(rows, blocks, kept, device):
 
 
 @pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("blocks", [6, 0])
+@pytest.mark.parametrize("blocks", [6, grid(0)])
 def test_every_kind(kind, blocks, device):
     """In the library's groups, the last one ragged."""
     group = 1024 // BITS[kind]
@@ -88,19 +90,20 @@ def test_every_kind(kind, blocks, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("blocks", [3, 0])
+@pytest.mark.parametrize("blocks", [3, grid(0)])
 def test_dtypes(dtype, blocks, device):
     for kind in ("int8", "int4", FP8):
         check(*case(187, blocks, 19 if blocks else 1, kind, 64, device, dtype=dtype), decoded_as=(dtype,))
 
 
+@pytest.mark.grid
 def test_groups_of_more_rows_than_a_program_holds(device):
     """512 are held: the rows are read twice."""
     for blocks, kept in ((20, 30), (0, 1)):
         check(*case(1200, blocks, kept, "int8", 700, device, features=9), decoded_as=(torch.float32, torch.bfloat16))
 
 
-@pytest.mark.parametrize("parts", [1, 3, 7, 48, 97, 384, 385])
+@pytest.mark.parametrize("parts", [1, 7, *map(grid, (3, 48, 97, 384, 385))])
 def test_sums_of_any_number_of_parts(parts, device):
     """Of 3 groups, 128 sums each: more are added up first."""
     check(*case(130, 3, 42, "int8", 48, device, parts=parts, size=1.0), decoded_as=(torch.float32,))
@@ -112,7 +115,7 @@ def test_x_is_rounded_as_it_is_decoded(device):
     assert all((found[i] - found[j]).abs().max() > 1e-5 for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
-@pytest.mark.parametrize("blocks", [3, 0])
+@pytest.mark.parametrize("blocks", [3, grid(0)])
 def test_any_strides(blocks, device):
     (y, seed, mean, sums), options = case(187, blocks, 19 if blocks else 1, "int4", 32, device)
     run = partial(kernel.quantize_and_mean, **options, decoded=torch.float16)
@@ -126,7 +129,7 @@ def test_any_strides(blocks, device):
 
 
 @pytest.mark.parametrize("kind", ["int8", FP8])
-@pytest.mark.parametrize("decoded", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decoded", [torch.float32, grid(torch.bfloat16)])
 def test_what_is_not_finite_stays_in_its_column(kind, decoded, device):
     (y, seed, mean, sums), options = case(128, 2, 32, kind, 48, device, features=70)
     y[50, 3], y[1, 66], sums[0, 5] = torch.nan, torch.inf, torch.inf
@@ -136,7 +139,7 @@ def test_what_is_not_finite_stays_in_its_column(kind, decoded, device):
     assert torch.equal(found.isfinite(), expected)
 
 
-@pytest.mark.parametrize(("kind", "group", "size"), [("int2", 512, 50000), ("int4", 48, 63500)])
+@pytest.mark.parametrize(("kind", "group", "size"), [grid("int2", 512, 50000), ("int4", 48, 63500)])
 def test_codes_at_the_end_of_float16_are_finite(kind, group, size, device):
     """What they stand for may be beyond it by a step."""
     seed, features = torch.tensor(5, device=device), 160
@@ -161,6 +164,7 @@ def test_empty_inputs(rows, features, device):
     assert found.eq(0).all()
 
 
+@pytest.mark.grid
 def test_the_same_in_every_run(device):
     arguments, options = case(500, 8, 31, "int8", 128, device)
     found = [kernel.quantize_and_mean(*arguments, **options, decoded=torch.bfloat16)[3] for _ in range(2)]

@@ -1,10 +1,14 @@
 """The dense projections' kernel against its plain-torch twin."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from rmm_linear_kernels.random_projection import kernel, reference
 
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,7 +37,7 @@ def assert_is_as_good_as_the_twin(x, seed, mean, *, rank, gaussian, dtype, scale
 
 
 @pytest.mark.parametrize(
-    ("rows", "rank", "seed"), [(1, 1, 0), (67, 3, -1), (140, 5, 7_000_000_000), (33, 130, -(1 << 63))]
+    ("rows", "rank", "seed"), [(1, 1, 0), (67, 3, -1), (33, 130, -(1 << 63)), grid(140, 5, 7_000_000_000)]
 )
 def test_entries_are_the_twin_s(rows, rank, seed, device, nan_poison):
     """The sketch of the identity is S^T: the signs bit for bit, the normals up to rounding."""
@@ -62,7 +66,7 @@ def test_half_precision_multiplies_the_same_normals(gaussian, device, nan_poison
 
 @pytest.mark.parametrize("gaussian", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "rank", "features"), [(1, 2, 5), (2, 1, 1), (131, 67, 37), (128, 64, 129), (70, 7, 257)]
+    ("rows", "rank", "features"), [(1, 2, 5), (2, 1, 1), (131, 67, 37), grid(128, 64, 129), grid(70, 7, 257)]
 )
 def test_sketch_is_the_twin_s(rows, rank, features, gaussian, device, nan_poison):
     x, mean = operands(rows, features, torch.float32, device)
@@ -81,7 +85,7 @@ def test_dtypes(dtype, gaussian, device, nan_poison):
 
 
 @pytest.mark.parametrize("gaussian", [False, True])
-@pytest.mark.parametrize("rows", [67, 193])
+@pytest.mark.parametrize("rows", [67, grid(193)])
 def test_split_rows_add_up(rows, gaussian, device, nan_poison, monkeypatch):
     monkeypatch.setattr(kernel, "_LEAST_ROWS", 64)
     x, mean = operands(rows, 9, torch.bfloat16, device)
@@ -102,7 +106,9 @@ def test_splits_cover_the_rows():
 
 
 @pytest.mark.parametrize("gaussian", [False, True])
-@pytest.mark.parametrize("layout", ["transposed", "every other column", "expanded rows", "expanded columns"])
+@pytest.mark.parametrize(
+    "layout", ["transposed", *map(grid, ("every other column", "expanded rows", "expanded columns"))]
+)
 def test_any_strides(layout, gaussian, device, nan_poison):
     x = {
         "transposed": torch.randn(21, 70, device=device).t(),

@@ -1,5 +1,7 @@
 """The kernels of row sampling against their plain-torch twins."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,8 +9,10 @@ from rmm_linear_kernels.row_gather import kernel, reference
 from rmm_linear_kernels.row_sampling.reference import sample_rows, sample_rows_winner_take_all
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 # one element, primes, several tiles of rows and of features
-SHAPES = [(1, 1), (3, 700), (17, 37), (67, 512), (41, 1027)]
+SHAPES = [(1, 1), (3, 700), (17, 37), grid(67, 512), grid(41, 1027)]
 
 
 def operands(rows, features, dtype, device, spread=1.0):

@@ -1,6 +1,7 @@
 """The kernels that draw rows against their twins: the same rows, to the bit, and the same squared entries of S."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from rmm_linear_kernels.row_sampling import kernel, reference
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
 
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 # around the draws of a program and the norms of a step
-ROWS = (1, 2, 3, 255, 256, 257, 1000, 4097)
+ROWS = (1, 3, 255, 257, *map(grid, (2, 256, 1000, 4097)))
 
 
 def norms_of(rows: int, device: torch.device) -> torch.Tensor:

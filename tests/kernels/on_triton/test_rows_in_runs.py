@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from rmm_linear_kernels.strides import in_runs
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
 
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 # layouts of (batch, length, features), each in memory that is NaN beside it
 LAYOUTS = {
     "without the first token": lambda base: base[:, 1:, :-3],
@@ -44,7 +47,7 @@ def options_of(x: Tensor, ratio: float) -> dict:
     return {"blocks": blocks, "kept": kept, "scale": 0.25, "dtype": x.dtype}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, grid(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_sketches(layout, dtype, device):
     x, seed = batch(layout, dtype, device), torch.tensor(11, device=device)
@@ -63,7 +66,7 @@ def test_the_sketches(layout, dtype, device):
             assert not one.isnan().any()
 
 
-@pytest.mark.parametrize("layout", ["without the first token", "length first"])
+@pytest.mark.parametrize("layout", ["without the first token", grid("length first")])
 def test_blocks_of_more_rows_than_are_multiplied_at_a_time(layout, device):
     x, seed = batch(layout, torch.float32, device, (4, 40, 9)), torch.tensor(3, device=device)
     options = options_of(x, 0.02)
@@ -72,7 +75,7 @@ def test_blocks_of_more_rows_than_are_multiplied_at_a_time(layout, device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("length", [27, 90])
+@pytest.mark.parametrize("length", [27, grid(90)])
 def test_the_mean_of_all_rows_and_of_some(layout, length, device):
     x = batch(layout, torch.bfloat16, device, (5, length, 21 if length == 27 else 80))
     found = means.sampled_mean(x)
@@ -81,7 +84,7 @@ def test_the_mean_of_all_rows_and_of_some(layout, length, device):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("layout", ["without the first token", "length first", "channels first"])
+@pytest.mark.parametrize("layout", ["without the first token", grid("length first"), grid("channels first")])
 def test_codes(kind, layout, device):
     # blocks of 62 rows and more
     sizes = (6 if layout == "channels first" else 5, 38, 39)
@@ -142,7 +145,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("layout", ["without the first token", "length first"])
+@pytest.mark.parametrize("layout", [grid("without the first token"), "length first"])
 def test_a_layer_reads_them_where_they_lie_and_makes_the_same_gradients(config, layout, device, monkeypatch):
     memory = torch.randn(6, 32, 21, device=device)
     weight, bias = torch.randn(7, 21, device=device), torch.randn(7, device=device)

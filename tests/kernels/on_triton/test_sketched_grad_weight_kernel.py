@@ -1,6 +1,7 @@
 """The weight gradient of the Triton kernels against float64, next to the plain-torch twin."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ pytestmark = pytest.mark.usefixtures("nan_poison")
 
 HALVES = (torch.bfloat16, torch.float16)
 # rank, out, in
+# cases alike: a GPU runs them all
+grid = partial(pytest.param, marks=pytest.mark.grid)
 SHAPES = ((1, 1, 1), (65, 67, 130), (7, 200, 3), (64, 64, 64), (130, 1, 71))
 
 
@@ -59,7 +62,7 @@ def test_any_shape(shape, dtype, device):
     assert kernel.sketched_grad_weight(g, x, None, None)[0].dtype == dtype
 
 
-@pytest.mark.parametrize("parts", [1, 7, 8, 9, 70])
+@pytest.mark.parametrize("parts", [1, 9, grid(7), grid(8), grid(70)])
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_sum_of_g_out_of_its_parts(parts, bias_dtype, device):
     # columns beyond a tile in either direction, whose programs must not write it again
@@ -103,7 +106,7 @@ def test_any_strides_and_nothing_from_beside_them(dtype, device):
     assert (one - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
-@pytest.mark.parametrize("many_tiles", [1, 4, 1000])
+@pytest.mark.parametrize("many_tiles", [1, grid(4), grid(1000)])
 def test_every_tile_and_the_order_of_the_tiles(many_tiles, device, monkeypatch):
     monkeypatch.setattr(kernel, "_MANY_TILES", many_tiles)
     monkeypatch.setattr(kernel, "_GROUPED", 2)
@@ -161,7 +164,7 @@ def test_a_float16_product_beyond_its_range_is_scaled_before_it_is_rounded(devic
 
 
 @pytest.mark.parametrize("kind", list(low_bit.BITS))
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", [HALVES[0], grid(HALVES[1])], ids=str)
 def test_low_bits_are_those_that_are_dequantized_to_the_same_dtype(kind, dtype, device):
     seed = torch.tensor(-9, device=device)
     # a group that blocks of the product divide, one that they divide into 16 rows, one that they don't divide
