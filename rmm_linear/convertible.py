@@ -52,6 +52,8 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
         return "its forward is replaced on the instance (accelerate's hooks do that), so that a class's is never called"
     if weight.dtype not in _DTYPES:
         return f"its weight has dtype {weight.dtype}"
+    if hasattr(weight, "_forward_counter"):
+        return "Opacus takes a gradient for each sample of it (GradSampleModule), and a sketch has none"
     if _is_tensor_parallel(module, model):
         return _TENSOR_PARALLEL
     if model is not None and _has_tensor_parallel_layers(model):

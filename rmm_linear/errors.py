@@ -21,6 +21,14 @@ class TracingError(RMMError, RuntimeError):
     """
 
 
+class TransformError(RMMError, RuntimeError):
+    """Raised when a sketched layer is mapped over by `vmap`, or differentiated in forward mode.
+
+    A sketch is of all rows of one input, and has no forward-mode derivative. Use eval mode, ratio 1.0 without a
+    storage, or `revert_linears`, for per-sample gradients, Jacobians and Hessians.
+    """
+
+
 class PaddingGradientError(RMMError, RuntimeError):
     """A row that was left out as padding carries a gradient: the weight gradient would miss its part."""
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from rmm_linear import ops
 from rmm_linear.config import RMMConfig
-from rmm_linear.errors import DoubleBackwardError, TracingError
+from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
 from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import Layout, layout_of, split
@@ -113,6 +113,7 @@ def linear(
         PaddingGradientError: In the backward pass, if the valid rows are to be checked (see `rmm_linear.padding`) and
             another row carries a gradient.
         DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
+        TransformError: Under `torch.vmap` and forward-mode differentiation, and in a backward pass that is mapped over.
         TracingError: Under `torch.export` and `torch.jit.trace`, whose graphs have no backward pass.
             `export(strict=True)` quotes it in an error of the compiler's own.
     """
@@ -151,7 +152,7 @@ def linear(
     # torch.func knows only the class with a setup_context
     if not torch._C._are_functorch_transforms_active():
         return _EagerSketchedLinear.apply(x, weight, bias, others)
-    return _SketchedLinear.apply(x, weight, bias, *others)
+    return _TransformedSketchedLinear.apply(x, weight, bias, *others)
 
 
 def _compiled(
@@ -459,6 +460,18 @@ class _SketchedLinear(torch.autograd.Function):
         return (*grads, *(None,) * (len(ctx.needs_input_grad) - len(grads)))
 
 
+class _TransformedSketchedLinear(_SketchedLinear):
+    """The same for torch.func; a compiler reads no class with these methods."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise _no_transform("torch.vmap")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_transform("forward-mode differentiation")
+
+
 class _EagerSketchedLinear(torch.autograd.Function):
     """The same for eager mode.
 
@@ -477,9 +490,22 @@ class _EagerSketchedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return (*_backward(ctx, g), None)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_transform("forward-mode differentiation")
+
+
+def _no_transform(name: str) -> TransformError:
+    return TransformError(
+        f"{name} (vmap, jvp, jacrev, jacfwd, hessian, per-sample gradients) of a sketched linear layer: one sketch"
+        " stands for all rows of its input. Use model.eval(), ratio=1.0 with storage=None, or revert_linears(model)"
+    )
+
 
 def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
     """The gradients of x, weight and bias, None where they are not wanted."""
+    if torch._C._functorch.is_batchedtensor(g):
+        raise _no_transform("torch.vmap over gradients")
     weight, index, seed, *tensors = ctx.saved_tensors
     if ctx.shared is not None:
         ctx.shared.close()

@@ -1,6 +1,8 @@
 """RMMLinear: the module that `convert_linears` turns an `nn.Linear` into; and what all such modules have in common."""
 
+import warnings
 import weakref
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,28 @@ class SketchedLayer(nn.Module):
             rows_check=self._rows_check if valid is not None else None,
             shared=shared,
         )
+
+    @property
+    def qconfig(self) -> Any:
+        """What torch.ao.quantization writes on every module that it looks at."""
+        try:
+            return vars(self)["qconfig"]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no attribute 'qconfig'") from None
+
+    @qconfig.setter
+    def qconfig(self, value: object) -> None:
+        vars(self)["qconfig"] = value
+        warnings.warn(
+            "torch.ao.quantization finds linear layers by their class, and leaves sketched ones as they are; call"
+            " revert_linears(model) before quantize_dynamic, prepare, prepare_qat and the like",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        del vars(self)["qconfig"]
 
     def _describe_config(self) -> str:
         """The configuration, as `print(model)` shows it."""

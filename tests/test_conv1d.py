@@ -1,7 +1,6 @@
 """RMMConv1D: GPT-2's linear layers, whose weight is held as (in, out), are sketched as nn.Linear's are."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -189,7 +188,7 @@ def test_a_pickle_is_read_by_a_process_that_has_not_met_transformers(tmp_path) -
 
 
 def test_the_summary_has_its_shape() -> None:
-    found = summary(convert_linears(gpt2(), config=CONFIG), file=io.StringIO())
+    found = summary(convert_linears(gpt2(), config=CONFIG))
     row = next(row for row in found.rows if row.name == "transformer.h.0.attn.c_attn")
     assert (row.in_features, row.out_features) == (32, 96)
     assert row.kept_bytes_per_row < row.exact_bytes_per_row == 32 * 4

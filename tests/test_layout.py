@@ -269,3 +269,20 @@ def test_no_registry_or_machine_is_named_in_the_set_up():
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "constraints.txt", ".ci/run"))
     text += (ROOT / ".ci" / "make-venv").read_text(encoding="utf-8")
     assert re.findall(r"https?://|--index-url|--extra-index-url", text) == []
+
+
+def test_what_the_extras_name_is_imported():
+    # tomllib is there from Python 3.11 on
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = dict(re.findall(r'^(\w+) = \[("[^\]]*")\]$', text.partition("[project.optional-dependencies]")[2], re.M))
+    used = {
+        name.partition(".")[0]
+        for folder in ("rmm_linear", "kernels", "experiments", "tests")
+        for path in python_files(ROOT / folder)
+        for name in imported_modules(path)
+    }
+    for extra in ("hf", "report", "kernels"):
+        packages = re.findall(r'"([\w-]+)', extras[extra])
+        assert packages
+        assert {"sklearn" if name == "scikit-learn" else name for name in packages} <= used, extra
+    assert "plan" not in extras

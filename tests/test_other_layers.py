@@ -1,6 +1,5 @@
 """Layers that can't be converted are reported by name; adapters of PEFT are found by theirs."""
 
-import io
 import warnings
 
 import pytest
@@ -45,7 +44,7 @@ class TinyExperts(nn.Module):
 
 
 def others(model: nn.Module) -> dict[str, str]:
-    return dict(summary(model, file=io.StringIO()).others)
+    return dict(summary(model).others)
 
 
 def test_a_layer_of_another_library_is_named_with_its_class() -> None:
@@ -81,7 +80,7 @@ def test_a_class_that_inherits_from_linear_is_left_and_named() -> None:
     model = nn.ModuleDict({"one": nn.Linear(8, 8), "two": QuantizedLinear(8, 8)})
     with pytest.warns(UserWarning, match=r"two: its class is .*QuantizedLinear, not nn.Linear"):
         convert_linears(model, config=CONFIG)
-    row = summary(model, file=io.StringIO()).rows[1]
+    row = summary(model).rows[1]
     assert (row.config, row.note) == (None, f"exact: its class is {__name__}.QuantizedLinear, not nn.Linear")
 
 
@@ -91,7 +90,7 @@ def test_experts_are_named() -> None:
     assert others(model)["1"].startswith(reason)
     with pytest.warns(UserWarning, match=rf"left exact: \*: {reason}"):
         convert_linears(model, config=CONFIG)
-    assert f"exact: *: {reason}" in str(summary(model, file=io.StringIO()))
+    assert f"exact: *: {reason}" in str(summary(model))
 
 
 def test_models_without_such_layers_have_none() -> None:
@@ -115,7 +114,7 @@ def test_the_experts_of_transformers_are_named(kind: str) -> None:
     assert set(found) == {f"model.layers.{layer}.mlp.{part}" for layer in range(2) for part in parts}
     assert "gate_up_proj and down_proj of 4 experts" in found["model.layers.0.mlp.experts"]
     assert "Router, not nn.Linear" in found["model.layers.0.mlp.gate"]
-    assert "model.layers.*.mlp.experts (2 of them): " in str(summary(model, file=io.StringIO()))
+    assert "model.layers.*.mlp.experts (2 of them): " in str(summary(model))
     with pytest.warns(UserWarning, match="left exact: ") as warned:
         convert_linears(model, config=CONFIG)
     # a line a kind, not one a layer
@@ -226,7 +225,7 @@ class TestAdapters:
     def test_converted_before_it_is_wrapped_nothing_trains_and_the_summary_says_so(self, peft) -> None:
         model = convert_linears(self.llama(), config=CONFIG)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-        rows = {row.name: row for row in summary(model, file=io.StringIO()).rows}
+        rows = {row.name: row for row in summary(model).rows}
         name = "base_model.model.model.layers.0.self_attn.q_proj"
         assert rows[f"{name}.base_layer"].note == "frozen weight: keeps no input"
         assert rows[f"{name}.lora_A.default"].note == "exact: not targeted, or excluded"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ class Method:
                 convert_linears(model, config=self.config, target_modules=".*")
             elif self.family == OURS:
                 convert_linears(model, config=self.config, sample=batch)
-            rows = summary(model, file=io.StringIO()).rows
+            rows = summary(model).rows
             yield [row.name for row in rows if row.config is not None]
         finally:
             if self.family == CHECKPOINTING:

@@ -1,7 +1,6 @@
 """`rmm-linear profile MODEL`: what a model would keep for its backward pass: exact, converted, checkpointed."""
 
 import argparse
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,7 +121,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             "attention is not fused here, and its scores count (torch's fused kernel for CPUs takes no dropout and no"
             " bias that needs a gradient; a GPU's keeps less)"
         )
-    others = {(pattern(name), reason) for name, reason in summary(model, file=io.StringIO()).others.items()}
+    others = {(pattern(name), reason) for name, reason in summary(model).others.items()}
     notes += [f"never sketched: {name}: {reason}" for name, reason in sorted(others)]
     return "\n\n".join(["\n".join(notes), str(report), table(columns)]), 0
 

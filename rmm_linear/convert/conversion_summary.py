@@ -1,9 +1,8 @@
 """summary: what is sketched, how, and why the rest is not."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 from torch import nn
 
@@ -45,7 +44,7 @@ class LayerSummary:
     note: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ConversionSummary:
     """What `summary` found: one row a linear layer, and a table of them as text.
 
@@ -92,7 +91,7 @@ class ConversionSummary:
             "kept_bytes_per_row": self.kept_bytes_per_row,
         }
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self.rows:
             return "\n".join(["no linear layers", *self._lines_of_others()])
         table: list[tuple[str, ...]] = [("layer", "in -> out", "sketch", "bytes a row", "note")]
@@ -119,8 +118,8 @@ class ConversionSummary:
         ]
 
 
-def summary(model: nn.Module, *, file: TextIO | None = None) -> ConversionSummary:
-    """Print which linear layers are sketched, how, and what each keeps of a row of its input.
+def summary(model: nn.Module) -> ConversionSummary:
+    """Say which linear layers are sketched, how, and what each keeps of a row of its input: `print(summary(model))`.
 
     Computed from the model as it is now. Layers that share an input (query, key and value projections) keep it once in
     an exact model, and some attention kernels keep the input of the next projection anyway: the sums over layers say
@@ -129,22 +128,19 @@ def summary(model: nn.Module, *, file: TextIO | None = None) -> ConversionSummar
 
     Args:
         model: Any module.
-        file: Where to print to; standard output if None.
 
     Returns:
-        The rows and totals that were printed.
+        The rows and totals, which print as a table.
 
     Raises:
         ValueError: If `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    result = ConversionSummary(
+    return ConversionSummary(
         tuple(_summarize(layer, model) for layer in linear_layers(model)),
         {other.layer.name: other.reason for other in other_modules(model)},
     )
-    print(result, file=file if file is not None else sys.stdout)
-    return result
 
 
 def _summarize(layer: LinearLayer, model: nn.Module) -> LayerSummary:

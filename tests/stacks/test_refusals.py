@@ -1,16 +1,16 @@
 """What cannot be sketched raises, or is left exact and named: never a layer that is exact without a word."""
 
-import io
 import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level, make_dual
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn.utils import parametrizations, weight_norm
 
-from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
-from rmm_linear.errors import DoubleBackwardError, TracingError
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, revert_linears, summary
+from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 
@@ -31,7 +31,7 @@ def loss_of(model: nn.Module, x: Tensor):
 
 
 def notes(model: nn.Module) -> dict[str, str]:
-    return {row.name: row.note for row in summary(model, file=io.StringIO()).rows}
+    return {row.name: row.note for row in summary(model).rows}
 
 
 def test_double_backward_raises(x):
@@ -47,28 +47,31 @@ def test_double_backward_raises(x):
 @pytest.mark.parametrize("randomness", ["error", "same", "different"])
 def test_vmap_raises(x, randomness):
     model = network()
-    with pytest.raises(RuntimeError, match="vmap over _SketchedLinear"):
+    with pytest.raises(TransformError, match="one sketch stands for all rows"):
         vmap(model, randomness=randomness)(x.view(4, 40, 16))
     parameters = dict(model.named_parameters())
     per_sample = vmap(
         lambda p, x: grad(loss_of(model, x))(p), in_dims=(None, 0), randomness=randomness
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match="vmap over _SketchedLinear"):
+    with pytest.raises(TransformError, match="one sketch stands for all rows"):
         per_sample(parameters, x.view(4, 40, 16))
 
 
 @pytest.mark.parametrize("transform", [jacrev, hessian])
 def test_transforms_that_map_over_gradients_raise(x, transform):
     model = network()
-    with pytest.raises(RuntimeError, match="does not have vmap support"):
+    with pytest.raises(TransformError, match="one sketch stands for all rows"):
         transform(loss_of(model, x) if transform is hessian else lambda p: functional_call(model, p, (x,)).sum(0))(
             dict(model.named_parameters())
         )
 
 
 def test_forward_mode_raises_for_inputs(x):
-    with pytest.raises(NotImplementedError, match="jvp"):
-        jvp(network(), (x,), (x,))
+    model = network()
+    with pytest.raises(TransformError, match="forward-mode"):
+        jvp(model, (x,), (x,))
+    with dual_level(), pytest.raises(TransformError, match="forward-mode"):
+        model(make_dual(x, x))
 
 
 def test_forward_mode_is_exact_for_parameters(x):
@@ -204,3 +207,47 @@ def test_a_partitioned_weight_is_used_where_it_is_gathered_and_refused_where_it_
     bare[0].weight.data = torch.empty(0)
     with pytest.raises(ValueError, match=r"weight has shape \(0,\)"):
         bare(x)
+
+
+QUANTIZE = {
+    "dynamic": lambda model: torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear}, dtype=torch.qint8),
+    "qat": torch.ao.quantization.prepare_qat,
+    "static": lambda model: torch.ao.quantization.prepare(model.eval()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("quantize", QUANTIZE.values(), ids=QUANTIZE)
+def test_quantizing_a_converted_model_is_warned_about_and_a_reverted_one_is_quantized(x, quantize):
+    model = network()
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    with pytest.warns(UserWarning, match=r"revert_linears\(model\) before quantize_dynamic"):
+        found = quantize(model)
+    assert [type(layer) for layer in found] == [RMMLinear, nn.GELU, RMMLinear]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*revert_linears.*")
+        quantized = quantize(revert_linears(model))
+    if quantize is not QUANTIZE["static"]:
+        assert not any(type(layer) in (RMMLinear, nn.Linear) for layer in quantized)
+    # and what was written on a layer is the layer's own, converted or not
+    layer = nn.Linear(4, 4)
+    layer.qconfig = "written before"
+    assert convert_linears(layer, 0.5).qconfig == "written before"
+    del layer.qconfig
+    assert not hasattr(layer, "qconfig")
+
+
+def test_layers_of_opacus_are_left_exact(x):
+    opacus = pytest.importorskip("opacus")
+    wrapped = opacus.GradSampleModule(network(convert=False))
+    with pytest.raises(ValueError, match="Opacus takes a gradient for each sample"):
+        convert_linears(wrapped, config=CONFIG, target_modules=".*")
+    wrapped(x).sum().backward()
+    assert all(parameter.grad_sample.shape[0] == len(x) for parameter in wrapped.parameters())
+
+
+def test_opacus_around_a_converted_model_is_refused(x):
+    opacus = pytest.importorskip("opacus")
+    wrapped = opacus.GradSampleModule(network())
+    with pytest.raises(TransformError, match="per-sample gradients"):
+        wrapped(x).sum().backward()
