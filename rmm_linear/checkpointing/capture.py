@@ -410,7 +410,7 @@ class _Reading:
         handed_over = tuple(
             index for index in of_parameters if index not in others and graph.ops[graph.writer[index]].is_backward
         )
-        graph = replace(graph, ops=tuple(ops), gradients=handed_over)
+        graph = _with_biases_together(replace(graph, ops=tuple(ops), gradients=handed_over))
         return graph.with_gradients_freed() if self._frees_gradients else graph
 
     def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
@@ -496,6 +496,26 @@ class _Reading:
             block=self._traced.blocks.get(node.meta.get("seq_nr", -1), ""),
             kind=name.removesuffix(".default"),
         )
+
+
+def _with_biases_together(graph: Graph) -> Graph:
+    """Let a gradient wait for a smaller one that the next op writes: a weight's for the bias's."""
+    # each time that gradients are handed over takes 20 to 40 microseconds
+    group_of: dict[int, list[int]] = {}
+    ordered = sorted(graph.gradients, key=lambda index: graph.writer[index])
+    for before, index in zip([None, *ordered], ordered, strict=False):
+        group = []
+        if before is not None and graph.writer[index] == graph.writer[before] + 1:
+            is_smaller = graph.storages[index].size_bytes < graph.storages[before].size_bytes
+            group = group_of[before] if is_smaller else []
+        group.append(index)
+        group_of[index] = group
+    ops = []
+    for op in graph.ops:
+        touched = {*op.reads, *op.writes, *op.holds_back}
+        held_back = set(op.holds_back).union(*(group_of[index] for index in touched if index in group_of))
+        ops.append(replace(op, holds_back=tuple(sorted(held_back.difference(op.reads, op.writes)))))
+    return replace(graph, ops=tuple(ops))
 
 
 def dense_copy(gradient: Tensor, like: Tensor) -> Tensor:

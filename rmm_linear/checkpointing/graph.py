@@ -53,7 +53,7 @@ class Op:
         is_recomputable: Whether it may run a second time; communication and ops with effects may not.
         is_random: Whether it draws random numbers: such ops keep their order, and draw the same ones again.
         holds_back: Indices of gradients that are handed over only after it has run: it reads their parameter, which an
-            optimizer may change from then on.
+            optimizer may change from then on, or they go together with one that it reads or writes.
         state_bytes: Size of the random state that is kept from its first computation to its last, if it has several.
         block: The module that it belongs to, as a dotted path; empty where unknown.
         kind: The operation, for instance "aten.mm".

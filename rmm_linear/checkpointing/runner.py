@@ -8,7 +8,7 @@ reaches a parameter from elsewhere. Nothing of this is done here.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -243,8 +243,7 @@ class _LaterPart(torch.autograd.Function):
 def _as_kernels(runner: Runner) -> Iterator[None]:
     """Run ops as autograd runs them: nothing is recorded, the casts of autocast are ops of the program already."""
     # Some kernels (LSTM's on a CPU) leave out what the backward pass needs unless gradients are enabled.
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        stack.enter_context(autocast_as((), runner.device_types))
+    is_casting = any(map(torch.is_autocast_enabled, runner.device_types))
+    off = autocast_as((), runner.device_types) if is_casting else nullcontext()
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), off:
         yield

@@ -80,6 +80,14 @@ def test_gradients_arrive_while_the_backward_pass_runs():
     assert layer == [name.partition(".")[0] for name, _ in eager] == sorted(layer, key=int, reverse=True)
 
 
+def test_a_bias_goes_with_its_weight():
+    node, parts = planned(layers())(X).grad_fn, 0
+    while node is not None:
+        parts += 1
+        node = next((after for after, _ in node.next_functions if after is not None and "Part" in after.name()), None)
+    assert parts == 6
+
+
 # Bytes
 
 
