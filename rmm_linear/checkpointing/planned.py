@@ -35,6 +35,7 @@ from rmm_linear.checkpointing.capture import capture
 from rmm_linear.checkpointing.code_read import Read
 from rmm_linear.checkpointing.execute import OtherBranchError
 from rmm_linear.checkpointing.graph import Graph
+from rmm_linear.checkpointing.padded_batches import Buckets, check_padding_changes_no_loss
 from rmm_linear.checkpointing.plan import CheckpointPlan
 from rmm_linear.checkpointing.python_state import PythonState, hooks_inside
 from rmm_linear.checkpointing.replaced_forward import (
@@ -89,6 +90,8 @@ class PlannedStep:
         strategy: See `checkpoint_step`.
         costs: See `checkpoint_step`.
         gradients: See `checkpoint_step`.
+        pad_to: See `checkpoint_step`.
+        pad_values: See `checkpoint_step`.
         schedule: A given schedule.
 
     Attributes:
@@ -104,11 +107,15 @@ class PlannedStep:
         strategy: str = "auto",
         costs: str = "roofline",
         gradients: str = "kept",
+        pad_to: int | Sequence[int] | None = None,
+        pad_values: Mapping[str, float] | None = None,
         schedule: Schedule | None = None,
     ) -> None:
         self._model, self._step = model, step
         self._budget, self._strategy, self._schedule = budget, strategy, schedule
         self._capture_options: dict[str, Any] = {"costs": costs, "gradients": gradients}
+        self._pad_options = {"pad_to": pad_to, "pad_values": pad_values}
+        self._buckets = Buckets.of(pad_to, pad_values, model)
         if schedule is None:
             # what is wrong is told before anything is captured
             Budget.of(budget)
@@ -122,7 +129,7 @@ class PlannedStep:
 
     def __reduce__(self) -> Any:
         options = {"budget": self._budget, "strategy": self._strategy, "schedule": self._schedule}
-        return _remade_step, (self._model, self._step, {**options, **self._capture_options})
+        return _remade_step, (self._model, self._step, {**options, **self._capture_options, **self._pad_options})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -139,15 +146,18 @@ class PlannedStep:
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._as_written(args, kwargs)
+        given = kwargs
+        if self._buckets is not None:
+            kwargs = self._buckets.padded(kwargs)
         arguments, tensors = Arguments.of(args, kwargs)
         state = PythonState(self._model, self._step, self._read)
         inputs = [*state.tensors, *tensors]
         if not any(tensor.requires_grad for tensor in inputs):
-            return self._as_written(args, kwargs)
+            return self._as_written(args, given)
         key = _key_of_call(arguments, inputs)
         variants = self._fitting(key, state)
         if not variants and not self._model.training:
-            return self._as_written(args, kwargs)
+            return self._as_written(args, given)
         states = _random_states(inputs) if any(each.runner.capture.looked_at for each in variants) else []
         for variant in variants:
             try:
@@ -178,6 +188,10 @@ class PlannedStep:
         Returns:
             The plan.
         """
+        if self._buckets is not None:
+            padded = self._buckets.padded(kwargs)
+            check_padding_changes_no_loss(self._buckets, self._model, self._step or _whole_model, kwargs)
+            kwargs = padded
         return self._prepare(0, args, kwargs, with_eager_peak=True).plan
 
     def _fitting(self, key: Any, state: PythonState) -> list["_Variant"]:
@@ -266,7 +280,7 @@ class PlannedStep:
         """Say what is new about a variant, and what to do."""
         last = self._variants[0]
         if variant.key != last.key:
-            return "the last one has other arguments: pad batches to few lengths, pass numbers that change as tensors"
+            return "the last one has other arguments: pad batches to few lengths (pad_to=64), pass numbers as tensors"
         if variant.state.values != last.state.values:
             difference = variant.state.difference(last.state.values)
             return f"the last one differs in {difference}: keep in a buffer, or pass as a tensor, what changes"
@@ -292,7 +306,11 @@ class PlannedStep:
 
     def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with own_forward(self._model):
-            return self._model(*args, **kwargs) if self._step is None else self._step(self._model, *args, **kwargs)
+            return (self._step or _whole_model)(self._model, *args, **kwargs)
+
+
+def _whole_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
 
 
 def _own_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -409,6 +427,8 @@ def checkpoint_step(
     strategy: str = "auto",
     costs: str = "roofline",
     gradients: str = "kept",
+    pad_to: int | Sequence[int] | None = None,
+    pad_values: Mapping[str, float] | None = None,
 ) -> PlannedStep:
     """Plan a training step, loss included, within a byte budget.
 
@@ -426,6 +446,12 @@ def checkpoint_step(
             "freed" plans for steps that leave none behind: an optimizer takes each in the backward pass
             (`register_post_accumulate_grad_hook`), or it is added to one that was there before, as in all micro-batches
             but the first.
+        pad_to: Pad batches to a multiple of this length, or to the next one of these lengths, so that few are planned:
+            mappings of tensors (batch, length) with `input_ids` and `attention_mask`. The loss is the same up to
+            rounding, which is tried on the sample; what else is returned is of the padded batch. What does not run by
+            plan (eval, `no_grad`) is not padded.
+        pad_values: What tensors by other names are padded with. Known are ids (`config.pad_token_id`, or else 0),
+            masks, token types and positions (0), and labels (-100).
 
     Returns:
         The step; call it in the place of `loss_fn(model, ...)`. Its `plans` say what was planned.
@@ -434,9 +460,11 @@ def checkpoint_step(
         CaptureError: If the step can't be captured.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
         ValueError: If the budget, the strategy or `gradients` is unknown, a module in the model is checkpointed
-            already, or one is a wrapper such as DistributedDataParallel.
+            already, or one is a wrapper such as DistributedDataParallel; or `pad_to` can't pad the sample, or
+            changes its loss.
     """
-    planned = PlannedStep(model, loss_fn, budget=budget, strategy=strategy, costs=costs, gradients=gradients)
+    options: dict[str, Any] = {"costs": costs, "gradients": gradients, "pad_to": pad_to, "pad_values": pad_values}
+    planned = PlannedStep(model, loss_fn, budget=budget, strategy=strategy, **options)
     planned.prepare(*_arguments_of_sample(sample))
     return planned
 
@@ -449,6 +477,8 @@ def checkpoint_model(
     strategy: str = "auto",
     costs: str = "roofline",
     gradients: str = "kept",
+    pad_to: int | Sequence[int] | None = None,
+    pad_values: Mapping[str, float] | None = None,
 ) -> CheckpointPlan:
     """Plan a model's forward and backward pass within a byte budget, in place.
 
@@ -469,6 +499,12 @@ def checkpoint_model(
             "freed" plans for steps that leave none behind: an optimizer takes each in the backward pass
             (`register_post_accumulate_grad_hook`), or it is added to one that was there before, as in all micro-batches
             but the first.
+        pad_to: Pad batches to a multiple of this length, or to the next one of these lengths, so that few are planned:
+            mappings of tensors (batch, length) with `input_ids` and `attention_mask`. The loss is the same up to
+            rounding, which is tried on the sample; what else is returned is of the padded batch. What does not run by
+            plan (eval, `no_grad`) is not padded.
+        pad_values: What tensors by other names are padded with. Known are ids (`config.pad_token_id`, or else 0),
+            masks, token types and positions (0), and labels (-100).
 
     Returns:
         The plan for the sample's shapes; print it. Other shapes are planned when they first occur, for the same budget.
@@ -477,7 +513,8 @@ def checkpoint_model(
         CaptureError: If the model can't be captured; it stays as it is then, here and below.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
         ValueError: If the budget, the strategy or `gradients` is unknown, the model or a module in it is checkpointed
-            already, or one is a wrapper such as DistributedDataParallel: plan what it wraps, before you wrap it.
+            already, or one is a wrapper such as DistributedDataParallel: plan what it wraps, before you wrap it; or
+            `pad_to` can't pad the sample, or changes its loss.
 
     Example:
         >>> import torch
@@ -491,7 +528,8 @@ def checkpoint_model(
         >>> model(x).square().mean().backward()
     """
     refuse_twice(model)
-    planned = PlannedStep(model, _own_forward, budget=budget, strategy=strategy, costs=costs, gradients=gradients)
+    options: dict[str, Any] = {"costs": costs, "gradients": gradients, "pad_to": pad_to, "pad_values": pad_values}
+    planned = PlannedStep(model, _own_forward, budget=budget, strategy=strategy, **options)
     plan = planned.prepare(*_arguments_of_sample(sample))
     replace_forward(model, planned)
     return plan
