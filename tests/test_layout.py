@@ -37,6 +37,7 @@ ALLOWED = {
     "heads": {"names"},
     "memory": {
         "adapters",
+        "byte_sizes",
         "convertible",
         "heads",
         "names",

@@ -41,6 +41,9 @@ class Budget:
         if isinstance(budget, float) and 0 < budget <= 1:
             return cls(budget, _SHARE)
         match = _TEXT.fullmatch(budget) if isinstance(budget, str) else None
+        if match and not match[2] and "." in match[1]:
+            # no part of a byte: as the number would be
+            return cls.of(float(match[1]))
         if match and float(match[1]) > 0 and (match[2] == "%" or match[2] in UNITS):
             return cls(float(match[1]), match[2])
         raise ValueError(

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from rmm_linear.cli import doctor, plan, profile
+from rmm_linear.cli.quiet import quiet
 
 _COMMANDS = {"profile": profile, "plan": plan, "doctor": doctor}
 
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_options(commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
     options = parser.parse_args(arguments)
     try:
-        text, status = _COMMANDS[options.command].run(options)
+        with quiet():
+            text, status = _COMMANDS[options.command].run(options)
         print(text)
     except (ValueError, ImportError) as error:
         print(f"rmm-linear: error: {error}", file=sys.stderr)

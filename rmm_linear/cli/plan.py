@@ -1,10 +1,14 @@
 """`rmm-linear plan MODEL --budget 60%`: what a byte budget costs, without running or even holding the model."""
 
 import argparse
+import importlib
 import json
-import math
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from rmm_linear.byte_sizes import readable, unit_for
 from rmm_linear.checkpointing import (
     CheckpointPlan,
     Graph,
@@ -14,16 +18,17 @@ from rmm_linear.checkpointing import (
     get_strategy,
     simulate,
 )
-from rmm_linear.checkpointing.budget import budget_in_bytes
-from rmm_linear.checkpointing.strategies import Proposal, choose
-from rmm_linear.cli.profile import DTYPES
+from rmm_linear.checkpointing.budget import Budget, refusal
+from rmm_linear.checkpointing.strategies import Proposal, Strategy, choose
+from rmm_linear.cli.model_names import checked
+from rmm_linear.cli.profile import DTYPES, refuse_below_one
+from rmm_linear.cli.quiet import quiet_transformers
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
 from rmm_linear.errors import InfeasibleBudgetError
 
 HELP = "plan what a model keeps and what it computes again, to train within a byte budget"
 _SWEEP = (100, 90, 80, 70, 60, 50, 40, 30, 20, 10)
-_MIB = 2**20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser: Its parser.
     """
     parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
-    parser.add_argument("--budget", default="60%", help="bytes, 8GiB, or 60%% of what the model takes (default: 60%%)")
+    parser.add_argument(
+        "--budget", default="60%", help="bytes, 8GiB, or 60%% of what the captured step takes (default: 60%%)"
+    )
     parser.add_argument("--strategy", default="auto", help=f"{', '.join(available_strategies())} (default: auto)")
     parser.add_argument("--batch", type=int, default=8, help="sequences, or images (default: 8)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: 128)")
@@ -59,37 +66,63 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         InfeasibleBudgetError: If no schedule fits the budget; it names a budget that can be met.
         ImportError: If transformers, or for a figure matplotlib, is not installed.
     """
-    from rmm_linear.integrations.hf_models import build_model, random_batch
+    name = checked(options.model)
+    refuse_below_one(options)
+    strategy, budget = get_strategy(options.strategy), Budget.of(options.budget)
+    config = None if options.ratio is None else RMMConfig(ratio=options.ratio)
+    if options.figure:
+        _refuse_figure(Path(options.figure))
+    # after all that can be refused without it: it takes seconds to load
+    hf_models = importlib.import_module("rmm_linear.integrations.hf_models")
+    with quiet_transformers():
+        return _run(options, name, strategy, budget, config, hf_models), 0
 
-    for name in ("batch", "seq", "layers"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is below 1")
-    strategy = get_strategy(options.strategy)
-    budget_in_bytes(options.budget, 1)
+
+def _refuse_figure(path: Path) -> None:
+    """Refuse what can't be drawn to, before the minutes that a plan may take."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ImportError("a figure needs matplotlib: pip install rmm-linear[report]") from error
+    if not path.parent.is_dir():
+        raise ValueError(f"--figure {path}: there is no folder {str(path.parent)!r}")
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(f"--figure {path}: choose a name that ends in one of {', '.join(sorted(known))}")
+
+
+def _run(
+    options: argparse.Namespace,
+    name: str,
+    strategy: Strategy,
+    budget: Budget,
+    config: RMMConfig | None,
+    hf_models: ModuleType,
+) -> str:
     changes: dict[str, Any] = {"attn_implementation": options.attention} if options.attention else {}
     # weights without contents: planning needs the shapes alone
-    model = build_model(options.model, device="meta", dtype=DTYPES[options.dtype], layers=options.layers, **changes)
-    batch = random_batch(model, batch=options.batch, length=options.seq)
+    model = hf_models.build_model(name, device="meta", dtype=DTYPES[options.dtype], layers=options.layers, **changes)
+    batch = hf_models.random_batch(model, batch=options.batch, length=options.seq)
     if getattr(model.config, "use_cache", False):
-        model.config.use_cache = False  # type: ignore[union-attr]
-    exact = capture(model, (), batch).graph
-    graph = exact
-    if options.ratio is not None:
-        convert_linears(model, config=RMMConfig(ratio=options.ratio))
-        graph = capture(model, (), batch).graph
+        model.config.use_cache = False
+    captured = capture(model, (), batch, with_eager_peak=True)
+    exact = graph = captured.graph
+    if config is not None:
+        convert_linears(model, config=config)
+        captured = capture(model, (), batch, with_eager_peak=True)
+        graph = captured.graph
     frontier = strategy.frontier(graph)
     plain_bytes = simulate(exact, Schedule.plain(exact)).peak_bytes
-    budget_bytes = budget_in_bytes(options.budget, plain_bytes)
+    budget_bytes = budget.in_bytes(plain_bytes)
     try:
         schedule = choose(graph, frontier, budget_bytes, strategy.name)
     except InfeasibleBudgetError as error:
         raise InfeasibleBudgetError(
-            _in_mebibytes(error, graph, plain_bytes, strategy.name),
+            _refusal(budget, graph, plain_bytes, error.least_bytes, strategy.name),
             budget_bytes=error.budget_bytes,
             least_bytes=error.least_bytes,
         ) from error
-    plan = CheckpointPlan.of(graph, schedule, budget_bytes)
+    plan = replace(CheckpointPlan.of(graph, schedule, budget_bytes), eager_peak_bytes=captured.eager_peak_bytes)
     if options.figure:
         plan.figure(options.figure)
     if options.json:
@@ -97,49 +130,47 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             "model": options.model,
             "exact_peak_bytes": plain_bytes,
             "plain_peak_bytes": plan.plain.peak_bytes,
+            "eager_peak_bytes": plan.eager_peak_bytes,
             "planned_peak_bytes": plan.peak_bytes,
             "budget_bytes": budget_bytes,
             "overhead": plan.overhead,
             "frontier": [{"peak_bytes": p.peak_bytes, "extra_cost": p.cost / graph.cost - 1} for p in frontier],
             "schedule": schedule.to_dict(),
         }
-        return json.dumps(found), 0
+        return json.dumps(found)
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
     heading = f"{options.model}, {options.dtype}, {shapes}; weights and the batch are not counted"
     if options.ratio is not None:
         heading += (
-            f"\nexact layers: peak {plain_bytes / _MIB:.2f} MiB; layers sketched at {options.ratio:g}:"
-            f" {plan.plain.peak_bytes / _MIB:.2f} MiB; with the plan: {plan.peak_bytes / _MIB:.2f} MiB"
+            f"\nexact layers: peak {readable(plain_bytes)}; layers sketched at {options.ratio:g}:"
+            f" {readable(plan.plain.peak_bytes)}; with the plan: {readable(plan.peak_bytes)}"
         )
-    return "\n\n".join([heading, str(plan), _sweep(graph, frontier, plain_bytes)]), 0
+    return "\n\n".join([heading, str(plan), _sweep(graph, frontier, plain_bytes)])
 
 
-def _in_mebibytes(error: InfeasibleBudgetError, graph: Graph, plain_bytes: int, strategy: str) -> str:
-    """The error in units that people read, with what there is no way around, and a budget that can be met."""
-
-    def shown(size_bytes: int) -> str:
-        return f"{size_bytes / _MIB:.2f} MiB ({100 * size_bytes / plain_bytes:.1f} %)"
-
+def _refusal(budget: Budget, graph: Graph, plain_bytes: int, least_bytes: int, strategy: str) -> str:
+    """The error in the user's unit, with what there is no way around, and a budget that can be met."""
     at_the_end = sum(graph.storages[index].size_bytes for index in set(graph.outputs))
-    tenths = math.ceil(1000 * error.least_bytes / plain_bytes)
-    while budget_in_bytes(f"{tenths / 10:g}%", plain_bytes) < error.least_bytes:
-        tenths += 1
+    enough = str(budget.that_holds(least_bytes, plain_bytes)).removesuffix(" bytes").replace(" ", "")
     return (
-        f"{strategy} found no schedule within {shown(error.budget_bytes)} of the plain peak, {plain_bytes / _MIB:.2f}"
-        f" MiB; the least that was found takes {shown(error.least_bytes)}, and gradients and results alone take"
-        f" {shown(at_the_end)}; pass --budget {tenths / 10:g}%"
+        f"{refusal(budget, plain_bytes, least_bytes, strategy)}; gradients and results alone take"
+        f" {readable(at_the_end)}; pass --budget {enough}"
     )
 
 
 def _sweep(graph: Graph, frontier: tuple[Proposal, ...], plain_bytes: int) -> str:
     """What other budgets cost."""
-    lines = [f"{'budget':>8}  {'peak, MiB':>10}  {'extra compute':>13}"]
+    unit = unit_for(plain_bytes)
+    lines = [f"{'budget':>8}  {f'peak, {unit.name}':>10}  {'extra compute':>13}"]
+
+    def add(name: str, found: Proposal) -> None:
+        extra = 100 * (found.cost / graph.cost - 1)
+        lines.append(f"{name:>8}  {unit.of(found.peak_bytes):>10}  {extra:11.1f} %")
+
     for percent in _SWEEP:
         fitting = [proposal for proposal in frontier if proposal.peak_bytes <= plain_bytes * percent / 100]
         if not fitting:
             break
-        best = min(fitting, key=lambda proposal: proposal.cost)
-        lines.append(f"{percent:6d} %  {best.peak_bytes / _MIB:10.2f}  {100 * (best.cost / graph.cost - 1):11.1f} %")
-    least = frontier[-1]
-    lines.append(f"{'least':>8}  {least.peak_bytes / _MIB:10.2f}  {100 * (least.cost / graph.cost - 1):11.1f} %")
+        add(f"{percent} %", min(fitting, key=lambda proposal: proposal.cost))
+    add("least", frontier[-1])
     return "\n".join(lines)

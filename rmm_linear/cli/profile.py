@@ -1,14 +1,20 @@
 """`rmm-linear profile MODEL`: what a model would keep for its backward pass: exact, converted, checkpointed."""
 
 import argparse
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.byte_sizes import unit_for
+from rmm_linear.cli.fused_attention import fused_attention
+from rmm_linear.cli.model_names import checked
+from rmm_linear.cli.quiet import quiet_transformers
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import summary
 from rmm_linear.memory import MemoryReport, profile
@@ -18,7 +24,6 @@ from rmm_linear.sketches import STORAGES, available_sketches
 HELP = "show what a model keeps for its backward pass, and what sketches would leave of it"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RATIOS = (0.5, 0.2, 0.1)
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         ValueError: If the model or an option is not usable.
         ImportError: If transformers is not installed.
     """
-    from rmm_linear.integrations.hf_models import build_model, random_batch
-
-    for name in ("batch", "seq"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)} is below 1")
-    if options.layers is not None and options.layers < 1:
-        raise ValueError(f"--layers {options.layers} is below 1")
+    name = checked(options.model)
+    refuse_below_one(options)
     try:
         ratios = [float(ratio) for ratio in options.ratio.split(",")]
     except ValueError:
@@ -83,16 +83,17 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             f"--ratio {options.ratio} is no list of numbers; pass them with commas, such as 0.5,0.1"
         ) from None
     configs = [RMMConfig(ratio=ratio, sketch=options.sketch, storage=options.storage) for ratio in ratios]
+    # after all that can be refused without it: it takes seconds to load
+    hf_models = importlib.import_module("rmm_linear.integrations.hf_models")
+    with quiet_transformers(), fused_attention():
+        return _run(options, name, configs, hf_models), 0
+
+
+def _run(options: argparse.Namespace, name: str, configs: list[RMMConfig], hf_models: ModuleType) -> str:
     changes = {"attn_implementation": options.attention} if options.attention else {}
     device = "meta" if options.meta else "cpu"
-    model = build_model(
-        options.model,
-        device=device,
-        dtype=DTYPES[options.dtype],
-        layers=options.layers,
-        **changes,
-    )
-    batch = random_batch(model, batch=options.batch, length=options.seq, device=device)
+    model = hf_models.build_model(name, device=device, dtype=DTYPES[options.dtype], layers=options.layers, **changes)
+    batch = hf_models.random_batch(model, batch=options.batch, length=options.seq, device=device)
     try:
         report = profile(model, **batch)
         columns = compare(model, batch, report, configs)
@@ -111,11 +112,14 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             "columns": [{"name": column.name, "bytes": column.bytes} for column in columns],
             "report": report.to_dict(),
         }
-        return json.dumps(found), 0
+        return json.dumps(found)
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
     notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes}"]
     if options.meta:
-        notes.append("shapes alone, on no device: attention is not fused there, and its scores count")
+        notes.append(
+            "shapes alone: attention is estimated as a GPU's fused kernel, which keeps no scores (--attention eager"
+            " counts them)"
+        )
     elif _is_unfused(report):
         notes.append(
             "attention is not fused here, and its scores count (torch's fused kernel for CPUs takes no dropout and no"
@@ -123,7 +127,22 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         )
     others = {(pattern(name), reason) for name, reason in summary(model).others.items()}
     notes += [f"never sketched: {name}: {reason}" for name, reason in sorted(others)]
-    return "\n\n".join(["\n".join(notes), str(report), table(columns)]), 0
+    return "\n\n".join(["\n".join(notes), str(report), table(columns)])
+
+
+def refuse_below_one(options: argparse.Namespace) -> None:
+    """Refuse numbers of sequences, tokens and layers that are none.
+
+    Args:
+        options: What `add_options` describes.
+
+    Raises:
+        ValueError: If one is below 1.
+    """
+    for name in ("batch", "seq", "layers"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value} is below 1")
 
 
 def _is_unfused(report: MemoryReport) -> bool:
@@ -181,8 +200,9 @@ def table(columns: list[Column]) -> str:
     """
     width = max(len(column.name) for column in columns)
     exact = max(1, columns[0].bytes)
+    unit = unit_for(exact)
     rows = [
-        f"{column.name.ljust(width)}  {column.bytes / _MIB:10.2f}  {100 * column.bytes / exact:6.1f} %"
+        f"{column.name.ljust(width)}  {unit.of(column.bytes):>10}  {100 * column.bytes / exact:6.1f} %"
         for column in columns
     ]
-    return "\n".join([f"{'kept for the backward pass'.ljust(width)}  {'MiB':>10}  {'of exact':>8}", *rows])
+    return "\n".join([f"{'kept for the backward pass'.ljust(width)}  {unit.name:>10}  {'of exact':>8}", *rows])

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor, nn
 
 try:
+    import huggingface_hub
     import transformers
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
     from transformers import AutoConfig
 except ImportError as error:
     raise ImportError('models by name need transformers: pip install "rmm-linear[hf]"') from error
 
 _FALLBACK = "AutoModel"
+# The hub's own client tries for much longer.
+_PATIENCE_S = 5
 # What configurations call the number of layers of a stack.
 _STACKS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
@@ -51,7 +55,7 @@ def build_model(
             values = {**json.loads(path.read_text(encoding="utf-8")), **changes}
             config = AutoConfig.for_model(values.pop("model_type"), **values)
         else:
-            config = AutoConfig.from_pretrained(name, **changes)
+            config = _config(name, changes)
     except (OSError, KeyError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
@@ -70,6 +74,24 @@ def build_model(
         )
     assert isinstance(model, nn.Module)
     return model.train()
+
+
+def _config(name: str, changes: dict[str, Any]) -> Any:
+    """The configuration in a folder, or in the hub's cache, or on the hub: which is asked once, and not for long."""
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True, **changes)
+    except OSError:
+        if Path(name).exists():
+            raise
+    try:
+        _head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE_S)
+    except Exception as error:
+        raise OSError(f"the hub can't be reached ({error}), and {name!r} is not in its cache") from error
+    return AutoConfig.from_pretrained(name, **changes)
+
+
+def _head(url: str, *, timeout: float) -> None:
+    get_session().head(url, timeout=timeout)
 
 
 def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cpu") -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rmm_linear.byte_sizes import unit_for
 from rmm_linear.config import RMMConfig
 from rmm_linear.names import pattern
 
@@ -31,7 +32,6 @@ INPUT_ROLES = ("mat1", "self", "input")
 KEPT, SKETCHED, FROZEN, CHECKPOINTED, NO_GRADIENT = "kept", "sketched", "frozen", "checkpointed", "no gradient"
 EVALUATING, PARAMETER = "eval mode", "parameter"
 LINEAR_INPUTS = "inputs of linear layers alone"
-_MIB = 2**20
 # Layers, operations and modules that a report prints before it says how many more there are.
 _PRINTED = 12
 
@@ -395,6 +395,7 @@ class MemoryReport:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("figure() needs matplotlib; pip install rmm-linear[report]") from error
+        unit = unit_for(self.total_bytes)
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         for axes, (title, sums) in zip(
             figure.subplots(1, 2), (("by operation", self.by_op()), ("by module", self._patterns())), strict=True
@@ -403,12 +404,12 @@ class MemoryReport:
             rest = sum(list(sums.values())[_PRINTED:])
             if rest:
                 shown.append((f"{len(sums) - _PRINTED} more", rest))
-            labels, sizes = [label for label, _ in shown], [size / _MIB for _, size in shown]
+            labels, sizes = [label for label, _ in shown], [size / unit.size_bytes for _, size in shown]
             colours = ["#D55E00" if label == LINEAR_INPUTS else "#0072B2" for label in labels]
             axes.barh(range(len(shown)), sizes, color=colours)
             axes.set_yticks(range(len(shown)), labels, fontsize=8)
             axes.invert_yaxis()
-            axes.set_xlabel("MiB kept for the backward pass")
+            axes.set_xlabel(f"{unit.name} kept for the backward pass")
             axes.set_title(title)
             axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(_headline(self))
@@ -426,17 +427,18 @@ class MemoryReport:
 
 def _headline(report: MemoryReport) -> str:
     tensors = f"{len(report.storages)} storage{'s' if len(report.storages) != 1 else ''}"
-    return f"{report.model} keeps {_mib(report.total_bytes)} for its backward pass, in {tensors}"
+    return f"{report.model} keeps {_size(report, report.total_bytes)} for its backward pass, in {tensors}"
 
 
 def _ceiling(report: MemoryReport) -> str:
     share = 100 * report.own_bytes / report.total_bytes if report.total_bytes else 0.0
     line = (
-        f"{_mib(report.own_bytes)} of it ({share:.1f} %) are inputs of linear layers that nothing else needs: the most"
-        " that sketches can free"
+        f"{_size(report, report.own_bytes)} of it ({share:.1f} %) are inputs of linear layers that nothing else needs:"
+        " the most that sketches can free"
     )
     if report.peak_bytes is not None:
-        line += f"\nthe forward's peak is {_mib(report.peak_bytes)}, reached in {report.peak_module or 'the model'}"
+        where = report.peak_module or "the model"
+        line += f"\nthe forward's peak is {_size(report, report.peak_bytes)}, reached in {where}"
     return line
 
 
@@ -446,14 +448,15 @@ def _op_lines(report: MemoryReport) -> list[str]:
     for place in range(len(report.storages)):
         op = report._op_of(place)
         counts[op] = counts.get(op, 0) + 1
-    rows = [("kept by", "MiB", "%", "storages")]
+    unit = unit_for(report.total_bytes)
+    rows = [("kept by", unit.name, "%", "storages")]
     for op, size in list(sums.items())[:_PRINTED]:
-        rows.append((op, f"{size / _MIB:.2f}", f"{100 * size / max(1, report.total_bytes):.1f}", str(counts[op])))
+        rows.append((op, unit.of(size), f"{100 * size / max(1, report.total_bytes):.1f}", str(counts[op])))
     rest = list(sums.items())[_PRINTED:]
     if rest:
         size = sum(each for _, each in rest)
         share = f"{100 * size / max(1, report.total_bytes):.1f}"
-        rows.append((f"{len(rest)} more", f"{size / _MIB:.2f}", share, str(sum(counts[op] for op, _ in rest))))
+        rows.append((f"{len(rest)} more", unit.of(size), share, str(sum(counts[op] for op, _ in rest))))
     return _aligned(rows)
 
 
@@ -480,9 +483,10 @@ def _layer_lines(report: MemoryReport) -> list[str]:
         sums[0] += 1 if kept else len(calls)
         sums[1] += size
         sums[2] += freed - sum(sketches.values())
-    rows = [("linear layers", "rows", "times", "input MiB", "freed at ratio 0.5", "")]
+    unit = unit_for(report.total_bytes)
+    rows = [("linear layers", "rows", "times", f"input {unit.name}", "freed at ratio 0.5", "")]
     for (names, count, why), (times, size, freed) in list(found.items())[: 2 * _PRINTED]:
-        rows.append((names, count, str(times), f"{size / _MIB:.2f}", f"{freed / _MIB:.2f}", why))
+        rows.append((names, count, str(times), unit.of(size), unit.of(freed), why))
     if len(found) > 2 * _PRINTED:
         rows.append((f"{len(found) - 2 * _PRINTED} more", "", "", "", "", ""))
     return _aligned(rows)
@@ -540,8 +544,9 @@ def _is_number(text: str) -> bool:
     return bool(re.fullmatch(r"-?\d+(\.\d+)?", text))
 
 
-def _mib(size: int) -> str:
-    return f"{size / _MIB:.2f} MiB"
+def _size(report: MemoryReport, size: int) -> str:
+    unit = unit_for(report.total_bytes)
+    return f"{unit.of(size)} {unit.name}"
 
 
 def _is_linear_input(keeper: Keeper, names: Collection[str]) -> bool:

@@ -121,7 +121,7 @@ def test_a_json_file_is_a_configuration(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{}/none"], "is no configuration of a model"),
+        (["{}/none"], "there is no file or folder"),
         (["{}/roberta", "--batch", "0"], "--batch 0 is below 1"),
         (["{}/roberta", "--layers", "0"], "--layers 0 is below 1"),
         (["{}/roberta", "--ratio", "1.5"], "ratio=1.5 is not in (0, 1]"),

@@ -1,0 +1,197 @@
+"""What a new user meets: mistakes are told at once and in a line, screens hold nothing but the answer."""
+
+import json
+import socket
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rmm_linear.cli import main
+from rmm_linear.cli.fused_attention import fused_attention
+from rmm_linear.cli.model_names import checked
+from rmm_linear.memory import SavedTensors
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=4096, architectures=["GPT2LMHeadModel"]
+    )
+    config.save_pretrained(tmp_path / "gpt2-small")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.usefixtures("no_network", "folder")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./gpt2-smal", "there is no file or folder './gpt2-smal'; did you mean './gpt2-small'?"),
+        ("/nowhere/at/all", "there is no file or folder '/nowhere/at/all'"),
+        ("~/nowhere-at-all", "there is no file or folder '~/nowhere-at-all'"),
+        ("models/of/mine", "there is no file or folder 'models/of/mine'"),
+        ("gpt2-small/", ""),
+        ("gpt2-smal/", "there is no file or folder 'gpt2-smal/'"),
+        ("empty/model", "there is no file or folder 'empty/model'"),
+        ("mine.json", "there is no file or folder 'mine.json'"),
+        ("empty", "the folder 'empty' has no config.json"),
+        ("gpt2 small", "'gpt2 small' is no name on the hub"),
+        ("", "'' is no name on the hub"),
+    ],
+)
+def test_a_path_that_is_not_there_is_told_without_the_hub(name, message):
+    if not message:
+        assert checked(name) == name
+        return
+    with pytest.raises(ValueError) as caught:
+        checked(name)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "roberta-base", "org/model-1.5_b"])
+def test_names_on_the_hub_stay_as_they_are(name):
+    assert checked(name) == name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["profile", "./none"],
+        ["profile", "gpt2", "--ratio", "x"],
+        ["profile", "gpt2", "--ratio", "7"],
+        ["profile", "gpt2", "--seq", "0"],
+        ["plan", "./none"],
+        ["plan", "gpt2", "--budget", "much"],
+        ["plan", "gpt2", "--strategy", "magic"],
+        ["plan", "gpt2", "--ratio", "7"],
+        ["plan", "gpt2", "--layers", "0"],
+        ["plan", "gpt2", "--figure", "nowhere/plan.png"],
+        ["plan", "gpt2", "--figure", "plan.what"],
+    ],
+)
+def test_bad_arguments_are_refused_before_transformers_is_loaded(arguments, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rmm_linear.integrations.hf_models", None)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rmm-linear: error: ")
+    assert error.count("\n") == 1
+    assert "transformers" not in error
+
+
+def test_a_hub_that_cannot_be_reached_is_told_soon(folder, monkeypatch, capsys):
+    asked = []
+
+    def unreachable(url, **options):
+        asked.append(options["timeout"])
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("rmm_linear.integrations.hf_models._head", unreachable)
+    begin = time.monotonic()
+    assert main(["profile", "some-org/some-model"]) == 2
+    assert time.monotonic() - begin < 5
+    error = capsys.readouterr().err
+    assert "the hub can't be reached (no route to host), and 'some-org/some-model' is not in its cache" in error
+    assert error.count("\n") == 1
+    assert asked == [5]
+
+
+@pytest.mark.parametrize(
+    "command", [["profile", "--batch", "2", "--seq", "32"], ["plan", "--strategy", "chen2016_sqrt", "--budget", "100%"]]
+)
+def test_a_screen_holds_nothing_but_the_answer(command, folder, capfd, monkeypatch):
+    from rmm_linear.integrations import hf_models
+
+    build = hf_models.build_model
+
+    def noisy(*args, **options):
+        warnings.warn("is deprecated", FutureWarning, stacklevel=1)
+        transformers.utils.logging.get_logger("transformers.modeling").warning("a notice")
+        return build(*args, **options)
+
+    monkeypatch.setattr(hf_models, "build_model", noisy)
+    verbosity = transformers.utils.logging.get_verbosity()
+    assert main([command[0], str(folder / "gpt2-small"), *command[1:], "--batch", "2", "--seq", "32"]) == 0
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    assert captured.out.startswith(str(folder / "gpt2-small"))
+    assert transformers.utils.logging.get_verbosity() == verbosity
+
+
+def test_warnings_of_our_own_are_notes(capsys):
+    from rmm_linear.cli.quiet import quiet
+
+    with quiet():
+        warnings.warn_explicit("the peak is too low", UserWarning, "x.py", 1, module="rmm_linear.checkpointing.capture")
+        warnings.warn_explicit("is deprecated", FutureWarning, "x.py", 1, module="torch.jit")
+    assert capsys.readouterr().err == "rmm-linear: note: the peak is too low\n"
+
+
+def test_shapes_alone_estimate_fused_attention(folder, capsys):
+    name = str(folder / "gpt2-small")
+    options = ["--meta", "--batch", "2", "--seq", "2048", "--ratio", "0.5"]
+    assert main(["profile", name, *options]) == 0
+    text = capsys.readouterr().out
+    assert "softmax  " not in text.replace("log_softmax", "")
+    assert "attention is estimated as a GPU's fused kernel" in text
+    kept = {}
+    for more in ([], ["--attention", "eager"]):
+        assert main(["profile", name, *options, *more, "--json"]) == 0
+        kept[bool(more)] = json.loads(capsys.readouterr().out)["columns"][0]["bytes"]
+    # scores of 2 sequences, 2 heads and 2 layers, once at least
+    assert kept[True] - kept[False] > 2 * 2 * 2 * 2048**2 * 4
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_what_fused_attention_keeps(mask):
+    heads = [torch.empty(2, 4, 256, 16, device="meta", requires_grad=True) for _ in range(3)]
+    given = {None: None, "bool": torch.ones(256, 256, dtype=torch.bool), "float": torch.zeros(256, 256)}[mask]
+    given = None if given is None else given.to("meta")
+    with SavedTensors() as saved, fused_attention():
+        result = F.scaled_dot_product_attention(*heads, attn_mask=given, is_causal=mask is None, dropout_p=0.1)
+    assert result.shape == heads[0].shape
+    # query, key, value and result; a float a row; the mask as floats; a seed and an offset
+    own = 4 * heads[0].nbytes + 2 * 4 * 256 * 4 + (0 if mask is None else 256 * 256 * 4)
+    assert own <= saved.bytes <= own + 64
+    result.sum().backward()
+    assert heads[2].grad.shape == heads[2].shape
+
+
+def test_fused_attention_with_fewer_keys_than_queries_keeps_no_copies_of_them():
+    query, key = (torch.empty(2, heads, 64, 16, device="meta", requires_grad=True) for heads in (8, 2))
+    with SavedTensors() as saved, fused_attention():
+        F.scaled_dot_product_attention(query, key, key * 1, is_causal=True, enable_gqa=True)
+    assert saved.bytes < 2.8 * query.nbytes
+
+
+def test_attention_with_contents_is_left_alone():
+    x = torch.randn(1, 2, 8, 4)
+    with fused_attention():
+        found = F.scaled_dot_product_attention(x, x, x)
+    assert torch.equal(found, F.scaled_dot_product_attention(x, x, x))
+
+
+def test_terabytes_are_no_mebibytes(folder, capsys):
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=8192, n_layer=64, n_head=64, n_positions=4096, architectures=["GPT2LMHeadModel"]
+    )
+    config.save_pretrained(folder / "large")
+    assert main(["profile", str(folder / "large"), "--meta", "--batch", "64", "--seq", "4096", "--ratio", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "TiB" in text
+    assert "MiB" not in text
