@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rmm_linear import (
@@ -246,6 +247,14 @@ class TestLaterLooks:
         convert_linears(model, config=SKIP, target_modules=["proj"])
         model(**inputs).sum().backward()
         assert not model.proj._rows_check.keeps_all_rows()
+
+    def test_a_trace_is_asked_for_no_answer(self) -> None:
+        check = RowsCheck()
+        check.is_satisfied = True
+        with FakeTensorMode():
+            for _ in range(padding._PASSES_BETWEEN_LOOKS):
+                check.look(torch.ones(8, 3), torch.arange(5))
+        assert not check.keeps_all_rows()
 
     def test_an_answer_that_is_under_way_is_not_waited_for(self) -> None:
         class Event:
