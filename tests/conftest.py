@@ -34,6 +34,14 @@ def seeded() -> None:
 
 
 @pytest.fixture
+def draws_of_a_gpu() -> Iterator[None]:
+    """A CPU draws what a GPU draws, as in a process of Triton's interpreter, to stand in for one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rmm_linear.ops.dispatch.STANDS_IN_FOR_GPU", True)
+        yield
+
+
+@pytest.fixture
 def nan_poison() -> Iterator[None]:
     """Uninitialised memory holds NaN instead of what happened to lie there, so that an unwritten element shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -19,6 +19,8 @@ from rmm_linear import RMMConfig, RMMLinear, available_sketches, ops, use_kernel
 from rmm_linear.ops import dispatch
 from rmm_linear_kernels.hadamard_sketch import reference
 
+pytestmark = pytest.mark.usefixtures("draws_of_a_gpu")
+
 
 @pytest.fixture(autouse=True)
 def unspoilt(monkeypatch):

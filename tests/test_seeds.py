@@ -12,7 +12,7 @@ def test_seed_is_a_fresh_int64_scalar(device: torch.device) -> None:
     assert all(seed.dtype == torch.int64 and seed.dim() == 0 and seed.device == x.device for seed in seeds)
     values = torch.stack(seeds).cpu()
     assert values.unique().numel() == 1000
-    # Both halves of the key vary: a 32-bit seed would make two layers of a long run draw the same S.
+    # Both halves of the key vary: Philox takes all of it, and 32 bits that it is mixed to on a CPU are of both.
     assert (values >> 32).unique().numel() > 990
     assert (values & 0xFFFFFFFF).unique().numel() > 990
 

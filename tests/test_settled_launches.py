@@ -13,6 +13,8 @@ from rmm_linear.ops import dispatch
 from rmm_linear_kernels.hadamard_at_once import reference as at_once
 from rmm_linear_kernels.hadamard_sketch import reference as hadamard
 
+pytestmark = pytest.mark.usefixtures("draws_of_a_gpu")
+
 ROWS, FEATURES, OUT, BLOCKS, KEPT = 100, 8, 12, 2, 10
 SEED = torch.tensor(3)
 TWINS = {

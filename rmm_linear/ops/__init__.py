@@ -23,6 +23,7 @@ from rmm_linear.ops.dispatch import (
     ENVIRONMENT,
     chosen,
     is_for_kernels,
+    is_on_cpu,
     kernel_status,
     odd_factor,
     product_scale,
@@ -32,6 +33,7 @@ from rmm_linear.ops.dispatch import (
 )
 from rmm_linear.ops.grad_weight import as_operand, product_operand, reads_codes, sketched_grad_weight
 from rmm_linear.ops.hadamard_gradient import hadamard_grad_weight
+from rmm_linear.ops.projected_gradient import projected_grad_weight
 from rmm_linear.ops.projections import (
     hadamard_sketch,
     hadamard_sketch_and_mean,
@@ -45,23 +47,16 @@ from rmm_linear.ops.rows import gather_rows, importance_rows, uniform_row_sketch
 from rmm_linear.ops.seeds import data_parallel_rank, draw_seed
 from rmm_linear.ops.sources import fingerprint
 from rmm_linear.ops.storage import Codes, dequantize, quantize
-from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense, hadamard_order
+from rmm_linear.ops.whole import hadamard_dense, projection_dense, sample_rows, trigonometric_dense, uniform_rows
+from rmm_linear_kernels.hadamard_sketch.reference import hadamard_order
 from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
 from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance
-from rmm_linear_kernels.random_projection.reference import projection_slab
 from rmm_linear_kernels.row_gather.reference import row_norms
 from rmm_linear_kernels.row_sampling.reference import integer_weights as row_weights
-from rmm_linear_kernels.row_sampling.reference import (
-    sample_rows,
-    sample_rows_winner_take_all,
-    uniform_rows,
-    winners,
-)
+from rmm_linear_kernels.row_sampling.reference import winners
 from rmm_linear_kernels.strides import as_matrix, in_runs, number_of_rows
-from rmm_linear_kernels.trigonometric_sketch.reference import trigonometric_dense
 
-# The functions of the references (S itself, and the sampling weights) are for closed forms and tests: no layer calls
-# them.
+# S itself, and the sampling weights, are for closed forms and tests: no layer calls them.
 __all__ = [
     "ENVIRONMENT",
     "SCALE_DTYPE",
@@ -87,13 +82,15 @@ __all__ = [
     "importance_rows",
     "in_runs",
     "is_for_kernels",
+    "is_on_cpu",
     "kernel_status",
     "number_of_rows",
     "odd_factor",
     "packed_width",
     "product_operand",
     "product_scale",
-    "projection_slab",
+    "projected_grad_weight",
+    "projection_dense",
     "quantize",
     "quantize_and_mean",
     "random_projection",
@@ -103,7 +100,6 @@ __all__ = [
     "row_norms",
     "row_weights",
     "sample_rows",
-    "sample_rows_winner_take_all",
     "sampled_mean",
     "sketched_grad_weight",
     "trigonometric_dense",

@@ -3,6 +3,9 @@
 "auto" takes the kernels on a GPU that they were made for, and the twins everywhere else. Where a kernel cannot be
 compiled or started, one warning says so, and its twin computes the same from then on. `use_kernels`, or the environment
 variable RMM_LINEAR_KERNELS, force either.
+
+A CPU has ways of its own for what draws random numbers, as its own generator is many times faster than Philox in plain
+torch. Which S belongs to a seed does not depend on what is chosen: a forward and a backward pass may differ in that.
 """
 
 import importlib
@@ -43,6 +46,8 @@ KERNELS = {
     "sketched_grad_weight": "sketched_grad_weight",
     "sketched_grad_weight_low_bit": "sketched_grad_weight",
 }
+# Triton's interpreter compares kernels with their references, on tensors of a CPU that draws as these do.
+STANDS_IN_FOR_GPU = IS_INTERPRETED
 # Those that take x in runs.
 _READING_RUNS = (
     "hadamard_sketch",
@@ -239,6 +244,18 @@ def is_for_kernels(g: Tensor) -> bool:
     return g.is_cuda or (IS_INTERPRETED and _state.choice == "triton")
 
 
+def is_on_cpu(x: Tensor) -> bool:
+    """Tell whether a CPU works for itself, with its own random numbers, and does not stand in for a GPU.
+
+    Args:
+        x: What is sketched, its gradient, or a seed.
+
+    Returns:
+        False in a process of Triton's interpreter, which compares kernels with their references.
+    """
+    return x.is_cpu and not STANDS_IN_FOR_GPU and not is_for_kernels(x)
+
+
 def wants_half(g: Tensor) -> bool:
     """Tell whether the weight gradient is formed by a half-precision product: on a GPU, for half-precision gradients.
 
@@ -252,7 +269,13 @@ def wants_half(g: Tensor) -> bool:
 
 
 def run(
-    name: str, twin: Callable[..., Any], x: Tensor, *args: Any, key: tuple[Any, ...] | None = None, **kwargs: Any
+    name: str,
+    twin: Callable[..., Any],
+    x: Tensor,
+    *args: Any,
+    key: tuple[Any, ...] | None = None,
+    on_cpu: Callable[..., Any] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Run a kernel where it can run, and its twin where it cannot or fails.
 
@@ -262,6 +285,7 @@ def run(
         x: First argument of both, whose device and dtype decide.
         *args: More arguments.
         key: By which `run_settled` is to find the launch from now on, if a kernel runs that has one launch to prepare.
+        on_cpu: What runs in the place of the twin where `is_on_cpu`; None for the twin.
         **kwargs: More arguments.
 
     Returns:
@@ -271,6 +295,8 @@ def run(
         ValueError: If Triton is forced, and cannot run.
         OutOfMemoryError: If the kernel finds no memory: no fault of its own.
     """
+    if on_cpu is not None and _state.choice != "triton" and is_on_cpu(x):
+        return on_cpu(x, *args, **kwargs)
     settled = _state.settled
     reason = _reason_against(name, x)
     if reason is None:
@@ -300,6 +326,8 @@ def run(
             )
         if x.is_cuda and _state.choice == "auto":
             _warn(reason)
+    if on_cpu is not None and is_on_cpu(x):
+        return on_cpu(x, *args, **kwargs)
     return twin(x, *args, **kwargs)
 
 

@@ -10,7 +10,13 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 # the operators have to exist
-from rmm_linear.ops import grad_weight, hadamard_gradient, projections, quantized_sketch  # noqa: F401
+from rmm_linear.ops import (  # noqa: F401
+    grad_weight,
+    hadamard_gradient,
+    projected_gradient,
+    projections,
+    quantized_sketch,
+)
 
 _OPS = torch.ops.rmm_linear
 _Shape = tuple[int, ...]
@@ -38,6 +44,12 @@ def _hadamard_grad_weight(
 @register_flop_formula([_OPS.random_projection, _OPS.trigonometric_sketch])
 def _dense_sketch(x: _Shape, seed: _Shape, mean: _Shape | None, rank: int, *args: Any, **kwargs: Any) -> int:
     return 2 * x[0] * rank * x[1]
+
+
+@register_flop_formula(_OPS.projected_grad_weight)
+def _projected_grad_weight(g: _Shape, seed: _Shape, sketched_x: _Shape, *args: Any, **kwargs: Any) -> int:
+    (rows, out), (rank, features) = g, sketched_x
+    return 2 * min(rank * out * (rows + features), rows * features * (rank + out))
 
 
 @register_flop_formula(_OPS.sketched_grad_weight_low_bit)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rmm_linear.ops.dispatch import HALVES, chosen, is_for_kernels, odd_factor, product_scale, run, wants_half
 from rmm_linear.ops.registration import define
-from rmm_linear.ops.storage import Codes
+from rmm_linear.ops.storage import Codes, decoded
 from rmm_linear_kernels.low_bit import reference as _low_bit
 from rmm_linear_kernels.sketched_grad_weight import reference as _grad_weight
 
@@ -196,8 +196,7 @@ def _sketched_grad_weight_low_bit(
         options: dict[str, Any] = {"kind": kind, "group": group, "scale": scale}
         return run(name, twin, sketched_g, *parts, sums, mean, **options, dtype=dtype, bias_dtype=bias_dtype)
     stored_dtype = sketched_g.dtype if sketched_g.dtype in HALVES else torch.float32
-    options = {"kind": kind, "group": group, "features": features, "dtype": stored_dtype}
-    sketched_x = run("dequantize", _low_bit.dequantize, *parts, **options)
+    sketched_x = decoded(Codes(*parts, kind, group), stored_dtype)
     return product(sketched_g, sketched_x, sums, mean, scale, dtype, bias_dtype)
 
 

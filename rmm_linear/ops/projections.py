@@ -6,13 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import MOST_REMEMBERED, near_power_of_2, product_dtype, run, run_settled
+from rmm_linear.ops.dispatch import MOST_REMEMBERED, is_on_cpu, near_power_of_2, product_dtype, run, run_settled
 from rmm_linear.ops.registration import define, result_dtype
 from rmm_linear_kernels.hadamard_at_once import reference as _at_once
+from rmm_linear_kernels.hadamard_sketch import cpu as _hadamard_on_cpu
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
+from rmm_linear_kernels.random_projection import cpu as _projection_on_cpu
 from rmm_linear_kernels.random_projection import reference as _projection
 from rmm_linear_kernels.sampled_mean import reference as _sampled_mean
 from rmm_linear_kernels.strides import ALIGNMENT, number_of_rows
+from rmm_linear_kernels.trigonometric_sketch import cpu as _trigonometric_on_cpu
 from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
 
 
@@ -65,9 +68,9 @@ def _hadamard_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, blocks: int, 
             sketched: Tensor = found[0]
             return sketched
     scale = hadamard_scales(number_of_rows(x), blocks, kept)[gradient]
-    dtype = result_dtype(x, gradient)
-    twin = _hadamard.hadamard_sketch
-    return run("hadamard_sketch", twin, x, seed, mean, key=key, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
+    options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": result_dtype(x, gradient)}
+    twin, on_cpu = _hadamard.hadamard_sketch, _hadamard_on_cpu.hadamard_sketch
+    return run("hadamard_sketch", twin, x, seed, mean, key=key, on_cpu=on_cpu, **options)
 
 
 @torch.library.register_fake("rmm_linear::hadamard_sketch")
@@ -193,16 +196,29 @@ def sampled_mean(x: Tensor) -> Tensor:
     return _sampled_mean_of(x)
 
 
+def projection_scale(rows: int, rank: int, *, gradient: bool) -> float:
+    """Return the factor of a dense projection.
+
+    Args:
+        rows: Rows of x.
+        rank: Columns of S.
+        gradient: False for the stored sketch of x, true for that of g.
+
+    Returns:
+        What is near the storage scale, for x, and what makes the product of the two 1 / rank.
+    """
+    rows = max(1, rows)
+    return rows**0.5 / max(1, rank) if gradient else rows**-0.5
+
+
 @define("random_projection(Tensor x, Tensor seed, Tensor? mean, SymInt rank, bool gaussian, bool gradient) -> Tensor")
 def _random_projection(
     x: Tensor, seed: Tensor, mean: Tensor | None, rank: int, gaussian: bool, gradient: bool
 ) -> Tensor:
-    rows = max(1, x.shape[0])
-    scale = rows**0.5 / max(1, rank) if gradient else rows**-0.5
-    dtype = result_dtype(x, gradient)
-    twin = _projection.random_projection
-    options = {"rank": rank, "gaussian": gaussian, "scale": scale, "dtype": dtype}
-    return run("random_projection", twin, x, seed, mean, **options)
+    scale = projection_scale(x.shape[0], rank, gradient=gradient)
+    options: dict[str, Any] = {"rank": rank, "gaussian": gaussian, "scale": scale, "dtype": result_dtype(x, gradient)}
+    twin, on_cpu = _projection.random_projection, _projection_on_cpu.random_projection
+    return run("random_projection", twin, x, seed, mean, on_cpu=on_cpu, **options)
 
 
 @torch.library.register_fake("rmm_linear::random_projection")
@@ -232,8 +248,9 @@ def random_projection(
 @define("trigonometric_sketch(Tensor x, Tensor seed, Tensor? mean, SymInt rank, str kind, bool gradient) -> Tensor")
 def _trigonometric_sketch(x: Tensor, seed: Tensor, mean: Tensor | None, rank: int, kind: str, gradient: bool) -> Tensor:
     scale = x.shape[0] / max(1, rank) if gradient else 1.0
+    way = _trigonometric_on_cpu if is_on_cpu(x) else _trigonometric
     dtype = result_dtype(x, gradient)
-    return _trigonometric.trigonometric_sketch(x, seed, mean, rank=rank, kind=kind, scale=scale, dtype=dtype)
+    return way.trigonometric_sketch(x, seed, mean, rank=rank, kind=kind, scale=scale, dtype=dtype)
 
 
 @torch.library.register_fake("rmm_linear::trigonometric_sketch")

@@ -6,6 +6,7 @@ from torch import Tensor
 from rmm_linear.ops.dispatch import run
 from rmm_linear.ops.registration import define, result_dtype
 from rmm_linear_kernels.row_gather import reference as _rows
+from rmm_linear_kernels.row_sampling import cpu as _sampling_on_cpu
 from rmm_linear_kernels.row_sampling import reference as _sampling
 
 
@@ -21,7 +22,8 @@ def uniform_draws(x: Tensor, seed: Tensor, *, rank: int, replacement: bool) -> T
     Returns:
         Row numbers, shape (rank,), int64.
     """
-    return run("uniform_draws", _sampling.uniform_draws, x, seed, rank=rank, replacement=replacement)
+    twin, on_cpu = _sampling.uniform_draws, _sampling_on_cpu.uniform_draws
+    return run("uniform_draws", twin, x, seed, rank=rank, replacement=replacement, on_cpu=on_cpu)
 
 
 def sampling_weights(x: Tensor, norms: Tensor) -> _sampling.Weights:
@@ -60,7 +62,8 @@ def weighted_draws(
     Returns:
         Row numbers (rank,), int32, and squared entries of S (rank,), float32 (float64 for a float64 `x`).
     """
-    return run("weighted_draws", _sampling.weighted_draws, x, seed, *weights, order, size, rank=rank)
+    twin, on_cpu = _sampling.weighted_draws, _sampling_on_cpu.weighted_draws
+    return run("weighted_draws", twin, x, seed, *weights, order, size, rank=rank, on_cpu=on_cpu)
 
 
 @define(

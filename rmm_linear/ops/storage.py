@@ -1,12 +1,13 @@
 """Low-bit storage: values to codes, and back."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rmm_linear.ops.dispatch import run
 from rmm_linear.ops.registration import define
+from rmm_linear_kernels.low_bit import cpu as _low_bit_on_cpu
 from rmm_linear_kernels.low_bit import reference as _low_bit
 
 
@@ -32,7 +33,8 @@ class Codes(NamedTuple):
 
 @define("quantize(Tensor y, Tensor seed, Tensor? mean, str kind, int group) -> (Tensor, Tensor, Tensor)")
 def _quantize(y: Tensor, seed: Tensor, mean: Tensor | None, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    return run("quantize", _low_bit.quantize, y, seed, mean, kind=kind, group=group)
+    twin, on_cpu = _low_bit.quantize, _low_bit_on_cpu.quantize
+    return run("quantize", twin, y, seed, mean, kind=kind, group=group, on_cpu=on_cpu)
 
 
 @torch.library.register_fake("rmm_linear::quantize")
@@ -82,19 +84,23 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
 def _dequantize(
     codes: Tensor, steps: Tensor, offsets: Tensor, seed: Tensor, kind: str, group: int, dtype: torch.dtype | None
 ) -> Tensor:
-    wanted = dtype or torch.float32
-    return run(
-        "dequantize",
-        _low_bit.dequantize,
-        codes,
-        steps,
-        offsets,
-        seed,
-        kind=kind,
-        group=group,
-        features=steps.shape[-1],
-        dtype=wanted,
-    )
+    return decoded(Codes(codes, steps, offsets, seed, kind, group), dtype or torch.float32)
+
+
+def decoded(stored: Codes, dtype: torch.dtype) -> Tensor:
+    """Return what codes stand for: a part of two operators.
+
+    Args:
+        stored: The codes, and what it takes to read them.
+        dtype: Dtype of the result.
+
+    Returns:
+        Shape (rows, features).
+    """
+    codes, steps, offsets, seed, kind, group = stored
+    options: dict[str, Any] = {"kind": kind, "group": group, "features": steps.shape[-1], "dtype": dtype}
+    twin, on_cpu = _low_bit.dequantize, _low_bit_on_cpu.dequantize
+    return run("dequantize", twin, codes, steps, offsets, seed, on_cpu=on_cpu, **options)
 
 
 @torch.library.register_fake("rmm_linear::dequantize")

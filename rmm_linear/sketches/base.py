@@ -65,6 +65,30 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def whole_mean(x: Tensor) -> Tensor:
+    """Return the column mean.
+
+    Args:
+        x: Shape (rows, features), any float dtype.
+
+    Returns:
+        Shape (features,), float32 (float64 for float64); 0 of no rows.
+    """
+    return x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
+
+
+def mean_taken_off(x: Tensor) -> Tensor:
+    """Return m, which centred sketches take off x before they sketch it; see `rmm_linear.sketches.centered`.
+
+    Args:
+        x: Shape (rows, features), any float dtype.
+
+    Returns:
+        Shape (features,), float32 (float64 for float64): the mean itself on a CPU, about that elsewhere.
+    """
+    return whole_mean(x) if ops.is_on_cpu(x) else ops.sampled_mean(x)
+
+
 @dataclass(frozen=True)
 class Sketch(ABC):
     """A random compression of the rows of x that lets g^T x be estimated without bias.
@@ -144,14 +168,14 @@ class Sketch(ABC):
             seed: 0-d int64 on x's device.
 
         Returns:
-            What `compress` returns of m = `ops.sampled_mean(x)`; and what the sum of g is to be multiplied by beside
+            What `compress` returns of m = `mean_taken_off(x)`; and what the sum of g is to be multiplied by beside
             S^T g, shape (in,), float32 (float64 for float64): the mean of x itself, where g is centred before it is
             sketched. Where `one_pass` or `one_pass_backward` sketches g as it is, the mean less X^T (S^T 1) / rows, X
             being the sketch of x - 1 m^T as it is stored; see `Centered`.
         """
         x = ops.as_matrix(x)
-        whole_mean = x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
-        return self.compress(x, seed, mean=ops.sampled_mean(x)), whole_mean
+        mean = whole_mean(x)
+        return self.compress(x, seed, mean=mean if ops.is_on_cpu(x) else ops.sampled_mean(x)), mean
 
     def compress_low_bit(
         self, x: Tensor, seed: Tensor, *, center: bool, kind: str, group: int
@@ -254,10 +278,35 @@ class Sketch(ABC):
         found = self.one_pass_backward(g, saved, None, need_bias=need_bias, dtype=dtype)
         if found is not None:
             return found
-        sketched, scale = ops.as_operand(self.sketch_gradient(g, saved), g, self.ratio)
+        return self.weight_gradient(g, saved, dtype=dtype), g.sum(0) if need_bias else None
+
+    def weight_gradient(
+        self,
+        g: Tensor,
+        saved: SavedSketch,
+        *,
+        dtype: torch.dtype,
+        mean: Tensor | None = None,
+        total: Tensor | None = None,
+        kept_mean: Tensor | None = None,
+    ) -> Tensor:
+        """Form the estimate of g^T x out of g and what is stored.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            dtype: Dtype of the estimate.
+            mean: Subtracted from every row of g, shape (out,), or None.
+            total: Sum of g, shape (out,), to be multiplied by `kept_mean` and added; or None.
+            kept_mean: Shape (in,), or None.
+
+        Returns:
+            (S^T (g - 1 mean^T))^T X + total kept_mean^T, shape (out, in), for the stored sketch X.
+        """
+        sketched, scale = ops.as_operand(self.sketch_gradient(g, saved, mean=mean), g, self.ratio)
         stored = self.operand(saved, sketched.dtype)
-        grad_weight, _ = ops.sketched_grad_weight(sketched, stored, scale=scale, dtype=dtype)
-        return grad_weight, g.sum(0) if need_bias else None
+        sums = None if total is None else total.unsqueeze(0)
+        return ops.sketched_grad_weight(sketched, stored, sums, kept_mean, scale=scale, dtype=dtype)[0]
 
     def one_pass_backward(
         self, g: Tensor, saved: SavedSketch, mean: Tensor | None, *, need_bias: bool, dtype: torch.dtype

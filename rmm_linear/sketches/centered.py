@@ -4,11 +4,10 @@
 
 The first term is exact and nearly free, since the column sum of g is the bias gradient. The rows of g - 1 nu^T add up
 to zero, so that the second is (g - 1 nu^T)^T x for every m, and any vector will do for m that S does not depend on. It
-decides the variance alone: the closed form is the inner sketch's on x - 1 m^T and g - 1 nu^T. mu itself would be best,
-and is not known before x has been read. So m is about mu, out of 256 rows (of all, where there are no more), and x is
-read once, for its sketch and its sum. `rmm_linear_kernels.sampled_mean` tells which rows, why they can't go far wrong,
-and what m costs next to mu: less than one percent of the variance for rows alike. All sketches and devices take the
-same m, whether they read x once or twice.
+decides the variance alone: the closed form is the inner sketch's on x - 1 m^T and g - 1 nu^T. mu itself is best, and
+a CPU takes it. A GPU does not know it before x has been read: there m is about mu, out of 256 rows (of all, where there
+are no more), and x is read once, for its sketch and its sum. `rmm_linear_kernels.sampled_mean` tells which rows, why
+they can't go far wrong, and what m costs next to mu: less than one percent of the variance for rows alike.
 
 On a GPU g is read once, and its mean is not known before it is sketched. It need not be: with X the sketch of
 x - 1 m^T, S^T (g - 1 nu^T) = S^T g - (S^T 1) nu^T changes the product by a matrix of rank one, and n nu is the column
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import ops
-from rmm_linear.sketches.base import SavedSketch, Sketch, accumulate_dtype
+from rmm_linear.sketches.base import SavedSketch, Sketch, accumulate_dtype, mean_taken_off
 from rmm_linear.sketches.sizes import larger
 
 
@@ -58,7 +57,7 @@ def centred_input(x: Tensor) -> Tensor:
     Returns:
         The same shape, float32 (float64 for float64).
     """
-    return x.to(accumulate_dtype(x.dtype)) - ops.sampled_mean(x)
+    return x.to(accumulate_dtype(x.dtype)) - mean_taken_off(x)
 
 
 # What a sketch has, what it needs then to be centred, and why.
@@ -216,12 +215,35 @@ class Centered(Sketch):
         if need_weight:
             total = column_sum if g.dtype == compute else g.sum(0, dtype=compute)
             assert total is not None
-            sketched = self.sketch_gradient(g, saved, mean=total / larger(1, g.shape[0]))
-            sketched, scale = ops.as_operand(sketched, g, self.ratio)
-            stored, mean = self.operand(saved, sketched.dtype), saved.tensors[-1]
-            sums = total.unsqueeze(0)
-            grad_weight, _ = ops.sketched_grad_weight(sketched, stored, sums, mean, scale=scale, dtype=dtype)
+            centre = total / larger(1, g.shape[0])
+            grad_weight = self.weight_gradient(g, saved, dtype=dtype, mean=centre, total=total, kept_mean=mean)
         return grad_weight, column_sum if need_bias else None
+
+    def weight_gradient(
+        self,
+        g: Tensor,
+        saved: SavedSketch,
+        *,
+        dtype: torch.dtype,
+        mean: Tensor | None = None,
+        total: Tensor | None = None,
+        kept_mean: Tensor | None = None,
+    ) -> Tensor:
+        """Form the estimate as the inner sketch does; see `Sketch.weight_gradient`.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            dtype: Dtype of the estimate.
+            mean: Subtracted from every row of g, shape (out,), or None.
+            total: Sum of g, shape (out,), or None.
+            kept_mean: What it is multiplied by, shape (in,), or None.
+
+        Returns:
+            Shape (out, in).
+        """
+        inner = SavedSketch(saved.seed, saved.tensors[:-1])
+        return self.inner.weight_gradient(g, inner, dtype=dtype, mean=mean, total=total, kept_mean=kept_mean)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the inner sketch's bytes and the mean's; see `Sketch.saved_bytes`.

@@ -35,7 +35,7 @@ class CRS(ColumnRowSampling):
         Returns:
             Row numbers and squared entries of S, each (draws, rank).
         """
-        return ops.sample_rows(norms, seeds, rank=rank)
+        return ops.sample_rows(norms, seeds, rank=rank, winner_take_all=False)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import ops
-from rmm_linear.sketches.base import ObliviousSketch
+from rmm_linear.sketches.base import ObliviousSketch, SavedSketch
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,37 @@ class DenseProjection(ObliviousSketch):
         rank = self.rank(y.shape[0])
         return ops.random_projection(y, seed, mean, rank=rank, gaussian=self.gaussian, gradient=gradient)
 
+    def weight_gradient(
+        self,
+        g: Tensor,
+        saved: SavedSketch,
+        *,
+        dtype: torch.dtype,
+        mean: Tensor | None = None,
+        total: Tensor | None = None,
+        kept_mean: Tensor | None = None,
+    ) -> Tensor:
+        """Take the cheaper one of two orders of products on a CPU; see `Sketch.weight_gradient`.
+
+        Args:
+            g: Gradient of the output, shape (rows, out).
+            saved: What `compress` returned.
+            dtype: Dtype of the estimate.
+            mean: Subtracted from every row of g, shape (out,), or None.
+            total: Sum of g, shape (out,), or None.
+            kept_mean: What it is multiplied by, shape (in,), or None.
+
+        Returns:
+            Shape (out, in).
+        """
+        if not ops.is_on_cpu(g) or type(self).sketch_gradient is not DenseProjection.sketch_gradient:
+            others = {"mean": mean, "total": total, "kept_mean": kept_mean}
+            return super().weight_gradient(g, saved, dtype=dtype, **others)
+        grad_weight = ops.projected_grad_weight(g, saved.seed, saved.tensors[0], mean, gaussian=self.gaussian)
+        if total is not None and kept_mean is not None:
+            grad_weight.addr_(total, kept_mean)
+        return grad_weight.to(dtype)
+
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return S; see `Sketch.dense`.
 
@@ -43,7 +74,4 @@ class DenseProjection(ObliviousSketch):
             Shape (draws, rows, rank), float64.
         """
         rows, rank = x.shape[0], self.rank(x.shape[0])
-        slab = ops.projection_slab(
-            seeds, first_row=0, rows=rows, rank=rank, gaussian=self.gaussian, dtype=torch.float64
-        )
-        return slab / max(1, rank) ** 0.5
+        return ops.projection_dense(seeds, rows=rows, rank=rank, gaussian=self.gaussian, dtype=torch.float64)

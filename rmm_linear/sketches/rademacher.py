@@ -17,7 +17,7 @@ from rmm_linear.sketches.dense_projection import DenseProjection
 @register
 @dataclass(frozen=True)
 class Rademacher(DenseProjection):
-    """Independent fair signs over sqrt(rank). Costs what the Gaussian costs; its random bits are 32 times cheaper."""
+    """Independent fair signs over sqrt(rank). Costs what the Gaussian costs; 32 of its entries take one random word."""
 
     name: ClassVar[str] = "rademacher"
     gaussian: ClassVar[bool] = False

@@ -49,7 +49,7 @@ class WTACRS(ColumnRowSampling):
         Returns:
             Row numbers and squared entries of S, each (draws, rank).
         """
-        index, squared = ops.sample_rows_winner_take_all(norms, seeds, rank=rank)
+        index, squared = ops.sample_rows(norms, seeds, rank=rank, winner_take_all=True)
         return index.expand(seeds.numel(), rank), squared.expand(seeds.numel(), rank)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def test_shapes_and_dtypes(kind, features, rows):
     ],
 )
 def test_codes_lie_where_the_format_says(kind, codes, expected):
-    packed = reference._packed(torch.tensor([codes], dtype=torch.uint8), kind)
+    packed = reference.packed(torch.tensor([codes], dtype=torch.uint8), kind)
     assert packed.tolist() == [expected]
     assert packed.dtype == torch.uint8
 
@@ -157,14 +157,14 @@ def test_codes_lie_where_the_format_says(kind, codes, expected):
 def test_a_rows_codes_are_a_string_of_bits(kind, features):
     codes = torch.randint(0, reference.LEVELS[kind] + 1, (2, 5, features), dtype=torch.uint8)
     codes[0, 0] = reference.LEVELS[kind]
-    packed = reference._packed(codes, kind)
+    packed = reference.packed(codes, kind)
     width = math.ceil(features * BITS[kind] / 8)
     assert packed.shape == (2, 5, width)
     assert reference.packed_width(features, kind) == width
     for row, of_row in zip(packed.flatten(0, 1).tolist(), codes.flatten(0, 1).tolist(), strict=True):
         # what is left of the last byte is 0
         assert int.from_bytes(bytes(row), "little") == sum(code << BITS[kind] * j for j, code in enumerate(of_row))
-    assert torch.equal(reference._unpacked(packed, features, kind).to(torch.uint8), codes)
+    assert torch.equal(reference.unpacked(packed, features, kind).to(torch.uint8), codes)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -59,6 +59,7 @@ def pair(rows=ROWS, dtype=torch.float64):
     return (torch.randn(rows, 12) + 5).to(dtype), (torch.randn(rows, 10) - 2).to(dtype)
 
 
+@pytest.mark.usefixtures("draws_of_a_gpu")
 @pytest.mark.parametrize("inner", [Hadamard(ratio=0.3), LowBit(Hadamard(ratio=0.3), "int8")], ids=str)
 def test_both_ways_are_the_identity_in_float64(inner, monkeypatch):
     """One reading and two, of x and of g: known part + (S^T g')^T (S^T x'), with about the mean of 256 of 389 rows."""
@@ -80,6 +81,7 @@ def test_both_ways_are_the_identity_in_float64(inner, monkeypatch):
     torch.testing.assert_close(sketch.backward(g, once), plain, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.usefixtures("draws_of_a_gpu")
 @pytest.mark.parametrize(
     ("storage", "dtype"),
     [(None, torch.bfloat16), (None, torch.float16), ("int4", torch.float32), ("int2", torch.float32)],

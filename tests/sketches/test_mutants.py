@@ -316,8 +316,8 @@ class OneRowScaled(DenseSketch):
 class OnlyInputCentred(Centered):
     """Unbiased, and noisier than it needs to be."""
 
-    def sketch_gradient(self, g, saved, *, mean=None):
-        return super().sketch_gradient(g, saved)
+    def weight_gradient(self, g, saved, *, mean=None, **others):
+        return super().weight_gradient(g, saved, **others)
 
 
 class MeanForgotten(Centered):

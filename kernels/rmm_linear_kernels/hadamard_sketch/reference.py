@@ -194,10 +194,26 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
     signs, words = signs_and_keys(seed, blocks * stride, choice_words(order), dtype=dtype)
     columns = columns_of_words(words, order=order, kept=kept)  # (..., kept)
     signs = signs.unflatten(-1, (blocks, stride))[..., :block_rows]  # (..., blocks, m)
-    # Row j * blocks + k is row j of block k; the last stride may not reach all blocks.
-    signs[..., rows - (block_rows - 1) * blocks :, -1] = 0
     matrix = hadamard_entries(columns, order=order, width=block_rows, dtype=dtype)  # (..., kept, m)
-    return matrix.unsqueeze(-3) * signs.unsqueeze(-2)
+    return mixed(matrix, signs.unsqueeze(-2), rows)
+
+
+def mixed(matrix: Tensor, signs: Tensor, rows: int) -> Tensor:
+    """Return what mixes each block, out of what is random about it.
+
+    Args:
+        matrix: The rows of H that are kept, shape (..., kept, m).
+        signs: Signs of the rows of each block, shape (..., blocks, 1, m); the function writes into it.
+        rows: Rows of x.
+
+    Returns:
+        H[columns] diag(signs), zero where a block has no row, shape (..., blocks, kept, m).
+    """
+    blocks, _, block_rows = signs.shape[-3:]
+    if rows < blocks * block_rows:
+        # Row j * blocks + k is row j of block k; the last stride does not reach all blocks.
+        signs[..., rows - (block_rows - 1) * blocks :, :, -1] = 0
+    return matrix.unsqueeze(-3) * signs
 
 
 def hadamard_sketch(
@@ -222,26 +238,57 @@ def hadamard_sketch(
     if rows == 0:
         return x.new_empty((blocks * kept, features), dtype=dtype)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mixing = _mixing(seed, rows, blocks, kept, compute).mul_(scale)
-    full = rows // blocks  # strides that reach every block
-    body = x[: full * blocks].unflatten(0, (full, blocks)).transpose(0, 1)  # (blocks, full, features)
+    return mixed_rows(x, _mixing(seed, rows, blocks, kept, compute).mul_(scale), mean, dtype=dtype)
+
+
+def mixed_rows(x: Tensor, mixing: Tensor, mean: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+    """Return the combinations of the rows of each block of x - 1 mean^T.
+
+    Args:
+        x: Input, shape (rows, features), at least one row, any float dtype.
+        mixing: What the blocks' rows are multiplied by, shape (blocks, kept, m), in the dtype of the sums.
+        mean: Shape (features,), subtracted from every row, or None.
+        dtype: Dtype of the result.
+
+    Returns:
+        Shape (blocks * kept, features); row k * kept + c is combination c of block k.
+    """
+    (rows, features), blocks, compute = x.shape, mixing.shape[0], mixing.dtype
     ones = None if mean is None else mixing.sum(-1, keepdim=True)  # what S^T makes of a column of ones
     # Half precision is widened slab by slab: a float32 copy of all of x would be larger than what the sketch saves.
+    full = rows // blocks
     step = blocks if x.dtype == compute else max(1, _SLAB_ELEMENTS // max(1, full * features))
-    parts = []
-    for start in range(0, blocks, step):
-        slab = slice(start, min(start + step, blocks))
-        part = torch.bmm(mixing[slab, :, :full], body[slab].to(compute))
+    if step >= blocks:
+        return _mixed_slab(x, mixing, ones, mean, 0, blocks, dtype)
+    return torch.cat(
+        [
+            _mixed_slab(x, mixing, ones, mean, first, min(first + step, blocks), dtype)
+            for first in range(0, blocks, step)
+        ]
+    )
+
+
+def _mixed_slab(
+    x: Tensor, mixing: Tensor, ones: Tensor | None, mean: Tensor | None, first: int, end: int, dtype: torch.dtype
+) -> Tensor:
+    """`mixed_rows` of the blocks from `first` to before `end`."""
+    rows, (blocks, _, block_rows), compute = x.shape[0], mixing.shape, mixing.dtype
+    full = rows // blocks  # strides that reach every block
+    is_ragged = full < block_rows
+    body, wanted = (x[: full * blocks], mixing[..., :full]) if is_ragged else (x, mixing)
+    body = body.view(full, blocks, x.shape[1]).transpose(0, 1)  # (blocks, full, features)
+    if end - first < blocks:
+        body, wanted = body[first:end], wanted[first:end]
+        ones = None if ones is None else ones[first:end]
+    part = torch.bmm(wanted, body if body.dtype == compute else body.to(compute))
+    if is_ragged:
         # The last stride reaches the first blocks only.
-        tail = x[full * blocks + slab.start : full * blocks + slab.stop]
-        if tail.shape[0]:
-            part[: tail.shape[0]].addcmul_(
-                mixing[slab.start : slab.start + tail.shape[0], :, full:], tail.to(compute).unsqueeze(1)
-            )
-        if mean is not None and ones is not None:
-            part.addcmul_(ones[slab], mean.to(compute), value=-1)
-        parts.append(part.to(dtype))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
+        tail = x[full * blocks + first : full * blocks + end].to(compute).unsqueeze(1)
+        part[: tail.shape[0]].addcmul_(mixing[first : first + tail.shape[0], :, full:], tail)
+    if mean is not None and ones is not None:
+        part.addcmul_(ones, mean if mean.dtype == compute else mean.to(compute), value=-1)
+    part = part.view(part.shape[0] * part.shape[1], part.shape[2])
+    return part if dtype == compute else part.to(dtype)
 
 
 def hadamard_sketch_and_mean(
@@ -316,12 +363,24 @@ def hadamard_dense(seeds: Tensor, *, rows: int, blocks: int, kept: int, dtype: t
     Returns:
         Shape (draws, rows, blocks * kept).
     """
-    draws = seeds.numel()
     if rows == 0:
-        return torch.zeros((draws, 0, blocks * kept), dtype=dtype, device=seeds.device)
-    mixing = _mixing(seeds, rows, blocks, kept, dtype) / kept**0.5  # (draws, blocks, kept, m)
-    block_rows = mixing.shape[-1]
+        return torch.zeros((seeds.numel(), 0, blocks * kept), dtype=dtype, device=seeds.device)
+    return dense_of(_mixing(seeds, rows, blocks, kept, dtype), rows)
+
+
+def dense_of(mixing: Tensor, rows: int) -> Tensor:
+    """Return S out of what mixes its blocks.
+
+    Args:
+        mixing: Entries +1, -1 and 0, shape (draws, blocks, kept, m).
+        rows: Rows of x.
+
+    Returns:
+        Shape (draws, rows, blocks * kept).
+    """
+    draws, blocks, kept, block_rows = mixing.shape
+    mixing = mixing / kept**0.5
     dense = mixing.new_zeros((draws, block_rows, blocks, blocks, kept))
-    each = torch.arange(blocks, device=seeds.device)
+    each = torch.arange(blocks, device=mixing.device)
     dense[:, :, each, each, :] = mixing.permute(0, 3, 1, 2)  # (draws, m, blocks, kept)
     return dense.flatten(1, 2)[:, :rows].flatten(2)

@@ -33,7 +33,6 @@ byte. The row ends with the byte that holds its last code; the bits left in it a
 int4 and four of int2, and three bytes hold eight of int3.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -49,6 +48,20 @@ FP8 = "fp8"
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8}
 # integer kind -> number of steps between the lowest and the highest code
 LEVELS = {kind: 2**bits - 1 for kind, bits in BITS.items() if kind != FP8}
+# kind -> the word that has a byte for each of its codes, and how the codes are brought together in its lowest bits: by
+# shifts to the right, with the bits that are codes before and after each.
+_FOLDS = {
+    "int4": (torch.int16, ((4, 0x0F0F, 0x00FF),)),
+    "int2": (torch.int32, ((6, 0x03030303, 0x000F000F), (12, 0x000F000F, 0x000000FF))),
+    "int3": (
+        torch.int64,
+        (
+            (5, 0x0707070707070707, 0x003F003F003F003F),
+            (10, 0x003F003F003F003F, 0x00000FFF00000FFF),
+            (20, 0x00000FFF00000FFF, 0x0000000000FFFFFF),
+        ),
+    ),
+}
 # Random bits of the dither.
 DITHER_BITS = 15
 # What is left free at both ends of the codes, in steps.
@@ -85,18 +98,41 @@ def _scales(group: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Step and offset of each column of (..., rows, features): both (..., features); the offset is 0 for fp8."""
     if kind == FP8:
         step = _rounded(group.abs().amax(-2) * 0.5 * over_range(kind), up=True)
-        offset = torch.zeros_like(step)
-    else:
-        low, high = group.aminmax(dim=-2)
-        offset = _rounded(low, up=False)
-        # halves: the difference of 3e38 and -3e38 overflows
-        spread = high * 0.5 - offset.to(group.dtype) * 0.5
-        step = _rounded(spread * over_range(kind), up=True)
-    return torch.where(step > 0, step.clamp(min=LEAST_STEP), step), offset
+        return _never_tiny(step), torch.zeros_like(step)
+    return integer_scales(group.amin(-2), group.amax(-2), kind)
 
 
-def _over(step: Tensor, numerator: float) -> Tensor:
-    """The numerator over the step, 0 where the step is: a group without spread is its offset, whatever its codes."""
+def integer_scales(low: Tensor, high: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return steps and offsets of groups.
+
+    Args:
+        low: Their least values, any shape, float32 or float64.
+        high: Their largest values.
+        kind: An integer kind.
+
+    Returns:
+        Steps and offsets of the same shape, bfloat16.
+    """
+    offset = _rounded(low, up=False)
+    # halves: the difference of 3e38 and -3e38 overflows
+    spread = high * 0.5 - offset.to(low.dtype) * 0.5
+    return _never_tiny(_rounded(spread * over_range(kind), up=True)), offset
+
+
+def _never_tiny(step: Tensor) -> Tensor:
+    return torch.where(step > 0, step.clamp(min=LEAST_STEP), step)
+
+
+def over(step: Tensor, numerator: float) -> Tensor:
+    """Return the numerator over the step, 0 where that is: a group without spread is its offset, whatever its codes.
+
+    Args:
+        step: Any shape, float32 or float64.
+        numerator: A number.
+
+    Returns:
+        The quotients.
+    """
     return torch.where(step == 0, 0.0, numerator / step)
 
 
@@ -105,14 +141,14 @@ def _integer_codes(group: Tensor, step: Tensor, offset: Tensor, dither: Tensor) 
     step, offset = step.to(group.dtype).unsqueeze(-2), offset.to(group.dtype).unsqueeze(-2)
     halves = (group * 0.5 - offset * 0.5).double()
     # rounded once: a product of two float32 numbers is a float64 number
-    value = halves * _over(step, 2.0).double() + MARGIN
+    value = halves * over(step, 2.0).double() + MARGIN
     grid = (value * (1 << DITHER_BITS)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int32)
     return (grid + dither) >> DITHER_BITS
 
 
 def _fp8_codes(group: Tensor, step: Tensor, dither: Tensor) -> Tensor:
     """The e4m3 numbers of (..., rows, features): as bits, as torch has next to no operations on the type itself."""
-    value = group * _over(step.to(group.dtype).unsqueeze(-2), 1.0)
+    value = group * over(step.to(group.dtype).unsqueeze(-2), 1.0)
     spacing = _fp8_spacing(value)
     below = torch.floor(value / spacing)
     number = (below + (_uniform(dither, group.dtype) < value / spacing - below)) * spacing
@@ -159,22 +195,6 @@ def packed_width(features: int, kind: str) -> int:
     return (features * BITS[kind] + 7) // 8
 
 
-def _word_bytes(kind: str) -> int:
-    """Bytes of the shortest word that holds a whole number of codes: 3 for the eight codes of int3, otherwise 1."""
-    return BITS[kind] // math.gcd(BITS[kind], 8)
-
-
-def _shifts(kind: str, device: torch.device) -> Tensor:
-    """Where in their word the codes start."""
-    dtype = torch.uint8 if _word_bytes(kind) == 1 else torch.int32
-    return torch.arange(0, 8 * _word_bytes(kind), BITS[kind], device=device, dtype=dtype)
-
-
-def _byte_shifts(kind: str, device: torch.device) -> Tensor:
-    """Where in a word of several bytes these start."""
-    return torch.arange(0, 8 * _word_bytes(kind), 8, device=device, dtype=torch.int32)
-
-
 def _slabs(rows: int, group: int, features: int) -> Iterator[tuple[int, int, int]]:
     """Cut rows into slabs of whole groups; the last, ragged group is a slab of its own.
 
@@ -191,25 +211,53 @@ def _slabs(rows: int, group: int, features: int) -> Iterator[tuple[int, int, int
         yield whole, rows, rows - whole
 
 
-def _packed(codes: Tensor, kind: str) -> Tensor:
-    """Neighbouring columns share a word, the first in its lowest bits; words are cut into bytes, the lowest first."""
-    features, shifts = codes.shape[-1], _shifts(kind, codes.device)
-    parts = torch.nn.functional.pad(codes, (0, -features % shifts.numel())).unflatten(-1, (-1, shifts.numel()))
-    # the parts have no bit in common: their sum is their union
-    words = (parts << shifts).sum(-1, dtype=shifts.dtype)
-    if _word_bytes(kind) == 1:
-        return words
-    in_bytes = (words.unsqueeze(-1) >> _byte_shifts(kind, codes.device)) & 0xFF
-    # the last word's bytes without a code are left out
-    return in_bytes.to(torch.uint8).flatten(-2)[..., : packed_width(features, kind)]
+def packed(codes: Tensor, kind: str) -> Tensor:
+    """Return codes next to each other, without the bits that they do not need; the module's docstring tells where.
+
+    Args:
+        codes: One a byte, shape (..., features), uint8.
+        kind: A key of `BITS`.
+
+    Returns:
+        Shape (..., `packed_width(features, kind)`), uint8.
+    """
+    if kind not in _FOLDS:
+        return codes
+    width = packed_width(codes.shape[-1], kind)
+    word, folds = _FOLDS[kind]
+    words = _padded(codes, word.itemsize).view(word)
+    for shift, _, after in folds:
+        # codes of each half of a word come next to those of its other half
+        words = ((words >> shift) | words).bitwise_and_(after)
+    return words.unsqueeze(-1).view(torch.uint8)[..., : BITS[kind] * word.itemsize // 8].flatten(-2)[..., :width]
 
 
-def _unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
-    size = _word_bytes(kind)
-    if size > 1:
-        in_bytes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % size)).unflatten(-1, (-1, size))
-        codes = (in_bytes << _byte_shifts(kind, codes.device)).sum(-1, dtype=torch.int32)
-    return ((codes.unsqueeze(-1) >> _shifts(kind, codes.device)) & LEVELS[kind]).flatten(-2)[..., :features]
+def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
+    """Return codes one a byte.
+
+    Args:
+        codes: As `packed` returns them.
+        features: Number of codes of a row.
+        kind: A key of `BITS`.
+
+    Returns:
+        Shape (..., features), uint8.
+    """
+    if kind not in _FOLDS:
+        return codes
+    word, folds = _FOLDS[kind]
+    in_bytes = _padded(codes, BITS[kind] * word.itemsize // 8)
+    in_bytes = in_bytes.unflatten(-1, (-1, BITS[kind] * word.itemsize // 8))
+    words = _padded(in_bytes, word.itemsize).view(word).squeeze(-1)
+    for shift, before, _ in reversed(folds):
+        words = ((words << shift) | words).bitwise_and_(before)
+    return words.view(torch.uint8)[..., :features]
+
+
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    """The last dimension with zeros up to a multiple, in memory that may be viewed as words of as many bytes."""
+    missing = -values.shape[-1] % multiple
+    return torch.nn.functional.pad(values, (0, missing)) if missing else values.contiguous()
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,7 +289,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
             code = _fp8_codes(part, step, dither)
         else:
             code = _integer_codes(part, step, offset, dither).to(torch.uint8)
-            code = _packed(code, kind) if BITS[kind] < 8 else code
+            code = packed(code, kind)
             offsets[..., start // group : -(-end // group), :] = offset
         codes[..., start:end, :] = code.flatten(-3, -2)
         steps[..., start // group : -(-end // group), :] = step
@@ -284,7 +332,7 @@ def dequantize(
         if kind == FP8:
             part = part.view(torch.float8_e4m3fn).float().unflatten(-2, (-1, size)) * step
         else:
-            part = (_unpacked(part, features, kind) if BITS[kind] < 8 else part).float()
+            part = unpacked(part, features, kind).float()
             dither = _sum_of(of_rows[..., start:end, :], of_columns)
             part = part.sub_(dither.to(torch.float32).mul_(2.0**-DITHER_BITS)).unflatten(-2, (-1, size))
             offset = offsets[..., numbers, :].float().unsqueeze(-2) + step * CENTRE
@@ -315,7 +363,7 @@ def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) 
         part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
         step, offset = _scales(part, kind)
         if kind == FP8:
-            value = part * _over(step.to(compute).unsqueeze(-2), 1.0)
+            value = part * over(step.to(compute).unsqueeze(-2), 1.0)
             spacing = _fp8_spacing(value)
             fraction = (value / spacing - torch.floor(value / spacing)).double()
             distance = spacing.double() * step.double().unsqueeze(-2)

@@ -1,7 +1,8 @@
 """Philox 4x32-10 in plain torch, bit-equal to `tl.randint4x` (Salmon et al. 2011, "Parallel random numbers").
 
 A counter-based generator has no state: the words of stream `stream` are a pure function of a 64-bit seed and the
-index, so forward and backward, CPU and GPU, and every block of a kernel agree on S without storing it.
+index, so forward and backward, every block of a kernel, and a kernel and its reference agree on S without storing it.
+(A CPU that works for itself draws by `rmm_linear_kernels.cpu_generator`.)
 
     word w of a stream  =  output w % 4 of Philox(key = seed, counter = (w // 4, stream, 0, 0))
                         =  lane w % 4 of tl.randint4x(seed, stream << 32 | w // 4)

@@ -74,7 +74,20 @@ def weighted_draws(
     Returns:
         Row numbers, (rank,), int32, and squared entries of S, (rank,), float32 (float64 for a float64 `x`).
     """
-    index, squared = draw_by_weight(seed, (weights, ends, factor), rank=rank, order=order, size=size)
+    return as_stored(x, draw_by_weight(random_fractions(seed, rank), (weights, ends, factor), order=order, size=size))
+
+
+def as_stored(x: Tensor, drawn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what was drawn in the dtypes that are kept of it.
+
+    Args:
+        x: The input, whose dtype decides.
+        drawn: What `draw_by_weight` returned.
+
+    Returns:
+        Row numbers, int32, and squared entries of S, float32 (float64 for a float64 `x`).
+    """
+    index, squared = drawn
     return index.to(torch.int32), squared.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
@@ -141,27 +154,27 @@ def weights_and_ends(norms: Tensor) -> Weights:
 
 
 def draw_by_weight(
-    seed: Tensor, weights: Weights, *, rank: int, order: Tensor | None = None, size: Tensor | None = None
+    fractions: Tensor, weights: Weights, *, order: Tensor | None = None, size: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Draw rows with replacement, by their weights; after the heaviest ones, where there is an order.
 
     Args:
-        seed: 64-bit seeds, shape (...,), int64.
+        fractions: Independent uniforms in [0, 1), one for each row drawn, shape (..., rank), float64.
         weights: What `weights_and_ends` returned; in falling order where there is one.
-        rank: Number of rows.
         order: Row numbers in the order of the weights, (rows,), int64; None for the rows' own.
         size: With an order: how many of the first are kept as they are, 0-d int64.
 
     Returns:
         Row numbers (..., rank), int64, and squared entries of S, (..., rank), float64.
     """
+    rank = fractions.shape[-1]
     each, ends, factor = weights
     tail = total = ends[-1]
     if size is not None:
         # gathered: an index of no dimension would be read by the host
         first_of_tail = torch.where(size > 0, ends.gather(0, (size - 1).clamp(min=0).view(1)).squeeze(0), 0)
         tail = total - first_of_tail
-    target = (random_fractions(seed, rank) * tail.to(torch.float64)).to(torch.int64)
+    target = (fractions * tail.to(torch.float64)).to(torch.int64)
     target = torch.minimum(target, (tail - 1).clamp(min=0))
     if order is None or size is None:
         index = torch.searchsorted(ends, target, right=True)
@@ -187,7 +200,7 @@ def sample_rows(norms: Tensor, seed: Tensor, *, rank: int) -> tuple[Tensor, Tens
     Returns:
         Row numbers (..., rank), int64, and squared entries of S, 1 / (r p_i), (..., rank), float64.
     """
-    return draw_by_weight(seed, weights_and_ends(norms), rank=rank)
+    return draw_by_weight(random_fractions(seed, rank), weights_and_ends(norms))
 
 
 def winners(weights: Tensor, *, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -226,6 +239,19 @@ def sample_rows_winner_take_all(norms: Tensor, seed: Tensor, *, rank: int) -> tu
         Row numbers (..., rank), int64, and squared entries of S, (..., rank), float64: 1 for the kept ones,
         1 / ((r - k) q_i) for the drawn ones, q being p renormalised outside the kept set.
     """
+    return draw_after_winners(norms, random_fractions(seed, rank))
+
+
+def draw_after_winners(norms: Tensor, fractions: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw what `sample_rows_winner_take_all` does, out of what is random about it.
+
+    Args:
+        norms: Row norms up to a common factor, shape (rows,), float64.
+        fractions: Independent uniforms in [0, 1), one for each row drawn, shape (..., rank), float64.
+
+    Returns:
+        Row numbers (..., rank), int64, and squared entries of S, (..., rank), float64.
+    """
     weights, _, factor = weights_and_ends(norms)
-    order, weights, ends, size = winners(weights, rank=rank)
-    return draw_by_weight(seed, (weights, ends, factor), rank=rank, order=order, size=size)
+    order, weights, ends, size = winners(weights, rank=fractions.shape[-1])
+    return draw_by_weight(fractions, (weights, ends, factor), order=order, size=size)

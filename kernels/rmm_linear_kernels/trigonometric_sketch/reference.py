@@ -99,10 +99,36 @@ def trigonometric_sketch(
     Returns:
         Shape (rank, features).
     """
-    rows, features = x.shape
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    signs, keys = signs_and_keys(seed, rows, rows, dtype=compute)
-    columns = smallest_keys(keys, rank)
+    signs, keys = signs_and_keys(seed, x.shape[0], x.shape[0], dtype=compute)
+    return transformed(x, signs, smallest_keys(keys, rank), mean, kind=kind, scale=scale, dtype=dtype)
+
+
+def transformed(
+    x: Tensor,
+    signs: Tensor,
+    columns: Tensor,
+    mean: Tensor | None,
+    *,
+    kind: str,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return `trigonometric_sketch` out of what is random about it.
+
+    Args:
+        x: Input, shape (rows, features), any float dtype.
+        signs: Signs of the rows, shape (rows,), in the dtype of the sums.
+        columns: Chosen columns, shape (rank,), int64.
+        mean: Shape (features,), subtracted from every row, or None.
+        kind: "dct" or "dft".
+        scale: Factor.
+        dtype: Dtype of the result.
+
+    Returns:
+        Shape (rank, features).
+    """
+    (rows, features), rank, compute = x.shape, columns.shape[0], signs.dtype
     out = x.new_zeros((rank, features), dtype=compute)
     ones = x.new_zeros((rank,), dtype=compute)
     step = max(1, _SLAB_ELEMENTS // max(rank, features, 1))
@@ -134,6 +160,20 @@ def trigonometric_dense(seeds: Tensor, *, rows: int, rank: int, kind: str, dtype
     if rows == 0:
         return torch.zeros((seeds.numel(), 0, rank), dtype=dtype, device=seeds.device)
     signs, keys = signs_and_keys(seeds, rows, rows, dtype=dtype)
-    columns = smallest_keys(keys, rank)
-    scale = math.sqrt(rows / max(1, rank))
-    return trigonometric_slab(columns, signs, first_row=0, length=rows, kind=kind, dtype=dtype).mul_(scale)
+    return dense_of(signs, smallest_keys(keys, rank), kind=kind)
+
+
+def dense_of(signs: Tensor, columns: Tensor, *, kind: str) -> Tensor:
+    """Return S out of what is random about it.
+
+    Args:
+        signs: Signs of the rows, shape (draws, rows), at least one row.
+        columns: Chosen columns, shape (draws, rank), int64.
+        kind: "dct" or "dft".
+
+    Returns:
+        Shape (draws, rows, rank), in the dtype of the signs.
+    """
+    rows, rank = signs.shape[-1], columns.shape[-1]
+    slab = trigonometric_slab(columns, signs, first_row=0, length=rows, kind=kind, dtype=signs.dtype)
+    return slab.mul_(math.sqrt(rows / max(1, rank)))

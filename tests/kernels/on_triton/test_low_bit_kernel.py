@@ -63,7 +63,7 @@ def check_quantize(y: Tensor, mean: Tensor | None, *, kind: str, group: int = GR
     left = (1 << (y.shape[1] * reference.BITS[kind] % 8 or 8)) - 1
     assert (codes[:, -1] & ~left & 0xFF).eq(0).all()
     parts = codes, expected[0]
-    codes, wanted = parts if kind == "fp8" else (reference._unpacked(part, y.shape[1], kind) for part in parts)
+    codes, wanted = parts if kind == "fp8" else (reference.unpacked(part, y.shape[1], kind) for part in parts)
     assert torch.equal(codes[of_group], wanted[of_group])
 
 

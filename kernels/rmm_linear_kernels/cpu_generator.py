@@ -1,0 +1,72 @@
+"""What a CPU draws S from: torch's own generator, seeded by the layer's seed.
+
+Philox in plain torch takes a thousand small operations a step of a layer, where torch's generator (mt19937) takes one
+for each tensor. So a CPU draws by it, and S is a function of the seed there as everywhere, but another one than the S
+of the Triton kernels and their references, which draw by Philox.
+
+Each use of a seed has a stream of its own, a generator that is seeded by the two mixed together (the finaliser of
+splitmix64, Steele et al. 2014): a sketch and the rounding of what it stores are independent, and nearby seeds have
+nothing in common. Of the mixed number the generator takes 32 bits: one pair of seeds in 2**32 has the same stream.
+
+The streams are a promise for one version of this library, one of torch, and one kind of processor: same seed, same S.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+# Odd, so that no two streams of a seed are mixed of the same number.
+_STREAM_STRIDE = 0x9E3779B97F4A7C15
+
+
+def generator_of(seed: int, stream: int) -> torch.Generator:
+    """Return a new generator for one use of a seed.
+
+    Args:
+        seed: A 64-bit seed.
+        stream: Which of its uses: a number, 0 or more.
+
+    Returns:
+        A generator of the CPU, nobody else's.
+    """
+    mixed = (seed + (stream + 1) * _STREAM_STRIDE) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return torch.Generator().manual_seed((mixed ^ (mixed >> 31)) >> 32)
+
+
+def for_each(seed: Tensor, stream: int, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
+    """Draw for one seed, or for many at a time.
+
+    Args:
+        seed: 64-bit seeds on the CPU, shape (...,), int64.
+        stream: Which use of the seeds.
+        draw: What is made of one generator: a tensor of always the same shape.
+
+    Returns:
+        The tensors, shape (..., shape of one).
+    """
+    if seed.dim() == 0:
+        return draw(generator_of(int(seed), stream))
+    return torch.stack([draw(generator_of(each, stream)) for each in seed.flatten().tolist()]).unflatten(0, seed.shape)
+
+
+def random_signs(
+    generator: torch.Generator, shape: tuple[int, ...], *, dtype: torch.dtype, size: float = 1.0
+) -> Tensor:
+    """Return independent fair signs.
+
+    Args:
+        generator: What draws them.
+        shape: How many.
+        dtype: Floating dtype of the result.
+        size: What they are times.
+
+    Returns:
+        Entries +size and -size.
+    """
+    bits = torch.empty(shape, dtype=dtype, device="cpu").random_(0, 2, generator=generator)
+    # one operation, for the signs and for the factor
+    return torch.sub(torch.full((), size, dtype=dtype, device="cpu"), bits, alpha=2 * size)
