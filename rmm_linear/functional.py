@@ -17,8 +17,9 @@ its variance) and falls with the ratio rank / rows. Everything else stays as it 
 to `torch.nn.functional.linear`, and grad_bias, the sum of g over its rows, is exact (on a GPU up to the rounding of
 another order of summation: one reading of g serves it and the sketch).
 
-S is never stored. It is a function of a 64-bit seed, one for CPUs and one for GPUs. The seed is drawn on x's device by an op of our own and saved
-as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the compiler cannot draw it twice.
+S is never stored. It is a function of a 64-bit seed, one for CPUs and one for GPUs. The seed is drawn on x's device by
+an op of our own and saved as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the compiler can't
+draw it twice.
 
 What happens where:
 

@@ -31,7 +31,6 @@ def profiled_calls(config: RMMConfig | None, rows: int = 512, features: int = 12
         (RMMConfig(), 150),
         (RMMConfig(center=False), 150),
         (RMMConfig(sketch="gaussian"), 150),
-        (RMMConfig(sketch="rademacher", ratio=0.1), 170),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ NAMES = (
     "hadamard_sketch_and_sums",
     "hadamard_sketch_quantized",
     "importance_rows",
+    "projected_grad_weight",
     "quantize",
     "quantize_and_mean",
     "random_projection",
@@ -48,6 +49,12 @@ def calls(rows, dtype):
             for flag in (False, True):
                 yield "random_projection", (x, seed, centre, rank, flag, gradient)
                 yield "uniform_row_sketch", (x, seed, centre, rank, flag, gradient)
+            if gradient:
+                # either order of the products is the cheaper one
+                for out, few in ((1, rank), (40, 2 * rank)):
+                    stored, g = torch.randn(few, 6).to(dtype), torch.randn(rows, out).to(dtype)
+                    of_g = None if centre is None else torch.randn(out).to(accumulate)
+                    yield "projected_grad_weight", (g, seed, stored, of_g, True)
             for kind in ("dct", "dft"):
                 yield "trigonometric_sketch", (x, seed, centre, rank, kind, gradient)
     for half in (False, True):

@@ -40,7 +40,7 @@ def sketched_grad_weight(
             mean_part, bias = outer_product_of_sums(sums, mean, dtype=dtype, bias_dtype=bias_dtype or dtype)
         product = with_half_precision_product(mean_part, sketched_g, sketched_x, scale)
         return product, sketched_g.new_empty(0) if bias is None or bias_dtype is None else bias
-    total = None if sums is None else sums.sum(0) if sums.shape[0] > 1 else sums.squeeze(0)
+    total = None if sums is None else sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)
     if sketched_g.dtype in _HALVES and sketched_g.is_cuda:
         # by cuBLAS, which sums in float32, without wider copies of the sketches
         grad_weight = torch.mm(sketched_g.t(), sketched_x.to(sketched_g.dtype), out_dtype=torch.float32)
