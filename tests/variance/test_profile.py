@@ -71,8 +71,7 @@ def test_options_with_a_storage_are_close_to_the_closed_forms(storage, pair):
     for config, option in zip(configs, layer_options(x, g, configs), strict=True):
         assert option.saved_bytes == config.saved_bytes(331, 24, torch.float32)
         expected = gradient_noise(x, g, config).sketch_variance
-        # Of what the storage adds: groups of different lengths, and two draws, each of which is off by 0.7 over the root
-        # of the rank.
+        # Of what the storage adds: groups of different lengths; two draws, each off by 0.7 over the root of the rank.
         own = expected - gradient_noise(x, g, config.replace(storage=None)).sketch_variance
         noise = 4 * 0.5 / config.sketch_object.rank(331) ** 0.5 if config.ratio < 1 else 0.0
         assert abs(option.variance - expected) < (0.1 + noise) * own
