@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,18 +67,6 @@ def op_flops(captured: Capture) -> list[int]:
         flops_of(node.target, hollow(tuple(node.args)), hollow(dict(node.kwargs)), node.meta["val"])
         for node in captured.nodes
     ]
-
-
-def without_gradients(graph: Graph) -> Graph:
-    """Return the same graph with each gradient gone as soon as it is made, as where the optimizer takes it then.
-
-    Args:
-        graph: The graph of a step.
-
-    Returns:
-        The graph.
-    """
-    return replace(graph, outputs=tuple(index for index in graph.outputs if index in graph.results))
 
 
 def frontiers(graph: Graph, names: Sequence[str]) -> tuple[Frontiers, dict[str, float]]:
@@ -139,7 +126,7 @@ def frontier_rows(
     every: list[Frontiers] = []
     graphs = {"kept": captured.graph}
     if with_freed:
-        graphs["freed"] = without_gradients(captured.graph)
+        graphs["freed"] = captured.graph.with_gradients_freed()
     for gradients, graph in graphs.items():
         plain = simulate(graph, Schedule.plain(graph))
         found, seconds = frontiers(graph, names)

@@ -125,7 +125,7 @@ def test_flops_of_a_graph_are_those_that_are_measured() -> None:
 def test_gradients_that_go_at_once_leave_a_smaller_peak() -> None:
     model, batch = TINY.at(TINY.small)
     graph = capture(model, batch, step=TINY.step).graph
-    freed = run.without_gradients(graph)
+    freed = graph.with_gradients_freed()
     assert len(freed.outputs) == 1
     kept = simulate(graph, Schedule.plain(graph)).bytes_at_step[-1]
     assert kept == 4 + sum(4 * parameter.numel() for parameter in model.parameters())
