@@ -41,8 +41,8 @@ def bytes_in_earnest(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:
 def eager_peak(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> int:
     """Run a step forward and backward, as eager mode would, and tell the most that is in memory at any time.
 
-    Eager mode keeps more than a captured step, each of whose results goes after its last use: what a name in Python
-    refers to, and all that autograd holds for an op until that op's turn comes.
+    Eager mode keeps what a captured step frees, each of whose results goes after its last use: what a name in Python
+    refers to, and all that autograd holds for an op until that op's turn comes. But it adds up gradients in place.
 
     Args:
         run: Runs the forward pass on hollow tensors; returns what is differentiated.

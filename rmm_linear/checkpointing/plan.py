@@ -26,7 +26,8 @@ class CheckpointPlan:
         budget_bytes: The budget.
         eager_peak_bytes: The most that the step as written has in memory at any time in eager mode, counted as peaks of
             plans are; None if it is not known, as for shapes that came later than the sample. A budget in percent is
-            of `plain.peak_bytes`, which is less: a captured step frees everything after its last use.
+            of `plain.peak_bytes`: often less, since a captured step frees everything after its last use, and sometimes
+            more, since it writes nothing in place.
     """
 
     graph: Graph
@@ -155,8 +156,8 @@ class CheckpointPlan:
         if self.eager_peak_bytes is not None:
             parts = [100 * size / max(1, self.eager_peak_bytes) for size in (self.plain.peak_bytes, self.peak_bytes)]
             yield (
-                f"of the captured step, that is; eager mode takes {self._sizes(self.eager_peak_bytes)}, of which these"
-                f" are {parts[0]:.1f} % and {parts[1]:.1f} %"
+                f"eager mode takes {self._sizes(self.eager_peak_bytes)}: the captured step, of which budgets in percent"
+                f" are a part, {parts[0]:.1f} % of that, and the plan {parts[1]:.1f} %"
             )
         outputs = sum(self.graph.storages[index].size_bytes for index in self.graph.outputs)
         of_what = "results" if self.graph.freed else "gradients and results"

@@ -439,7 +439,7 @@ def checkpoint_step(
         sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
             "60%" (or 0.6) of what the captured step takes without a plan, each op run once and its results freed after
-            their last use. Eager mode takes more: see `CheckpointPlan.eager_peak_bytes`.
+            their last use. Eager mode often takes more: see `CheckpointPlan.eager_peak_bytes`.
         strategy: One of `available_strategies()`.
         costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
         gradients: "kept" counts the gradients of parameters, each from where it is ready to the end, as its `.grad`.
@@ -492,7 +492,7 @@ def checkpoint_model(
         sample: Arguments of the model: a mapping of keyword arguments, a tuple of positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
             "60%" (or 0.6) of what the captured step takes without a plan, each op run once and its results freed after
-            their last use. Eager mode takes more: see `CheckpointPlan.eager_peak_bytes`.
+            their last use. Eager mode often takes more: see `CheckpointPlan.eager_peak_bytes`.
         strategy: One of `available_strategies()`.
         costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
         gradients: "kept" counts the gradients of parameters, each from where it is ready to the end, as its `.grad`.
