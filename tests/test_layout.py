@@ -28,7 +28,8 @@ ALLOWED = {
     "names": set(),
     "padding": {"hooks", "rows", "errors"},
     "functional": {"sketches", "config", "rows", "sharing", "producers", "padding", "ops", "errors"},
-    "linear": {"functional", "config", "sharing", "padding", "sketches", "errors"},
+    "first_step": {"config", "functional", "names", "producers", "rows"},
+    "linear": {"first_step", "functional", "config", "sharing", "padding", "sketches", "errors"},
     "hooks": set(),
     "adapters": {"hooks", "layer_classes", "linear", "sharing"},
     "conv1d": {"linear", "config"},
@@ -54,6 +55,7 @@ ALLOWED = {
     "convert": {
         "adapters",
         "convertible",
+        "first_step",
         "heads",
         "names",
         "layer_classes",

@@ -74,11 +74,12 @@ def test_the_table_is_printed_once_and_aligned(capsys):
     lines = capsys.readouterr().out.splitlines()
     # a prompt shows the same
     assert lines == repr(summary(model())).splitlines()
-    assert len(lines) == 2 + 6 + 1
+    assert len(lines) == 2 + 6 + 2
     starts = {line.index(part) for line, part in zip(lines[2:4], ["hadamard", "hadamard"], strict=True)}
     assert starts == {lines[0].index("sketch")}
     assert "64 -> 32" in lines[2]
-    assert lines[-1].startswith("3 of 6 linear layers are sketched")
+    assert lines[-2].startswith("1 of 6 linear layers are sketched")
+    assert lines[-1].startswith("at most: ")
 
 
 def test_the_totals_are_the_sums_of_the_rows():
@@ -92,7 +93,7 @@ def test_the_summary_goes_through_json():
     result = summary(model())
     values = json.loads(json.dumps(result.to_dict()))
     assert values["rows"][0]["config"] == RMMConfig(ratio=0.25, center=False).to_dict()
-    assert values["converted"] == 3
+    assert (values["converted"], values["sketched"]) == (3, 1)
 
 
 def test_a_model_that_is_a_layer_has_a_row():
@@ -111,3 +112,38 @@ def test_a_model_without_linear_layers_says_so():
 def test_something_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="model is a list"):
         summary([nn.Linear(2, 2)])
+
+
+class Net(nn.Module):
+    """A layer whose sketch frees its input, one whose input is kept anyway, one whose sketch comes on top."""
+
+    def __init__(self):
+        super().__init__()
+        self.frees, self.free, self.on_top, self.after = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        x = nn.functional.gelu(self.free(torch.relu(self.frees(nn.functional.gelu(x)))))
+        return self.after(nn.functional.gelu(x * self.on_top(x)))
+
+
+def test_no_saving_is_told_that_is_not_there():
+    net = convert_linears(Net(), config=RMMConfig(ratio=0.25, center=False, min_rows=1))
+    before = summary(net)
+    assert (before.sketched, before.kept_bytes_per_row) == (4, 4 * 16 + 4 * 8 / 4096)
+    assert "at most" in str(before)
+    net(torch.randn(256, 16, requires_grad=True)).sum().backward()
+    after = summary(net)
+    kept = {row.name: round(row.kept_bytes_per_row) for row in after.rows}
+    assert kept == {"frees": 16, "free": 64, "on_top": 80, "after": 16}
+    assert after.sketched == 3
+    assert "at most" not in str(after)
+    notes = {row.name: row.note for row in after.rows}
+    assert notes["free"] == "exact: what made its input keeps it anyway"
+    assert notes["on_top"] == "something else keeps its input as well: the sketch comes on top"
+
+
+def test_frozen_layers_are_not_counted_as_sketched():
+    net = convert_linears(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), ratio=0.5)
+    net[:2].requires_grad_(False)
+    assert (summary(net).converted, summary(net).sketched) == (3, 1)
+    assert "1 of 3 linear layers are sketched" in str(summary(net))

@@ -1,0 +1,154 @@
+"""Do the sketches of a conversion free anything? Seen in the first training step, and told if they do not.
+
+A sketch is kept in place of a layer's input. If that input is still there when the backward pass comes to the first of
+the layers, something else keeps it: a gated product, an exact layer that reads it as well, or whoever holds the tensor
+in Python. Then the sketch has freed nothing, and came on top. A weak reference tells, at no cost after the first step.
+(What is needed before the backward pass comes to the last layer is gone by then, and not seen.)
+
+Inputs that what made them keeps are known before (`producers.py`): those layers are exact. Inputs without a gradient,
+such as a batch, are their owner's. Nothing is seen under a compiler, in captured steps, and in checkpointed blocks.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.functional import compute_dtype
+from rmm_linear.names import listed
+from rmm_linear.producers import is_free_to_keep
+from rmm_linear.rows import sequences_of
+
+# What became of a layer's input: the layer keeps it as it is; a sketch has freed it; something else keeps it.
+AS_IT_IS, FREED, ON_TOP = "as it is", "freed", "on top"
+_MIB = 2**20
+# Calls of a layer that are looked at together: forward passes that no backward pass follows come to an end.
+_MOST_CALLS = 16
+
+
+class FirstStep:
+    """What was seen of the layers of one conversion.
+
+    Attributes:
+        is_over: Whether it has been told.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._watches: list[InputWatch] = []
+        # calls before a backward pass: who, its input (None: kept as it is), and the bytes of its sketch
+        self._calls: list[tuple[InputWatch, StorageWeakRef | None, int]] = []
+        # of sketches that came on top, by their inputs: layers of one input keep one
+        self._spent: dict[int, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy looks for itself: weak references to storages can't be copied
+        return {**vars(self), "_calls": []}
+
+    def watch(self, name: str) -> "InputWatch":
+        """Take one more layer into account.
+
+        Args:
+            name: The layer's.
+
+        Returns:
+            What the layer shows its calls.
+        """
+        self._watches.append(InputWatch(name, self))
+        return self._watches[-1]
+
+    def add(self, watch: "InputWatch", node: Any, reference: StorageWeakRef | None, size: int) -> None:
+        """Take note of a call of a layer.
+
+        Args:
+            watch: The layer's.
+            node: The output's autograd node.
+            reference: To the input's storage; None if the layer keeps it as it is.
+            size: Bytes of the sketch.
+        """
+        if len(self._calls) < _MOST_CALLS * len(self._watches):
+            self._calls.append((watch, reference, size))
+            node.register_prehook(self._look)
+
+    def _look(self, gradients: object) -> None:
+        """See which inputs are still there, now that a backward pass has come to the first of the layers."""
+        calls, self._calls = self._calls, []
+        for watch, reference, size in calls:
+            if reference is None:
+                watch.outcome = AS_IT_IS
+            elif reference.expired():
+                watch.outcome = FREED
+            elif watch.outcome != FREED:
+                watch.outcome = ON_TOP
+                self._spent[reference.cdata] = size
+
+    def end(self) -> None:
+        """Warn of the layers whose sketches came on top, once."""
+        if self.is_over:
+            return
+        self.is_over = True
+        names = [watch.name or "(the model)" for watch in self._watches if watch.outcome == ON_TOP]
+        if names:
+            warnings.warn(
+                f"{len(names)} of the {len(self._watches)} layers that convert_linears has converted free nothing:"
+                " their inputs are still there in the backward pass, kept by something else, and their sketches take"
+                f" {sum(self._spent.values()) / _MIB:.2f} MiB on top: {listed(names)}. Leave them exact:"
+                " convert_linears(model, ..., exclude_modules=[...]) with these names, or sample=batch, which finds"
+                " them",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+class InputWatch:
+    """Looks what became of one layer's input.
+
+    Attributes:
+        name: The layer's.
+        outcome: What was seen; None before. A layer that runs several times frees something if any of its calls does.
+        is_open: Whether there is anything left to see.
+    """
+
+    __slots__ = ("_step", "is_open", "name", "outcome")
+
+    def __init__(self, name: str, step: FirstStep) -> None:
+        self.name = name
+        self._step = step
+        self.outcome: str | None = None
+        self.is_open = True
+
+    def see(self, x: Tensor, output: Tensor, config: RMMConfig) -> None:
+        """Look at a call of the layer in training mode.
+
+        Args:
+            x: Its input.
+            output: Its output.
+            config: How it sketches.
+        """
+        if self.outcome is not None:
+            # it has been through a backward pass, and comes again
+            self._step.end()
+        if self._step.is_over:
+            self.is_open = False
+            return
+        node: Any = output.grad_fn
+        if node is None or x.grad_fn is None or x.layout != torch.strided or _is_special():
+            return
+        dtype = compute_dtype(x)
+        if is_free_to_keep(x, dtype):
+            self._step.add(self, node, None, 0)
+        elif "Sketched" in node.name():
+            rows = x.numel() // max(1, x.shape[-1])
+            size = config.saved_bytes(rows, x.shape[-1], dtype, sequences=sequences_of(x.shape))
+            self._step.add(self, node, StorageWeakRef(x.untyped_storage()), size)
+
+
+def _is_special() -> bool:
+    """Tell whether this is no plain step: a transform or a trace, which hold all tensors, or a checkpoint."""
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
