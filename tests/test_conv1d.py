@@ -203,8 +203,8 @@ def test_padding_is_left_out() -> None:
         output = sketched(x)
     output.backward(g * mask[..., None])
     assert sketched.weight.grad.isfinite().all()
-    # and the numbers of the rows
-    assert kept.bytes == CONFIG.saved_bytes(69, 40, torch.float32) + 69 * 4
+    # and the numbers of the rows; of those left out one row, its number, and how many they are
+    assert kept.bytes == CONFIG.saved_bytes(69, 40, torch.float32) + 69 * 4 + 40 * 4 + 2 * 4
 
 
 def test_a_probe_sees_input_and_gradient() -> None:
