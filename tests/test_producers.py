@@ -83,6 +83,11 @@ def test_every_operation_of_the_table_that_a_cpu_has_is_among_these() -> None:
     assert set(KEEPS_OUTPUT) - found == on_other_devices | {"CudnnRnnBackward0"}
 
 
+@pytest.mark.parametrize("name", KEEPS_OUTPUT)
+def test_what_is_read_of_each_operation_is_there_whatever_the_device(name) -> None:
+    assert hasattr(getattr(torch._C._functions, name), f"_raw_saved_{KEEPS_OUTPUT[name]}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "cudnn_rnn"])
 def test_what_is_said_to_be_kept_is_kept_on_a_gpu(backend) -> None:
