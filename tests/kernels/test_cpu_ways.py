@@ -171,3 +171,12 @@ def test_what_is_no_number_leaves_none_in_its_group(kind: str, value: float) -> 
     assert not got[16:32, 2].isfinite().any()
     got[16:32, 2] = 0
     assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [*INTEGERS, "fp8"])
+def test_nothing_to_round(kind: str) -> None:
+    for shape in ((0, 5), (5, 0)):
+        codes = low_bit.quantize(torch.empty(shape), torch.tensor(3), None, kind=kind, group=GROUP)
+        options = {"kind": kind, "group": GROUP, "features": shape[1]}
+        assert low_bit.dequantize(*codes, torch.tensor(3), **options).shape == shape
+        assert low_bit_reference.dequantize(*codes, torch.tensor(3), **options).shape == shape

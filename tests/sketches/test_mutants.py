@@ -24,8 +24,10 @@ from rmm_linear.sketches import (
 from rmm_linear.sketches.base import accumulate_dtype
 from rmm_linear.sketches.closed_forms import gradient_sums
 from rmm_linear.sketches.contract import SketchContract, draw_estimates, structured_pair, z_bound
+from rmm_linear_kernels import cpu_generator
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_entries, hadamard_order
 from rmm_linear_kernels.philox.reference import (
+    SIGN_STREAM,
     choose_with_replacement,
     choose_without_replacement,
     random_fractions,
@@ -203,11 +205,18 @@ class RepeatedColumns(DenseSketch, Rademacher):
 # Trigonometric ones.
 
 
+def drawn_signs(seeds, rows):
+    """The row signs of a trigonometric sketch on a CPU."""
+    return cpu_generator.for_each(
+        seeds, SIGN_STREAM, lambda generator: cpu_generator.random_signs(generator, (rows,), dtype=torch.float64)
+    )
+
+
 class NoSignsDCT(DenseSketch, DCT):
     def dense(self, x, seeds):
         rows, rank = x.shape[0], self.rank(x.shape[0])
         dense = super().dense(x, seeds)
-        return dense * random_signs(seeds, rows, dtype=torch.float64).unsqueeze(2) if rank else dense
+        return dense * drawn_signs(seeds, rows).unsqueeze(2) if rank else dense
 
 
 class UnweightedConstantDCT(DenseSketch, DCT):
@@ -215,7 +224,7 @@ class UnweightedConstantDCT(DenseSketch, DCT):
 
     def dense(self, x, seeds):
         dense = super().dense(x, seeds)
-        signs = random_signs(seeds, x.shape[0], dtype=torch.float64).unsqueeze(2)
+        signs = drawn_signs(seeds, x.shape[0]).unsqueeze(2)
         constant = ((dense * signs).diff(dim=1).abs() < 1e-9).all(1, keepdim=True)
         return torch.where(constant, dense * 2**0.5, dense)
 

@@ -246,8 +246,9 @@ def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
     if kind not in _FOLDS:
         return codes
     word, folds = _FOLDS[kind]
-    in_bytes = _padded(codes, BITS[kind] * word.itemsize // 8)
-    in_bytes = in_bytes.unflatten(-1, (-1, BITS[kind] * word.itemsize // 8))
+    size = BITS[kind] * word.itemsize // 8
+    in_bytes = _padded(codes, size)
+    in_bytes = in_bytes.unflatten(-1, (in_bytes.shape[-1] // size, size))
     words = _padded(in_bytes, word.itemsize).view(word).squeeze(-1)
     for shift, before, _ in reversed(folds):
         words = ((words << shift) | words).bitwise_and_(before)
