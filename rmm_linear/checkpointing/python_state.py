@@ -10,6 +10,9 @@ A capture runs the step's Python code once. What that code may read is walked th
 - global variables that the code that ran mentions, with what is in them.
 
 What lies deeper than `_DEEPEST`, or is longer than `_LONGEST`, is not looked into, and named.
+
+Not noticed: fields whose names are put together while the code runs, environment variables, and what is inside of
+objects of torch, numpy, this library, the standard library or C extensions.
 """
 
 import argparse
