@@ -41,12 +41,14 @@ class FirstStep:
         self._watches: list[InputWatch] = []
         # calls before a backward pass: who, its input (None: kept as it is), and the bytes of its sketch
         self._calls: list[tuple[InputWatch, StorageWeakRef | None, int]] = []
+        # storages that an observer of ours holds
+        self._held: set[int] = set()
         # of sketches that came on top, by their inputs: layers of one input keep one
         self._spent: dict[int, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy looks for itself: weak references to storages can't be copied
-        return {**vars(self), "_calls": []}
+        return {**vars(self), "_calls": [], "_held": set()}
 
     def watch(self, name: str) -> "InputWatch":
         """Take one more layer into account.
@@ -73,10 +75,21 @@ class FirstStep:
             self._calls.append((watch, reference, size))
             node.register_prehook(self._look)
 
+    def disregard(self, x: Tensor) -> None:
+        """Leave an input out: it is held by someone who looks at it in the backward pass, and will not be later.
+
+        Args:
+            x: The input.
+        """
+        self._held.add(x.untyped_storage()._cdata)
+
     def _look(self, gradients: object) -> None:
         """See which inputs are still there, now that a backward pass has come to the first of the layers."""
         calls, self._calls = self._calls, []
+        held, self._held = self._held, set()
         for watch, reference, size in calls:
+            if reference is not None and reference.cdata in held:
+                continue
             if reference is None:
                 watch.outcome = AS_IT_IS
             elif reference.expired():
@@ -110,13 +123,14 @@ class InputWatch:
         name: The layer's.
         outcome: What was seen; None before. A layer that runs several times frees something if any of its calls does.
         is_open: Whether there is anything left to see.
+        step: What is seen of all layers.
     """
 
-    __slots__ = ("_step", "is_open", "name", "outcome")
+    __slots__ = ("is_open", "name", "outcome", "step")
 
     def __init__(self, name: str, step: FirstStep) -> None:
         self.name = name
-        self._step = step
+        self.step = step
         self.outcome: str | None = None
         self.is_open = True
 
@@ -130,8 +144,8 @@ class InputWatch:
         """
         if self.outcome is not None:
             # it has been through a backward pass, and comes again
-            self._step.end()
-        if self._step.is_over:
+            self.step.end()
+        if self.step.is_over:
             self.is_open = False
             return
         node: Any = output.grad_fn
@@ -139,11 +153,11 @@ class InputWatch:
             return
         dtype = compute_dtype(x)
         if is_free_to_keep(x, dtype):
-            self._step.add(self, node, None, 0)
+            self.step.add(self, node, None, 0)
         elif "Sketched" in node.name():
             rows = x.numel() // max(1, x.shape[-1])
             size = config.saved_bytes(rows, x.shape[-1], dtype, sequences=sequences_of(x.shape))
-            self._step.add(self, node, StorageWeakRef(x.untyped_storage()), size)
+            self.step.add(self, node, StorageWeakRef(x.untyped_storage()), size)
 
 
 def _is_special() -> bool:

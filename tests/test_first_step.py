@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, convert_linears, revert_linears
 from rmm_linear.memory import measure_kept_bytes
+from rmm_linear.variance import VarianceMonitor
 
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 
@@ -133,3 +134,14 @@ def test_captured_and_transformed_steps_are_not_looked_at():
         checkpoint_model(model, (x,), budget="100%")
         for _ in range(2):
             model(x).sum().backward()
+
+
+def test_inputs_that_a_monitor_holds_are_not_looked_at():
+    layers = [module for _ in range(4) for module in (nn.Linear(16, 16), nn.GELU())]
+    model = convert_linears(nn.Sequential(*layers), config=CONFIG)
+    with warnings.catch_warnings(), VarianceMonitor(model, every=2) as monitor:
+        warnings.simplefilter("error")
+        for _ in range(3):
+            train(model, steps=1)
+            monitor.step()
+    assert monitor.noise() is not None
