@@ -152,32 +152,35 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
     Returns:
         The storages that can go after each place of the order.
     """
-    outputs = set(graph.outputs)
-    handed_over = [index for index in graph.results if index not in outputs]
-    end_of_forward = _end_of_forward(graph, order)
+    # what stays from its computation on, whoever reads it; a gradient only until it is handed over
+    stays = bytearray(len(graph.storages))
+    for index in graph.outputs:
+        stays[index] = 1
+    needed_at: dict[int, list[int]] = {_end_of_forward(graph, order): [i for i in graph.results if not stays[i]]}
     leaving = hand_over_places(graph, order, graph.freed) if graph.freed else {}
-    leaving_at: dict[int, list[int]] = {}
     for index, position in leaving.items():
-        leaving_at.setdefault(position, []).append(index)
+        needed_at.setdefault(position, []).append(index)
     freed: list[tuple[int, ...]] = [()] * len(order)
     # from the end: storages whose present contents are read later on
-    wanted: set[int] = set()
+    wanted = bytearray(stays)
     for position in range(len(order) - 1, -1, -1):
         op = graph.ops[order[position]]
-        touched = dict.fromkeys((*op.writes, *op.reads))
-        if position == end_of_forward:
-            touched.update(dict.fromkeys(handed_over))
-        touched.update(dict.fromkeys(leaving_at.get(position, ())))
         # what nobody reads after this place: its own results that are not wanted, and what it is the last to read
-        freed[position] = tuple(
-            index
-            for index in touched
-            if index not in wanted and index not in outputs and position >= leaving.get(index, 0)
-        )
-        if position == end_of_forward:
-            wanted.update(handed_over)
-        wanted.difference_update(op.writes)
-        wanted.update(op.reads)
+        gone = []
+        for index in needed_at.get(position, ()):
+            if not wanted[index]:
+                gone.append(index)
+                wanted[index] = 1
+            stays[index] = index in leaving
+        for index in op.writes:
+            if not wanted[index]:
+                gone.append(index)
+            wanted[index] = stays[index]
+        for index in op.reads:
+            if not wanted[index]:
+                gone.append(index)
+                wanted[index] = 1
+        freed[position] = tuple(gone)
     return freed
 
 
