@@ -225,7 +225,7 @@ def packed(codes: Tensor, kind: str) -> Tensor:
         return codes
     width = packed_width(codes.shape[-1], kind)
     word, folds = _FOLDS[kind]
-    words = _padded(codes, word.itemsize).view(word)
+    words = _as_words(codes, word)
     for shift, _, after in folds:
         # codes of each half of a word come next to those of its other half
         words = ((words >> shift) | words).bitwise_and_(after)
@@ -248,17 +248,23 @@ def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
     word, folds = _FOLDS[kind]
     size = BITS[kind] * word.itemsize // 8
     in_bytes = _padded(codes, size)
-    in_bytes = in_bytes.unflatten(-1, (in_bytes.shape[-1] // size, size))
-    words = _padded(in_bytes, word.itemsize).view(word).squeeze(-1)
+    words = _as_words(in_bytes.unflatten(-1, (in_bytes.shape[-1] // size, size)), word).squeeze(-1)
     for shift, before, _ in reversed(folds):
         words = ((words << shift) | words).bitwise_and_(before)
     return words.view(torch.uint8)[..., :features]
 
 
+def _as_words(values: Tensor, word: torch.dtype) -> Tensor:
+    """Bytes as words, of which the last one ends with zeros."""
+    values = _padded(values, word.itemsize)
+    # in order first: a dimension of one or no element may have any stride
+    return values.flatten().view(word).view(*values.shape[:-1], values.shape[-1] // word.itemsize)
+
+
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    """The last dimension with zeros up to a multiple, in memory that may be viewed as words of as many bytes."""
+    """The last dimension with zeros up to a multiple."""
     missing = -values.shape[-1] % multiple
-    return torch.nn.functional.pad(values, (0, missing)) if missing else values.contiguous()
+    return torch.nn.functional.pad(values, (0, missing)) if missing else values
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
