@@ -40,6 +40,7 @@ def test_json(capsys):
     assert all(check["torch_milliseconds"] > 0 for check in found["kernels"])
 
 
+@pytest.mark.usefixtures("draws_of_a_gpu")
 def test_a_wrong_kernel_and_a_broken_one_are_named(capsys, monkeypatch):
     def wrong(x, *args, **kwargs):
         return 1.5 * reference.hadamard_sketch(x, *args, **kwargs)
