@@ -300,12 +300,12 @@ def test_a_storage_is_a_knob_like_the_others():
         LowBit(None, "bf16")
 
 
-def test_the_summary_says_what_is_held_and_how(capsys):
+def test_the_summary_says_what_is_held_and_how():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     config = RMMConfig(ratio=0.4, storage="int4")
     convert_linears(model, config=config, overrides={"1": config.replace(ratio=1.0, center=False), "2": None})
-    rows = summary(model).rows
-    text = capsys.readouterr().out
+    found = summary(model)
+    rows, text = found.rows, str(found)
     assert "hadamard 0.4 centered in int4, from 128 rows" in text
     assert "input in int4, from 128 rows" in text
     assert rows[0].kept_bytes_per_row < 0.06 * rows[2].kept_bytes_per_row
