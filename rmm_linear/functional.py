@@ -505,7 +505,8 @@ def _no_transform(name: str) -> TransformError:
 
 def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
     """The gradients of x, weight and bias, None where they are not wanted."""
-    if torch._C._functorch.is_batchedtensor(g):
+    # the latter is what autograd.grad(is_grads_batched=True) hands over
+    if torch._C._functorch.is_batchedtensor(g) or torch._C._functorch.is_legacy_batchedtensor(g):
         raise _no_transform("torch.vmap over gradients")
     weight, index, seed, *tensors = ctx.saved_tensors
     if ctx.shared is not None:

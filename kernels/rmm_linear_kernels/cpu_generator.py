@@ -4,9 +4,10 @@ Philox in plain torch takes a thousand small operations a step of a layer, where
 for each tensor. So a CPU draws by it, and S is a function of the seed there as everywhere, but another one than the S
 of the Triton kernels and their references, which draw by Philox.
 
-Each use of a seed has a stream of its own, a generator that is seeded by the two mixed together (the finaliser of
-splitmix64, Steele et al. 2014): a sketch and the rounding of what it stores are independent, and nearby seeds have
-nothing in common. Of the mixed number the generator takes 32 bits: one pair of seeds in 2**32 has the same stream.
+Each use of a seed has a stream of its own: the seed is mixed (the finaliser of splitmix64, Steele et al. 2014), the
+number of the use is added, and the sum is mixed again. So a sketch and the rounding of what it stores are independent,
+and seeds at any distance have nothing in common, those of data-parallel ranks included. Of the mixed number the
+generator takes 32 bits: one pair of seeds in 2**32 has the same stream.
 
 The streams are a promise for one version of this library, one of torch, and one kind of processor: same seed, same S.
 """
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
-# Odd, so that no two streams of a seed are mixed of the same number.
-_STREAM_STRIDE = 0x9E3779B97F4A7C15
+# Splitmix64's increment: the number 0 is not mixed to 0.
+_INCREMENT = 0x9E3779B97F4A7C15
 
 
 def generator_of(seed: int, stream: int) -> torch.Generator:
@@ -31,10 +32,14 @@ def generator_of(seed: int, stream: int) -> torch.Generator:
     Returns:
         A generator of the CPU, nobody else's.
     """
-    mixed = (seed + (stream + 1) * _STREAM_STRIDE) & _MASK64
+    return torch.Generator().manual_seed(_mixed(_mixed(seed) + stream) >> 32)
+
+
+def _mixed(number: int) -> int:
+    mixed = (number + _INCREMENT) & _MASK64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return torch.Generator().manual_seed((mixed ^ (mixed >> 31)) >> 32)
+    return mixed ^ (mixed >> 31)
 
 
 def for_each(seed: Tensor, stream: int, draw: Callable[[torch.Generator], Tensor]) -> Tensor:

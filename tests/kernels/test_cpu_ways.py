@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import ops
-from rmm_linear.ops import dispatch
+from rmm_linear.ops import dispatch, seeds
 from rmm_linear_kernels import cpu_generator
 from rmm_linear_kernels.hadamard_sketch import cpu as hadamard
 from rmm_linear_kernels.low_bit import cpu as low_bit
@@ -22,8 +22,14 @@ def words(seed: int, stream: int) -> Tensor:
 
 def test_a_stream_is_a_function_of_its_seed_and_number() -> None:
     assert torch.equal(words(3, 0), words(3, 0))
-    seeds = [0, 1, -1, 1 << 31, 1 << 32, (1 << 32) + 1, -(1 << 63), (1 << 63) - 1]
-    drawn = [words(seed, stream) for seed in seeds for stream in (0, 1, 2, 3, 1 << 32)]
+    tried = [0, 1, -1, 1 << 31, 1 << 32, (1 << 32) + 1, -(1 << 63), (1 << 63) - 1]
+    drawn = [words(seed, stream) for seed in tried for stream in (0, 1, 2, 3, 1 << 32)]
+    assert torch.unique(torch.stack(drawn), dim=0).shape[0] == len(drawn)
+
+
+def test_streams_of_data_parallel_ranks_are_no_other_ranks_streams() -> None:
+    ranks = [(5 + rank * seeds._RANK_STRIDE + (1 << 63)) % (1 << 64) - (1 << 63) for rank in range(8)]
+    drawn = [words(seed, stream) for seed in ranks for stream in range(8)]
     assert torch.unique(torch.stack(drawn), dim=0).shape[0] == len(drawn)
 
 

@@ -66,6 +66,13 @@ def test_transforms_that_map_over_gradients_raise(x, transform):
         )
 
 
+def test_batched_gradients_raise(x):
+    model = network()
+    output = model(x)
+    with pytest.raises(TransformError, match="one sketch stands for all rows"):
+        torch.autograd.grad(output, list(model.parameters()), torch.randn(3, *output.shape), is_grads_batched=True)
+
+
 def test_forward_mode_raises_for_inputs(x):
     model = network()
     with pytest.raises(TransformError, match="forward-mode"):
