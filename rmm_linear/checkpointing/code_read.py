@@ -2,6 +2,7 @@
 
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -181,7 +182,12 @@ def _monitored(note: Callable[[FrameType], None]) -> Iterator[None]:
             yield
         return
 
+    thread = threading.get_ident()
+
     def started(code: CodeType, offset: int) -> Any:
+        if threading.get_ident() != thread:
+            # all threads come here; the code may yet run in this one
+            return None
         note(sys._getframe(1))
         return monitoring.DISABLE
 

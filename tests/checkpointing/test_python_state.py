@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import threading
 import warnings
 from dataclasses import dataclass, field
 
@@ -269,6 +270,26 @@ def test_losses_that_a_step_collects_are_refused():
     with pytest.raises(CaptureError, match=r"sets `loss_fn.history` to a tensor"):
         checkpoint_step(nn.Linear(16, 4), loss_fn, X, **PLAN)
     assert history == []
+
+
+def count_a_step():
+    global STEPS
+    STEPS += 1
+
+
+def test_what_other_threads_change_is_theirs():
+    global STEPS
+    STEPS = 0
+
+    def loss_fn(model, x):
+        other = threading.Thread(target=count_a_step)
+        other.start()
+        other.join()
+        return model(x).mean()
+
+    captured = capture(nn.Linear(16, 4), (X,), step=loss_fn)
+    assert STEPS > 0
+    assert captured.changed == ()
 
 
 # Bounds
