@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear import RMMConfig, convert_linears, revert_linears
+from rmm_linear import RMMConfig, convert_linears, revert_linears, summary
 from rmm_linear.memory import measure_kept_bytes
 from rmm_linear.variance import VarianceMonitor
 
@@ -81,11 +81,10 @@ def test_nothing_is_told_twice_or_once_a_sample_has_told():
 def test_models_that_save_train_without_a_word(activation):
     model = nn.Sequential(nn.Linear(16, 64), activation(), nn.Linear(64, 16), nn.LayerNorm(16), nn.Linear(16, 4))
     convert_linears(model, config=CONFIG)
-    x = torch.randn(128, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            model(x).sum().backward()
+            model(torch.randn(128, 16)).sum().backward()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -145,3 +144,54 @@ def test_inputs_that_a_monitor_holds_are_not_looked_at():
             train(model, steps=1)
             monitor.step()
     assert monitor.noise() is not None
+
+
+def test_a_batch_that_the_loop_holds_is_told_and_one_that_it_drops_is_freed():
+    x = torch.randn(128, 16)
+    held, dropped = (convert_linears(nn.Linear(16, 4), config=CONFIG) for _ in range(2))
+    held(x).sum().backward()
+    with pytest.warns(UserWarning, match=r"a batch by the training loop.* MiB on top: \(the model\)\. Leave"):
+        held(x)
+    (row,) = summary(held).rows
+    assert row.note == "something else keeps its input as well: the sketch comes on top"
+    assert "at most" not in str(summary(held))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            # as a frozen trunk's features, which nobody holds
+            dropped(x * 1).sum().backward()
+    assert (summary(dropped).rows[0].note, summary(dropped).sketched) == ("", 1)
+
+
+@pytest.mark.parametrize("lowered", [True, False])
+def test_a_batch_that_the_layer_copies_is_not_told(lowered):
+    model = convert_linears(nn.Linear(16, 4), config=CONFIG)
+    # autocast's copy, and the one that rows without a single stride take, are what an exact layer keeps
+    x = torch.randn(4, 64, 16) if lowered else torch.randn(4, 80, 16)[:, :64]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+                y = model(x)
+            y.float().sum().backward()
+    assert summary(model).rows[0].note == ""
+
+
+class _TwiceOfItsOwn(nn.Module):
+    """Calls one layer with what ReLU keeps, and with what nobody keeps, in either order."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.first, self.shared, self.order = nn.Linear(16, 16), nn.Linear(16, 16), order
+
+    def forward(self, x):
+        x = F.layer_norm(self.first(x), (16,))
+        return sum(self.shared(activation(x)) for activation in (F.relu, F.gelu)[:: self.order])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_a_layer_frees_in_one_of_its_calls_counts_in_any_order(order):
+    model = convert_linears(_TwiceOfItsOwn(order), config=CONFIG)
+    train(model, steps=2)
+    row = summary(model).rows[1]
+    assert (row.is_sketched, row.note) == (True, "")
