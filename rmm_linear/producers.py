@@ -20,6 +20,13 @@ from torch import Tensor
 # The operations that keep their first output, by their autograd nodes, and what these call it.
 KEEPS_OUTPUT = {
     "ReluBackward0": "result",
+    # in place: what they were given is gone
+    "LeakyReluBackward1": "result",
+    # ELU, CELU and SELU
+    "EluBackward1": "result",
+    "CeluBackward1": "result",
+    "ExpBackward0": "result",
+    "LogSoftmaxBackward0": "result",
     "SigmoidBackward0": "result",
     "TanhBackward0": "result",
     "SoftmaxBackward0": "result",
@@ -32,7 +39,7 @@ KEEPS_OUTPUT = {
     "CudnnRnnBackward0": "result0",
 }
 # Of these, those whose output a compiled graph does not need.
-_NOT_IN_GRAPHS = frozenset({"ReluBackward0"})
+_NOT_IN_GRAPHS = frozenset({"ReluBackward0", "LeakyReluBackward1"})
 _MATRIX = 2
 # Operations whose output lies in the memory of their input.
 _VIEWS = frozenset(
