@@ -36,12 +36,17 @@ _MOST_CALLS = 16
 class FirstStep:
     """What was seen of the layers of one conversion.
 
+    Args:
+        is_over: Whether there is nothing to see, because a sample has told already.
+
     Attributes:
         is_over: Whether it has been told.
+        warned_of_quantization: Whether one of the layers has warned that quantization does not find it.
     """
 
-    def __init__(self) -> None:
-        self.is_over = False
+    def __init__(self, *, is_over: bool = False) -> None:
+        self.is_over = is_over
+        self.warned_of_quantization = False
         self._watches: list[InputWatch] = []
         # calls before a backward pass: who, what is known to become of its input, or else the input, and its sketch's
         # bytes
@@ -140,7 +145,7 @@ class InputWatch:
         self.name = name
         self.step = step
         self.outcome: str | None = None
-        self.is_open = True
+        self.is_open = not step.is_over
 
     def see(self, x: Tensor, output: Tensor, config: RMMConfig) -> None:
         """Look at a call of the layer in training mode.

@@ -93,6 +93,13 @@ class SketchedLayer(nn.Module):
     @qconfig.setter
     def qconfig(self, value: object) -> None:
         vars(self)["qconfig"] = value
+        step = None if self._input_watch is None else self._input_watch.step
+        # None: what stays as it is, whatever its class
+        if value is None or (step is not None and step.warned_of_quantization):
+            return
+        if step is not None:
+            # once a model
+            step.warned_of_quantization = True
         warnings.warn(
             "torch.ao.quantization finds linear layers by their class, and leaves sketched ones as they are; call"
             " revert_linears(model) before quantize_dynamic, prepare, prepare_qat and the like",

@@ -141,7 +141,7 @@ def convert_linears(
         if len(useless) == len(plan):
             reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
             raise ValueError(f"a sketch frees nothing of any of the layers that match: {reasons}")
-    step = FirstStep()
+    step = FirstStep(is_over=sample is not None)
     for layer, wanted in plan:
         vars(layer.module).pop(LEFT_EXACT, None)
         if wanted is None or layer.name in useless:
@@ -151,8 +151,7 @@ def convert_linears(
         else:
             to_sketched(layer.module)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
-            # a sample has told already
-            layer.module._input_watch = step.watch(layer.name) if sample is None else None  # type: ignore[assignment]
+            layer.module._input_watch = step.watch(layer.name)  # type: ignore[assignment]
     watch_adapted_layers(model)
     if not _announce_padding(model):
         warnings.warn(

@@ -182,7 +182,7 @@ def _summarize(layer: LinearLayer, model: nn.Module) -> LayerSummary:
         kept_bytes_per_row=kept,
         note=_note(layer, model, outcome, frozen=known and not trains),
         is_sketched=is_sketched,
-        is_seen=watch is None or outcome is not None,
+        is_seen=watch is None or not watch.is_open or outcome is not None,
     )
 
 

@@ -236,6 +236,16 @@ def test_quantizing_a_converted_model_is_warned_about_and_a_reverted_one_is_quan
         quantized = quantize(revert_linears(model))
     if quantize is not QUANTIZE["static"]:
         assert not any(type(layer) in (RMMLinear, nn.Linear) for layer in quantized)
+    # once a model: each of its layers is looked at, by several functions
+    model = network()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for layer in (*model, *model):
+            layer.qconfig = "some"
+    assert len([each for each in caught if each.category is UserWarning]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network()[0].qconfig = None
     # and what was written on a layer is the layer's own, converted or not
     layer = nn.Linear(4, 4)
     layer.qconfig = "written before"
