@@ -76,7 +76,8 @@ class RMMCallback(TrainerCallback):
     - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers,
     - `rmm/freed`: the part of these that it did not keep, 1 - kept / exact; below 0 where sketches cost memory.
 
-    They come as a log of their own, straight after each training log. Nothing of this is logged where it can't be
+    They come as a log of their own, straight after each training log; a log between a change of the ratios and its
+    measurement is without them. Nothing of this is logged where it can't be
     measured: under `torch.compile`, which would compile the measurement, under `DataParallel`, and in a planned model
     (`checkpoint_model`), whose plan says what it keeps. If less than half of the saving that the layers promise one by
     one is measured, a warning tells the reasons.
@@ -255,7 +256,8 @@ class RMMCallback(TrainerCallback):
     def _values(self) -> dict[str, float]:
         """What there is to log now, in the order in which it is told above."""
         values: dict[str, float] = {}
-        if self.kept_bytes is not None and self.exact_bytes is not None:
+        is_pending = self._measurement is not None and self._measurement.is_pending
+        if self.kept_bytes is not None and self.exact_bytes is not None and not is_pending:
             values |= {KEPT_KEY: self.kept_bytes / 2**20, EXACT_KEY: self.exact_bytes / 2**20}
             if self.exact_bytes:
                 values[FREED_KEY] = 1 - self.kept_bytes / self.exact_bytes
@@ -350,10 +352,15 @@ class RMMCallback(TrainerCallback):
 
 
 class _OneForward:
-    """Measures the next training forward of a model; its hooks go when that is done, or has failed."""
+    """Measures the next training forward of a model; its hooks go when that is done, or has failed.
+
+    Attributes:
+        is_pending: Whether that is still to come.
+    """
 
     def __init__(self, model: nn.Module, report: Callable[[MeasuredSaving], None]) -> None:
         self._report = report
+        self.is_pending = True
         self._saving = MeasuredSaving(model)
         self._is_running = False
         self._handles = [
@@ -376,6 +383,7 @@ class _OneForward:
             self._report(self._saving)
 
     def close(self) -> None:
+        self.is_pending = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
