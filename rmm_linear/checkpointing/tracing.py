@@ -228,7 +228,13 @@ def _eager_peak(function: "_Step", hollow: tuple[Tensor, ...], mode: FakeTensorM
         return [result for result, is_one in zip(results, function.differentiable, strict=False) if is_one]
 
     try:
-        with torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), mode:
+        with (
+            function.backward_noted(),
+            torch.enable_grad(),
+            _as_eager_runs_it(),
+            torch.random.fork_rng(devices=[]),
+            mode,
+        ):
             return eager_peak(run, hollow)
     except Exception:
         # a number for people, which no plan needs
@@ -260,6 +266,10 @@ class _Step(nn.Module):
         # what the last run changed in Python, and what the next one begins with
         self.changes: Sequence[Change] = ()
         self.start: Sequence[Change] = ()
+        # those among both that are of global variables, which the backward pass sees as well
+        self.variables: Sequence[Change] = ()
+        self.start_variables: Sequence[Change] = ()
+        self._after: contextlib.ExitStack | None = None
         # names of what each run changes
         self.changed: tuple[str, ...] = ()
         self.read = Read()
@@ -269,6 +279,9 @@ class _Step(nn.Module):
         self.has_gradient: tuple[bool, ...] = ()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self._after is not None:
+            # torch runs the forward pass once alone
+            self._after.close()
         model, state = self._hidden
         count = len(state)
         args, kwargs = self._arguments.together(tensors[count:])
@@ -284,8 +297,8 @@ class _Step(nn.Module):
         ):
             with noted() as ran:
                 value = self._step(model, *args, **kwargs)
-            of_variables = ran.changes()
-        self.read, self.changes = ran.read(), [*changes, *of_variables]
+            self.variables = ran.changes()
+        self.read, self.changes = ran.read(), [*changes, *self.variables]
         leaves, self.returned_spec = pytree.tree_flatten(value)
         results: list[Tensor] = []
         returned: list[Returned] = []
@@ -315,7 +328,34 @@ class _Step(nn.Module):
             returned.append(found[id(leaf)])
         self.returned = tuple(returned)
         self.differentiable, self.has_gradient = tuple(differentiable), tuple(has_gradient)
+        if self._after is not None:
+            self._after.enter_context(self._noted_after())
         return *results, *self._looked_at.tensors
+
+    @contextlib.contextmanager
+    def backward_noted(self) -> Iterator[None]:
+        """Follow Python code that runs after the forward pass, too: custom Functions, hooks of tensors."""
+        # in this thread alone: code that runs in others is not seen
+        with torch.autograd.set_multithreading_enabled(False), contextlib.ExitStack() as after:
+            self._after = after
+            try:
+                yield
+            finally:
+                self._after = None
+
+    @contextlib.contextmanager
+    def _noted_after(self) -> Iterator[None]:
+        for change in self.start_variables:
+            change.again()
+        try:
+            with noted() as ran:
+                yield
+        finally:
+            found = ran.changes()
+            for change in self.start_variables:
+                change.undo()
+        self.read = self.read.extended(ran.read())
+        self.variables, self.changes = [*self.variables, *found], [*self.changes, *found]
 
     def find_numbers(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Run, and return the numbers that Python looked at."""
@@ -434,6 +474,7 @@ def _second_run(
 ) -> fx.GraphModule:
     """Run once more with what the first run changed in Python: only what computes the same then has a plan."""
     function.start = changes = function.changes
+    function.start_variables = function.variables
     second = _joint_graph(function, inputs, backward_autocast)
     if _fingerprint(first) != _fingerprint(second) or not _same_constants(first, second):
         raise NotFollowedError(
@@ -467,6 +508,7 @@ def _joint_graph(function: _Step, inputs: tuple[Tensor, ...], backward_autocast:
         stack.enter_context(_as_eager_runs_it())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=states or "off"))
+        stack.enter_context(function.backward_noted())
         return aot_export_joint_with_descriptors(stack, function, inputs).graph_module
 
 

@@ -292,6 +292,76 @@ def test_what_other_threads_change_is_theirs():
     assert captured.changed == ()
 
 
+# The backward pass
+
+
+class Reverses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, holder):
+        ctx.holder = holder
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -SCALE * ctx.holder.scale * gradient, None
+
+
+class ReadsInBackward(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 4)
+        self.plain, self.of_hook = Plain(), Slots()
+
+    def forward(self, x):
+        h = Reverses.apply(super().forward(x), self.plain)
+        h.register_hook(lambda gradient: gradient * self.of_hook.scale)
+        return h.square().mean()
+
+
+def gradient_of(model):
+    model.zero_grad()
+    model(X).backward()
+    return model.weight.grad.clone()
+
+
+@pytest.mark.filterwarnings("ignore:a planned step is captured for 3")
+def test_what_a_backward_pass_reads_is_followed(monkeypatch):
+    model = ReadsInBackward()
+    plain = copy.deepcopy(model)
+    checkpoint_model(model, X, **PLAN)
+    assert torch.equal(gradient_of(model), gradient_of(plain))
+    monkeypatch.setitem(globals(), "SCALE", 0.25)
+    assert torch.equal(gradient_of(model), gradient_of(plain))
+    for each in (model, plain):
+        set_scale(each.plain)
+    assert torch.equal(gradient_of(model), gradient_of(plain))
+    for each in (model, plain):
+        set_scale(each.of_hook)
+    assert torch.equal(gradient_of(model), gradient_of(plain))
+
+
+class Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, reads):
+        ctx.reads = reads
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        global STEPS
+        STEPS += 1
+        return gradient * (STEPS if ctx.reads else 1), None
+
+
+def test_a_counter_of_a_backward_pass():
+    global STEPS
+    model, STEPS = nn.Linear(16, 4), 0
+    with pytest.warns(UserWarning, match=r"changes `STEPS` \(0, then 1\)"):
+        checkpoint_step(model, lambda m, x: Counts.apply(m(x), False).mean(), X, **PLAN)
+    with pytest.raises(CaptureError, match=r"changes `STEPS` \(0, then 1\), and computes something else"):
+        checkpoint_step(model, lambda m, x: Counts.apply(m(x), True).mean(), X, **PLAN)
+    assert STEPS == 0
+
+
 # Bounds
 
 
