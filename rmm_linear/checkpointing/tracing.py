@@ -37,7 +37,7 @@ _FEW = 4
 # Parts of the paths of files whose lines are not the user's.
 _NOT_THE_USERS = ("/torch/", "rmm_linear/checkpointing/")
 _HINT = "Checkpoint the parts that can one by one"
-# What to do about an error whose text or line has a certain part.
+# What to do about an error whose text, line or functions have a certain part.
 _HINTS = {
     "grouped_mm": (
         "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
@@ -577,5 +577,6 @@ def _explained(error: Exception) -> CaptureError:
             " such code one by one (`checkpoint_model(block, ...)`), replace the branch by `torch.where`, or, where it"
             " is the loss that does, call the model without labels, and compute the loss after it"
         )
-    hint = next((hint for part, hint in _HINTS.items() if part in f"{where} {error}"), _HINT)
+    told = " ".join([where, str(error), *(frame.name for frame in frames)])
+    hint = next((hint for part, hint in _HINTS.items() if part in told), _HINT)
     return CaptureError(f"the step can't be captured{where}: {type(error).__name__}: {error}. {hint}")

@@ -265,7 +265,8 @@ def test_a_chunk_of_steps_as_a_step_trains_an_lstm():
     lstm.zero_grad()
     expected, (h, _) = lstm(inputs, state)
     (expected.square().sum() + h.sum()).backward()
-    assert torch.equal(outputs, expected)
+    # chunks multiply other shapes of matrices, which some processors sum up in another order
+    torch.testing.assert_close(outputs, expected)
     for one, parameter in zip(found, lstm.parameters(), strict=True):
         torch.testing.assert_close(one, parameter.grad)
 

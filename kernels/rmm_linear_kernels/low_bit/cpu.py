@@ -161,8 +161,8 @@ def dequantize(
     rows = codes.shape[0]
     values = torch.empty((rows, features), dtype=dtype, device=codes.device)
     dither = _dither(seed, rows, features, torch.float32)
-    # from the middle of the codes, as a code times a step may overflow where the value itself does not
-    middle = LEVELS[kind] / 2
+    # from the middle of code - u, which times the step may overflow elsewhere, where the value itself does not
+    middle = (LEVELS[kind] - 1) / 2
     step = steps.float().unsqueeze(1)
     offset = torch.add(offsets.float().unsqueeze(1), step, alpha=middle + 0.5 - MARGIN)
     for tile in _tiles(rows, features, group):

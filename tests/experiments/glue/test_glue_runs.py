@@ -125,7 +125,8 @@ def test_a_result_holds_what_it_takes_to_know_the_run(results: dict[str, dict[st
     assert (result["status"], result["name"]) == ("complete", "demo-hadamard-0.1-centered-seed0")
     assert result["config"] == RunSettings(method="hadamard", ratio=0.1, **TWO_EPOCHS).recorded()
     assert result["versions"].keys() >= {"python", "torch", "transformers", "rmm_linear"}
-    assert result["versions"]["torch"] == torch.__version__
+    # the package's version may leave the build ("+cu132") out
+    assert torch.__version__.startswith(result["versions"]["torch"])
     assert result["hardware"]["cpu_cores"] == os.cpu_count()
     assert result["data"]["train_rows"] == 80
     assert [epoch["epoch"] for epoch in result["epochs"]] == [1.0, 2.0]
