@@ -9,10 +9,20 @@ A capture runs the step's Python code once. What that code may read is walked th
   other tensors, and objects that cannot be looked into, by identity;
 - global variables that the code that ran mentions, with what is in them.
 
-What lies deeper than `_DEEPEST`, or is longer than `_LONGEST`, is not looked into, and named.
+Code that ran is that of the forward and of the backward pass, custom Functions and hooks of tensors included, in the
+thread that captures.
 
-Not noticed: fields whose names are put together while the code runs, environment variables, and what is inside of
-objects of torch, numpy, this library, the standard library or C extensions.
+What lies deeper than `_DEEPEST`, or is longer than `_LONGEST`, is not looked into, and named. There is no bound in
+total: many short lists and dicts are all compared at every step.
+
+Not noticed: fields whose names are put together while the code runs, environment variables, what is inside of objects
+of torch, numpy, this library, the standard library or C extensions, attributes of classes that no object looked into is
+an instance of (`class CFG` as a namespace), and fields of objects that are attributes of a class.
+
+Neither undone nor named, where the step's code changes it: what is inside of lists, dicts and objects in global
+variables, and what a backward pass or a hook of a tensor changes in objects; a planned step does not change it again.
+Generators of numbers of numpy or Python that a model or a global variable holds are frozen at what they drew: draw from
+torch.
 """
 
 import argparse
