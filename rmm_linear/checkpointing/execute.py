@@ -49,6 +49,8 @@ class Program:
         backward: (inputs, saved, tangents, gradients) -> a generator, which empties `saved` and stops after each part,
             with that part's gradients in their places of `gradients`.
         parts: The parts, at least one.
+        shared: Places of the results in whose memory the backward part reads.
+        constants: Tensors that are no inputs, and that the backward part reads.
         source: The code, for people.
     """
 
@@ -57,6 +59,8 @@ class Program:
         [Sequence[Tensor | None], list[Any], Sequence[Tensor | None], list[Tensor | None]], Iterator[None]
     ]
     parts: tuple[Part, ...]
+    shared: tuple[int, ...]
+    constants: tuple[Tensor, ...]
     source: str
 
 
@@ -94,8 +98,9 @@ class _Writer:
         # names of the views that there are, and those that lie in each live storage
         self._views: dict[fx.Node, str] = {}
         self._views_in: dict[int, list[fx.Node]] = {}
-        # inputs that have been read, and those that each view lies in
+        # inputs and constants that have been read, and inputs that each view lies in
         self._read: set[fx.Node] = set()
+        self._constants_read: dict[str, Tensor] = {}
         self._inputs_of: dict[fx.Node, set[fx.Node]] = {}
         self._unchecked = dict(capture.looked_at)
         self._after_tangents = after_tangents(capture)
@@ -113,10 +118,12 @@ class _Writer:
             cut += 1
             self._step(steps[cut])
         saved = self._saved()
+        shared = self._shared()
         self._lines.append(f"return results, updates, [{', '.join(saved)}]")
         forward = self._function("forward(inputs)")
         self._views.clear()
         self._views_in.clear()
+        self._constants_read.clear()
         self._lines = [f"{', '.join(saved)}, = saved"] if saved else []
         self._lines.append("saved.clear()")
         for place, node in enumerate(self._capture.tangents):
@@ -126,7 +133,8 @@ class _Writer:
         backward = self._function("backward(inputs, saved, tangents, gradients)")
         source = f"{forward}\n\n{backward}"
         exec(compile(source, "<schedule>", "exec"), self._globals)
-        return Program(self._globals["forward"], self._globals["backward"], tuple(parts), source)
+        constants = tuple(self._constants_read.values())
+        return Program(self._globals["forward"], self._globals["backward"], tuple(parts), shared, constants, source)
 
     def _gradients_by_storage(self) -> dict[int | None, list[int]]:
         """Inputs that have a gradient, by the storage that it lies in; None for what is outside of the budget."""
@@ -218,6 +226,13 @@ class _Writer:
         ]
         return [*members, *self._states.values()]
 
+    def _shared(self) -> tuple[int, ...]:
+        """Results that lie in what is saved: the caller can write there before it is read."""
+        kept = set(self._live) - self._given_away
+        return tuple(
+            place for place, node in enumerate(self._capture.results) if not kept.isdisjoint(self._lies_in(node)[0])
+        )
+
     def _step(self, step: Step) -> None:
         if step.kind == "free":
             del self._live[step.target]
@@ -290,7 +305,10 @@ class _Writer:
             self._read |= self._inputs_of[node]
             return self._views[node]
         if node.op == "get_attr":
-            return self._constant(fx.graph_module._get_attr(self._capture.module, str(node.target)))
+            constant = fx.graph_module._get_attr(self._capture.module, str(node.target))
+            if isinstance(constant, Tensor):
+                self._constants_read[str(node.target)] = constant
+            return self._constant(constant)
         assert node not in self._storage_of, f"{node} is not in memory"
         name = f"w{self._numbers[node]}"
         if node.target is getitem:

@@ -147,6 +147,8 @@ class _Pass:
         self._arrived: set[int] = set()
         self._parts_run = 0
         self._backward: Iterator[None] | None = None
+        # what the caller can write into before the backward part reads it: its name, an alias, its version
+        self._versions: list[tuple[str, Tensor, int]] = []
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the forward part."""
@@ -154,7 +156,30 @@ class _Pass:
             results, updates, self.saved = self.runner.program.forward(inputs)
         for buffer, contents in updates:
             buffer.copy_(contents)
+        self._note_versions(results)
         return results
+
+    def _note_versions(self, results: Sequence[Tensor]) -> None:
+        program = self.runner.program
+        # an alias: a result itself would hold this pass, and be held by it
+        seen = [(f"result {place}", results[place].detach()) for place in program.shared]
+        seen += [
+            (f"a tensor of shape {tuple(constant.shape)} in the code", constant)
+            for constant in program.constants
+            if not constant.is_inference()
+        ]
+        self._versions = [(name, tensor, tensor._version) for name, tensor in seen]
+
+    def _refuse_changed(self) -> None:
+        """Refuse to compute with what was overwritten, as autograd does with what it saved."""
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{name} of a planned step was modified in place before its backward pass, which reads it or"
+                    " computes from it again: use an op that returns a new tensor (`x = x * 2` for `x *= 2`), or write"
+                    " into a `clone()`"
+                )
+        self._versions.clear()
 
     def keep(self, ctx: Any, number: int, inputs: Sequence[Tensor]) -> None:
         """Let a node keep the inputs that its part reads."""
@@ -179,6 +204,7 @@ class _Pass:
                 "the backward pass of a planned step ran already, and its tensors are freed: run the step again, or"
                 " add up the losses before one backward()"
             )
+        self._refuse_changed()
         self.runner.refuse_other_backward()
         given = self.runner.as_captured(tangents)
         self._arrived = {place for place, tangent in enumerate(tangents) if tangent is not None}

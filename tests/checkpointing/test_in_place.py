@@ -1,0 +1,73 @@
+"""What is written in place between the forward and the backward pass is noticed; arguments that share memory."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rmm_linear.checkpointing import checkpoint_model
+
+X = torch.randn(256, 64)
+
+
+class Features(nn.Module):
+    """Returns what dropout alone reads, which keeps its mask and no input in eager mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        features = self.first(x)
+        return features, self.last(torch.tanh(F.dropout(features, 0.1)))
+
+
+class Saved(nn.Module):
+    """Returns what eager mode keeps as well, in three dimensions: a view of what the op wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        features = self.first(x.view(4, -1, 64))
+        return features, self.last(features)
+
+
+@pytest.mark.parametrize(("model", "budget"), [(Features(), "90%"), (Saved(), "100%")], ids=["recomputed", "kept"])
+def test_a_result_changed_in_place_before_it_is_read_is_refused(model, budget):
+    planned = copy.deepcopy(model)
+    checkpoint_model(planned, X, budget=budget)
+    features, output = planned(X)
+    with torch.no_grad():
+        features.div_(10.0)
+    with pytest.raises(RuntimeError, match=r"result 0 of a planned step .* modified in place.*`x = x \* 2`"):
+        output.sum().backward()
+    features, output = planned(X)
+    # the backward part does not read this one
+    with torch.no_grad():
+        output.div_(10.0)
+    (output.sum() + features.sum()).backward()
+    assert planned.first.weight.grad is not None
+
+
+def test_a_constant_changed_in_place_before_it_is_read_is_refused():
+    mask = torch.ones(64)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.layer(x) * mask
+
+    model = Masked()
+    checkpoint_model(model, X, budget="100%")
+    output = model(X)
+    mask.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified in place"):
+        output.sum().backward()
+    model(X).sum().backward()
