@@ -3,12 +3,15 @@
 import math
 import re
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from rmm_linear.byte_sizes import UNITS, readable
 
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*")
 # a float is a part of the plain program's peak
 _SHARE = "of the whole"
+# No step fits into so few: whoever writes such a number thinks of another unit.
+_FEW_BYTES = 1000
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,11 @@ class Budget:
         Raises:
             ValueError: If it is no budget.
         """
-        if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-            return cls(budget, "")
-        if isinstance(budget, float) and 0 < budget <= 1:
-            return cls(budget, _SHARE)
+        if isinstance(budget, Integral):
+            if not isinstance(budget, bool) and budget > 0:
+                return cls(int(budget), "")
+        elif isinstance(budget, Real) and 0 < budget <= 1:
+            return cls(float(budget), _SHARE)
         match = _TEXT.fullmatch(budget) if isinstance(budget, str) else None
         if match and not match[2] and "." in match[1]:
             # no part of a byte: as the number would be
@@ -115,12 +119,16 @@ def refusal(budget: Budget, plain_peak_bytes: int, least_bytes: int, strategy: s
         strategy: Who looked for a plan.
 
     Returns:
-        The text: "20% = 312.00 MiB" where the budget is a part of the whole, or else its unit alone.
+        The text: "20% = 312.00 MiB" where the budget is a part of the whole, or else its unit alone; with another
+        unit, if it is of a few bytes.
     """
     least = budget.that_holds(least_bytes, plain_peak_bytes)
-    asked, found, whole = str(budget), str(least), ""
+    asked, found, end = str(budget), str(least), ""
     if budget.unit in ("%", _SHARE):
         asked += f" = {readable(budget.in_bytes(plain_peak_bytes))}"
         found += f" = {readable(least_bytes)}"
-        whole = f", of the {readable(plain_peak_bytes)} that the captured step takes without a plan"
-    return f"{strategy} found no schedule within {asked}; the least that was found takes {found}{whole}"
+        end = f", of the {readable(plain_peak_bytes)} that the captured step takes without a plan"
+    elif UNITS[budget.unit] == 1 and budget.amount < _FEW_BYTES:
+        meant = Budget(budget.amount, "%" if budget.amount <= 100 else "MB")
+        end = f'; did you mean "{str(meant).replace(" ", "")}"?'
+    return f"{strategy} found no schedule within {asked}; the least that was found takes {found}{end}"

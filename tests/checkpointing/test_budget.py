@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,6 +28,10 @@ PLAIN = 1_000_003
         ("3TB", 3 * 10**12),
         ("2 TiB", 2 * 2**40),
         (1e-12, 1),
+        (np.int64(10**9), 10**9),
+        (np.float32(0.5), 500_001),
+        (np.float64(0.6), 600_001),
+        (np.float32(1), PLAIN),
     ],
 )
 def test_a_budget_is_read(budget, size_bytes):
@@ -39,6 +44,15 @@ def test_a_budget_is_read(budget, size_bytes):
 def test_what_is_no_budget_is_refused(budget):
     with pytest.raises(ValueError, match=re.escape(f"budget={budget!r} is no budget")):
         Budget.of(budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "hint"), [(60, '"60%"'), (np.int64(80), '"80%"'), ("90", '"90%"'), (512, '"512MB"')]
+)
+def test_a_budget_of_a_few_bytes_is_refused_with_a_hint(budget, hint):
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    with pytest.raises(InfeasibleBudgetError, match=f"did you mean {hint}"):
+        checkpoint_model(model, torch.zeros(64, 16), budget=budget, strategy="chen2016_sqrt")
 
 
 @pytest.mark.parametrize("written", [1000, "1000", "1%", 0.01, "1kB", "0.001MiB", "0.000001GiB"])
