@@ -76,11 +76,11 @@ def store_plan(graph: Graph, strategy: str, budget_bytes: int, schedule: Schedul
 
 
 def _folder() -> Path | None:
-    named = os.environ.get(_SWITCH)
-    if named is not None:
-        return None if named in ("", "0", "off") else Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME")
+    named, cache = os.environ.get(_SWITCH), os.environ.get("XDG_CACHE_HOME")
+    # where nobody knows the user's home, nothing is kept
     with contextlib.suppress(RuntimeError):
+        if named is not None:
+            return None if named in ("", "0", "off") else Path(named).expanduser()
         return (Path(cache) if cache else Path.home() / ".cache") / "rmm_linear" / "plans"
     return None
 
