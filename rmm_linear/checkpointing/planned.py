@@ -226,6 +226,8 @@ class PlannedStep:
         arguments, tensors = Arguments.of(args, kwargs)
         state = PythonState(self._model, self._step, self._read, named=True)
         key = _key_of_call(arguments, [*state.tensors, *tensors])
+        # a tensor that the user puts another one in the place of is not kept alive
+        state.forget_tensors()
         variant = _Variant(key, self._read, state, Runner(captured, plan.schedule), plan)
         self._tell(variant)
         seconds = time.monotonic() - began

@@ -112,6 +112,10 @@ class PythonState:
             self._class(kind)
         self.tensors: list[Tensor] = [*dict.fromkeys(registered), *self._others]
 
+    def forget_tensors(self) -> None:
+        """Let go of the tensors, which `values` holds by their place: it is compared as before."""
+        self.tensors, self._others = [], []
+
     def difference(self, values: Sequence[Any]) -> str:
         """Say where this state, walked through with names, differs from another one's values.
 

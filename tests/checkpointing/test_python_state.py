@@ -2,8 +2,10 @@
 
 import argparse
 import copy
+import gc
 import threading
 import warnings
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -455,4 +457,25 @@ def test_a_converted_model_is_planned_once():
     checkpoint_model(model, X, **PLAN)
     for _ in range(20):
         model(X).sum().backward()
+    assert len(vars(model)["forward"].run.plans) == 1
+
+
+def test_a_plan_keeps_no_tensor_alive_that_was_replaced():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bank = nn.Linear(8, 8), torch.zeros(8)
+
+        def forward(self, x):
+            return self.linear(x) * self.bank
+
+    model, x = Scaled(), torch.randn(4, 8)
+    checkpoint_model(model, x, budget="100%")
+    replaced = weakref.ref(model.bank), weakref.ref(model.linear.weight)
+    model.bank = torch.ones(8)
+    model(x).sum().backward()
+    model.linear.weight = nn.Parameter(torch.ones(8, 8))
+    assert torch.equal(model(x), model.linear(x))
+    gc.collect()
+    assert [tensor() is None for tensor in replaced] == [True, True]
     assert len(vars(model)["forward"].run.plans) == 1
