@@ -127,15 +127,29 @@ def check_padding_changes_no_loss(
         batch: The batch.
 
     Raises:
-        ValueError: If they differ by more than rounding, or there is no loss.
+        ValueError: If they differ by more than rounding, there is no loss, the padded batch fails, or a module takes
+            statistics over the batch in training, where padding may count.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"pad_to can't be used with {name or 'the model'!r}, a {type(module).__name__}, whose statistics over a"
+                " batch may count padding: pad the batches yourself, or put the module in eval mode"
+            )
     length = buckets.length_for(batch[_IDS].shape[1])
     if length == batch[_IDS].shape[1]:
         # one that has no padding can be told by a longer one alone
         length = buckets.length_for(length + 1)
     if length == batch[_IDS].shape[1] or any(tensor.is_meta for tensor in model.parameters()):
         return
-    plain, padded = (_losses(model, step, each) for each in (batch, buckets.padded(batch, length)))
+    plain = _losses(model, step, batch)
+    try:
+        padded = _losses(model, step, buckets.padded(batch, length))
+    except Exception as error:
+        raise ValueError(
+            f"pad_to was tried with the sample padded from {batch[_IDS].shape[1]} to {length}, which failed"
+            f" ({type(error).__name__}: {error}): pass a shorter sample if that is longer than the model takes"
+        ) from error
     if not plain:
         raise ValueError(
             "pad_to needs a loss in what is planned, for the other results would be longer than the batch: let the"

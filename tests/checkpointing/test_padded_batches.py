@@ -134,3 +134,36 @@ def test_other_tensors_are_padded_with_what_is_said():
     for length in (5, 7):
         torch.testing.assert_close(step(**batch(length)), loss_fn(model, **batch(length)), rtol=1e-5, atol=1e-6)
     assert len(step.plans) == 1
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(50, 8), nn.BatchNorm1d(8)
+
+    def forward(self, input_ids, attention_mask, labels):
+        hidden = self.norm(self.embedding(input_ids).transpose(1, 2)).transpose(1, 2)
+        return (hidden * attention_mask.unsqueeze(2)).sum() / attention_mask.sum()
+
+
+def test_batch_statistics_that_may_count_padding_are_refused():
+    model = Normed().train()
+    with pytest.raises(ValueError, match="pad_to can't be used with 'norm', a BatchNorm1d"):
+        checkpoint_model(model, batch_of(5, tokens=False), pad_to=8, **PLAN)
+    model.norm.eval()
+    checkpoint_model(model, batch_of(5, tokens=False), pad_to=8, **PLAN)
+
+
+class Positioned(Normed):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.places = nn.Identity(), nn.Embedding(8, 8)
+
+    def forward(self, input_ids, attention_mask, labels):
+        hidden = self.embedding(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        return (hidden * attention_mask.unsqueeze(2)).sum() / attention_mask.sum()
+
+
+def test_a_sample_as_long_as_the_model_takes_is_told():
+    with pytest.raises(ValueError, match="padded from 8 to 16, which failed .*pass a shorter sample"):
+        checkpoint_model(Positioned().train(), batch_of(8, tokens=False), pad_to=8, **PLAN)
