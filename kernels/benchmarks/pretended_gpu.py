@@ -155,4 +155,6 @@ def pretended_gpu(target: str = "sm_90") -> Iterator[PretendedGPU]:
         max_shared_mem.cache_clear()
         for kernel in pretended.kernels.values():
             for device in [number for number in kernel.device_caches if number < 0]:
-                del kernel.device_caches[device]
+                for compiled in kernel.device_caches.pop(device)[0].values():
+                    # there is nothing that a GPU could unload
+                    compiled.module = None

@@ -25,6 +25,14 @@ def spread(vector):
 
 
 @triton.jit
+def where_first(mask, place):
+    """The mask of a program whose place is 0, and nothing of it in the others."""
+    # A vector made of one truth value is int32 to the interpreter, of which that of triton 3.9 makes no mask. What is
+    # compared is a truth value again; the compiler knows that one is its own comparison with 0.
+    return (mask & (place == 0)) != 0
+
+
+@triton.jit
 def awaited(x, BACKEND: tl.constexpr):
     """Numbers of half precision out of the memory, which are waited for here and not where they are loaded."""
     # What a matrix product takes is handed to the shared memory as soon as it is loaded, which has to wait for it. The

@@ -42,7 +42,7 @@ from .strides import ALIGNMENT
 _MOST_REMEMBERED = 4096
 _NUMBERS = (int, float, bool)
 # Versions in which Triton itself calls a compiled kernel as it is called here, 2 us faster than in the public way.
-_IS_CALL_KNOWN = tuple(triton.__version__.split(".")[:2]) in {("3", "6"), ("3", "7")}
+_IS_CALL_KNOWN = tuple(triton.__version__.split(".")[:2]) in {("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")}
 _BACKEND_WITHOUT_RANGES = "cuda"
 
 
@@ -78,8 +78,9 @@ class Constants:
         return self.values[name]
 
 
-# What Triton itself calls, its two arguments that are the kernel's own, and the constants in the signature's order.
-_Call = tuple[Any, Any, Any, tuple[Any, ...]]
+# What Triton itself calls, its two arguments that are the kernel's own, the constants in the signature's order; and the
+# compiled kernel, which Triton (3.8 on) unloads from the GPU once nobody has it.
+_Call = tuple[Any, Any, Any, tuple[Any, ...], CompiledKernel]
 # What is remembered of a launch: the compiled kernel; what Triton calls, where that is known; and the constants.
 _Remembered = tuple[CompiledKernel, _Call | None, tuple[Any, ...]]
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
@@ -195,7 +196,7 @@ class Prepared:
                     _prepared.clear()
                 _prepared[key] = found
             return
-        run, function, metadata, values = found
+        run, function, metadata, values, _ = found
         stream = active.get_current_stream(device)
         # neither what hooks are told, nor hooks
         run(*self.grid, stream, function, metadata, None, None, None, *tensors, *self.numbers, *values)
@@ -272,7 +273,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
         compiled, call, values = remembered
         stream = active.get_current_stream(device)
         if call is not None and not _calls(runtime.launch_enter_hook) and not _calls(runtime.launch_exit_hook):
-            run, function, metadata, _ = call
+            run, function, metadata, _, _ = call
             # neither what hooks are told, nor hooks
             run(*grid, stream, function, metadata, None, None, None, *arguments, *values)
         else:
@@ -284,7 +285,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
         if len(plan.remembered) >= _MOST_REMEMBERED:
             plan.remembered.clear()
         values = tuple(constants.values[name] for name in plan.constant_names)
-        call = (compiled.run, compiled.function, compiled.packed_metadata, values) if _IS_CALL_KNOWN else None
+        call = (compiled.run, compiled.function, compiled.packed_metadata, values, compiled) if _IS_CALL_KNOWN else None
         plan.remembered[key] = compiled, call, values
     return None
 

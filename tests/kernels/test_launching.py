@@ -326,6 +326,16 @@ def test_a_prepared_launch_respects_devices_settings_and_hooks(gpu, general, mon
     assert len(general) == 2
 
 
+def test_a_prepared_launch_keeps_its_compiled_kernel(gpu):
+    """Triton unloads it (3.8 on) once nobody has it, and its handle is then that of nothing."""
+    call, tensors = prepared(sums(torch.zeros(64)))
+    call(*tensors)
+    call(*tensors)
+    (compiled,) = _sums_kernel.device_caches[gpu.device][0].values()
+    (found,) = launching._prepared.values()
+    assert any(part is compiled for part in found)
+
+
 def test_what_is_remembered_of_prepared_launches_is_bounded(gpu, monkeypatch):
     monkeypatch.setattr(launching, "_MOST_REMEMBERED", 2)
     calls = [prepared(sums(torch.zeros(64), features=features)) for features in (3, 16, 1, 5)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
-from ..device_functions import converted
+from ..device_functions import converted, where_first
 from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import (
     block_words,
@@ -230,7 +230,7 @@ def _grad_weight_at_once_kernel(
         mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
         product += sums[:, None] * mean[None, :]
     if HAS_BIAS:
-        is_first = is_out & (tl.program_id(1) == 0)
+        is_first = where_first(is_out, tl.program_id(1))
         tl.store(BIAS + out, converted(sums, BIAS.dtype.element_ty, INTERPRETED), is_first)
     to = OUT + out.to(tl.int64)[:, None] * in_features + column[None, :]
     tl.store(to, converted(product, OUT.dtype.element_ty, INTERPRETED), is_out[:, None] & is_column[None, :])

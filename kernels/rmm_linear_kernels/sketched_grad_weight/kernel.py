@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..allocation import empty
 from ..builds import TYPE_NAMES, Build
-from ..device_functions import converted
+from ..device_functions import converted, where_first
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..low_bit import kernel as low_bit
@@ -101,7 +101,8 @@ def _finish(
             sums = tl.load(sums_at[None, :] + part.to(tl.int64)[:, None] * sums_row, is_part, other=0)
             total = tl.sum(sums.to(tl.float32), axis=0)
         if HAS_BIAS:
-            tl.store(BIAS + row, converted(total, BIAS.dtype.element_ty, INTERPRETED), is_row & (first_column == 0))
+            is_first = where_first(is_row, first_column)
+            tl.store(BIAS + row, converted(total, BIAS.dtype.element_ty, INTERPRETED), is_first)
         if HAS_MEAN:
             mean = tl.load(MEAN + column.to(tl.int64) * mean_stride, is_column, other=0).to(tl.float32)
             product += total[:, None] * mean[None, :]
@@ -138,7 +139,8 @@ def _outer_product_of_sums_kernel(
         sums += tl.load(sums_at, (part < parts - step * PARTS)[:, None] & is_row[None, :], other=0)
         sums_at += step_of_sums
     total = tl.sum(sums, axis=0)
-    tl.store(BIAS + row, converted(total, BIAS.dtype.element_ty, INTERPRETED), is_row & (tl.program_id(1) == 0))
+    is_first = where_first(is_row, tl.program_id(1))
+    tl.store(BIAS + row, converted(total, BIAS.dtype.element_ty, INTERPRETED), is_first)
     if HAS_MEAN:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = column < in_features
