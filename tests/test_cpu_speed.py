@@ -28,8 +28,8 @@ def profiled_calls(config: RMMConfig | None, rows: int = 512, features: int = 12
 @pytest.mark.parametrize(
     ("config", "most"),
     [
-        (RMMConfig(), 150),
-        (RMMConfig(center=False), 150),
+        (RMMConfig(), 125),
+        (RMMConfig(center=False), 95),
         (RMMConfig(sketch="gaussian"), 150),
     ],
     ids=str,

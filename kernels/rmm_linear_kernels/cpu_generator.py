@@ -7,7 +7,8 @@ of the Triton kernels and their references, which draw by Philox.
 Each use of a seed has a stream of its own: the seed is mixed (the finaliser of splitmix64, Steele et al. 2014), the
 number of the use is added, and the sum is mixed again. So a sketch and the rounding of what it stores are independent,
 and seeds at any distance have nothing in common, those of data-parallel ranks included. Of the mixed number the
-generator takes 32 bits: one pair of seeds in 2**32 has the same stream.
+generator takes the lower 32 bits: one pair of seeds in 2**32 has the same stream. The upper ones are a random number
+that takes no operation.
 
 The streams are a promise for one version of this library, one of torch, and one kind of processor: same seed, same S.
 """
@@ -32,7 +33,20 @@ def generator_of(seed: int, stream: int) -> torch.Generator:
     Returns:
         A generator of the CPU, nobody else's.
     """
-    return torch.Generator().manual_seed(_mixed(_mixed(seed) + stream) >> 32)
+    return torch.Generator().manual_seed(_mixed(_mixed(seed) + stream))
+
+
+def number_below(end: int, generator: torch.Generator) -> int:
+    """Return a random number that came with a generator's seed: always the same one.
+
+    Args:
+        end: How many numbers there are, no more than a few thousand: they are equally likely up to `end` / 2**32.
+        generator: As `generator_of` made it, which draws from other bits.
+
+    Returns:
+        A number from 0 to before `end`.
+    """
+    return ((generator.initial_seed() >> 32) * end) >> 32
 
 
 def _mixed(number: int) -> int:
@@ -58,20 +72,16 @@ def for_each(seed: Tensor, stream: int, draw: Callable[[torch.Generator], Tensor
     return torch.stack([draw(generator_of(each, stream)) for each in seed.flatten().tolist()]).unflatten(0, seed.shape)
 
 
-def random_signs(
-    generator: torch.Generator, shape: tuple[int, ...], *, dtype: torch.dtype, size: float = 1.0
-) -> Tensor:
+def random_signs(generator: torch.Generator, shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:
     """Return independent fair signs.
 
     Args:
         generator: What draws them.
         shape: How many.
         dtype: Floating dtype of the result.
-        size: What they are times.
 
     Returns:
-        Entries +size and -size.
+        Entries +1 and -1.
     """
     bits = torch.empty(shape, dtype=dtype, device="cpu").random_(0, 2, generator=generator)
-    # one operation, for the signs and for the factor
-    return torch.sub(torch.full((), size, dtype=dtype, device="cpu"), bits, alpha=2 * size)
+    return torch.rsub(bits, 1, alpha=2)

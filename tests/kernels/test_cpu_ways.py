@@ -186,3 +186,29 @@ def test_nothing_to_round(kind: str) -> None:
         options = {"kind": kind, "group": GROUP, "features": shape[1]}
         assert low_bit.dequantize(*codes, torch.tensor(3), **options).shape == shape
         assert low_bit_reference.dequantize(*codes, torch.tensor(3), **options).shape == shape
+
+
+@pytest.mark.parametrize("order", [2, 4, 8, 16, 32, 64])
+def test_runs_of_hadamard_rows_have_the_second_moments_of_uniform_subsets(order: int) -> None:
+    powers = hadamard._powers(order, torch.float64)
+    assert powers.shape == (2 * (order - 1), order)
+    assert torch.equal(powers[: order - 1], powers[order - 1 :])
+    for kept in range(1, order):
+        runs = torch.stack([powers[first : first + kept] for first in range(order - 1)])
+        # distinct rows of H, and each pair of entries of S S^T as large as its variance says: all exact in integers
+        assert torch.equal(runs @ runs.mT, order * torch.eye(kept, dtype=torch.float64).expand(order - 1, -1, -1))
+        squares = (runs.mT @ runs).square().sum(0)
+        expected = torch.full((order, order), float(kept * (order - kept)), dtype=torch.float64)
+        expected.fill_diagonal_(float(kept * kept * (order - 1)))
+        assert torch.equal(squares, expected)
+
+
+def test_a_number_of_a_seed_is_uniform_and_its_own() -> None:
+    def drawn(seed: int) -> int:
+        return cpu_generator.number_below(63, cpu_generator.generator_of(seed, 0))
+
+    counts = torch.bincount(torch.tensor([drawn(seed) for seed in range(6300)]), minlength=63)
+    assert counts.shape == (63,)
+    # chi squared with 62 degrees of freedom: beyond 125 once in 300,000
+    assert ((counts - 100).square() / 100).sum() < 125
+    assert drawn(5) == drawn(5)

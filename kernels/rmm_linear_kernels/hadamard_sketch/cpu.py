@@ -1,6 +1,10 @@
 """The strided-block Hadamard sketch on a CPU: the reference's, drawn by torch's own generator.
 
-The kept rows of H are a uniform subset here, which a generator draws at once. H itself is the same at every step.
+H itself is the same at every step, and so are the rows that may be drawn of it. Where its order is b = 2^k, they are
+the rows a^t, a^(t + 1), ... of a primitive element a of GF(2^k), from a random t of b - 1 on: a run of a constant
+matrix, which no operation has to gather. This is the reference's way to draw, times a random power of a, and its proof
+holds: a^(t + i) + a^(t + j) is uniform over all numbers but 0, so that each pair of rows is equally likely in the one
+respect that the variance asks for. Row 0 is never drawn, unless all are. The rows of other orders are a uniform subset.
 """
 
 from functools import lru_cache
@@ -11,9 +15,10 @@ from torch import Tensor
 from .. import cpu_generator
 from ..philox.reference import SIGN_STREAM
 from ..strides import as_matrix
-from .reference import dense_of, hadamard_entries, hadamard_matrix, hadamard_order, mixed, mixed_rows
+from .reference import POLYNOMIALS, dense_of, hadamard_entries, hadamard_matrix, hadamard_order, mixed_rows
 
-# Orders whose matrices are kept: those of all ratios from 1/32 on, 16 of them, and 0.1 MB in float32.
+# Orders whose matrices are kept: those of all ratios from 1/32 on, 16 of them, and 0.1 MB in float32. Seven of them are
+# powers of 2, whose runs take 0.04 MB more.
 _MOST_REMEMBERED_ORDER = 64
 
 
@@ -24,24 +29,46 @@ def _matrix(order: int, dtype: torch.dtype) -> Tensor:
         return hadamard_matrix(order, dtype=dtype, device=torch.device("cpu"))
 
 
-def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Scale H[columns] diag(signs) for every block; zero where a block has no row. (..., blocks, kept, m)."""
+@lru_cache
+def _powers(order: int, dtype: torch.dtype) -> Tensor:
+    """The rows 1, a, a^2, ... of H, twice: a run may begin at any of them. (2 (order - 1), order)."""
+    degree, number, numbers = order.bit_length() - 1, 1, []
+    for _ in range(order - 1):
+        numbers.append(number)
+        number <<= 1
+        number ^= (number >> degree) * POLYNOMIALS[degree]
+    with torch.inference_mode(False):
+        return _matrix(order, dtype)[torch.tensor(numbers * 2, device="cpu")]
+
+
+def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:
+    """H[columns] diag(signs) for every block, unscaled; zero where a block has no row. (..., blocks, kept, m)."""
     block_rows = -(-rows // blocks)
     order = hadamard_order(block_rows)
 
     def draw(generator: torch.Generator) -> Tensor:
-        columns = torch.randperm(order, generator=generator, device="cpu")[:kept]
-        signs = cpu_generator.random_signs(generator, (blocks, 1, block_rows), dtype=dtype, size=scale)
-        return mixed(_rows_of_matrix(columns, order, block_rows, dtype), signs, rows)
+        chosen = _rows_of_matrix(generator, order, kept, block_rows, dtype)
+        bits = torch.empty((blocks, 1, block_rows), dtype=dtype, device="cpu").random_(0, 2, generator=generator)
+        if rows < blocks * block_rows:
+            # The last stride does not reach all blocks: there, half a bit makes 0.
+            bits[rows - (block_rows - 1) * blocks :, :, -1] = 0.5
+        return torch.addcmul(chosen, chosen, bits, value=-2)
 
     return cpu_generator.for_each(seed, SIGN_STREAM, draw)
 
 
-def _rows_of_matrix(columns: Tensor, order: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The first entries of some rows of H, (kept, width)."""
+def _rows_of_matrix(generator: torch.Generator, order: int, kept: int, width: int, dtype: torch.dtype) -> Tensor:
+    """The first entries of random rows of H, (kept, width)."""
     if order > _MOST_REMEMBERED_ORDER:
+        columns = torch.randperm(order, generator=generator, device="cpu")[:kept]
         return hadamard_entries(columns, order=order, width=width, dtype=dtype)
-    chosen = _matrix(order, dtype)[columns]
+    if kept == order:
+        chosen = _matrix(order, dtype)
+    elif order & (order - 1):
+        chosen = _matrix(order, dtype)[torch.randperm(order, generator=generator, device="cpu")[:kept]]
+    else:
+        first = cpu_generator.number_below(order - 1, generator)
+        chosen = _powers(order, dtype)[first : first + kept]
     return chosen if width == order else chosen[:, :width]
 
 
@@ -66,7 +93,8 @@ def hadamard_sketch(
     if x.shape[0] == 0:
         return x.new_empty((blocks * kept, x.shape[1]), dtype=dtype)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return mixed_rows(x, _mixing(seed, x.shape[0], blocks, kept, compute, scale), mean, dtype=dtype)
+    mixing = _mixing(seed, x.shape[0], blocks, kept, compute)
+    return mixed_rows(x, mixing, mean, scale=scale, dtype=dtype)
 
 
 def hadamard_dense(seeds: Tensor, *, rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Tensor:

@@ -238,16 +238,17 @@ def hadamard_sketch(
     if rows == 0:
         return x.new_empty((blocks * kept, features), dtype=dtype)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return mixed_rows(x, _mixing(seed, rows, blocks, kept, compute).mul_(scale), mean, dtype=dtype)
+    return mixed_rows(x, _mixing(seed, rows, blocks, kept, compute), mean, scale=scale, dtype=dtype)
 
 
-def mixed_rows(x: Tensor, mixing: Tensor, mean: Tensor | None, *, dtype: torch.dtype) -> Tensor:
-    """Return the combinations of the rows of each block of x - 1 mean^T.
+def mixed_rows(x: Tensor, mixing: Tensor, mean: Tensor | None, *, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return the combinations of the rows of each block of x - 1 mean^T, times a factor.
 
     Args:
         x: Input, shape (rows, features), at least one row, any float dtype.
         mixing: What the blocks' rows are multiplied by, shape (blocks, kept, m), in the dtype of the sums.
         mean: Shape (features,), subtracted from every row, or None.
+        scale: The factor.
         dtype: Dtype of the result.
 
     Returns:
@@ -259,17 +260,24 @@ def mixed_rows(x: Tensor, mixing: Tensor, mean: Tensor | None, *, dtype: torch.d
     full = rows // blocks
     step = blocks if x.dtype == compute else max(1, _SLAB_ELEMENTS // max(1, full * features))
     if step >= blocks:
-        return _mixed_slab(x, mixing, ones, mean, 0, blocks, dtype)
+        return _mixed_slab(x, mixing, ones, mean, 0, blocks, scale, dtype)
     return torch.cat(
         [
-            _mixed_slab(x, mixing, ones, mean, first, min(first + step, blocks), dtype)
+            _mixed_slab(x, mixing, ones, mean, first, min(first + step, blocks), scale, dtype)
             for first in range(0, blocks, step)
         ]
     )
 
 
 def _mixed_slab(
-    x: Tensor, mixing: Tensor, ones: Tensor | None, mean: Tensor | None, first: int, end: int, dtype: torch.dtype
+    x: Tensor,
+    mixing: Tensor,
+    ones: Tensor | None,
+    mean: Tensor | None,
+    first: int,
+    end: int,
+    scale: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """`mixed_rows` of the blocks from `first` to before `end`."""
     rows, (blocks, _, block_rows), compute = x.shape[0], mixing.shape, mixing.dtype
@@ -280,13 +288,15 @@ def _mixed_slab(
     if end - first < blocks:
         body, wanted = body[first:end], wanted[first:end]
         ones = None if ones is None else ones[first:end]
-    part = torch.bmm(wanted, body if body.dtype == compute else body.to(compute))
+    body = body if body.dtype == compute else body.to(compute)
+    # the product alone, for its factor: with beta=0 what it would be added to is not read
+    part = torch.baddbmm(body.new_empty(()), wanted, body, beta=0, alpha=scale)
     if is_ragged:
         # The last stride reaches the first blocks only.
         tail = x[full * blocks + first : full * blocks + end].to(compute).unsqueeze(1)
-        part[: tail.shape[0]].addcmul_(mixing[first : first + tail.shape[0], :, full:], tail)
+        part[: tail.shape[0]].addcmul_(mixing[first : first + tail.shape[0], :, full:], tail, value=scale)
     if mean is not None and ones is not None:
-        part.addcmul_(ones, mean if mean.dtype == compute else mean.to(compute), value=-1)
+        part.addcmul_(ones, mean if mean.dtype == compute else mean.to(compute), value=-scale)
     part = part.view(part.shape[0] * part.shape[1], part.shape[2])
     return part if dtype == compute else part.to(dtype)
 
