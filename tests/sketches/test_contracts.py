@@ -1,5 +1,8 @@
 """Every sketch of the library passes the contract, as it is and centred."""
 
+import pytest
+import torch
+
 from rmm_linear.sketches import (
     CRS,
     DCT,
@@ -26,6 +29,22 @@ class Centring:
 
     def make(self, ratio):
         return Centered(super().make(ratio))
+
+    def test_dense_is_the_inner_sketch_s(self):
+        sketch, (x, _), seeds = self.make(0.5), self._pair(67), torch.arange(50)
+        assert torch.equal(sketch.dense(x, seeds), sketch.inner.dense(x - x.mean(0), seeds))
+
+
+class CentringWhatLooksAtNoData(Centring):
+    """S is that of the sketch inside, to the bit, whose contract measures its mean."""
+
+    def test_dense_is_the_inner_sketch_s(self):
+        sketch, (x, _), seeds = self.make(0.5), self._pair(67), torch.arange(50)
+        assert torch.equal(sketch.dense(x, seeds), sketch.inner.dense(x, seeds))
+
+    @pytest.mark.grid
+    def test_mean_of_s_s_transposed_is_identity(self):
+        super().test_mean_of_s_s_transposed_is_identity()
 
 
 class TestGaussian(SketchContract):
@@ -94,32 +113,32 @@ class TestWTACRS(SketchContract):
         return WTACRS(ratio=ratio)
 
 
-class TestCenteredGaussian(Centring, TestGaussian):
+class TestCenteredGaussian(CentringWhatLooksAtNoData, TestGaussian):
     exact_rows = (1,)
 
 
-class TestCenteredRademacher(Centring, TestRademacher):
+class TestCenteredRademacher(CentringWhatLooksAtNoData, TestRademacher):
     exact_rows = (1,)
 
 
-class TestCenteredDCT(Centring, TestDCT):
+class TestCenteredDCT(CentringWhatLooksAtNoData, TestDCT):
     pass
 
 
-class TestCenteredDFT(Centring, TestDFT):
+class TestCenteredDFT(CentringWhatLooksAtNoData, TestDFT):
     pass
 
 
-class TestCenteredHadamard(Centring, TestHadamard):
+class TestCenteredHadamard(CentringWhatLooksAtNoData, TestHadamard):
     pass
 
 
-class TestCenteredRowsWithReplacement(Centring, TestRowsWithReplacement):
+class TestCenteredRowsWithReplacement(CentringWhatLooksAtNoData, TestRowsWithReplacement):
     exact_by_symmetry = (2,)
     exact_rows = (1,)
 
 
-class TestCenteredRowsWithoutReplacement(Centring, TestRowsWithoutReplacement):
+class TestCenteredRowsWithoutReplacement(CentringWhatLooksAtNoData, TestRowsWithoutReplacement):
     exact_by_symmetry = (2,)
 
 

@@ -54,6 +54,15 @@ class LowBitContract(SketchContract):
             expected, size = expected + known, size + known.norm()
         return expected, size + torch.finfo(torch.float64).tiny
 
+    @pytest.mark.grid
+    def test_mean_of_s_s_transposed_is_identity(self):
+        super().test_mean_of_s_s_transposed_is_identity()
+
+    def test_dense_is_that_of_the_sketch_without_rounding(self):
+        """To the bit, so that its mean is measured by that sketch's own contract."""
+        low_bit, (x, _), seeds = low_bit_of(self.make(0.5)), self._pair(67), torch.arange(50)
+        assert torch.equal(self.make(0.5).dense(x, seeds), low_bit.inner.dense(x, seeds))
+
     def test_different_seeds_give_different_sketches(self):
         x, _ = self._pair(67)
         stored = torch.stack([self.stored(self.make(0.5), x, seed) for seed in (0, 1, -1, 1 << 32, 1 << 62)])
@@ -92,6 +101,7 @@ class HoldsTheInput(LowBitContract):
     layer_case = (67, 1.0)
     test_kept_rows_follow_the_ratio = None
     test_mean_of_s_s_transposed_is_identity = None
+    test_dense_is_that_of_the_sketch_without_rounding = None
 
     def _shapes(self):
         return ((rows, 1.0) for rows in (0, 1, 2, 3, 13, 64, 67, 200, 257, 600))
