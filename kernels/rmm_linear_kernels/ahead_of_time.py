@@ -5,7 +5,7 @@ Triton compiles for any GPU on any machine, and its wheel brings the assembler a
 
 - registers, stack frame and spills of the NVIDIA targets are read from the log of the very `ptxas` run that makes the
   binary. Neither the stack frame nor the stores to local memory (STL) tells a spill: the library's sine and cosine,
-  and so `tl.randn`, have a frame of 32 bytes and 16 such stores a kernel, with nothing spilled;
+  and so `tl.randn`, have a frame of 32 bytes and 16 such stores a kernel (not with triton 3.9), with nothing spilled;
 - those of the AMD targets are read from the metadata that the compiler writes after the assembly;
 - instructions are counted in the disassembly. They are counted as written, not as executed: an instruction of a loop
   counts once.

@@ -168,8 +168,10 @@ def test_matrix_instructions_and_wide_loads_are_found_and_missed(target):
 def test_a_library_function_s_stack_is_no_spill(target):
     build = Build("normals", _normal_kernel, {"SEED": "*i64", "OUT": "*fp32"}, {"COUNT": 1024})
     found = compile_build(build, target)
-    assert found.stack > 0
-    assert found.local_stores > 0
+    # sine and cosine of triton 3.9 have neither
+    if triton.__version__.startswith(("3.6.", "3.7.")):
+        assert found.stack > 0
+        assert found.local_stores > 0
     assert found.spill_stores == 0
     assert problems(build, found) == []
 
