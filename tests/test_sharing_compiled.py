@@ -233,8 +233,17 @@ class Lowered(nn.Module):
         return torch.tanh(first.float()) * y + self.layers[1](y).float()
 
 
+# one that recomputes and merges what is alike, one that does neither
 @pytest.mark.parametrize(
-    ("budget", "merge"), [(1.0, True), (1.0, False), (0.6, True), (0.3, True), (0.1, True), (0.3, False)]
+    ("budget", "merge"),
+    [
+        (0.3, True),
+        (1.0, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.grid)
+            for case in ((1.0, True), (0.6, True), (0.1, True), (0.3, False))
+        ),
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"keep_tokens": (0,)}, {"storage": "int8", "center": True}], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
