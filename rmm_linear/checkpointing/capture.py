@@ -16,6 +16,7 @@ What the captured step is:
 
 import operator
 import random
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +54,8 @@ _UPDATES_BUFFERS = {
 _HIDDEN_WORKSPACE = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"}
 # Seed and offset of a GPU's generator.
 _DEVICE_STATE_BYTES = 16
+# A trace puts hollow tensors into the model and takes kernels out of torch, which two at once would undo.
+_one_at_a_time = threading.RLock()
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -148,7 +151,8 @@ def capture(
     forward_autocast = present_autocast(kinds)
     python_state, numpy_state = random.getstate(), _numpy_state()
     try:
-        traced = trace(model, step, held.tensors, arguments, tensors, with_eager_peak=with_eager_peak)
+        with _one_at_a_time:
+            traced = trace(model, step, held.tensors, arguments, tensors, with_eager_peak=with_eager_peak)
     finally:
         if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
             random.setstate(python_state)
@@ -162,7 +166,7 @@ def capture(
     def has_same_backward(autocast: Autocast) -> bool:
         # the model as it is then: the capture must not hold parameters that it no longer has
         state = PythonState(model).tensors
-        with autocast_as(forward_autocast, kinds):
+        with _one_at_a_time, autocast_as(forward_autocast, kinds):
             options: dict[str, Any] = {"numbers": traced.numbers, "backward_autocast": autocast}
             return trace(model, step, state, arguments, traced.hollow, **options).fingerprint == traced.fingerprint
 

@@ -381,6 +381,12 @@ class _Numbers(TorchDispatchMode):
             return self._number_in(args[0])
         if func is torch.ops.aten.nonzero.default:
             return self._nonzero(args[0])
+        if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
+            # the graph would hold a copy of it, which nobody seeds, and a recomputation would draw other numbers
+            raise NotFollowedError(
+                "the step draws from a generator of its own, which a plan can't follow: draw from torch's"
+                " (`torch.manual_seed`), or outside of what is planned, and pass the numbers as an argument"
+            )
         if self.numbers is None and torch.Tag.nondeterministic_seeded in func.tags:
             is_hollow = any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
             # a hollow tensor draws nothing: what is drawn in earnest after it is not what the step draws

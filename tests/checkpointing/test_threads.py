@@ -113,3 +113,25 @@ def test_a_compiler_finds_the_model_as_it_was_written():
     torch.compiler.reset()
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), reference(X))
     torch.compiler.reset()
+
+
+def test_two_threads_capture_two_models_at_once():
+    errors, start = [], threading.Barrier(2)
+
+    def train():
+        try:
+            model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+            start.wait(20)
+            for _ in range(2):
+                checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+                model(X).sum().backward()
+                remove_checkpointing(model)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
