@@ -15,7 +15,6 @@ What the captured step is:
 """
 
 import operator
-import random
 import threading
 import warnings
 from collections import Counter
@@ -24,7 +23,6 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import (
@@ -149,19 +147,8 @@ def capture(
     buffers = (*(name for name, _ in model.named_buffers()), *held.names)
     kinds = {tensor.device.type for tensor in (*held.tensors, *tensors)}
     forward_autocast = present_autocast(kinds)
-    python_state, numpy_state = random.getstate(), _numpy_state()
-    try:
-        with _one_at_a_time:
-            traced = trace(model, step, held.tensors, arguments, tensors, with_eager_peak=with_eager_peak)
-    finally:
-        if random.getstate() != python_state or _numpy_state()[2] != numpy_state[2]:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
-            raise CaptureError(
-                "the step draws from Python's `random` or from numpy, whose outcome a capture would freeze: switch it"
-                " off (LayerDrop: layerdrop = 0; SpecAugment: mask_time_prob = 0 and mask_feature_prob = 0), or draw"
-                " from torch"
-            )
+    with _one_at_a_time:
+        traced = trace(model, step, held.tensors, arguments, tensors, with_eager_peak=with_eager_peak)
 
     def has_same_backward(autocast: Autocast) -> bool:
         # the model as it is then: the capture must not hold parameters that it no longer has
@@ -188,11 +175,6 @@ def capture(
             f"the step's graph has something that plans don't know: {type(error).__name__}: {error}. Checkpoint the"
             " parts without it one by one (`checkpoint_model(block, ...)`)"
         ) from error
-
-
-def _numpy_state() -> Any:
-    # its third part is the position in the generator's block of numbers, which every draw moves
-    return np.random.get_state()  # noqa: NPY002
 
 
 class _Reading:

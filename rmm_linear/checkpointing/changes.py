@@ -1,8 +1,11 @@
 """What a run of Python code changes: plain values are told apart by value, all else by identity."""
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 # Stands for what is not there.
@@ -37,11 +40,51 @@ def differ(old: Any, new: Any) -> bool:
         return False
     if type(old) is not type(new):
         return True
-    if isinstance(old, (list, tuple)):
+    if isinstance(old, (list, tuple, deque)):
         return len(old) != len(new) or any(map(differ, old, new))
+    if isinstance(old, np.ndarray):
+        return old.shape != new.shape or old.dtype != new.dtype or old.tobytes() != new.tobytes()
+    if isinstance(old, (set, frozenset)):
+        return old != new
     if isinstance(old, dict):
         return old.keys() != new.keys() or any(differ(value, new[key]) for key, value in old.items())
     return not (is_plain(old) and (old == new or (old != old and new != new)))
+
+
+def give_back(holder: Any, contents: Any) -> None:
+    """Let a list, a set, an array or a mapping hold what it held.
+
+    Args:
+        holder: It.
+        contents: A copy of what was in it.
+    """
+    if isinstance(holder, list):
+        holder[:] = contents
+    elif isinstance(holder, np.ndarray):
+        holder[...] = contents
+    elif isinstance(holder, Mapping) and (not isinstance(holder, dict) or list(holder) == list(contents)):
+        # what is there is never missing in between, for other threads
+        present = dict(holder)
+        for key in {**present, **contents}:
+            if present.get(key, MISSING) is not contents.get(key, MISSING):
+                put(holder, key, contents.get(key, MISSING))
+    else:
+        holder.clear()
+        (holder.extend if isinstance(holder, deque) else holder.update)(contents)
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Put a value into a mapping.
+
+    Args:
+        holder: The mapping.
+        key: Where.
+        value: What; `MISSING` takes away what is there.
+    """
+    if value is MISSING:
+        holder.pop(key, None)
+    else:
+        holder[key] = value
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +93,8 @@ class Change:
 
     Attributes:
         path: Its name.
-        holder: The list, or the dict of attributes or entries, in which it is.
-        key: Its name there; None for a list, which changed as a whole.
+        holder: The mapping of attributes, entries or variables in which it is; or the list, set or array.
+        key: Its name there; None for what changed as a whole.
         before: What was there.
         after: What the run left there.
     """
@@ -64,17 +107,17 @@ class Change:
 
     def again(self) -> None:
         """Make the change."""
-        if self.key is None:
-            self.holder[:] = self.after
-        elif self.after is MISSING:
-            self.holder.pop(self.key, None)
-        else:
-            self.holder[self.key] = self.after
+        self._set(self.after)
 
     def undo(self) -> None:
-        """Take the change of an attribute, an entry or a variable back; lists are restored otherwise."""
-        if self.key is not None:
-            self.holder[self.key] = self.before
+        """Take it back."""
+        self._set(self.before)
+
+    def _set(self, value: Any) -> None:
+        if self.key is None:
+            give_back(self.holder, value)
+        else:
+            put(self.holder, self.key, value)
 
     def __str__(self) -> str:
         values = [value for value in (self.before, self.after) if is_plain(value)]

@@ -3,7 +3,7 @@
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,6 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
-
-from rmm_linear.checkpointing.changes import MISSING, Change, differ, is_plain
 
 # Code that reads no state of the user's: this library, torch, and the standard library without what is installed in it.
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
@@ -53,9 +51,10 @@ class Read:
 class CodeThatRan:
     """Notes which code runs, see `noted`."""
 
-    def __init__(self) -> None:
-        # of each piece of code: its global variables, and the plain ones among them as they were before it ran
-        self._found: dict[CodeType, tuple[dict[str, Any], dict[str, Any]]] = {}
+    def __init__(self, watch: Callable[[dict[str, Any], Iterable[str]], None]) -> None:
+        # of each piece of code its global variables
+        self._found: dict[CodeType, dict[str, Any]] = {}
+        self._watch = watch
 
     def note(self, frame: FrameType) -> None:
         """Note the code of a frame.
@@ -65,11 +64,10 @@ class CodeThatRan:
         """
         code, variables = frame.f_code, frame.f_globals
         if code not in self._found:
-            named = code.co_names if _is_the_users(code.co_filename) else ()
-            self._found[code] = (
-                variables,
-                {name: variables[name] for name in named if is_plain(variables.get(name, ...))},
-            )
+            self._found[code] = variables
+            if _is_the_users(code.co_filename):
+                for holder in _global_variables(code, variables):
+                    self._watch(holder, code.co_names)
 
     def read(self) -> Read:
         """Say what the code may have read.
@@ -79,45 +77,24 @@ class CodeThatRan:
         """
         names: set[str] = set()
         places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-        for code, (variables, _) in self._found.items():
+        for code, variables in self._found.items():
             if not _is_the_users(code.co_filename):
                 continue
             names.update(code.co_names)
             # getattr(config, "scale")
             names.update(part for part in code.co_consts if isinstance(part, str) and part.isidentifier())
-            for holder, name in _global_variables(code, variables):
-                places[id(holder), name] = holder, name
+            for holder in _global_variables(code, variables):
+                places.update({(id(holder), name): (holder, name) for name in code.co_names if name in holder})
         return Read(frozenset(names), tuple(places.values()))
 
-    def changes(self) -> list[Change]:
-        """Say which global variables the code changed, and take it back.
 
-        Returns:
-            The changes of plain ones.
-        """
-        found = [
-            Change(name, variables, name, old, variables.get(name, MISSING))
-            for variables, before in self._found.values()
-            for name, old in before.items()
-            if differ(old, variables.get(name, MISSING))
-        ]
-        # the first to see a variable saw it as it was
-        found.reverse()
-        for change in found:
-            change.undo()
-        return found
-
-
-def _global_variables(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+def _global_variables(code: CodeType, variables: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield variables
     for name in code.co_names:
-        if name not in variables:
-            continue
-        value = variables[name]
-        if not isinstance(value, ModuleType):
-            yield variables, name
-        elif value.__name__.partition(".")[0] not in _NOT_THE_USERS:
-            # settings.SCALE
-            yield from ((vars(value), part) for part in code.co_names if part in vars(value))
+        value = variables.get(name)
+        # settings.SCALE
+        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _NOT_THE_USERS:
+            yield vars(value)
 
 
 def _is_the_users(filename: str) -> bool:
@@ -127,13 +104,17 @@ def _is_the_users(filename: str) -> bool:
 
 
 @contextmanager
-def noted() -> Iterator[CodeThatRan]:
+def noted(watch: Callable[[dict[str, Any], Iterable[str]], None]) -> Iterator[CodeThatRan]:
     """Note which Python code runs in this thread.
+
+    Args:
+        watch: Called before code of the user runs first, with the dicts of its global variables, and the names that it
+            mentions.
 
     Yields:
         What ran; complete when the context is left.
     """
-    found = CodeThatRan()
+    found = CodeThatRan(watch)
     with _monitored(found.note) if sys.version_info >= (3, 12) else _traced(found.note):
         yield found
 

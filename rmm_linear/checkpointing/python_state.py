@@ -12,17 +12,11 @@ A capture runs the step's Python code once. What that code may read is walked th
 Code that ran is that of the forward and of the backward pass, custom Functions and hooks of tensors included, in the
 thread that captures.
 
-What lies deeper than `_DEEPEST`, or is longer than `_LONGEST`, is not looked into, and named. There is no bound in
+What lies deeper than `_DEEPEST`, or is longer than `LONGEST`, is not looked into, and named. There is no bound in
 total: many short lists and dicts are all compared at every step.
 
-Not noticed: fields whose names are put together while the code runs, environment variables, what is inside of objects
-of torch, numpy, this library, the standard library or C extensions, attributes of classes that no object looked into is
-an instance of (`class CFG` as a namespace), and fields of objects that are attributes of a class.
-
-Neither undone nor named, where the step's code changes it: what is inside of lists, dicts and objects in global
-variables, and what a backward pass or a hook of a tensor changes in objects; a planned step does not change it again.
-Generators of numbers of numpy or Python that a model or a global variable holds are frozen at what they drew: draw from
-torch.
+Not noticed: fields whose names are put together while the code runs, environment variables, and what is inside of
+objects of torch, numpy, this library, the standard library or C extensions.
 """
 
 import argparse
@@ -43,8 +37,8 @@ from rmm_linear.checkpointing.code_read import Read
 from rmm_linear.checkpointing.replaced_forward import ReplacedForward
 
 _DEEPEST = 8
-_LONGEST = 10_000
-_LARGEST_ARRAY_BYTES = 4096
+LONGEST = 10_000
+LARGEST_ARRAY_BYTES = 4096
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _HOOKS = (
@@ -108,8 +102,11 @@ class PythonState:
         for holder, name in self._read.places:
             self.values.append(name)
             self._value(holder.get(name, MISSING), name if named else None, 0, False)
-        for kind in list(self._classes):
-            self._class(kind)
+        done = 0
+        while done < len(self._classes):
+            # what is inside of a class may be of another one
+            self._class(list(self._classes)[done])
+            done += 1
         self.tensors: list[Tensor] = [*dict.fromkeys(registered), *self._others]
 
     def forget_tensors(self) -> None:
@@ -209,6 +206,9 @@ class PythonState:
             self._array(value, path)
         elif is_opaque(value):
             self._as_it_is(value)
+            if isinstance(value, type):
+                # `class CFG` as a namespace
+                self._classes[value] = None
         else:
             self._fields(value, path, depth)
 
@@ -231,7 +231,7 @@ class PythonState:
         self.values += (tensor.requires_grad, tensor.data_ptr() if strided else 0)
 
     def _array(self, array: Any, path: str | None) -> None:
-        if array.nbytes <= _LARGEST_ARRAY_BYTES:
+        if array.nbytes <= LARGEST_ARRAY_BYTES:
             self.values += (array.shape, array.dtype.str, array.tobytes())
             return
         self._as_it_is(array)
@@ -239,7 +239,7 @@ class PythonState:
 
     def _container(self, value: Any, path: str | None, depth: int, lendable: bool) -> None:
         self.values.append(len(value))
-        if len(value) > _LONGEST:
+        if len(value) > LONGEST:
             self._as_it_is(value)
             self.unfollowed.append(path or "")
             return
@@ -279,21 +279,18 @@ class PythonState:
 
     def _fields(self, value: Any, path: str | None, depth: int) -> None:
         self._classes[type(value)] = None
-        for name, field in _fields_of(value):
+        for name, field in fields_of(value):
             if name in self._read.names:
                 self.values.append(name)
                 self._value(field, path and f"{path}.{name}", depth + 1, False)
 
     def _class(self, kind: type) -> None:
         """Attributes and methods of a class that the code mentions."""
-        for base in kind.__mro__:
-            if base.__module__.partition(".")[0] in _OPAQUE:
-                continue
+        for base in classes_of_users(kind):
             for name in sorted((self._read.names | {"forward"}) & base.__dict__.keys()):
-                value = base.__dict__[name]
-                if type(value) in PLAIN or isinstance(value, (types.FunctionType, Tensor, *_SEQUENCES, dict)):
-                    self.values += (base, name)
-                    self._value(value, f"{base.__name__}.{name}" if self._marks is not None else None, 1, False)
+                self.values += (base, name)
+                path = f"{base.__name__}.{name}" if self._marks is not None else None
+                self._value(base.__dict__[name], path, 1, False)
 
 
 def _registered(modules: Sequence[nn.Module], kind: str) -> Iterator[Tensor]:
@@ -320,13 +317,46 @@ def is_opaque(value: Any) -> bool:
     return isinstance(value, opaque) or type(value).__module__.partition(".")[0] in _OPAQUE
 
 
-def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from list(getattr(value, "__dict__", {}).items())
+def classes_of_users(kind: type) -> Iterator[type]:
+    """List a class and its bases, without those that are not looked into.
+
+    Args:
+        kind: The class.
+
+    Yields:
+        Classes of users.
+    """
+    yield from (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OPAQUE)
+
+
+def slots_of(value: Any) -> list[str]:
+    """List the slots of an object.
+
+    Args:
+        value: The object.
+
+    Returns:
+        Names of its attributes that are in no dict, whether they are there or not.
+    """
+    found: list[str] = []
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                yield name, getattr(value, name, MISSING)
+        found += [slots] if isinstance(slots, str) else slots
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def fields_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """List the attributes of an object.
+
+    Args:
+        value: The object.
+
+    Yields:
+        Their names and values; `MISSING` for a slot in which there is nothing.
+    """
+    yield from list(getattr(value, "__dict__", {}).items())
+    for name in slots_of(value):
+        yield name, getattr(value, name, MISSING)
 
 
 def hooks_inside(model: nn.Module, *, with_own: bool) -> list[str]:

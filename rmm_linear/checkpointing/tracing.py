@@ -266,9 +266,6 @@ class _Step(nn.Module):
         # what the last run changed in Python, and what the next one begins with
         self.changes: Sequence[Change] = ()
         self.start: Sequence[Change] = ()
-        # those among both that are of global variables, which the backward pass sees as well
-        self.variables: Sequence[Change] = ()
-        self.start_variables: Sequence[Change] = ()
         self._after: contextlib.ExitStack | None = None
         # names of what each run changes
         self.changed: tuple[str, ...] = ()
@@ -291,14 +288,14 @@ class _Step(nn.Module):
                 tensor.detach_().requires_grad_()
         with (
             _Numbers(self.numbers, self.has_contents) as self._looked_at,
-            lent(model, self._step, state, tensors[:count], self.start) as changes,
+            lent(model, self._step, state, tensors[:count], self.start) as loan,
             own_forward(model),
             weights_cast_once(self._has_cast_cache),
+            noted(loan.watch_variables) as ran,
         ):
-            with noted() as ran:
-                value = self._step(model, *args, **kwargs)
-            self.variables = ran.changes()
-        self.read, self.changes = ran.read(), [*changes, *self.variables]
+            value = self._step(model, *args, **kwargs)
+        loan.refuse_lost()
+        self.read, self.changes = ran.read(), loan.changes
         leaves, self.returned_spec = pytree.tree_flatten(value)
         results: list[Tensor] = []
         returned: list[Returned] = []
@@ -345,17 +342,12 @@ class _Step(nn.Module):
 
     @contextlib.contextmanager
     def _noted_after(self) -> Iterator[None]:
-        for change in self.start_variables:
-            change.again()
-        try:
-            with noted() as ran:
-                yield
-        finally:
-            found = ran.changes()
-            for change in self.start_variables:
-                change.undo()
-        self.read = self.read.extended(ran.read())
-        self.variables, self.changes = [*self.variables, *found], [*self.changes, *found]
+        model, state = self._hidden
+        start = [*self.start, *self.changes]
+        with lent(model, self._step, state, state, start) as loan, noted(loan.watch_variables) as ran:
+            yield
+        loan.refuse_lost()
+        self.read, self.changes = self.read.extended(ran.read()), [*self.changes, *loan.changes]
 
     def find_numbers(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Run, and return the numbers that Python looked at."""
@@ -480,7 +472,6 @@ def _second_run(
 ) -> fx.GraphModule:
     """Run once more with what the first run changed in Python: only what computes the same then has a plan."""
     function.start = changes = function.changes
-    function.start_variables = function.variables
     second = _joint_graph(function, inputs, backward_autocast)
     if _fingerprint(first) != _fingerprint(second) or not _same_constants(first, second):
         raise NotFollowedError(

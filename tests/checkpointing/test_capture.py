@@ -126,7 +126,7 @@ def test_a_step_that_exchanges_a_weight_or_fills_a_list_is_refused():
     assert model.weight is weight
     model = Collects(8, 8)
     model.seen = {"all": []}
-    with pytest.raises(CaptureError, match=r"sets `Collects.seen` to a tensor"):
+    with pytest.raises(CaptureError, match=r"sets `Collects.seen.all` to a tensor"):
         capture(model, (torch.randn(4, 8),))
     assert model.seen == {"all": []}
 
@@ -290,7 +290,7 @@ class ChoosesRows(nn.Linear):
 
 def test_errors_name_the_way_around():
     x, state = torch.randn(4, 8), np.random.get_state()  # noqa: NPY002
-    with pytest.raises(CaptureError, match=r"from numpy.*SpecAugment.*mask_time_prob = 0"):
+    with pytest.raises(CaptureError, match=r"from `numpy.random`.*SpecAugment.*mask_time_prob = 0"):
         capture(DrawsMask(), (x,))
     assert np.random.get_state()[2] == state[2]  # noqa: NPY002
     with pytest.raises(CaptureError, match=r"train in bfloat16.*set_experts_implementation\(\"batched_mm\"\)"):

@@ -201,7 +201,9 @@ class Counter(nn.Linear):
 def test_a_counter_is_named_and_left_as_it_is():
     model = Counter()
     plain = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=r"changes `Counter.calls` \(0, then 1\), `Counter.stats`, `Counter.plain.sc"):
+    with pytest.warns(
+        UserWarning, match=r"changes `Counter.calls` \(0, then 1\), `Counter.stats.calls`, `Counter.plain.sc"
+    ):
         checkpoint_model(model, X, **PLAN)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
