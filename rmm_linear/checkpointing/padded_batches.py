@@ -7,7 +7,7 @@ holds for models that follow the mask, which no look at a batch can tell: `check
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,10 +34,12 @@ class Buckets:
     Attributes:
         lengths: In ascending order; a multiple, if it is a single number.
         values: What each tensor is padded with.
+        sequences: Whether tensors of these names are as long as the batch; of others, their shape says so.
     """
 
     lengths: int | tuple[int, ...]
     values: Mapping[str, float]
+    sequences: Mapping[str, bool] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -67,6 +69,19 @@ class Buckets:
         known = {**_VALUES, _IDS: ids} if isinstance(ids, int) else _VALUES
         return cls(pad_to if isinstance(pad_to, int) else tuple(sorted(lengths)), {**known, **(pad_values or {})})
 
+    def learned(self, sample: Mapping[str, Any]) -> "Buckets":
+        """Learn from a sample which tensors are as long as the batch: later on, another one may be by chance.
+
+        Args:
+            sample: A batch.
+
+        Returns:
+            The buckets, for batches like this.
+        """
+        length = self._length_of(sample)
+        tensors = {name: value for name, value in sample.items() if isinstance(value, Tensor)}
+        return replace(self, sequences={name: length in value.shape[1:] for name, value in tensors.items()})
+
     def length_for(self, length: int) -> int:
         """Say what a length is padded to.
 
@@ -93,24 +108,29 @@ class Buckets:
         Raises:
             ValueError: If it has no mask, or a tensor of its length that nothing is known of.
         """
+        present = self._length_of(batch)
+        length = self.length_for(present) if length is None else length
+        return {name: self._longer(name, value, present, length) for name, value in batch.items()}
+
+    @staticmethod
+    def _length_of(batch: Mapping[str, Any]) -> int:
         ids, mask = batch.get(_IDS), batch.get(_MASK)
         if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or ids.dim() != 2 or mask.shape != ids.shape:
             raise ValueError(
                 f"pad_to pads batches with {_IDS} and {_MASK} of one shape (batch, length), passed by name; this one"
                 f" has {', '.join(f'{name} {_shape(value)}' for name, value in batch.items()) or 'nothing by name'}"
             )
-        present = ids.shape[1]
-        length = self.length_for(present) if length is None else length
-        return {name: self._longer(name, value, present, length) for name, value in batch.items()}
+        return ids.shape[1]
 
     def _longer(self, name: str, value: Any, present: int, length: int) -> Any:
-        if not isinstance(value, Tensor) or present not in value.shape[1:]:
+        if not isinstance(value, Tensor) or not self.sequences.get(name, present in value.shape[1:]):
             return value
         if name not in self.values or value.dim() != 2 or value.is_floating_point():
             raise ValueError(
                 f"pad_to does not know how to pad {name!r} of shape {tuple(value.shape)} and {value.dtype}: known are"
                 f" integers of shape (batch, length) by the names {', '.join(self.values)}; for another one say what"
-                f" padding is, pad_values={{{name!r}: 0}}, or pad it before"
+                f" padding is, pad_values={{{name!r}: 0}}, or pad it before; if it is {present} wide by chance, pass a"
+                " sample of another length"
             )
         return F.pad(value, (0, length - present), value=self.values[name])
 

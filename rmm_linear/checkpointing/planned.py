@@ -8,14 +8,16 @@ sample, a strategy plans it, and from then on the planned program runs in its pl
 buffers, bit for bit. Other shapes, other branches, and other values of what the step's Python code reads (modules,
 attributes, the fields of objects, variables that it closes over, global ones), are captured and planned when they first
 occur; what the code changes in Python is named, and refused if the step computes with it. In eval mode, under
-`no_grad`, and where nothing is trained, the model runs as it was written.
+`no_grad`, where nothing is trained, in what torch.compile compiles, and under torch.func and forward-mode
+differentiation, the model runs as it was written.
 
 Not the same to the last bit: on a CPU, what an op writes in place into a part of a tensor (nn.GRU's gates do) may be
 rounded otherwise, since it lies in memory otherwise; several forward passes of a planned model in one backward pass may
 add their gradients up in another order, and under autocast each of them casts the weights anew.
 
 While one thread trains a model by plan, others may run it as it was written, but not while a new shape is captured: for
-that time the model holds tensors without contents.
+that time the model holds tensors without contents, as do global lists and dicts that hold its parameters. Captures wait
+for each other.
 """
 
 import logging
@@ -27,7 +29,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from rmm_linear.checkpointing.autocasting import present_autocast
 from rmm_linear.checkpointing.budget import Budget, refusal
@@ -129,7 +133,8 @@ class PlannedStep:
 
     def __reduce__(self) -> Any:
         options = {"budget": self._budget, "strategy": self._strategy, "schedule": self._schedule}
-        return _remade_step, (self._model, self._step, {**options, **self._capture_options, **self._pad_options})
+        options |= {**self._capture_options, **self._pad_options}
+        return _remade_step, (self._model, self._step, options), {"_buckets": self._buckets}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -144,7 +149,7 @@ class PlannedStep:
         Raises:
             CaptureError: If a shape or branch that is new can't be captured.
         """
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed((args, kwargs)):
             return self._as_written(args, kwargs)
         given = kwargs
         if self._buckets is not None:
@@ -189,6 +194,7 @@ class PlannedStep:
             The plan.
         """
         if self._buckets is not None:
+            self._buckets = self._buckets.learned(kwargs)
             padded = self._buckets.padded(kwargs)
             check_padding_changes_no_loss(self._buckets, self._model, self._step or _whole_model, kwargs)
             kwargs = padded
@@ -348,6 +354,14 @@ def _key_of_call(arguments: Arguments, inputs: Sequence[Tensor]) -> Any:
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
         torch.get_default_dtype(),
     )
+
+
+def _is_transformed(arguments: Any) -> bool:
+    """Tell whether torch.func or forward-mode differentiation looks on, which a planned program knows nothing of."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
 
 
 def _remade_step(model: nn.Module, step: Callable[..., Any] | None, options: dict[str, Any]) -> PlannedStep:

@@ -167,3 +167,19 @@ class Positioned(Normed):
 def test_a_sample_as_long_as_the_model_takes_is_told():
     with pytest.raises(ValueError, match="padded from 8 to 16, which failed .*pass a shorter sample"):
         checkpoint_model(Positioned().train(), batch_of(8, tokens=False), pad_to=8, **PLAN)
+
+
+def test_what_is_as_wide_as_a_batch_is_long_by_chance_is_not_padded():
+    model = encoder(problem_type="multi_label_classification", num_labels=4)
+    plain = copy.deepcopy(model)
+
+    def batch(length):
+        return {**batch_of(length, tokens=False), "labels": torch.eye(4)[:3]}
+
+    checkpoint_model(model, batch(5), pad_to=8, **PLAN)
+    for each in (model, copy.deepcopy(model)):
+        torch.testing.assert_close(each(**batch(4)).loss, plain(**batch(4)).loss, rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"'labels' of shape \(3, 4\).*4 wide by chance, pass a sample of another length"
+    ):
+        checkpoint_model(copy.deepcopy(plain), batch(4), pad_to=8, **PLAN)
