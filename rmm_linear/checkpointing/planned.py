@@ -133,8 +133,8 @@ class PlannedStep:
 
     def __reduce__(self) -> Any:
         options = {"budget": self._budget, "strategy": self._strategy, "schedule": self._schedule}
-        options |= {**self._capture_options, **self._pad_options}
-        return _remade_step, (self._model, self._step, options), {"_buckets": self._buckets}
+        arguments = self._model, self._step, {**options, **self._capture_options, **self._pad_options}
+        return _remade_step, arguments, {"_buckets": self._buckets}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
