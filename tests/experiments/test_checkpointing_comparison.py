@@ -148,6 +148,7 @@ def test_checkpointed_blocks_keep_less_and_leave_the_model_as_it_was(pattern: st
     assert (after["peak_bytes"], after["flops"]) == (plain["peak_bytes"], plain["flops"])
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_are_timed_against_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     measuring = run.Measuring(TINY, TINY.small, repeats=1)
     flops = {}
@@ -179,6 +180,7 @@ def tiny_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return run.run_workload(TINY, names=names, repeats=1, budgets=(0.3,))
 
 
+@pytest.mark.slow
 def test_a_tiny_comparison_runs_from_end_to_end(tiny_rows: Any, tmp_path: Path) -> None:
     simulated, measured = tiny_rows
     assert {row["method"] for row in measured} == {"eager", "torch checkpoint", "torch budget", "planned"}
@@ -208,6 +210,7 @@ def test_a_tiny_comparison_runs_from_end_to_end(tiny_rows: Any, tmp_path: Path) 
         assert "## resnet-50, published widths\n\n2 x 32" in text
 
 
+@pytest.mark.slow
 def test_plans_are_made_anew_without_a_run(
     tiny_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +228,7 @@ def test_plans_are_made_anew_without_a_run(
     assert "to the byte in" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_measured_flops_are_those_that_were_planned(tiny_rows: Any) -> None:
     simulated, measured = tiny_rows
     kept = [row for row in simulated if row["gradients"] == "kept"]
