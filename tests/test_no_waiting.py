@@ -15,6 +15,7 @@ from rmm_linear import RMMConfig, RMMLinear, padding, use_kernels
 from rmm_linear.sketches import STORAGES, available_sketches
 
 ROWS, FEATURES, OUT = 300, 32, 16
+FILLS_ONE_PLACE = torch.__version__ >= "2.15"
 MAKERS = ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (Tensor, "new_tensor"))
 
 
@@ -123,7 +124,7 @@ def test_no_look_at_rows_left_out_waits_before_its_answer_is_asked_for():
         (lambda x: x[:1].fill_(0), []),
         (lambda x: x.__setitem__(slice(1), 0), []),
         (lambda x: x.__setitem__(slice(1), x[0]), []),
-        (lambda x: x.__setitem__(0, 0), ["copy_"]),
+        (lambda x: x.__setitem__(0, 0), [] if FILLS_ONE_PLACE else ["copy_"]),
         (lambda x: x.copy_(torch.ones(8)), ["copy_"]),
         (lambda x: x.__setitem__(x > 0, x[:1]), ["index_put_"]),
         (lambda x: torch.tensor([1.0], device=x.device), ["tensor"]),
