@@ -67,7 +67,7 @@ class CodeThatRan:
             self._found[code] = variables
             if _is_the_users(code.co_filename):
                 for holder in _global_variables(code, variables):
-                    self._watch(holder, code.co_names)
+                    self._watch(holder, _names_in(code))
 
     def read(self) -> Read:
         """Say what the code may have read.
@@ -80,21 +80,29 @@ class CodeThatRan:
         for code, variables in self._found.items():
             if not _is_the_users(code.co_filename):
                 continue
-            names.update(code.co_names)
-            # getattr(config, "scale")
-            names.update(part for part in code.co_consts if isinstance(part, str) and part.isidentifier())
+            names.update(_names_in(code))
             for holder in _global_variables(code, variables):
                 places.update({(id(holder), name): (holder, name) for name in code.co_names if name in holder})
         return Read(frozenset(names), tuple(places.values()))
 
 
-def _global_variables(code: CodeType, variables: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield variables
-    for name in code.co_names:
-        value = variables.get(name)
-        # settings.SCALE
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _NOT_THE_USERS:
-            yield vars(value)
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    # getattr(config, "scale")
+    return (*code.co_names, *(part for part in code.co_consts if isinstance(part, str) and part.isidentifier()))
+
+
+def _global_variables(code: CodeType, variables: dict[str, Any]) -> list[dict[str, Any]]:
+    """The dicts in which they are: the module's own, and those of the modules that the code mentions or imports."""
+    found = [variables]
+    # settings.SCALE, package.settings.SCALE; the list grows
+    for holder in found:
+        for name in code.co_names:
+            for module in (holder.get(name), sys.modules.get(name)):
+                if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in _NOT_THE_USERS:
+                    inside = vars(module)
+                    if not any(inside is known for known in found):
+                        found.append(inside)
+    return found
 
 
 def _is_the_users(filename: str) -> bool:

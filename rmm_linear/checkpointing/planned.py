@@ -17,7 +17,7 @@ add their gradients up in another order, and under autocast each of them casts t
 
 While one thread trains a model by plan, others may run it as it was written, but not while a new shape is captured: for
 that time the model holds tensors without contents, as do global lists and dicts that hold its parameters. Captures wait
-for each other.
+for each other. What other threads write meanwhile into a list, dict or object that the step changes as well is lost.
 """
 
 import logging
@@ -149,7 +149,7 @@ class PlannedStep:
         Raises:
             CaptureError: If a shape or branch that is new can't be captured.
         """
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed((args, kwargs)):
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed(self._model, (args, kwargs)):
             return self._as_written(args, kwargs)
         given = kwargs
         if self._buckets is not None:
@@ -356,12 +356,14 @@ def _key_of_call(arguments: Arguments, inputs: Sequence[Tensor]) -> Any:
     )
 
 
-def _is_transformed(arguments: Any) -> bool:
+def _is_transformed(model: nn.Module, arguments: Any) -> bool:
     """Tell whether torch.func or forward-mode differentiation looks on, which a planned program knows nothing of."""
     if torch._C._are_functorch_transforms_active():
         return True
-    tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
+    if forward_ad._current_level < 0:
+        return False
+    tensors = [*model.parameters(), *(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))]
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _remade_step(model: nn.Module, step: Callable[..., Any] | None, options: dict[str, Any]) -> PlannedStep:

@@ -24,7 +24,8 @@ import enum
 import functools
 import sys
 import types
-from collections import deque
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,6 +56,8 @@ _PACKAGES_WITH_HOOKS = {"torch", "transformers", "rmm_linear"}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Objects of these packages are taken as they are; of the standard library, records alone are looked into.
 _OPAQUE = {"torch", "numpy", "rmm_linear", "builtins", *sys.stdlib_module_names}
+# Dicts and lists that are written in Python.
+DICTS_OF_PYTHON = (UserDict, UserList, ChainMap, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 
 
@@ -204,6 +207,8 @@ class PythonState:
                 self._value(part, path, depth + 1, False)
         elif isinstance(value, np.ndarray) and value.dtype != object:
             self._array(value, path)
+        elif isinstance(value, (UserDict, UserList, ChainMap)):
+            self._value(value.maps if isinstance(value, ChainMap) else value.data, path, depth + 1, False)
         elif is_opaque(value):
             self._as_it_is(value)
             if isinstance(value, type):
@@ -231,7 +236,7 @@ class PythonState:
         self.values += (tensor.requires_grad, tensor.data_ptr() if strided else 0)
 
     def _array(self, array: Any, path: str | None) -> None:
-        if array.nbytes <= LARGEST_ARRAY_BYTES:
+        if array.nbytes <= LARGEST_ARRAY_BYTES and type(array) is np.ndarray:
             self.values += (array.shape, array.dtype.str, array.tobytes())
             return
         self._as_it_is(array)
@@ -329,20 +334,35 @@ def classes_of_users(kind: type) -> Iterator[type]:
     yield from (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OPAQUE)
 
 
-def slots_of(value: Any) -> list[str]:
+def slots_of(value: Any) -> dict[str, Any]:
     """List the slots of an object.
 
     Args:
         value: The object.
 
     Returns:
-        Names of its attributes that are in no dict, whether they are there or not.
+        By the name of an attribute that is in no dict, what reads and writes it whatever the class does about that.
     """
-    found: list[str] = []
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+    found: dict[str, Any] = {}
+    for kind in reversed(type(value).__mro__):
+        found |= {name: slot for name, slot in vars(kind).items() if isinstance(slot, types.MemberDescriptorType)}
+    return found
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Find the dict of an object's attributes.
+
+    Args:
+        value: The object.
+
+    Returns:
+        The dict itself, by no method of the user's; None if it has none.
+    """
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def fields_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -354,9 +374,12 @@ def fields_of(value: Any) -> Iterator[tuple[str, Any]]:
     Yields:
         Their names and values; `MISSING` for a slot in which there is nothing.
     """
-    yield from list(getattr(value, "__dict__", {}).items())
-    for name in slots_of(value):
-        yield name, getattr(value, name, MISSING)
+    yield from list((attributes_of(value) or {}).items())
+    for name, slot in slots_of(value).items():
+        try:
+            yield name, slot.__get__(value)
+        except AttributeError:
+            yield name, MISSING
 
 
 def hooks_inside(model: nn.Module, *, with_own: bool) -> list[str]:

@@ -2,8 +2,11 @@
 
 import collections
 import copy
+import datetime
 import functools
+import itertools
 import random
+import threading
 import warnings
 
 import numpy as np
@@ -249,3 +252,165 @@ def test_what_is_made_in_the_step_is_nobodys():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint_model(Makes(8, 8), X, **PLAN)
+
+
+# Objects that are not as others
+
+
+class Fields(collections.OrderedDict):
+    """Writes through to its attributes, as the results of Hugging Face's models do, and refuses to be updated."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, ("wrapped", value))
+        vars(self)[key] = value
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("not like this")
+
+
+class Recent(collections.deque):
+    def __init__(self, *, size):
+        super().__init__(maxlen=size)
+
+
+class Private:
+    __slots__ = ("__n",)
+
+    def __init__(self):
+        self.__n = 0
+
+    def add(self):
+        self.__n += 1
+
+    def n(self):
+        return self.__n
+
+
+class OfItsClass:
+    n = 0
+
+    def add(self):
+        type(self).n += 1
+
+    @staticmethod
+    @counted
+    def act(x):
+        return x
+
+
+@functools.lru_cache
+def table(size):
+    return torch.arange(size, dtype=torch.float32).cos()
+
+
+FIELDS, FEW, PRIVATE, KIND = Fields(), Recent(size=3), Private(), OfItsClass()
+OrderedDict = collections.OrderedDict
+OrderedDict.__setitem__(FIELDS, "a", 1)
+READ_ONLY = np.broadcast_to(np.float32(2.0), (3,))
+TOO_LONG = [0.0] * 20_000
+TENSOR = torch.zeros(())
+SYSTEM = random.SystemRandom()
+OLD_DICT = collections.UserDict(n=0)
+ITERATORS = {"a count": itertools.count(), "a generator": (number for number in range(100))}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "present"),
+    [
+        (lambda: FIELDS.__setitem__("a", FIELDS["a"]), r"FIELDS\.a", lambda: (dict(FIELDS), vars(FIELDS))),
+        (lambda: FEW.append(1), "FEW", lambda: list(FEW)),
+        (lambda: PRIVATE.add(), r"PRIVATE\._Private__n", lambda: PRIVATE.n()),
+        (lambda: KIND.add(), r"(KIND|OfItsClass)\.n", lambda: OfItsClass.n),
+        (lambda: KIND.act(X), r"\w+\.act\.count", lambda: OfItsClass.act.__closure__[0].cell_contents),
+        (lambda: OLD_DICT.update(n=OLD_DICT["n"] + 1), r"OLD_DICT\.n", lambda: OLD_DICT["n"]),
+        (lambda: TOO_LONG.append(1.0), r"TOO_LONG\.its length", lambda: len(TOO_LONG)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:a planned step won't notice")
+def test_unusual_objects_are_told_and_are_as_they_were(change, name, present):
+    before = copy.deepcopy(present())
+    with pytest.warns(UserWarning, match=rf"changes `{name}`"):
+        checkpoint_model(Counting(lambda model: change()), X, **PLAN)
+    assert present() == before
+
+
+def test_what_is_read_only_is_no_hindrance():
+    def loss_fn(model, x):
+        return (model.linear(x) * float(READ_ONLY[0]) * (SYSTEM.random() >= 0)).mean()
+
+    model = Counting(lambda model: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = checkpoint_step(model, loss_fn, X, **PLAN)
+    assert torch.equal(step(X), loss_fn(model, X))
+
+
+def test_a_function_that_remembers_forgets_tensors_of_the_trace():
+    table.cache_clear()
+    model = Counting(lambda model: None)
+
+    def loss_fn(model, x):
+        return (model.linear(x) * table(8)).mean()
+
+    step = checkpoint_step(model, loss_fn, X, **PLAN)
+    assert type(table(8)) is torch.Tensor
+    assert torch.equal(step(X), loss_fn(model, X))
+
+
+def test_a_tensor_that_is_not_the_models_is_not_written_into():
+    with pytest.raises(CaptureError, match="writes into the tensor `TENSOR`, which is not the model's"):
+        checkpoint_model(Counting(lambda model: TENSOR.add_(1)), X, **PLAN)
+    assert TENSOR == 0
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_what_yields_its_values_once_is_refused(kind):
+    with pytest.raises(CaptureError, match="takes from the iterator `ITERATORS"):
+        checkpoint_model(Counting(lambda model: next(ITERATORS[kind])), X, **PLAN)
+
+
+METRICS = Stats()
+METRICS.losses = []
+
+
+def test_what_the_code_does_not_mention_is_for_others_to_change():
+    def write():
+        METRICS.losses.append(1)
+
+    def loss_fn(model, x):
+        # another thread's work, which comes in between
+        other = threading.Thread(target=write)
+        other.start()
+        other.join()
+        return model.linear(x).mean() * (METRICS.count + 1)
+
+    METRICS.losses.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint_step(Counting(lambda model: None), loss_fn, X, **PLAN)
+    assert len(METRICS.losses) > 1
+
+
+def test_a_value_that_is_made_anew_is_no_change():
+    class Sets(nn.Linear):
+        def forward(self, x):
+            self.at, self.length, self.act = datetime.timedelta(1), np.float64(2), self.double
+            return self.act(super().forward(x)).mean()
+
+        def double(self, x):
+            return 2 * x
+
+    model = Sets(8, 8)
+    model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint_model(model, X, **PLAN)
+
+
+def test_a_user_iterates_over_a_deque_that_the_step_reads():
+    RECENT.extend([1, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in RECENT:
+            checkpoint_step(Counting(lambda model: None), lambda m, x: m.linear(x).mean() * len(RECENT), X, **PLAN)
+    RECENT.clear()

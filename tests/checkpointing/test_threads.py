@@ -129,9 +129,10 @@ def test_two_threads_capture_two_models_at_once():
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=train) for _ in range(2)]
+    threads = [threading.Thread(target=train, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert not errors
+    assert not any(thread.is_alive() for thread in threads)
