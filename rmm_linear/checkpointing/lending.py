@@ -10,10 +10,8 @@ Not watched: more than `_MOST_ENTRIES` in one place, of a longer list all but it
 
 import contextlib
 import functools
-import itertools
 import random
 import types
-from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -21,17 +19,16 @@ import numpy as np
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear.checkpointing.changes import MISSING, PLAIN, Change, copied, differ, give_back, put
-from rmm_linear.checkpointing.python_state import (
-    DICTS_OF_PYTHON,
-    LARGEST_ARRAY_BYTES,
-    LONGEST,
-    attributes_of,
-    classes_of_users,
-    is_opaque,
-    slots_of,
+from rmm_linear.checkpointing.places import Variables, contents_of, parts_of, places_of_code, places_of_data
+from rmm_linear.checkpointing.python_state import classes_of_users
+from rmm_linear.checkpointing.side_effects import (
+    Generator,
+    OneWayIterator,
+    OthersTensor,
+    SideEffect,
+    side_effects_on,
 )
 
 # Entries of lists, dicts and objects in one place that are looked into.
@@ -91,9 +88,9 @@ class Loan:
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
         self._tensors = tensors
         self._holders: list[_Holder] = []
-        self._others: list[_Other] = [
-            _Generator("random", random.getstate, random.setstate),
-            _Generator("numpy.random", np.random.get_state, np.random.set_state),
+        self._effects: list[SideEffect] = [
+            Generator("random", random.getstate, random.setstate),
+            Generator("numpy.random", np.random.get_state, np.random.set_state),
         ]
         # what was watched, and what is not yet but will be
         self._seen: set[Any] = set()
@@ -126,7 +123,7 @@ class Loan:
         new = [name for name in dict.fromkeys(names) if (id(holder), name) not in self._seen]
         self._seen.update((id(holder), name) for name in new)
         if new:
-            self._watch("", "", _Variables(new, holder.__getitem__, holder.__setitem__, holder.__delitem__))
+            self._watch("", "", Variables(new, holder.__getitem__, holder.__setitem__, holder.__delitem__))
 
     def watch_value(self, name: str, value: Any, *, module: str = "", attribute: str = "") -> None:
         """Watch what is inside of a value.
@@ -144,14 +141,14 @@ class Loan:
             if type(found) in PLAIN or id(found) in self._seen:
                 continue
             self._seen.add(id(found))
-            self._others += _others_of(name, found, self._tensors)
-            for holder, is_object in (*_places_of_data(found), *_places_of_code(found)):
-                contents = _contents(holder)
+            self._effects += side_effects_on(name, found, self._tensors)
+            for holder, is_object in (*places_of_data(found), *places_of_code(found)):
+                contents = contents_of(holder)
                 count += 1 + len(contents)
                 for key, part in contents:
                     waiting.append((_path(name, key), (*through, key) if is_object else through, part))
                 self._add(_Holder(module, attribute, name, holder, through, is_object=is_object))
-            waiting += [(name, through, part) for part in _parts(found)]
+            waiting += [(name, through, part) for part in parts_of(found)]
 
     def _watch(self, module: str, name: str, own: MutableMapping[str, Any]) -> None:
         # a variable is told by its own name, and not by that of a function that has it as well
@@ -177,11 +174,15 @@ class Loan:
             NotFollowedError: If something refuses to be; all else is as it was.
         """
         failed: list[str] = []
-        for each in (*self._holders, *self._others):
+        restores: list[tuple[str, Callable[[], None]]] = [
+            (each.path, functools.partial(each.restore, self._names)) for each in self._holders
+        ]
+        restores += [(each.path, each.restore) for each in self._effects]
+        for path, restore in restores:
             try:
-                each.restore(self._names)
+                restore()
             except Exception as error:
-                failed.append(f"`{each.path}` ({type(error).__name__}: {error})")
+                failed.append(f"`{path}` ({type(error).__name__}: {error})")
         if failed:
             raise NotFollowedError(
                 f"the step may have changed {', '.join(failed)}, which can't be put back: take it out of what is"
@@ -195,7 +196,7 @@ class Loan:
             NotFollowedError: If it left tensors or modules behind, wrote into tensors that are not the model's, or drew
                 from generators other than torch's.
         """
-        drawn = [f"`{each.path}`" for each in self._others if isinstance(each, _Generator) and each.has_changed]
+        drawn = [f"`{each.path}`" for each in self._effects if isinstance(each, Generator) and each.has_changed]
         if drawn:
             raise NotFollowedError(
                 f"the step, or another thread meanwhile, draws from {', '.join(drawn)}, whose outcome a capture would"
@@ -205,13 +206,13 @@ class Loan:
         lost = [*self._lost]
         lost += [
             f"takes from the iterator `{each.path}`"
-            for each in self._others
-            if isinstance(each, _Iterator) and each.has_changed
+            for each in self._effects
+            if isinstance(each, OneWayIterator) and each.has_changed
         ]
         lost += [
             f"writes into the tensor `{each.path}`, which is not the model's"
-            for each in self._others
-            if isinstance(each, _Written) and each.has_changed
+            for each in self._effects
+            if isinstance(each, OthersTensor) and each.has_changed
         ]
         if lost:
             raise NotFollowedError(
@@ -239,7 +240,9 @@ class _Holder:
         self._lent = self._before
 
     def lend(self, tensors: Mapping[int, Tensor]) -> None:
-        if isinstance(self._now, (set, np.ndarray)) or not any(id(part) in tensors for _, part in _contents(self._now)):
+        if isinstance(self._now, (set, np.ndarray)) or not any(
+            id(part) in tensors for _, part in contents_of(self._now)
+        ):
             return
         if isinstance(self._now, Mapping):
             self._lent = {key: tensors.get(id(value), value) for key, value in self._before.items()}
@@ -252,7 +255,7 @@ class _Holder:
             give_back(self._now, self._before)
             return
         # by identity: others may have added to a list meanwhile
-        pairs = zip(_contents(self._lent), _contents(self._before), strict=True)
+        pairs = zip(contents_of(self._lent), contents_of(self._before), strict=True)
         own = {id(lent): before for (_, lent), (_, before) in pairs if lent is not before}
         present = copied(self._now)
         if isinstance(self._now, Mapping):
@@ -303,198 +306,10 @@ class _Holder:
                     yield Change(path, self._now, key, old, new)
 
 
-class _Generator:
-    """A generator of numbers that is not torch's, and its state before the run."""
-
-    def __init__(self, path: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        self.path, self.has_changed = path, False
-        self._get, self._put, self._before = get, put, get()
-
-    def restore(self, names: set[str]) -> None:
-        self.has_changed = differ(self._before, self._get())
-        if self.has_changed:
-            self._put(self._before)
-
-
-class _Cache:
-    """Results that a function remembers: those of a run may be tensors of the trace."""
-
-    def __init__(self, path: str, function: Any) -> None:
-        self.path = path
-        self._function, self._misses = function, function.cache_info().misses
-
-    def restore(self, names: set[str]) -> None:
-        if self._function.cache_info().misses != self._misses:
-            self._function.cache_clear()
-
-
-class _Iterator:
-    """What yields its values once, and cannot be put back."""
-
-    def __init__(self, path: str, place: Callable[[], Any]) -> None:
-        self.path, self.has_changed = path, False
-        self._place, self._before = place, place()
-
-    def restore(self, names: set[str]) -> None:
-        self.has_changed = self._place() != self._before
-
-
-class _Written:
-    """A tensor that is not the model's, and its contents before the run."""
-
-    def __init__(self, path: str, tensor: Tensor) -> None:
-        self.path, self.has_changed = path, False
-        self._tensor, self._version = tensor, tensor._version
-        # its contents, and not an op of the trace
-        with _disable_current_modes():
-            self._before = tensor.detach().clone() if tensor.nbytes <= LARGEST_ARRAY_BYTES else None
-
-    def restore(self, names: set[str]) -> None:
-        self.has_changed = self._tensor._version != self._version
-        if self.has_changed and self._before is not None:
-            with _disable_current_modes():
-                self._tensor.detach().copy_(self._before)
-            self._version = self._tensor._version
-
-
-class _Variables(MutableMapping[str, Any]):
-    """Variables by name that lie in no dict, or some of those that lie in one."""
-
-    def __init__(
-        self,
-        names: Iterable[str],
-        get: Callable[[str], Any],
-        put: Callable[[str, Any], None],
-        drop: Callable[[str], Any],
-    ) -> None:
-        self._names, self._get, self._put, self._drop = names, get, put, drop
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._get(name)
-        except (AttributeError, ValueError):
-            # an empty slot, an empty cell
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._put(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._drop(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._names if name in self])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _places_of_data(value: Any) -> list[tuple[Any, bool]]:
-    """What can change of a value that is no module, function or class, and whether that is an object's attributes."""
-    if isinstance(value, np.ndarray):
-        is_small = value.dtype != object and value.nbytes <= LARGEST_ARRAY_BYTES
-        return [(value, False)] if type(value) is np.ndarray and value.flags.writeable and is_small else []
-    if isinstance(value, list) and len(value) > LONGEST:
-        # not compared between steps either, and named; what is appended is taken off
-        return [(_Variables(["its length"], lambda _: len(value), functools.partial(_shorten, value), str), False)]
-    found: list[tuple[Any, bool]] = []
-    if isinstance(value, (list, deque, set, dict)):
-        if len(value) <= LONGEST:
-            found.append((value, False))
-    elif isinstance(value, nn.Module) or is_opaque(value):
-        return []
-    attributes, slots = attributes_of(value), slots_of(value)
-    if attributes is not None:
-        found.append((attributes, True))
-    if slots and not isinstance(value, (list, deque, set, dict)):
-        found.append(
-            (
-                _Variables(
-                    slots,
-                    lambda name: slots[name].__get__(value),
-                    lambda name, part: slots[name].__set__(value, part),
-                    lambda name: slots[name].__delete__(value),
-                ),
-                True,
-            )
-        )
-    return found
-
-
-def _shorten(value: list[Any], _: str, length: int) -> None:
-    list.__delitem__(value, slice(length, None))
-
-
-def _places_of_code(value: Any) -> list[tuple[Any, bool]]:
-    """What can change of a module, of a function, and of a class of the user's, and whether that is its attributes."""
-    if isinstance(value, nn.Module):
-        return [(vars(value), False)]
-    if isinstance(value, types.FunctionType):
-        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
-        closed_over = _Variables(
-            cells,
-            lambda name: cells[name].cell_contents,
-            lambda name, contents: setattr(cells[name], "cell_contents", contents),
-            lambda name: delattr(cells[name], "cell_contents"),
-        )
-        return [(closed_over, False), (vars(value), True)]
-    if isinstance(value, type) and value in classes_of_users(value):
-        put, drop = functools.partial(type.__setattr__, value), functools.partial(type.__delattr__, value)
-        return [(_Variables(vars(value), vars(value).__getitem__, put, drop), True)]
-    return []
-
-
-def _parts(value: Any) -> list[Any]:
-    """What is inside of a value beside what can change of it."""
-    if isinstance(value, (tuple, frozenset)):
-        return list(value)
-    if isinstance(value, types.FunctionType):
-        return [value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
-        return [value.__func__, getattr(value, "__self__", None)]
-    if isinstance(value, property):
-        return [value.fget, value.fset]
-    if isinstance(value, DICTS_OF_PYTHON):
-        return [value.maps if isinstance(value, ChainMap) else vars(value)["data"]]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    # type(self).count += 1
-    return [] if is_opaque(value) or isinstance(value, nn.Module) else list(classes_of_users(type(value)))
-
-
-def _contents(holder: Any) -> list[tuple[Any, Any]]:
-    """What is in a place that can change, with the keys in a mapping."""
-    if isinstance(holder, np.ndarray):
-        return []
-    contents = copied(holder)
-    return list(contents.items()) if isinstance(holder, Mapping) else [(None, part) for part in contents]
-
-
 def _path(name: str, key: Any) -> str:
     if key is None:
         return name
     return f"{name}.{key}".lstrip(".") if isinstance(key, str) else f"{name}[{key!r}]"
-
-
-_Other = _Generator | _Cache | _Iterator | _Written
-
-
-def _others_of(name: str, value: Any, tensors: Mapping[int, Tensor]) -> list[_Other]:
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return [_Generator(name, value.getstate, value.setstate)]
-    if isinstance(value, np.random.RandomState):
-        return [_Generator(name, value.get_state, value.set_state)]
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return [_Generator(name, lambda: bits.state, lambda state: setattr(bits, "state", state))]
-    if isinstance(value, types.GeneratorType):
-        return [_Iterator(name, lambda: value.gi_frame and value.gi_frame.f_lasti)]
-    if isinstance(value, itertools.count):
-        return [_Iterator(name, lambda: repr(value))]
-    if isinstance(value, functools._lru_cache_wrapper):
-        return [_Cache(name, value)]
-    is_known = id(value) in tensors or type(value) not in (Tensor, nn.Parameter)
-    return [] if is_known or value.is_inference() or value.is_meta else [_Written(name, value)]
 
 
 def _is_traced(value: Any) -> bool:
@@ -508,6 +323,6 @@ def _is_traced(value: Any) -> bool:
             seen.add(id(found))
             if isinstance(found, (tuple, frozenset)):
                 waiting += found
-            for holder, _ in _places_of_data(found):
-                waiting += [part for _, part in _contents(holder)]
+            for holder, _ in places_of_data(found):
+                waiting += [part for _, part in contents_of(holder)]
     return False

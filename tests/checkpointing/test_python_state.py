@@ -299,15 +299,17 @@ def test_what_other_threads_change_is_theirs():
 # The backward pass
 
 
-class Reverses(torch.autograd.Function):
+class Passes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, holder):
-        ctx.holder = holder
+    def forward(ctx, x, given):
+        ctx.given = given
         return x.view_as(x)
 
+
+class Reverses(Passes):
     @staticmethod
     def backward(ctx, gradient):
-        return -SCALE * ctx.holder.scale * gradient, None
+        return -SCALE * ctx.given.scale * gradient, None
 
 
 class ReadsInBackward(nn.Linear):
@@ -343,17 +345,12 @@ def test_what_a_backward_pass_reads_is_followed(monkeypatch):
     assert torch.equal(gradient_of(model), gradient_of(plain))
 
 
-class Counts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, reads):
-        ctx.reads = reads
-        return x.view_as(x)
-
+class Counts(Passes):
     @staticmethod
     def backward(ctx, gradient):
         global STEPS
         STEPS += 1
-        return gradient * (STEPS if ctx.reads else 1), None
+        return gradient * (STEPS if ctx.given else 1), None
 
 
 def test_a_counter_of_a_backward_pass():
