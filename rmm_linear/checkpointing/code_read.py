@@ -4,13 +4,14 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Code that reads no state of the user's: this library, torch, and the standard library without what is installed in it.
 _LIBRARY = str(Path(__file__).resolve().parent.parent)
@@ -123,26 +124,39 @@ def noted(watch: Callable[[dict[str, Any], Iterable[str]], None]) -> Iterator[Co
         What ran; complete when the context is left.
     """
     found = CodeThatRan(watch)
-    with _monitored(found.note) if sys.version_info >= (3, 12) else _traced(found.note):
+    with _noting(found.note):
         yield found
 
 
 @contextmanager
-def unnoted() -> Iterator[None]:
-    """Run what lies below an op of torch: it is no code of the user, and tracing it takes as long as the capture.
+def noted_in_backward(watch: Callable[[dict[str, Any], Iterable[str]], None]) -> Iterator[CodeThatRan]:
+    """Note which Python code autograd runs in this thread: custom Functions, hooks of tensors.
+
+    Args:
+        watch: As for `noted`.
 
     Yields:
-        Nothing.
+        What ran; complete when the context is left.
     """
-    trace = sys.gettrace()
-    if getattr(trace, "__module__", None) != __name__:
-        yield
-        return
-    sys.settrace(None)
+    found, thread = CodeThatRan(watch), threading.get_ident()
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def noted_run(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(*args, **kwargs)
+        with _noting(found.note):
+            return run(*args, **kwargs)
+
+    autograd._engine_run_backward = noted_run
     try:
-        yield
+        yield found
     finally:
-        sys.settrace(trace)
+        autograd._engine_run_backward = run
+
+
+def _noting(note: Callable[[FrameType], None]) -> AbstractContextManager[None]:
+    return _monitored(note) if sys.version_info >= (3, 12) else _traced(note)
 
 
 @contextmanager
@@ -154,11 +168,30 @@ def _traced(note: Callable[[FrameType], None]) -> Iterator[None]:
         # a debugger, or what measures which lines tests run, goes on
         return before and before(frame, event, argument)
 
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+    with _Ops(trace):
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+class _Ops(TorchDispatchMode):
+    """Runs the ops of torch untraced: below them is no code of the user, and it takes longer than all other."""
+
+    def __init__(self, trace: Callable[..., Any]) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_traced = sys.gettrace() is self._trace
+        if is_traced:
+            sys.settrace(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            if is_traced:
+                sys.settrace(self._trace)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.checkpointing.autocasting import Autocast, weights_cast_once
 from rmm_linear.checkpointing.changes import Change
-from rmm_linear.checkpointing.code_read import Read, noted, unnoted
+from rmm_linear.checkpointing.code_read import Read, noted, noted_in_backward
 from rmm_linear.checkpointing.hollow import eager_peak
 from rmm_linear.checkpointing.lending import NotFollowedError, lent
 from rmm_linear.checkpointing.replaced_forward import own_forward
@@ -344,7 +344,7 @@ class _Step(nn.Module):
     def _noted_after(self) -> Iterator[None]:
         model, state = self._hidden
         start = [*self.start, *self.changes]
-        with lent(model, self._step, state, state, start) as loan, noted(loan.watch_variables) as ran:
+        with lent(model, self._step, state, state, start) as loan, noted_in_backward(loan.watch_variables) as ran:
             yield
         loan.refuse_lost()
         self.read, self.changes = self.read.extended(ran.read()), [*self.changes, *loan.changes]
@@ -385,8 +385,7 @@ class _Numbers(TorchDispatchMode):
             if self._drew_nothing and not is_hollow:
                 raise DataDependentOutputException(func)
             self._drew_nothing |= is_hollow
-        with unnoted():
-            return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _number_in(self, tensor: Tensor) -> Any:
         if self.numbers is None:
