@@ -22,7 +22,10 @@ TRIED = (1, 2, 12, 37, 64, 67, 128)
 
 
 class Centring:
-    """Puts centring around the sketch of another contract, with other data and draws."""
+    """Puts centring around the sketch of another contract, with other data and draws.
+
+    S is that of the sketch inside, to the bit, whose contract measures its mean.
+    """
 
     seed = 1
     reads_every_row = True
@@ -34,17 +37,15 @@ class Centring:
         sketch, (x, _), seeds = self.make(0.5), self._pair(67), torch.arange(50)
         assert torch.equal(sketch.dense(x, seeds), sketch.inner.dense(x - x.mean(0), seeds))
 
-
-class CentringWhatLooksAtNoData(Centring):
-    """S is that of the sketch inside, to the bit, whose contract measures its mean."""
-
-    def test_dense_is_the_inner_sketch_s(self):
-        sketch, (x, _), seeds = self.make(0.5), self._pair(67), torch.arange(50)
-        assert torch.equal(sketch.dense(x, seeds), sketch.inner.dense(x, seeds))
-
     @pytest.mark.grid
     def test_mean_of_s_s_transposed_is_identity(self):
         super().test_mean_of_s_s_transposed_is_identity()
+
+
+class CentringWhatLooksAtNoData(Centring):
+    def test_dense_is_the_inner_sketch_s(self):
+        sketch, (x, _), seeds = self.make(0.5), self._pair(67), torch.arange(50)
+        assert torch.equal(sketch.dense(x, seeds), sketch.inner.dense(x, seeds))
 
 
 class TestGaussian(SketchContract):

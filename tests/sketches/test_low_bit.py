@@ -163,6 +163,7 @@ class TestCenteredInt4Input(HoldsTheInput):
         return Centered(LowBit(None, "int4"))
 
 
+@pytest.mark.slow
 class TestCenteredFp8Input(HoldsTheInput):
     seed = 2
     exact_rows = (1,)

@@ -1,5 +1,6 @@
 """gradient_noise: against brute force and Monte Carlo; the paper's quantities, and why they are no bound."""
 
+import itertools
 import math
 
 import pytest
@@ -14,6 +15,8 @@ from rmm_linear.variance.gradient_noise import _squared_norm
 
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
 LENGTHS = (10, 1, 29, 27)
+# storages, and whether centred, that stand for all
+REPRESENTATIVE = {("int4", True), ("fp8", True), ("int2", False)}
 
 
 @pytest.fixture
@@ -46,10 +49,15 @@ def test_sample_gradients_have_their_norms_by_either_way(shape):
 
 
 @pytest.mark.montecarlo
-@pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize(
-    ("sketch", "storage"),
-    [*((name, None) for name in available_sketches()), *(("hadamard", kind) for kind in STORAGES)],
+    ("sketch", "storage", "center"),
+    [
+        *itertools.product(available_sketches(), (None,), (False, True)),
+        *(
+            pytest.param("hadamard", kind, center, marks=() if (kind, center) in REPRESENTATIVE else pytest.mark.slow)
+            for kind, center in itertools.product(STORAGES, (False, True))
+        ),
+    ],
 )
 def test_the_sketchs_variance_is_the_measured_one(sketch, storage, center, pair):
     x, g = (y.float() for y in pair)

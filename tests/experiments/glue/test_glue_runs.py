@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from experiments.glue.training import PreparedRun, execute, result_path
 from rmm_linear import RMMLinear
 
 # 80 sentences in batches of 16 are 5 steps an epoch
+# cases alike
+slow = partial(pytest.param, marks=pytest.mark.slow)
 TWO_EPOCHS = {"epochs": 2, "batch_size": 16, "learning_rate": 1e-3, "save_steps": 2, "min_rows": 16}
 # of the machine's moment, not of the settings
 MEASURED = {"attempts", "wall_seconds", "train_seconds", "peak_memory", "commit", "modified"}
@@ -58,12 +61,12 @@ def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseEx
         (RunSettings(method="hadamard", ratio=0.2, **TWO_EPOCHS), 9, 8),
         # between the epochs: the evaluation of the first must survive
         (RunSettings(method="hadamard", ratio=0.2, **TWO_EPOCHS), 5, 5),
-        (RunSettings(method="gaussian", ratio=0.3, center=False, **TWO_EPOCHS), 3, 2),
+        slow(RunSettings(method="gaussian", ratio=0.3, center=False, **TWO_EPOCHS), 3, 2),
         (RunSettings(method="checkpointing", **TWO_EPOCHS), 7, 6),
         # before any checkpoint
         (RunSettings(method="wta_crs", ratio=0.3, **TWO_EPOCHS), 1, 0),
         # stopped within an epoch by --max-steps
-        (RunSettings(**{**TWO_EPOCHS, "max_steps": 8, "method": "hadamard", "ratio": 0.5}), 7, 6),
+        slow(RunSettings(**{**TWO_EPOCHS, "max_steps": 8, "method": "hadamard", "ratio": 0.5}), 7, 6),
     ],
     ids=lambda value: value.method_label if isinstance(value, RunSettings) else str(value),
 )
@@ -243,7 +246,7 @@ def test_a_run_is_not_taken_up_on_other_data_or_by_another_version(
 
 
 @pytest.mark.usefixtures("tiny_demo")
-@pytest.mark.parametrize("broken_off_in", ["_save_optimizer_and_scheduler", "_save_rng_state"])
+@pytest.mark.parametrize("broken_off_in", ["_save_optimizer_and_scheduler", slow("_save_rng_state")])
 def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
     broken_off_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
