@@ -144,8 +144,6 @@ def test_the_program_runs_by_itself(folder):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "BertModel keeps" in done.stdout
-    helped = subprocess.run([*command[:3], "--help"], capture_output=True, text=True, env=environment, check=False)
-    assert "profile" in helped.stdout
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):

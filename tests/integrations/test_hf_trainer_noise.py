@@ -178,7 +178,7 @@ def test_what_is_kept_is_measured_anew_when_the_ratios_change(tmp_path):
     assert kept[17] == kept[18] == now.bytes / 2**20
 
 
-@pytest.mark.parametrize("stop", [10, 20])
+@pytest.mark.parametrize("stop", [10, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, stop):
     options = {"monitor": 5, "budget": "auto", "noise_target": 5.0, "recheck_steps": 18}
     found = []

@@ -118,10 +118,12 @@ class TestCenteredGaussian(CentringWhatLooksAtNoData, TestGaussian):
     exact_rows = (1,)
 
 
+@pytest.mark.grid
 class TestCenteredRademacher(CentringWhatLooksAtNoData, TestRademacher):
     exact_rows = (1,)
 
 
+@pytest.mark.grid
 class TestCenteredDCT(CentringWhatLooksAtNoData, TestDCT):
     pass
 

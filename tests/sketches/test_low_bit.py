@@ -113,6 +113,7 @@ class TestInt8Hadamard(LowBitContract):
         return LowBit(Hadamard(ratio=ratio), "int8", draws=self.draws)
 
 
+@pytest.mark.slow
 class TestInt4Hadamard(LowBitContract):
     def make(self, ratio):
         return LowBit(Hadamard(ratio=ratio), "int4", draws=self.draws)

@@ -34,6 +34,7 @@ def test_accelerate_launch_trains_a_converted_model(tmp_path):
     assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5])
 
 
+@pytest.mark.slow
 def test_two_launched_ranks_learn_and_hold_the_same_weights(tmp_path):
     run(str(SCRIPT), str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))

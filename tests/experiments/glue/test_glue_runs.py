@@ -64,7 +64,7 @@ def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseEx
         slow(RunSettings(method="gaussian", ratio=0.3, center=False, **TWO_EPOCHS), 3, 2),
         (RunSettings(method="checkpointing", **TWO_EPOCHS), 7, 6),
         # before any checkpoint
-        (RunSettings(method="wta_crs", ratio=0.3, **TWO_EPOCHS), 1, 0),
+        slow(RunSettings(method="wta_crs", ratio=0.3, **TWO_EPOCHS), 1, 0),
         # stopped within an epoch by --max-steps
         slow(RunSettings(**{**TWO_EPOCHS, "max_steps": 8, "method": "hadamard", "ratio": 0.5}), 7, 6),
     ],
@@ -444,6 +444,7 @@ def test_a_read_only_results_folder_is_one_line(tmp_path: Path, capsys: pytest.C
     assert "is read-only" in error
 
 
+@pytest.mark.slow
 def test_the_program_itself_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "experiments.glue.run", "--task", "imdb", "--results", str(tmp_path / "results")],
