@@ -197,7 +197,7 @@ class Exact(RMMConfig):
         return False
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_sketches_and_configurations_of_others_are_followed_whatever_they_look_at(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,7 @@ def test_what_is_exported_without_gradients_needs_no_library(strict: bool) -> No
 
 
 @pytest.mark.montecarlo
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_weight_gradient_is_unbiased(backend: str) -> None:
     # A seed drawn once more in the compiled backward gives the slope 0 instead of 1.
     # 1,200 draws see a bias of 4 % at 6 standard errors; false-alarm rate 3e-6.

@@ -133,6 +133,7 @@ class TestInt2Hadamard(LowBitContract):
         return LowBit(Hadamard(ratio=ratio), "int2", draws=self.draws)
 
 
+@pytest.mark.slow
 class TestFp8Hadamard(LowBitContract):
     def make(self, ratio):
         return LowBit(Hadamard(ratio=ratio), "fp8", draws=self.draws)

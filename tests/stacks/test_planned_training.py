@@ -101,7 +101,7 @@ def test_trainer_of_transformers_with_the_callback(tmp_path):
     assert_same_training(*trained)
 
 
-@pytest.mark.parametrize("options", [{"monitor": True}, {"noise_target": 0.1}])
+@pytest.mark.parametrize("options", [{"monitor": True}, pytest.param({"noise_target": 0.1}, marks=pytest.mark.slow)])
 def test_what_needs_to_see_each_layer_is_refused_on_a_planned_model(tmp_path, options):
     with pytest.raises(ValueError, match=r"see nothing .* in a planned model"):
         trained_by_transformers(planned(roberta), tmp_path, [RMMCallback(config=CONFIG, **options)])

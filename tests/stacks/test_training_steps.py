@@ -164,17 +164,12 @@ COMPILED = [
     for kind, backend in ((llama, "aot_eager"), (roberta, "aot_eager"), (llama, "inductor"))
     for rest in itertools.product(CHECKPOINTS, (False, True), (False, True))
 ]
-# adapters, and blocks that are computed again: the others are run by `make check`
-REPRESENTATIVE = (roberta, "aot_eager", REENTRANT, False, True)
 
 
 @pytest.mark.montecarlo
 @pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
-@pytest.mark.parametrize(
-    ("kind", "backend", "reentrant", "autocast", "lora"),
-    [pytest.param(*case, marks=() if case == REPRESENTATIVE else pytest.mark.slow) for case in COMPILED],
-    ids=name_of,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "backend", "reentrant", "autocast", "lora"), COMPILED, ids=name_of)
 def test_compiled(kind, backend, reentrant, autocast, lora):
     """Unbiased: 60 draws see a bias of 10 % at 6 standard errors; false-alarm rate 2e-5 with so few.
 
