@@ -306,8 +306,9 @@ def planned(rank: int, budget: str | None) -> dict[str, object]:
     return {"gradients": gradients, "launched": [count / ops.count for count in launched]}
 
 
-def work(rank: int, folder: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, folder: str, names: list[str], threads: int) -> None:
+    # as many as the process that computes the same: another number rounds otherwise
+    torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     every = {**STACKS, **COMPILED}
     found: dict[str, object] = {name: run_on_rank(every[name], rank) for name in names}
@@ -320,5 +321,5 @@ def work(rank: int, folder: str, names: list[str]) -> None:
 
 def launched(folder: Path, names: list[str]) -> list[dict[str, object]]:
     """Run stacks on two processes; what each of them found."""
-    torch.multiprocessing.spawn(work, (str(folder), names), nprocs=RANKS)
+    torch.multiprocessing.spawn(work, (str(folder), names, torch.get_num_threads()), nprocs=RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
