@@ -30,8 +30,8 @@ from experiments.glue import provenance
 from experiments.glue.command_line import Parser, exit_status
 from experiments.glue.errors import HarnessError
 from rmm_linear.checkpointing import Capture, Graph, Schedule, available_strategies, capture, get_strategy, simulate
-from rmm_linear.checkpointing.runner import Runner
-from rmm_linear.checkpointing.strategies import Proposal, choose
+from rmm_linear.compiler.runner import Runner
+from rmm_linear.planning.strategies import Proposal, choose
 
 from .baselines import BLOCKS, BUDGET, BUDGETS, EAGER, checkpointed_blocks, memory_budget
 from .instruments import allocator_peak, flops_of, peak_and_flops, time_ratios

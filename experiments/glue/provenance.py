@@ -76,10 +76,14 @@ def _files_fingerprint(paths: Sequence[Path]) -> str | None:
 
 
 def commit() -> dict[str, Any]:
-    """The repository's commit, and whether tracked files differed from it; None where there is no repository."""
+    """The repository's commit, and whether tracked files differed from it; None where there is no repository.
+
+    Configurations and results don't count: a result holds all its settings itself, and is there to be written.
+    """
     try:
         head = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
+        ignored = [f":!experiments/glue/{folder}" for folder in ("configs", "results")]
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *ignored)
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "modified": None}
     return {"commit": head, "modified": bool(changed)}

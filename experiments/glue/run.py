@@ -41,6 +41,7 @@ _HELP = {
     "batch_size": "sequences a training step",
     "eval_batch_size": "sequences an evaluation step",
     "max_length": "longest sequence in tokens",
+    "group_lengths": "make training batches of sequences of about the same length",
     "learning_rate": "peak learning rate",
     "schedule": "polynomial, linear or constant, after the warm-up",
     "warmup": "share of the steps that warm up",
@@ -50,12 +51,13 @@ _HELP = {
     "epsilon": "of AdamW",
     "max_grad_norm": "clip gradients to this norm; 0 for no clipping",
     "precision": "float32 or bfloat16",
+    "monitor": "steps in which the noise of each layer is measured once; 0 for no measurement",
     "save_steps": "steps between checkpoints within an epoch; 0 for none",
     "timing": "whether the machine is quiet enough for times to mean something",
 }
-_INTEGERS = ("min_rows", "seed", "max_steps", "batch_size", "eval_batch_size", "max_length", "save_steps")
+_INTEGERS = ("min_rows", "seed", "max_steps", "batch_size", "eval_batch_size", "max_length", "monitor", "save_steps")
 _WORDS = ("task", "data", "model", "method", "storage", "schedule", "precision")
-_SWITCHES = ("center", "skip_padding", "keep_first", "allocate", "timing")
+_SWITCHES = ("center", "skip_padding", "keep_first", "allocate", "group_lengths", "timing")
 
 
 def _parser() -> argparse.ArgumentParser:

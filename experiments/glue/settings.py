@@ -30,7 +30,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
         ("a finite number above 0", lambda value: value > 0),
     ),
     **dict.fromkeys(
-        ("max_steps", "save_steps", "max_grad_norm", "weight_decay", "min_rows"),
+        ("max_steps", "save_steps", "max_grad_norm", "weight_decay", "min_rows", "monitor"),
         ("a finite number of at least 0", lambda value: value >= 0),
     ),
     "seed": ("in [0, 2**32)", lambda value: 0 <= value < 2**32),
@@ -41,6 +41,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
 IRRELEVANT = ("save_steps", "timing")
 # switches of a sketch that are off by default, and recorded only where they are on -> their word in a run's name
 VARIANTS = {"skip_padding": "unpadded", "keep_first": "first-token", "allocate": "allocated"}
+_RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class RunSettings:
         batch_size: Sequences a training step.
         eval_batch_size: Sequences an evaluation step.
         max_length: Longest sequence in tokens; longer ones are cut. Batches are padded to their own longest sequence.
+        group_lengths: Whether the sequences of a training batch have about the same length, which saves padding.
         learning_rate: Peak learning rate.
         schedule: `polynomial` (power 1, down to zero), `linear` or `constant`, each after the warm-up.
         warmup: Share of the steps over which the learning rate rises from zero.
@@ -75,6 +77,7 @@ class RunSettings:
         epsilon: AdamW's epsilon.
         max_grad_norm: Gradients are clipped to this norm; 0 for no clipping.
         precision: `float32`, or `bfloat16` for autocast.
+        monitor: Steps in which the noise of each sketched layer is measured once; 0 for no measurement.
         save_steps: Write a checkpoint every so many steps, besides the end of each epoch; 0 for epochs only.
         timing: Whether the machine is quiet enough for the times to mean something; if not, the report leaves them out.
     """
@@ -97,6 +100,7 @@ class RunSettings:
     batch_size: int = 16
     eval_batch_size: int = 64
     max_length: int = 128
+    group_lengths: bool = False
     learning_rate: float = 2e-5
     schedule: str = "polynomial"
     warmup: float = 0.06
@@ -106,6 +110,7 @@ class RunSettings:
     epsilon: float = 1e-6
     max_grad_norm: float = 1.0
     precision: str = "float32"
+    monitor: int = 0
     save_steps: int = 0
     timing: bool = True
 
@@ -207,10 +212,11 @@ class RunSettings:
         values["model"] = Path(os.path.abspath(self.model)).name if is_local_model(self.model) else self.model
         values["exclude_modules"] = list(self.exclude_modules)
         # results from before these existed stay what they are
-        values = {key: value for key, value in values.items() if key not in VARIANTS or value}
+        values = {key: value for key, value in values.items() if key not in _RECORDED_WHERE_ON or value}
         if not self.uses_sketch:
             # they decide nothing then
             values.update(min_rows=None, exclude_modules=None)
+            values.pop("monitor", None)
         return values
 
 

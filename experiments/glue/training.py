@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import shutil
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ import transformers
 from datasets import DatasetDict
 from datasets import disable_progress_bars as disable_dataset_progress_bars
 from torch import nn
+from torch.utils.data import Sampler
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -45,6 +47,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from rmm_linear import RMMCallback, SketchedLayer, convert_linears, revert_linears
+from rmm_linear.integrations.hf_trainer import NOISE_KEY
 from rmm_linear.memory import SavedTensors
 
 from . import provenance
@@ -383,8 +386,10 @@ class PreparedRun:
             kept_bytes = self._kept_bytes()
             layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, SketchedLayer)}
             allocated = {"ratios": {name: layer.rmm_config.ratio for name, layer in layers.items()}}
+        noise = [entry[NOISE_KEY] for entry in trainer.state.log_history if NOISE_KEY in entry]
         return {
             **allocated,
+            **({"noise_ratio": statistics.fmean(noise)} if noise else {}),
             "kept_bytes": {
                 "model": kept_bytes,
                 "exact_model": exact_bytes,
@@ -424,9 +429,16 @@ class PreparedRun:
         conversion = []
         if settings.uses_sketch:
             budget: Literal["auto"] | None = "auto" if settings.allocate else None
-            conversion = [RMMCallback(config=settings.rmm_config, budget=budget, **self._exclusion())]
+            conversion = [
+                RMMCallback(config=settings.rmm_config, budget=budget, monitor=settings.monitor, **self._exclusion())
+            ]
+        sampler = None
+        if settings.group_lengths:
+            lengths = [len(tokens) for tokens in self.splits["train"]["input_ids"]]
+            sampler = _GroupedByLength(lengths, settings.batch_size, settings.seed)
         trainer = _RecordingTrainer(
             clock,
+            sampler,
             model=self.model,
             args=self._arguments(checkpoints),
             train_dataset=self.splits["train"],
@@ -595,12 +607,48 @@ class StepClock(TrainerCallback):
         self.seconds = self._now() - self._began
 
 
+class _GroupedByLength(Sampler[int]):
+    """Sort pools of 16 random batches by length, and shuffle the batches that this makes.
+
+    The sampler of `Trainer` draws from torch's global generator, so that its order depends on what a method draws, and
+    on where a run is resumed. This order depends on seed and epoch alone.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
+        self._lengths, self._batch_size, self._seed = lengths, batch_size, seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        # a factor, so that one seed's second epoch is not the next seed's first
+        generator = torch.Generator().manual_seed(1000 * self._seed + self._epoch)
+        rows, size = torch.randperm(len(self), generator=generator).tolist(), self._batch_size
+        # a pool is a whole number of batches: only the last of all can be short, and has to stay the last
+        pools = [
+            sorted(rows[at : at + 16 * size], key=self._lengths.__getitem__) for at in range(0, len(rows), 16 * size)
+        ]
+        batches = [pool[at : at + size] for pool in pools for at in range(0, len(pool), size)]
+        full = len(rows) // size
+        order = torch.randperm(full, generator=generator).tolist()
+        for at in (*order, *range(full, len(batches))):
+            yield from batches[at]
+
+
 class _RecordingTrainer(Trainer):
     """A `Trainer` whose log, and so every checkpoint, holds the time of each step as well."""
 
-    def __init__(self, clock: StepClock, **arguments: Any) -> None:
+    def __init__(self, clock: StepClock, sampler: Sampler[int] | None, **arguments: Any) -> None:
         self._clock = clock
+        self._sampler = sampler
         super().__init__(**arguments)
+
+    def _get_train_sampler(self, *arguments: Any) -> Sampler[int] | None:
+        return self._sampler or super()._get_train_sampler(*arguments)
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         # not in a callback's on_log: that comes after the log has been kept

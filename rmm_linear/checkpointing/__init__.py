@@ -1,15 +1,21 @@
 """Plan what a training step keeps and what it computes again, and run the plan."""
 
 from rmm_linear.checkpointing.bptt import bptt_checkpoint
-from rmm_linear.checkpointing.capture import Capture, capture
-from rmm_linear.checkpointing.graph import Graph, Op, Storage
-from rmm_linear.checkpointing.plan import CheckpointPlan
-from rmm_linear.checkpointing.planned import PlannedStep, apply_schedule, checkpoint_model, checkpoint_step
-from rmm_linear.checkpointing.replaced_forward import remove_checkpointing
-from rmm_linear.checkpointing.schedule import Schedule, Step, validate
+from rmm_linear.checkpointing.planned import (
+    PlannedStep,
+    apply_schedule,
+    capture,
+    checkpoint_model,
+    checkpoint_step,
+    remove_checkpointing,
+)
 from rmm_linear.checkpointing.sequential import SegmentPlan, checkpoint_sequential
-from rmm_linear.checkpointing.simulate import Simulation, simulate
-from rmm_linear.checkpointing.strategies import available_strategies, get_strategy
+from rmm_linear.compiler.joint_graph import Capture
+from rmm_linear.planning.graph import Graph, Op, Storage
+from rmm_linear.planning.plan import CheckpointPlan
+from rmm_linear.planning.schedule import Schedule, Step, validate
+from rmm_linear.planning.simulate import Simulation, simulate
+from rmm_linear.planning.strategies import available_strategies, get_strategy
 
 __all__ = [
     "Capture",

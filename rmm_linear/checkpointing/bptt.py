@@ -1,7 +1,7 @@
 """Train a recurrent net through long sequences in little memory (Gruslys et al. 2016, arXiv 1606.03401).
 
 `bptt_checkpoint` runs a cell over a sequence as a plain loop does, and keeps of it what a schedule says
-(`rmm_linear.checkpointing.strategies.gruslys2016_bptt`): some states, and of some steps all that autograd keeps. The
+(`rmm_linear.planning.strategies.gruslys2016_bptt`): some states, and of some steps all that autograd keeps. The
 backward pass runs the rest again. One autograd.Function interprets the schedule with three verbs: a step without a
 graph, a step with one, and the gradient of a step.
 
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from rmm_linear.checkpointing.bptt_plan import BPTTPlan, plain_bytes, plan_for_bytes, plan_for_slots
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.memory import SavedTensors
+from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_for_bytes, plan_for_slots
 
 State = Any
 Cell = Callable[[Tensor, State], Any]

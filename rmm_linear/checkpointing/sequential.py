@@ -14,15 +14,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear.checkpointing.budget import Budget, refusal
-from rmm_linear.checkpointing.capture import capture
-from rmm_linear.checkpointing.graph import Graph
-from rmm_linear.checkpointing.replaced_forward import refuse_inner_plans, refuse_twice, replace_forward
-from rmm_linear.checkpointing.simulate import peak_and_cost
-from rmm_linear.checkpointing.strategies.chain_reversal import balanced_cuts, segments_of_cuts
-from rmm_linear.checkpointing.strategies.hong2025_linear import fewest_kept_bytes
-from rmm_linear.checkpointing.strategies.segments import crossing_storages, order_of_segments
+from rmm_linear.checkpointing.planned import capture, refuse_planned
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.budget import Budget, refusal
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.chain_reversal import balanced_cuts, segments_of_cuts
+from rmm_linear.planning.strategies.hong2025_linear import fewest_kept_bytes
+from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
 STRATEGIES = ("chen2016_sqrt", "hong2025_linear")
 _CAPS = 32
@@ -62,7 +61,7 @@ def checkpoint_sequential(
             "60%" (or 0.6) of what the captured model takes without a plan.
         strategy: "chen2016_sqrt" (segments of equal count or bytes), "hong2025_linear" (fewest bytes kept, under a cap
             on each segment's), or "auto" (both).
-        costs: How ops are priced; see `rmm_linear.checkpointing.costs.cost_of`.
+        costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`.
 
     Returns:
         What was planned.
@@ -88,15 +87,13 @@ def checkpoint_sequential(
         raise ValueError(
             f"a {type(model).__name__} is no nn.Sequential, whose modules run one after the other; use checkpoint_model"
         )
-    refuse_twice(model)
-    refuse_inner_plans(model)
+    refuse_planned(model)
     if strategy not in (*STRATEGIES, "auto"):
         raise ValueError(f"strategy={strategy!r} cuts no sequences; choose one of {', '.join(STRATEGIES)}, auto")
     asked = Budget.of(budget)
     captured = capture(model, (sample,), costs=costs)
     if captured.updates:
-        names = (*captured.parameter_names, *captured.buffer_names)
-        updated = ", ".join(names[place] if place < len(names) else "its input" for place, _ in captured.updates)
+        updated = ", ".join(captured.names[place] for place, _ in captured.updates)
         raise ValueError(
             f"the forward pass writes into {updated}, and would do so twice where a segment runs again; use"
             " checkpoint_model, which updates buffers once"
@@ -124,7 +121,7 @@ def checkpoint_sequential(
             least_bytes=least,
         )
     best = min(fitting, key=lambda plan: (plan.overhead, plan.peak_bytes))
-    replace_forward(model, SegmentedForward(model, best))
+    model.__dict__["forward"] = SegmentedForward(model, best)
     return best
 
 
@@ -135,6 +132,9 @@ class SegmentedForward:
         model: The sequence.
         plan: Its segments.
     """
+
+    # `remove_checkpointing` looks for it
+    is_checkpointed_sequence = True
 
     def __init__(self, model: nn.Sequential, plan: SegmentPlan) -> None:
         self._model, self.plan = model, plan

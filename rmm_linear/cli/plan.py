@@ -18,14 +18,14 @@ from rmm_linear.checkpointing import (
     get_strategy,
     simulate,
 )
-from rmm_linear.checkpointing.budget import Budget, refusal
-from rmm_linear.checkpointing.strategies import Proposal, Strategy, choose
 from rmm_linear.cli.model_names import checked
 from rmm_linear.cli.profile import DTYPES, refuse_below_one
 from rmm_linear.cli.quiet import quiet_transformers
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.budget import Budget, refusal
+from rmm_linear.planning.strategies import Proposal, Strategy, choose
 
 HELP = "plan what a model keeps and what it computes again, to train within a byte budget"
 _SWEEP = (100, 90, 80, 70, 60, 50, 40, 30, 20, 10)

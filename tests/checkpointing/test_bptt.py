@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rmm_linear.checkpointing.bptt import bptt_checkpoint, plan, step_bytes
-from rmm_linear.checkpointing.bptt_plan import plan_for_bytes
+from rmm_linear.planning.bptt_plan import plan_for_bytes
 from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError
 
 BATCH, FEATURES, HIDDEN = 3, 5, 7

@@ -25,8 +25,8 @@ from rmm_linear.checkpointing import (
     remove_checkpointing,
     simulate,
 )
-from rmm_linear.checkpointing.runner import Runner
-from rmm_linear.checkpointing.strategies.segments import order_of_segments
+from rmm_linear.compiler.runner import Runner
+from rmm_linear.planning.strategies.segments import order_of_segments
 from rmm_linear.errors import CaptureError, DoubleBackwardError, InfeasibleBudgetError, ScheduleError
 
 

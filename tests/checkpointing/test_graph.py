@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rmm_linear.checkpointing import Graph, Op, Schedule, Storage, simulate
-from rmm_linear.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 
 GRAPHS = {
     "chain": chain([3, 1, 4, 1, 5]),
@@ -160,8 +160,8 @@ def test_a_graph_can_be_planned_without_torch():
         "root = pathlib.Path('rmm_linear').resolve()\n"
         "for name, path in (('rmm_linear', root), ('rmm_linear.checkpointing', root / 'checkpointing')):\n"
         "    package = types.ModuleType(name); package.__path__ = [str(path)]; sys.modules[name] = package\n"
-        "from rmm_linear.checkpointing.generators import chain, with_backward\n"
-        "from rmm_linear.checkpointing.strategies import get_strategy\n"
+        "from rmm_linear.planning.generators import chain, with_backward\n"
+        "from rmm_linear.planning.strategies import get_strategy\n"
         "graph = with_backward(chain([4] * 30))\n"
         "print(get_strategy('auto').frontier(graph)[-1].peak_bytes < 4 * 32, 'torch' in sys.modules)\n"
     )

@@ -17,7 +17,7 @@ from rmm_linear.checkpointing import (
     remove_checkpointing,
     simulate,
 )
-from rmm_linear.checkpointing.schedule import Step
+from rmm_linear.planning.schedule import Step
 from rmm_linear.errors import ScheduleError
 
 X, TANGENT = torch.randn(32, 64), torch.ones(32, 64)

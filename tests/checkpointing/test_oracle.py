@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from rmm_linear.checkpointing.generators import chain, random_layers, star, with_backward
-from rmm_linear.checkpointing.graph import Graph, Op, Storage
-from rmm_linear.checkpointing.oracle import cheapest_order, leanest_order
-from rmm_linear.checkpointing.schedule import Schedule
-from rmm_linear.checkpointing.simulate import peak_and_cost, simulate
+from rmm_linear.planning.generators import chain, random_layers, star, with_backward
+from rmm_linear.planning.graph import Graph, Op, Storage
+from rmm_linear.planning.oracle import cheapest_order, leanest_order
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import peak_and_cost, simulate
 from rmm_linear.errors import ScheduleError
 
 GRAPHS = [

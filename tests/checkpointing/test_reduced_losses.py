@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from measured_peak import MeasuredPeak
 from torch import Tensor, nn
 
-from rmm_linear.checkpointing.capture import capture
-from rmm_linear.checkpointing.runner import Runner
-from rmm_linear.checkpointing.schedule import Schedule
-from rmm_linear.checkpointing.simulate import simulate
+from rmm_linear.compiler.joint_graph import capture
+from rmm_linear.compiler.runner import Runner
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import simulate
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse": F.mse_loss,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rmm_linear.checkpointing import Schedule, capture, checkpoint_model, get_strategy, planned, simulate, stored_plans
-from rmm_linear.checkpointing.stored_plans import store_plan, stored_plan
+from rmm_linear.planning.stored_plans import store_plan, stored_plan
 
 X = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
 

@@ -137,7 +137,7 @@ def test_warnings_of_our_own_are_notes(capsys):
     from rmm_linear.cli.quiet import quiet
 
     with quiet():
-        warnings.warn_explicit("the peak is too low", UserWarning, "x.py", 1, module="rmm_linear.checkpointing.capture")
+        warnings.warn_explicit("the peak is too low", UserWarning, "x.py", 1, module="rmm_linear.compiler.joint_graph")
         warnings.warn_explicit("is deprecated", FutureWarning, "x.py", 1, module="torch.jit")
     assert capsys.readouterr().err == "rmm-linear: note: the peak is too low\n"
 

@@ -15,7 +15,7 @@ from experiments import readme, results_by_model
 from experiments.checkpointing import baselines, instruments, models, report, run
 from experiments.glue.errors import HarnessError
 from rmm_linear.checkpointing import Schedule, capture, simulate
-from rmm_linear.checkpointing.strategies.base import Strategy
+from rmm_linear.planning.strategies.base import Strategy
 
 COMMITTED = (run.RESULTS / report.MEASURED_FILE).exists()
 # two blocks of a tiny ResNet: batch norm, residuals, strides

@@ -1,7 +1,7 @@
 """Graphs shaped like networks: residual chains, dense blocks that copy what they concatenate, Transformers."""
 
-from rmm_linear.checkpointing.generators import with_backward
-from rmm_linear.checkpointing.graph import Graph, Op, Storage
+from rmm_linear.planning.generators import with_backward
+from rmm_linear.planning.graph import Graph, Op, Storage
 
 
 def residual_chain(blocks: int, *, size: int = 64) -> Graph:

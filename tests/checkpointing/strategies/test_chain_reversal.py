@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 from rmm_linear import checkpointing
-from rmm_linear.checkpointing.generators import chain, random_layers, u_shape, with_backward
-from rmm_linear.checkpointing.strategies.chain_reversal import (
+from rmm_linear.planning.generators import chain, random_layers, u_shape, with_backward
+from rmm_linear.planning.strategies.chain_reversal import (
     ChainView,
     balanced_cuts,
     crossing_bytes,

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from rmm_linear.checkpointing.generators import chain, random_layers, with_backward
-from rmm_linear.checkpointing.graph import Graph
-from rmm_linear.checkpointing.strategies.chain_reversal import segments_of_cuts
-from rmm_linear.checkpointing.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts, orders_of_cuts
+from rmm_linear.planning.generators import chain, random_layers, with_backward
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
+from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts, orders_of_cuts
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(100, 21), (400, 41), pytest.param(1600, 81, marks=pytest.mark.slow)])
@@ -78,7 +78,7 @@ def test_moving_cuts_to_narrow_places_saves_memory():
 
 
 def peak(graph, cuts):
-    from rmm_linear.checkpointing.simulate import peak_and_cost
+    from rmm_linear.planning.simulate import peak_and_cost
 
     return min(peak_and_cost(graph, order)[0] for order in orders_of_cuts(graph, cuts))
 

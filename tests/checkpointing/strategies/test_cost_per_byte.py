@@ -1,8 +1,8 @@
 """What is dear per byte is kept."""
 
 from rmm_linear.checkpointing import get_strategy
-from rmm_linear.checkpointing.generators import chain, with_backward
-from rmm_linear.checkpointing.strategies.segments import order_of_segments
+from rmm_linear.planning.generators import chain, with_backward
+from rmm_linear.planning.strategies.segments import order_of_segments
 
 
 def convolutions(blocks):

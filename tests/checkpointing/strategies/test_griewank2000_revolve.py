@@ -2,15 +2,15 @@
 
 import pytest
 
-from rmm_linear.checkpointing.generators import chain, with_backward
-from rmm_linear.checkpointing.simulate import peak_and_cost
-from rmm_linear.checkpointing.strategies.chain_reversal import (
+from rmm_linear.planning.generators import chain, with_backward
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.chain_reversal import (
     ChainView,
     order_of_actions,
     run_actions,
     segments_of_cuts,
 )
-from rmm_linear.checkpointing.strategies.griewank2000_revolve import forward_steps, repetitions, revolve, split
+from rmm_linear.planning.strategies.griewank2000_revolve import forward_steps, repetitions, revolve, split
 
 
 def best_splits(steps, slots):

@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 
-from rmm_linear.checkpointing.generators import chain, with_backward
-from rmm_linear.checkpointing.simulate import peak_and_cost
-from rmm_linear.checkpointing.strategies import griewank2000_revolve as revolve
-from rmm_linear.checkpointing.strategies.chain_reversal import ChainView, order_of_actions, run_actions
-from rmm_linear.checkpointing.strategies.gruslys2016_bptt import actions, hsm_table, ism_table, msm_table
+from rmm_linear.planning.generators import chain, with_backward
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies import griewank2000_revolve as revolve
+from rmm_linear.planning.strategies.chain_reversal import ChainView, order_of_actions, run_actions
+from rmm_linear.planning.strategies.gruslys2016_bptt import actions, hsm_table, ism_table, msm_table
 
 
 def exhaustive(steps, memory, kind, alpha=1, input_units=0):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from network_shapes import dense_blocks, residual_chain, transformer
 
-from rmm_linear.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
-from rmm_linear.checkpointing.graph import Graph, Op, Storage
-from rmm_linear.checkpointing.schedule import Schedule, validate
-from rmm_linear.checkpointing.simulate import peak_and_cost, simulate
-from rmm_linear.checkpointing.strategies import available_strategies, get_strategy
-from rmm_linear.checkpointing.strategies.kusumoto2019_lower_sets import (
+from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.planning.graph import Graph, Op, Storage
+from rmm_linear.planning.schedule import Schedule, validate
+from rmm_linear.planning.simulate import peak_and_cost, simulate
+from rmm_linear.planning.strategies import available_strategies, get_strategy
+from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
     Kusumoto2019Approximate,
     LowerSetProgram,
     NodeGraph,
@@ -26,7 +26,7 @@ from rmm_linear.checkpointing.strategies.kusumoto2019_lower_sets import (
     refined,
     thinned,
 )
-from rmm_linear.checkpointing.strategies.segments import order_of_segments
+from rmm_linear.planning.strategies.segments import order_of_segments
 
 
 def small_graphs(count: int) -> list[NodeGraph]:

@@ -3,14 +3,14 @@
 import pytest
 from network_shapes import dense_blocks, residual_chain, transformer
 
-from rmm_linear.checkpointing.generators import chain, random_layers, u_shape, with_backward
-from rmm_linear.checkpointing.graph import Graph, Op, Storage
-from rmm_linear.checkpointing.schedule import Schedule, validate
-from rmm_linear.checkpointing.simulate import peak_and_cost
-from rmm_linear.checkpointing.strategies import get_strategy
-from rmm_linear.checkpointing.strategies.kusumoto2019_lower_sets import Kusumoto2019Approximate
-from rmm_linear.checkpointing.strategies.nested_lower_sets import NestedLowerSets, order_of_nested_segments
-from rmm_linear.checkpointing.strategies.segments import order_of_segments
+from rmm_linear.planning.generators import chain, random_layers, u_shape, with_backward
+from rmm_linear.planning.graph import Graph, Op, Storage
+from rmm_linear.planning.schedule import Schedule, validate
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies import get_strategy
+from rmm_linear.planning.strategies.kusumoto2019_lower_sets import Kusumoto2019Approximate
+from rmm_linear.planning.strategies.nested_lower_sets import NestedLowerSets, order_of_nested_segments
+from rmm_linear.planning.strategies.segments import order_of_segments
 
 
 def cut(graph: Graph, fine: int, coarse: int) -> list[list[list[int]]]:

@@ -1,7 +1,7 @@
 """Every strategy passes the contract."""
 
-from rmm_linear.checkpointing.contract import StrategyContract
-from rmm_linear.checkpointing.strategies import available_strategies, get_strategy
+from rmm_linear.planning.contract import StrategyContract
+from rmm_linear.planning.strategies import available_strategies, get_strategy
 
 
 class TestChen2016(StrategyContract):

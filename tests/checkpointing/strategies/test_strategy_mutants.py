@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from rmm_linear.checkpointing.contract import StrategyContract
-from rmm_linear.checkpointing.oracle import cheapest_order, leanest_order
-from rmm_linear.checkpointing.schedule import Schedule, Step
-from rmm_linear.checkpointing.simulate import peak_and_cost
-from rmm_linear.checkpointing.strategies import Proposal, Strategy, choose
-from rmm_linear.checkpointing.strategies.chen2016_sqrt import ChenSqrt
+from rmm_linear.planning.contract import StrategyContract
+from rmm_linear.planning.oracle import cheapest_order, leanest_order
+from rmm_linear.planning.schedule import Schedule, Step
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies import Proposal, Strategy, choose
+from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt
 from rmm_linear.errors import InfeasibleBudgetError
 
 CHECKS = tuple(name for name in dir(StrategyContract) if name.startswith("test_"))

@@ -1,0 +1,290 @@
+"""The study: learning rate and epochs tuned for exact layers, then every method with these, seed by seed.
+
+    HF_HUB_OFFLINE=1 python -m experiments.glue.study --data GLUE --model MODEL     # or: make study
+
+`configs/study.json` is a named configuration with the parts that a plain grid lacks: `tuning` has the values that exact
+is tried with (seed 0), and what is chosen goes to `task_settings`; the methods of `fewer_seeds` and the tasks of `last`
+have seeds of their own; `train_rows` cuts a task's training split. Each finished run is a line of `rows.jsonl`, or of
+`tuning.jsonl`: its result file without the columns over the steps.
+
+Killed at any time, the same command goes on. Several processes share the work: whoever holds a run's lock does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .command_line import Parser, exit_status
+from .errors import HarnessError
+from .provenance import REPOSITORY
+from .result_file import COMPLETE, read_result, write_result
+from .settings import EXACT, NamedConfig, RunSettings, config_path, load_named_config
+from .tasks import TASKS
+
+ROWS, TUNING = "rows.jsonl", "tuning.jsonl"
+_WAIT_SECONDS = 60
+
+
+class Study:
+    """The runs of a configuration, those that are done, and what is still to choose."""
+
+    def __init__(self, config: str, results: Path, work: Path, *, data: str | None, model: str | None) -> None:
+        """Read the configuration.
+
+        Args:
+            config: Name or path of the configuration.
+            results: The folder of `rows.jsonl` and `tuning.jsonl`.
+            work: The folder of locks, checkpoints, result files and cut training splits.
+            data: A folder in the official GLUE layout; None for what the configuration says.
+            model: A folder that `from_pretrained` reads; None for what the configuration says.
+        """
+        self.path, self.results, self.work, self.data = config_path(config), results, work, data
+        self._changes = {} if model is None else {"model": model}
+        self.config: NamedConfig = load_named_config(config)
+        self._content: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+
+    def _runs(self, config: NamedConfig, **part: Any) -> list[RunSettings]:
+        runs = dataclasses.replace(config, **part).grid(**self._changes)
+        return [dataclasses.replace(run, data=self._data_of(run.task)) if self.data else run for run in runs]
+
+    def _data_of(self, task: str) -> str:
+        assert self.data is not None
+        rows = self._content.get("train_rows", {}).get(task)
+        return self.data if rows is None else str(cut_training_split(task, Path(self.data), self.work / "data", rows))
+
+    def tuning_runs(self, task: str) -> list[RunSettings]:
+        """Exact runs of a task, one for each learning rate and number of epochs to try."""
+        tuning = self._content["tuning"]
+        (run,) = self._runs(self.config, tasks=(task,), methods=({"method": EXACT},), seeds=(0,))
+        return [
+            dataclasses.replace(run, learning_rate=rate, epochs=epochs)
+            for epochs in tuning["epochs"][task]
+            for rate in tuning["learning_rate"]
+        ]
+
+    def is_tuned(self, task: str) -> bool:
+        """Whether the configuration has a learning rate for the task."""
+        return "learning_rate" in self.config.task_settings.get(task, {})
+
+    def plan(self) -> list[tuple[str, RunSettings]]:
+        """All runs in their order, with the file that each one's row goes to."""
+        config, few, last = self.config, self._content.get("fewer_seeds"), self._content.get("last")
+        runs = self._runs(config)
+        if few:
+            runs += self._runs(config, methods=tuple(few["methods"]), seeds=tuple(few["seeds"]))
+        # stable: the methods of a task keep the order that the grid gives them
+        runs.sort(key=lambda run: (run.seed, config.tasks.index(run.task)))
+        stages = [(config.tasks, runs)]
+        if last:
+            part = {"tasks": tuple(last["tasks"]), "seeds": tuple(last["seeds"])}
+            stages.append((part["tasks"], self._runs(config, **part)))
+        planned = []
+        for tasks, grid in stages:
+            planned += [(TUNING, run) for task in tasks if not self.is_tuned(task) for run in self.tuning_runs(task)]
+            planned += [(ROWS, run) for run in grid]
+        return planned
+
+    def rows(self, file: str) -> list[dict[str, Any]]:
+        """The rows of a file."""
+        path, rows = self.results / file, []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            # half a line is what a full disk leaves; the run's result file is in the work folder still
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+        return rows
+
+    def choose(self) -> None:
+        """Write the best values of each task whose tuning is done into the configuration."""
+        chosen = {}
+        for task in self._content["tuning"]["epochs"]:
+            configs = [] if self.is_tuned(task) else [run.recorded() for run in self.tuning_runs(task)]
+            tried = {json.dumps(row["config"]): row for row in self.rows(TUNING) if row["config"] in configs}
+            complete = [row for row in tried.values() if row["status"] == COMPLETE]
+            if len(tried) == len(configs) and complete:
+                best = max(complete, key=_merit)["config"]
+                chosen[task] = {key: best[key] for key in ("learning_rate", "epochs")}
+        if chosen:
+            self._content["task_settings"] |= chosen
+            write_result(self.path, self._content)
+            self.config = load_named_config(str(self.path))
+            print(f"chosen for exact, and written into {self.path.name}: {chosen}", flush=True)
+
+    def record(self, file: str, run: RunSettings, folder: Path) -> None:
+        """Append a finished run's row, made of its result file."""
+        from .training import result_path
+
+        # from the file, where numbers that JSON lacks are null
+        result = read_result(result_path(run, folder))
+        assert result is not None
+        row = {key: value for key, value in result.items() if key not in ("format", "steps")}
+        self.results.mkdir(parents=True, exist_ok=True)
+        with (self.results / file).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def hours_left(self, left: Sequence[RunSettings]) -> float | None:
+        """How long one process needs for these runs, by what an epoch of those that are done took.
+
+        Args:
+            left: The runs.
+
+        Returns:
+            The hours, or None before anything is done.
+        """
+        seconds: dict[tuple[str, ...], list[float]] = {}
+        for row in (*self.rows(TUNING), *self.rows(ROWS)):
+            label = row["name"].removeprefix(f"{row['config']['task']}-").rpartition("-seed")[0]
+            for key in ((row["config"]["task"], label), (row["config"]["task"],), ()):
+                seconds.setdefault(key, []).append(row["wall_seconds"] / row["config"]["epochs"])
+        if not seconds:
+            return None
+        keys = [next(key for key in _likeness(run) if key in seconds) for run in left]
+        return sum(run.epochs * statistics.median(seconds[key]) for run, key in zip(left, keys, strict=True)) / 3600
+
+
+def _merit(row: dict[str, Any]) -> tuple[float, ...]:
+    # of equal scores the cheaper and the smaller step
+    return row["final"]["score"], -row["config"]["epochs"], -row["config"]["learning_rate"]
+
+
+def _likeness(run: RunSettings) -> tuple[tuple[str, ...], ...]:
+    return (run.task, run.method_label), (run.task,), ()
+
+
+@functools.cache
+def cut_training_split(task: str, data: Path, folder: Path, rows: int) -> Path:
+    """Make a data folder whose training split is a fixed sample of the official one.
+
+    Args:
+        task: The task, whose files have a header.
+        data: The official data.
+        folder: Where to make it.
+        rows: Rows of the sample, in the order of the official file.
+
+    Returns:
+        The new data folder.
+
+    Raises:
+        HarnessError: If the official file is missing.
+    """
+    source, target = data / TASKS[task].folder, folder / TASKS[task].folder
+    assert TASKS[task].header
+    try:
+        header, *lines = (source / "train.tsv").read_bytes().splitlines(keepends=True)
+        dev = (source / TASKS[task].dev_file).read_bytes()
+    except (OSError, ValueError) as error:
+        raise HarnessError(f"the task {task} has no readable train.tsv and dev.tsv in {source} ({error})") from error
+    chosen = sorted(random.Random(0).sample(range(len(lines)), min(rows, len(lines))))
+    target.mkdir(parents=True, exist_ok=True)
+    content = {"train.tsv": b"".join([header, *(lines[at] for at in chosen)]), TASKS[task].dev_file: dev}
+    for name, wanted in content.items():
+        # another process may be reading it
+        if not (target / name).is_file() or (target / name).read_bytes() != wanted:
+            part = target / f"{name}.{os.getpid()}.part"
+            part.write_bytes(wanted)
+            part.replace(target / name)
+    return folder
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Hold a lock, and tell whether it was free. The system drops the lock of a process that dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def work_through(study: Study) -> int:
+    """Do all runs that nobody else does, until none is left.
+
+    Args:
+        study: The study.
+
+    Returns:
+        How many runs have failed.
+    """
+    from .training import execute
+
+    failed: set[Path] = set()
+    while True:
+        study.choose()
+        planned = study.plan()
+        done = {file: [row["config"] for row in study.rows(file)] for file in (ROWS, TUNING)}
+        left = [(file, run) for file, run in planned if run.recorded() not in done[file]]
+        is_waiting = False
+        for file, run in left:
+            folder = study.work / f"lr{run.learning_rate:g}-epochs{run.epochs:g}"
+            if (file == ROWS and not study.is_tuned(run.task)) or folder / run.name in failed:
+                continue
+            with claimed(folder / f"{run.name}.lock") as is_mine:
+                if not is_mine:
+                    is_waiting = True
+                    continue
+                # another process may have finished it since the rows were read
+                if run.recorded() in [row["config"] for row in study.rows(file)]:
+                    break
+                hours = study.hours_left([run for _, run in left])
+                time_left = "" if hours is None else f", about {hours:.1f} hours left for one process"
+                print(
+                    f"[{len(planned) - len(left) + 1}/{len(planned)}] {folder.name} {run.name}{time_left}", flush=True
+                )
+                try:
+                    execute(run, folder)
+                    study.record(file, run, folder)
+                except HarnessError:
+                    raise
+                # whatever it is, the other runs are worth having
+                except Exception:
+                    traceback.print_exc()
+                    failed.add(folder / run.name)
+                break
+        else:
+            if not is_waiting:
+                return len(failed)
+            time.sleep(_WAIT_SECONDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m experiments.glue.study", description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", help="folder in the official GLUE layout")
+    parser.add_argument("--model", help="folder that from_pretrained reads")
+    parser.add_argument("--config", default="study", help="configuration, by name or path (default: study)")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "study")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "study", help="locks and checkpoints")
+
+    def work(options: argparse.Namespace) -> int:
+        study = Study(options.config, options.results, options.work, data=options.data, model=options.model)
+        return min(work_through(study), 1)
+
+    # whatever else the machine does comes first
+    os.nice(19)
+    torch.set_num_threads(1)
+    try:
+        return exit_status(lambda: work(parser.parse_args(arguments)))
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Planned training steps as a backend of torch.compile."""

@@ -1,0 +1,406 @@
+"""The backend of torch.compile: each graph that Dynamo hands over is planned when it first runs with gradients.
+
+    torch.compile(model, backend="rmm_linear", options={"budget": "60%"})
+
+Dynamo has followed the user's Python code, and guards decide when it does so anew. Here a graph is traced and planned
+for each shape, layout, dtype and state of autocast of its arguments. A graph that can't be captured runs as Dynamo
+wrote it, with a warning; so does a call without gradients, and one under torch.func.
+"""
+
+import logging
+import re
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from rmm_linear.compiler import exact_program
+from rmm_linear.compiler.autocasting import present_autocast
+from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
+from rmm_linear.compiler.runner import Runner
+from rmm_linear.compiler.torch_private import frame_of, is_transformed
+from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints
+from rmm_linear.errors import CaptureError
+from rmm_linear.planning.budget import Budget
+from rmm_linear.planning.plan import CheckpointPlan
+from rmm_linear.planning.planner import plan_graph
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.strategies import get_strategy
+
+_logger = logging.getLogger(__name__)
+EXECUTORS = ("exact", "inductor")
+# Shapes of one graph that are kept; the shape that was not used for longest is planned anew when it comes back.
+_MOST_VARIANTS = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the graphs of one call of torch.compile are planned.
+
+    Attributes:
+        budget: The most that may be in memory at any time beside parameters, buffers and other arguments: bytes,
+            "8GiB", or "60%" (or 0.6) of the peak of each captured graph without a plan. Bytes are shared by the graphs
+            of a model that Dynamo breaks, in proportion to their peaks without a plan.
+        strategy: One of `available_strategies()`.
+        executor: "exact" runs op by op, with the bits of eager mode and the simulated peak to the byte; "inductor"
+            compiles the schedule by Inductor.
+        costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`.
+        gradients: "kept" counts each parameter's gradient from where it is ready to the end; "freed" for steps that
+            leave none behind (an optimizer in the backward pass, later micro-batches).
+        schedule: A given schedule, which is used in place of a planned one.
+    """
+
+    budget: int | float | str | None = None
+    strategy: str = "auto"
+    executor: str = "inductor"
+    costs: str = "roofline"
+    gradients: str = "kept"
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"executor={self.executor!r} is unknown; choose one of {', '.join(EXECUTORS)}")
+        if self.gradients not in ("kept", "freed"):
+            raise ValueError(f'gradients={self.gradients!r} is neither "kept" nor "freed"')
+        if self.executor == "inductor" and self.gradients == "freed":
+            raise ValueError(
+                'gradients="freed" needs executor="exact": Inductor\'s backward graph returns all gradients at its end'
+            )
+        if self.schedule is None:
+            Budget.of(self.budget)
+            get_strategy(self.strategy)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> "Options":
+        """Read what the user passed to torch.compile.
+
+        Args:
+            options: Names and values.
+
+        Returns:
+            The options.
+
+        Raises:
+            ValueError: If a name is unknown, a value is none that the option can have, or there is no budget.
+        """
+        given = dict(options or {})
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"option {name!r} is unknown; choose among {', '.join(known)}")
+        if given.get("budget") is None and given.get("schedule") is None:
+            raise ValueError('the option "budget" is missing: pass options={"budget": "60%"}, or bytes such as "8GiB"')
+        return cls(**given)
+
+
+class Planned(BaseException):
+    """Raised in place of running a graph, where only its plan was asked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A graph, planned for one kind of arguments.
+
+    Attributes:
+        capture: The captured step.
+        plan: What was planned.
+        runner: What runs it.
+    """
+
+    capture: Capture
+    plan: CheckpointPlan
+    runner: Runner
+
+
+class Group:
+    """The graphs of one call of torch.compile.
+
+    Args:
+        options: How they are planned.
+
+    Attributes:
+        capture_only: Whether graphs raise `Planned` where they would run.
+        on_failure: Called with the error if a graph can't be captured; it may raise.
+        graphs: The graphs so far.
+        runs: How many planned forward passes ran.
+    """
+
+    def __init__(self, options: Options, on_failure: Callable[[CaptureError], None] | None = None) -> None:
+        self.options = options
+        self.on_failure = on_failure or _warn
+        self.capture_only = False
+        self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
+        self.runs = 0
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> "PlannedGraph":
+        """Take a graph of Dynamo over.
+
+        Args:
+            module: The graph.
+            inputs: Example inputs; not used, for the graph is captured when it first runs.
+
+        Returns:
+            What runs in its place.
+        """
+        graph = PlannedGraph(module, self)
+        self.graphs.add(graph)
+        _all_graphs.add(graph)
+        return graph
+
+    def variants(self) -> "list[Variant]":
+        """Return what was planned so far.
+
+        Returns:
+            A variant for each graph and kind of arguments.
+        """
+        return [variant for graph in self.graphs for variant in graph.variants.values()]
+
+    def share_of(self, graph: "PlannedGraph", plain_bytes: int) -> Budget:
+        """Return the budget of one graph: its share of a budget in bytes, if the model has several.
+
+        Args:
+            graph: The graph.
+            plain_bytes: Its peak without a plan.
+
+        Returns:
+            The budget.
+        """
+        budget = Budget.of(self.options.budget)
+        if budget.is_relative:
+            return budget
+        # a frame that is compiled again runs in the place of its older versions
+        peaks = {frame: peak for frame, peak in self._peaks().items() if frame != graph.frame}
+        if not peaks:
+            return budget
+        total = plain_bytes + sum(peaks.values())
+        share = max(1, budget.in_bytes(plain_bytes) * plain_bytes // total)
+        _logger.info(
+            "the model has %d graphs: this one gets %d bytes of the budget, its part of the peaks without a plan",
+            len(peaks) + 1,
+            share,
+        )
+        return Budget.of(share)
+
+    def _peaks(self) -> dict[Any, int]:
+        found: dict[Any, int] = {}
+        for graph in self.graphs:
+            for variant in graph.variants.values():
+                found[graph.frame] = max(found.get(graph.frame, 0), variant.plan.plain.peak_bytes)
+        return found
+
+
+_all_graphs: "weakref.WeakSet[PlannedGraph]" = weakref.WeakSet()
+# By the identity of the options that torch.compile passes on, which are kept so that it stays one.
+_groups: dict[int, tuple[Any, Group]] = {}
+
+
+def rmm_linear(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Plan a graph of Dynamo within a byte budget: the backend of torch.compile.
+
+    Args:
+        module: The graph.
+        inputs: Example inputs.
+        options: See `Options`; a mistake in them raises a ValueError when the graph first runs.
+
+    Returns:
+        What runs in the graph's place.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear.compiler import rmm_linear
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        >>> step = torch.compile(model, backend=rmm_linear, options={"budget": "100%", "executor": "exact"})
+        >>> step(torch.randn(4, 8)).sum().backward()
+    """
+    key = id(options)
+    if key not in _groups:
+        try:
+            _groups[key] = options, Group(Options.of(options))
+        except ValueError as error:
+            # Dynamo would wrap an error that is raised here into one of its own
+            return _raising(error)
+    return _groups[key][1].compile(module, inputs)
+
+
+def plans(target: nn.Module | Callable[..., Any]) -> list[CheckpointPlan]:
+    """List the plans that were made for a model or a function so far.
+
+    Args:
+        target: A model, or a function that was passed to torch.compile, or what that returned.
+
+    Returns:
+        The plans, a graph and kind of arguments each.
+    """
+    return [variant.plan for graph in _all_graphs if graph.belongs_to(target) for variant in graph.variants.values()]
+
+
+class PlannedGraph:
+    """One graph of Dynamo; call it as the graph is called.
+
+    Args:
+        module: The graph.
+        group: The graphs of the same call of torch.compile.
+
+    Attributes:
+        variants: Plans by the kind of the arguments; the kind that was used last comes last.
+        frame: Which frame of Python it is of.
+    """
+
+    def __init__(self, module: fx.GraphModule, group: Group) -> None:
+        self.has_checkpoints = inline_checkpoints(module) > 0
+        self._module, self._group = module, group
+        self.frame = frame_of(module)
+        self.variants: dict[Any, Variant] = {}
+        self._loss_alone = True
+        self._has_failed = False
+        self._peers = 0
+        self._parameters: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the forward pass by plan.
+
+        Args:
+            *arguments: The graph's arguments.
+
+        Returns:
+            A tuple of the values that the graph returns.
+
+        Raises:
+            Planned: If the group asked for the plan alone.
+        """
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if (
+            self._has_failed
+            or not torch.is_grad_enabled()
+            or not any(tensor.requires_grad for tensor in tensors)
+            or is_transformed(tensors)
+        ):
+            return self._module(*arguments)
+        key = _key(arguments, tensors)
+        self._forget_old_shares()
+        variant = self.variants.pop(key, None)
+        if variant is None:
+            variant = self._prepare(arguments, tensors)
+            if variant is None:
+                return self._module(*arguments)
+        self.variants[key] = variant
+        while len(self.variants) > _MOST_VARIANTS:
+            del self.variants[next(iter(self.variants))]
+        if self._group.capture_only:
+            raise Planned
+        self._group.runs += 1
+        return tuple(variant.runner(arguments))
+
+    def belongs_to(self, target: Any) -> bool:
+        """Tell whether the graph is of a model or function.
+
+        Args:
+            target: See `plans`.
+
+        Returns:
+            Whether it is.
+        """
+        if isinstance(target, nn.Module):
+            own = {id(parameter) for parameter in target.parameters()}
+            return any(id(reference()) in own for reference in self._parameters)
+        function = getattr(target, "_torchdynamo_orig_callable", target)
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is None:
+            return False
+        traces = (node.stack_trace or "" for node in self._module.graph.nodes)
+        frames = (re.search(r'File "([^"]+)", line \d+, in (\w+)', trace) for trace in traces)
+        return any(frame and (frame[1], frame[2]) == (code.co_filename, code.co_name) for frame in frames)
+
+    def _forget_old_shares(self) -> None:
+        """Plan anew where a budget in bytes is shared with graphs that came later."""
+        peers = len({graph.frame for graph in self._group.graphs if graph.variants or graph is self})
+        if peers != self._peers:
+            if self._peers and not self._is_budget_relative():
+                self.variants.clear()
+            self._peers = peers
+
+    def _is_budget_relative(self) -> bool:
+        options = self._group.options
+        return options.schedule is not None or Budget.of(options.budget).is_relative
+
+    def _take_all_gradients(self) -> None:
+        """Plan later steps for gradients of all results."""
+        warnings.warn(
+            "a gradient arrived at a result beside the loss: this step ran its forward pass once more as it is written,"
+            " outside of the budget; later steps are planned for gradients of all results",
+            stacklevel=2,
+        )
+        self._loss_alone = False
+        self.variants.clear()
+
+    def _prepare(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Variant | None:
+        began = time.monotonic()
+        options = self._group.options
+        try:
+            capture = read_joint_graph(
+                self._module,
+                arguments,
+                costs=options.costs,
+                gradients=options.gradients,
+                loss_alone=self._loss_alone,
+            )
+        except CaptureError as error:
+            self._has_failed = True
+            self._group.on_failure(error)
+            return None
+        plan = self._plan(capture)
+        if self._group.capture_only:
+            plan = replace(plan, eager_peak_bytes=eager_peak_of(self._module, arguments))
+        if self.has_checkpoints:
+            warnings.warn(
+                "the step checkpoints modules itself (torch.utils.checkpoint): the plan takes the checkpoints' place,"
+                f" and the step's peak is {plan.peak_bytes} bytes",
+                stacklevel=2,
+            )
+        self._parameters = [weakref.ref(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors if not isinstance(t, nn.Parameter))
+        _logger.info("planned a graph for arguments of shapes %s in %.1f s", shapes, time.monotonic() - began)
+        program = exact_program.program_of(capture, plan.schedule)
+        return Variant(capture, plan, Runner(capture, program, self._module, self._take_all_gradients))
+
+    def _plan(self, capture: Capture) -> CheckpointPlan:
+        graph, options = capture.graph, self._group.options
+        if options.schedule is not None:
+            return CheckpointPlan.of(graph, options.schedule)
+        plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
+        return plan_graph(graph, self._group.share_of(self, plain_bytes), options.strategy)
+
+
+def _warn(error: CaptureError) -> None:
+    warnings.warn(f"a graph runs as written, outside of the budget: {error}", stacklevel=2)
+
+
+def _raising(error: ValueError) -> Callable[..., Any]:
+    def run(*_: Any) -> Any:
+        raise error
+
+    return run
+
+
+def _key(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    """Tell apart arguments that need a plan each."""
+    autocast = present_autocast({tensor.device.type for tensor in tensors})
+    # autocast keeps the casts of leaves alone, and those only if it is told to
+    casts = (torch.is_autocast_cache_enabled(), *(tensor.is_leaf for tensor in tensors)) if autocast else ()
+    cuda = torch.backends.cuda
+    return (
+        tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors),
+        tuple(None if isinstance(argument, Tensor) else argument for argument in arguments),
+        autocast,
+        casts,
+        # which kernels a fused attention may take
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+    )

@@ -1,0 +1,430 @@
+"""The program of a schedule: Python code of one line a step, cut where the forward pass ends.
+
+A recomputation is a second call of the same op, a free is an assignment of None. A view is made where it is read first,
+and goes with its storage; one of an input goes with the pass. What the two parts share is held in a list that the
+backward part empties, so that every tensor dies at the step at which the schedule frees it. The ops are those that
+eager mode runs, in its order: outputs, gradients and buffers have the same bits. An op that draws random numbers is
+recomputed from the random state that it had.
+
+The backward part hands each gradient over once no later step reads it, or the input that it belongs to: whoever takes
+the gradient may change that. It is a generator, which stops there; `rmm_linear.compiler.runner` says who goes on.
+"""
+
+import keyword
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from rmm_linear.compiler.joint_graph import Capture, tensors_of
+from rmm_linear.planning.schedule import Schedule, Step, hand_over_places, validate
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_LITERALS = (int, bool, str, type(None))
+
+
+class Part(NamedTuple):
+    """What the backward part of a program does between two stops.
+
+    Attributes:
+        gradients: Inputs whose gradients it hands over at its end.
+        reads: Inputs that it reads.
+    """
+
+    gradients: tuple[int, ...]
+    reads: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The code of a schedule.
+
+    Attributes:
+        forward: (inputs) -> (results, pairs of a buffer and its new contents, what is saved for `backward`).
+        backward: (inputs, saved, tangents, gradients) -> a generator, which empties `saved` and stops after each part,
+            with that part's gradients in their places of `gradients`.
+        parts: The parts, at least one.
+        shared: Places of the results in whose memory the backward part reads.
+        constants: Tensors that are no inputs, and that the backward part reads.
+        source: The code, for people.
+    """
+
+    forward: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]]
+    backward: Callable[
+        [Sequence[Tensor | None], list[Any], Sequence[Tensor | None], list[Tensor | None]], Iterator[None]
+    ]
+    parts: tuple[Part, ...]
+    shared: tuple[int, ...]
+    constants: tuple[Tensor, ...]
+    source: str
+
+
+def program_of(capture: Capture, schedule: Schedule) -> Program:
+    """Write the code of a schedule.
+
+    Args:
+        capture: A captured step.
+        schedule: A schedule for its graph.
+
+    Returns:
+        The program.
+
+    Raises:
+        ScheduleError: If the schedule cannot run; see `rmm_linear.planning.schedule.validate`.
+    """
+    validate(capture.graph, schedule)
+    return _Writer(capture, schedule).program()
+
+
+class _Writer:
+    def __init__(self, capture: Capture, schedule: Schedule) -> None:
+        self._capture, self._schedule = capture, schedule
+        self._globals: dict[str, Any] = {"_state": _saved_random_state, "_replay": _replay}
+        self._constants: dict[int, str] = {}
+        self._kept_alive: list[Any] = []
+        # the name of each value that is in memory: inputs, tangents, members of live storages
+        self._names: dict[fx.Node, str] = {node: f"inputs[{place}]" for place, node in enumerate(capture.inputs)}
+        self._lines: list[str] = []
+        self._live: dict[int, None] = {}
+        self._states: dict[int, str] = {}
+        self._spent: list[str] = []
+        self._numbers = {node: number for number, node in enumerate(capture.module.graph.nodes)}
+        self._storage_of = {node: index for index, members in enumerate(capture.members) for node in members}
+        # names of the views that there are, and those that lie in each live storage
+        self._views: dict[fx.Node, str] = {}
+        self._views_in: dict[int, list[fx.Node]] = {}
+        # inputs and constants that have been read, and inputs that each view lies in
+        self._read: set[fx.Node] = set()
+        self._constants_read: dict[str, Tensor] = {}
+        self._inputs_of: dict[fx.Node, set[fx.Node]] = {}
+        self._after_tangents = after_tangents(capture)
+        self._gradients = self._gradients_by_storage()
+        times = Counter(schedule.order)
+        self._times_left = {op: count for op, count in times.items() if count > 1 and capture.graph.ops[op].is_random}
+
+    def program(self) -> Program:
+        steps, cut = self._schedule.steps, self._cut()
+        for step in steps[: cut + 1]:
+            self._step(step)
+        self._return_results()
+        self._end_forward(steps, cut)
+        while cut + 1 < len(steps) and steps[cut + 1].kind == "free":
+            cut += 1
+            self._step(steps[cut])
+        saved = self._saved()
+        shared = self._shared()
+        self._lines.append(f"return results, updates, [{', '.join(saved)}]")
+        forward = self._function("forward(inputs)")
+        self._views.clear()
+        self._views_in.clear()
+        self._constants_read.clear()
+        self._lines = [f"{', '.join(saved)}, = saved"] if saved else []
+        self._lines.append("saved.clear()")
+        for place, node in enumerate(self._capture.tangents):
+            if node is not None:
+                self._names[node] = f"tangents[{place}]"
+        parts = self._parts(steps, cut + 1)
+        backward = self._function("backward(inputs, saved, tangents, gradients)")
+        source = f"{forward}\n\n{backward}"
+        exec(compile(source, "<schedule>", "exec"), self._globals)
+        constants = tuple(self._constants_read.values())
+        return Program(self._globals["forward"], self._globals["backward"], tuple(parts), shared, constants, source)
+
+    def _gradients_by_storage(self) -> dict[int | None, list[int]]:
+        """Inputs that have a gradient, by the storage that it lies in; None for what is outside of the budget."""
+        found: dict[int | None, list[int]] = {}
+        for place, node in enumerate(self._capture.gradients):
+            if node is not None:
+                storages, _ = self._lies_in(node)
+                found.setdefault(next(iter(storages), None), []).append(place)
+        return found
+
+    def _parts(self, steps: Sequence[Step], first: int) -> list[Part]:
+        """Write the backward part, from a step on."""
+        order = self._schedule.order
+        places = hand_over_places(self._capture.graph, order, {index for index in self._gradients if index is not None})
+        position = sum(step.kind == "compute" for step in steps[:first])
+        waiting: dict[int, list[int | None]] = {}
+        for index in self._gradients:
+            # what was there before the backward part goes with the first gradients, what is outside with the last
+            at = len(order) - 1 if index is None else max(places[index], position)
+            waiting.setdefault(at, []).append(index)
+        parts = []
+        ready: list[int | None] = []
+        self._read.clear()
+        for step in steps[first:]:
+            if step.kind == "compute":
+                # after the frees of the step before; the last part goes to the very end
+                if ready and waiting:
+                    parts.append(self._hand_over(ready))
+                    ready = []
+                ready += waiting.pop(position, [])
+                position += 1
+            elif step.target in ready:
+                # it goes with being handed over
+                del self._live[step.target]
+                continue
+            self._step(step)
+        parts.append(self._hand_over(ready))
+        return parts
+
+    def _hand_over(self, storages: Sequence[int | None]) -> Part:
+        """Give gradients away, keep nothing of them, and stop."""
+        handed_over = [place for index in storages for place in self._gradients[index]]
+        for place in handed_over:
+            self._lines.append(f"gradients[{place}] = {self._value(self._capture.gradients[place])}")  # type: ignore[arg-type]
+        for index in storages:
+            if index is not None:
+                self._forget(index)
+        self._lines.append("yield")
+        read = frozenset(place for place, node in enumerate(self._capture.inputs) if node in self._read)
+        self._read.clear()
+        return Part(tuple(handed_over), read)
+
+    def _cut(self) -> int:
+        """The step that computes the last result."""
+        graph = self._capture.graph
+        missing = {graph.writer[index] for index in graph.results}
+        for number, step in enumerate(self._schedule.steps):
+            if step.kind == "compute":
+                missing.discard(step.target)
+                if not missing:
+                    return number
+        raise AssertionError("validate lets no such schedule pass")
+
+    def _function(self, signature: str) -> str:
+        return "\n    ".join([f"def {signature}:", *self._lines])
+
+    def _return_results(self) -> None:
+        # new tensor objects: what is saved must not be what is returned, or the two would hold each other
+        results = [f"{self._value(node)}.detach()" for node in self._capture.results]
+        self._lines.append(f"results = [{', '.join(results)}]")
+        updates = [f"(inputs[{place}], {self._value(node)})" for place, node in self._capture.updates]
+        self._lines.append(f"updates = [{', '.join(updates)}]")
+
+    def _end_forward(self, steps: Sequence[Step], cut: int) -> None:
+        """Note which live storages are of no more use to the program: results, which are the caller's from now on."""
+        read_later: set[int] = set()
+        for step in steps[cut + 1 :]:
+            if step.kind == "compute":
+                read_later.update(self._capture.graph.ops[step.target].reads)
+        self._given_away = set(self._live) - read_later - set(self._gradients)
+        self._given_away &= set(self._capture.graph.outputs)
+
+    def _saved(self) -> list[str]:
+        members = [
+            self._names[node]
+            for index in self._live
+            if index not in self._given_away
+            for node in self._capture.members[index]
+        ]
+        return [*members, *self._states.values()]
+
+    def _shared(self) -> tuple[int, ...]:
+        """Results that lie in what is saved: the caller can write there before it is read."""
+        kept = set(self._live) - self._given_away
+        return tuple(
+            place for place, node in enumerate(self._capture.results) if not kept.isdisjoint(self._lies_in(node)[0])
+        )
+
+    def _step(self, step: Step) -> None:
+        if step.kind == "free":
+            del self._live[step.target]
+            self._forget(step.target)
+            return
+        op, node = self._capture.graph.ops[step.target], self._capture.nodes[step.target]
+        call = self._call(node)
+        if step.target in self._times_left:
+            call = self._drawn(step.target, node, call)
+        is_whole = isinstance(node.meta.get("val"), Tensor)
+        new = [index for index in op.writes if index not in self._live]
+        self._live.update(dict.fromkeys(new))
+        for index in new:
+            for member in self._capture.members[index]:
+                self._names[member] = f"v{self._numbers[member]}"
+        if is_whole and new:
+            self._lines.append(f"{self._names[node]} = {call}")
+        elif new:
+            self._lines.append(f"parts = {call}")
+            for index in new:
+                for member in self._capture.members[index]:
+                    self._lines.append(f"{self._names[member]} = parts[{member.args[1]}]")
+            self._lines.append("parts = None")
+        else:
+            self._lines.append(call)
+        for state in self._spent:
+            self._lines.append(f"{state} = None")
+        self._spent.clear()
+
+    def _forget(self, storage: int) -> None:
+        """Let go of a storage, if it is there still."""
+        names = [self._names.pop(node) for node in self._capture.members[storage] if node in self._names]
+        views = self._views_in.pop(storage, ())
+        names += [self._views.pop(node) for node in views if node in self._views]
+        if names:
+            self._lines.append(f"{' = '.join(names)} = None")
+
+    def _drawn(self, op: int, node: fx.Node, call: str) -> str:
+        self._times_left[op] -= 1
+        function, _, arguments = call.partition("(")
+        if op not in self._states:
+            device = next((tensor.device for tensor in tensors_of(node)), torch.device("cpu"))
+            self._states[op] = f"s{op}"
+            self._lines.append(f"s{op} = _state({self._constant(device)})")
+            return call
+        state = self._states[op]
+        device_name = self._constant(next((tensor.device for tensor in tensors_of(node)), torch.device("cpu")))
+        if not self._times_left[op]:
+            self._spent.append(self._states.pop(op))
+        return f"_replay({state}, {device_name}, {function}, {arguments}"
+
+    def _call(self, node: fx.Node) -> str:
+        arguments = [self._argument(argument) for argument in node.args]
+        for name, value in node.kwargs.items():
+            text = self._argument(value)
+            arguments.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
+        function = _reshaped if node in self._after_tangents and node.target in _VIEWS else _as_in_place(node)
+        return f"{self._constant(function)}({', '.join(arguments)})"
+
+    def _value(self, node: fx.Node) -> str:
+        """The name of a node's value; a view that is not there yet is made here."""
+        if node.op == "placeholder":
+            self._read.add(node)
+        if node in self._names:
+            return self._names[node]
+        if node in self._views:
+            self._read |= self._inputs_of[node]
+            return self._views[node]
+        if node.op == "get_attr":
+            constant = fx.graph_module._get_attr(self._capture.module, str(node.target))
+            if isinstance(constant, Tensor):
+                self._constants_read[str(node.target)] = constant
+            return self._constant(constant)
+        assert node not in self._storage_of, f"{node} is not in memory"
+        name = f"w{self._numbers[node]}"
+        if node.target is getitem:
+            line = f"{name} = {self._value(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+        else:
+            line = f"{name} = {self._call(node)}"
+        self._lines.append(line)
+        self._views[node] = name
+        storages, self._inputs_of[node] = self._lies_in(node)
+        for index in storages:
+            self._views_in.setdefault(index, []).append(node)
+        return name
+
+    def _lies_in(self, view: fx.Node) -> tuple[set[int], set[fx.Node]]:
+        """The storages, or the inputs, that a view lies in."""
+        storages: set[int] = set()
+        inputs: set[fx.Node] = set()
+        waiting = [view]
+        while waiting:
+            node = waiting.pop()
+            if node in self._storage_of:
+                storages.add(self._storage_of[node])
+            elif node.op == "placeholder":
+                inputs.add(node)
+            else:
+                waiting.extend(node.all_input_nodes)
+        return storages, inputs
+
+    def _argument(self, argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            return self._value(argument)
+        if isinstance(argument, (list, tuple)):
+            return f"[{', '.join(self._argument(part) for part in argument)}]"
+        if type(argument) in _LITERALS or (type(argument) is float and math.isfinite(argument)):
+            return repr(argument)
+        return self._constant(argument)
+
+    def _constant(self, value: Any) -> str:
+        if id(value) not in self._constants:
+            # an id is one as long as its object lives
+            self._kept_alive.append(value)
+            self._constants[id(value)] = name = f"c{len(self._constants)}"
+            self._globals[name] = value
+        return self._constants[id(value)]
+
+
+def _as_in_place(node: fx.Node) -> Any:
+    """The function of a node, whose result has the layout that the plain program's has."""
+    # Out of place, bernoulli lays its result out row by row whatever its argument's layout is. The in-place one, which
+    # dropout calls on new memory, goes through that as it lies: the same numbers, in other places.
+    source = node.args[0] if node.args else None
+    if (
+        node.target is torch.ops.aten.bernoulli.p
+        and isinstance(source, fx.Node)
+        and source.target in (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
+    ):
+        return _bernoulli
+    return node.target
+
+
+def after_tangents(capture: Capture) -> set[fx.Node]:
+    """Find what is computed from the gradients of results.
+
+    Args:
+        capture: A captured step.
+
+    Returns:
+        Nodes of its graph.
+    """
+    found: set[fx.Node] = set(filter(None, capture.tangents))
+    for node in capture.module.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    # a gradient in another layout than the sample's may have to be copied here, as in the plain pass
+    return tensor.reshape(shape)
+
+
+def _bernoulli(like: Tensor, p: float) -> Tensor:
+    return torch.empty_like(like).bernoulli_(p)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of a device's default generator.
+
+    Args:
+        device: The device.
+
+    Returns:
+        The state, bytes on the CPU.
+    """
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _saved_random_state(device: torch.device) -> Tensor:
+    # a copy that torch dispatches, so that whoever measures memory sees it
+    return random_state(device).clone()
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of a device's default generator.
+
+    Args:
+        state: What `random_state` returned.
+        device: The device.
+    """
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _replay(state: Tensor, device: torch.device, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that draws random numbers in an earlier random state, and go back to the present one."""
+    present = random_state(device)
+    set_random_state(state, device)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_random_state(present, device)

@@ -1,0 +1,106 @@
+"""What fake tensors, which have shapes and no contents, tell of the memory that a step takes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rmm_linear.compiler.autocasting import autocast_as
+
+# With a reduction they return one number in memory as large as that of all numbers, which fake tensors don't tell.
+_REDUCED_IN_PLACE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
+
+def real_bytes(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:
+    """Tell the size of the memory that a fake result stands for.
+
+    Args:
+        op: The operation.
+        sources: The tensors that it reads.
+        result: What it returns, or one of it.
+
+    Returns:
+        Bytes of the whole storage.
+    """
+    size_bytes = result.untyped_storage().nbytes()
+    if op not in _REDUCED_IN_PLACE:
+        return size_bytes
+    numbers = torch.broadcast_shapes(*(each.shape for each in sources))
+    return max(size_bytes, numbers.numel() * result.element_size())
+
+
+def eager_peak(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> int:
+    """Run a step forward and backward, as eager mode would, and tell the most that is in memory at any time.
+
+    Eager mode keeps what a captured step frees, each of whose results goes after its last use: what a name in Python
+    refers to, and all that autograd holds for an op until that op's turn comes. But it adds up gradients in place.
+
+    Args:
+        run: Runs the forward pass on fake tensors; returns what is differentiated.
+        inputs: What is not counted: parameters, buffers, the batch. Their gradients are set to None.
+
+    Returns:
+        Bytes, gradients of parameters included.
+    """
+    # in this thread alone: others' dispatch is not seen
+    with torch.autograd.set_multithreading_enabled(False), _Alive(inputs) as alive:
+        roots = run()
+        gradients = alive.gradients_from_outside(roots)
+        with autocast_as((), {tensor.device.type for tensor in inputs}):
+            torch.autograd.backward(list(roots), gradients)
+    for tensor in inputs:
+        if tensor.is_leaf:
+            tensor.grad = None
+    return alive.peak_bytes
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the storages that were made inside and are there still."""
+
+    def __init__(self, outside: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._now = 0
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._forget()
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._outside and storage._cdata not in self._alive:
+                size_bytes = real_bytes(func, _tensors((args, kwargs)), tensor)
+                self._alive[storage._cdata] = StorageWeakRef(storage), size_bytes
+                self._now += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._now)
+        return result
+
+    def gradients_from_outside(self, roots: Sequence[Tensor]) -> list[Tensor]:
+        peak_bytes = self.peak_bytes
+        gradients = [torch.ones_like(root) for root in roots]
+        for gradient in gradients:
+            memory = gradient.untyped_storage()._cdata
+            self._outside.add(memory)
+            self._now -= self._alive.pop(memory)[1]
+        self.peak_bytes = peak_bytes
+        return gradients
+
+    def _forget(self) -> None:
+        for memory, (reference, size_bytes) in list(self._alive.items()):
+            if reference.expired():
+                del self._alive[memory]
+                self._now -= size_bytes
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]

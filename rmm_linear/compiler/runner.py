@@ -1,0 +1,355 @@
+"""Run a program in autograd's graph.
+
+The forward part is one node of that graph, and so is each part of the backward part: a chain, which runs from the
+results to the gradients that are ready last. A node's edges lead to the inputs whose gradients its part hands over, and
+to the next part. So it is autograd that accumulates each gradient as soon as it is there, before it goes on with the
+next part, and calls all hooks; that leaves out what nobody asked for (`torch.autograd.grad`); and that adds up what
+reaches a parameter from elsewhere. Nothing of this is done here.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
+from rmm_linear.compiler.exact_program import Program, after_tangents, random_state, set_random_state
+from rmm_linear.compiler.joint_graph import Capture, tensors_of
+from rmm_linear.compiler.tracing import Returned
+from rmm_linear.errors import AutocastBackwardError, DoubleBackwardError
+
+_READ_MEMORY = (
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_scatter.default,
+    torch.ops.aten._reshape_alias.default,
+)
+
+
+class Runner:
+    """A captured step with a schedule, to be called with tensors.
+
+    Args:
+        capture: The captured step.
+        program: What runs it: a schedule's program.
+        module: The graph of Dynamo that was captured: it runs as written if a gradient arrives at a result that the
+            plan takes none for.
+        on_other_gradient: Called then: later steps want a plan that takes it.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        program: Program,
+        module: fx.GraphModule | None = None,
+        on_other_gradient: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.capture, self.module, self.on_other_gradient = capture, module, on_other_gradient
+        self.program = program
+        self.updated = frozenset(place for place, _ in capture.updates)
+        # for each input's gradient, the results whose gradients it follows from
+        self.sources = _sources(capture)
+        self.device_types = {tensor.device.type for node in capture.inputs for tensor in tensors_of(node)}
+        # all parts run where the results are: the engine finishes a gradient there before it goes on
+        self.device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
+        # whether the backward part reads memory as it lay at the capture
+        self._reads_memory = any(node.target in _READ_MEMORY for node in after_tangents(capture))
+        random = (node for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if op.is_random)
+        self.random_devices = {tensor.device for node in random for tensor in tensors_of(node)}
+        # states of autocast around the backward pass, and whether it computes the same then
+        self._is_same_under: dict[Autocast, bool] = {(): True}
+
+    def as_captured(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Prepare the gradients of the results.
+
+        Args:
+            tangents: What arrived; None for a result that the loss does not depend on.
+
+        Returns:
+            The same in the dtypes that the program knows, and as they lie if it can read them so: another layout is
+            another order of summation, and the plain pass has the one in which they arrive.
+        """
+        given: list[Tensor | None] = []
+        for tangent, node in zip(tangents, self.capture.tangents, strict=True):
+            if node is None:
+                given.append(None)
+                continue
+            (fake,) = tensors_of(node)
+            if tangent is None:
+                # in no layout of its own: a sum has that of what it is added to
+                tangent = torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
+            tangent = tangent.to(fake.dtype)
+            if self._reads_memory and tangent.stride() != fake.stride():
+                like = torch.empty_strided(fake.shape, fake.stride(), dtype=tangent.dtype, device=tangent.device)
+                tangent = like.copy_(tangent)
+            given.append(tangent)
+        return given
+
+    def refuse_other_backward(self) -> None:
+        """Refuse a backward pass that would compute in other dtypes, since autocast is on around it.
+
+        Raises:
+            AutocastBackwardError: If it would.
+        """
+        autocast = present_autocast(self.device_types)
+        if autocast not in self._is_same_under:
+            self._is_same_under[autocast] = self.capture.has_same_backward(autocast)
+        if not self._is_same_under[autocast]:
+            raise AutocastBackwardError(
+                "backward() was called inside of torch.autocast, where ops of the plain backward pass would compute in"
+                " other dtypes than those that were planned: call it outside, after the `with` block of the forward"
+                " pass, as torch advises"
+            )
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        """Run the forward part.
+
+        Args:
+            arguments: Those of the traced graph.
+
+        Returns:
+            The values that the graph returns; `backward()` of its loss runs the backward part.
+        """
+        inputs = [argument for argument in arguments if isinstance(argument, Tensor)]
+        run = _Pass(self, arguments)
+        following: Tensor | None = None
+        # the engine prefers nodes that were made later: from the last part to the first
+        for number in range(len(self.program.parts) - 1, 0, -1):
+            own = (inputs[place] for place in self.program.parts[number].gradients)
+            following = _LaterPart.apply(run, number, inputs, following, *own)
+        own = (inputs[place] for place in self.program.parts[0].gradients)
+        results = _Run.apply(run, inputs, following, *own)
+        return [_value(leaf, inputs, results) for leaf in self.capture.returned]
+
+
+def _value(leaf: Returned, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
+    if leaf.kind == "view":
+        return inputs[leaf.index].as_strided(*leaf.value)
+    return {"input": inputs, "result": results}[leaf.kind][leaf.index] if leaf.kind != "constant" else leaf.value
+
+
+def _sources(capture: Capture) -> list[set[int]]:
+    places = {node: place for place, node in enumerate(capture.tangents) if node is not None}
+    found: dict[fx.Node, set[int]] = {}
+    for node in capture.module.graph.nodes:
+        found[node] = set().union(*(found[source] for source in node.all_input_nodes))
+        if node in places:
+            found[node].add(places[node])
+    return [set() if node is None else found[node] for node in capture.gradients]
+
+
+class _Pass:
+    """One run of a step, forward and backward: what its nodes in autograd's graph share."""
+
+    def __init__(self, runner: Runner, arguments: Sequence[Any]) -> None:
+        self.runner = runner
+        takes_loss_alone = runner.module is not None and runner.capture.takes_loss_alone
+        self._again = _Again(runner, arguments) if takes_loss_alone else None
+        self.saved: list[Any] | None = None
+        count = len(runner.capture.inputs)
+        self._inputs: list[Tensor | None] = [None] * count
+        self._gradients: list[Tensor | None] = [None] * count
+        # results at which a gradient arrived; None for a pass that ran as written
+        self._arrived: set[int] | None = set()
+        self._parts_run = 0
+        self._backward: Iterator[None] | None = None
+        # what the caller can write into before the backward part reads it: its name, an alias, its version
+        self._versions: list[tuple[str, Tensor, int]] = []
+
+    def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the forward part."""
+        with _as_kernels(self.runner):
+            results, updates, self.saved = self.runner.program.forward(inputs)
+        for buffer, contents in updates:
+            buffer.copy_(contents)
+        self._note_versions(results)
+        return results
+
+    def _note_versions(self, results: Sequence[Tensor]) -> None:
+        program = self.runner.program
+        # an alias: a result itself would hold this pass, and be held by it
+        seen = [(f"result {place}", results[place].detach()) for place in program.shared]
+        seen += [
+            (f"a tensor of shape {tuple(constant.shape)} in the code", constant)
+            for constant in program.constants
+            if not constant.is_inference()
+        ]
+        self._versions = [(name, tensor, tensor._version) for name, tensor in seen]
+
+    def _refuse_changed(self) -> None:
+        """Refuse to compute with what was overwritten, as autograd does with what it saved."""
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{name} of a planned step was modified in place before its backward pass, which reads it or"
+                    " computes from it again: use an op that returns a new tensor (`x = x * 2` for `x *= 2`), or write"
+                    " into a `clone()`"
+                )
+        self._versions.clear()
+
+    def keep(self, ctx: Any, number: int, inputs: Sequence[Tensor]) -> None:
+        """Let a node keep the inputs that its part reads."""
+        ctx.run, ctx.number = self, number
+        ctx.set_materialize_grads(False)
+        reads = self.runner.program.parts[number].reads
+        # an input that changes before it is read is noticed; buffers that the step itself updates do change
+        ctx.kept = [place for place in reads if place not in self.runner.updated]
+        ctx.save_for_backward(*(inputs[place] for place in ctx.kept))
+        for place in reads & self.runner.updated:
+            self._inputs[place] = inputs[place]
+
+    def begin(self, tangents: Sequence[Tensor | None]) -> None:
+        """Start the backward part."""
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "create_graph=True asks for a second derivative, and a planned step has a program for the first alone:"
+                " call remove_checkpointing(model), or the step itself, where second derivatives are needed"
+            )
+        if self.saved is None:
+            raise RuntimeError(
+                "the backward pass of a planned step ran already, and its tensors are freed: run the step again, or"
+                " add up the losses before one backward()"
+            )
+        nodes = self.runner.capture.tangents
+        if any(tangent is not None and node is None for tangent, node in zip(tangents, nodes, strict=True)):
+            self._run_as_written(tangents)
+            return
+        self._again = None
+        self._refuse_changed()
+        self.runner.refuse_other_backward()
+        given = self.runner.as_captured(tangents)
+        self._arrived = {place for place, tangent in enumerate(tangents) if tangent is not None}
+        saved, self.saved = self.saved, None
+        self._backward = self.runner.program.backward(self._inputs, saved, given, self._gradients)
+
+    def _run_as_written(self, tangents: Sequence[Tensor | None]) -> None:
+        """Compute the gradients of this step outside of the plan, which takes that of the loss alone."""
+        self.runner.on_other_gradient()
+        self.saved, again, self._again = None, self._again, None
+        if again is None:
+            raise RuntimeError(
+                "a gradient arrived at a result beside the loss, and this step was planned for the gradient of its loss"
+                " alone; later steps are planned for both: run this step again"
+            )
+        self._gradients = again.gradients(tangents)
+        self._arrived, self._backward = None, itertools.repeat(None)
+
+    def gradients_of(self, ctx: Any) -> Iterator[Tensor | None]:
+        """Run a node's part, and hand its gradients over."""
+        for place, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
+            self._inputs[place] = tensor
+        assert self._backward is not None, "the first part begins"
+        with _as_kernels(self.runner):
+            # a part none of whose inputs needs a gradient now has no node
+            while self._parts_run <= ctx.number:
+                next(self._backward)
+                self._parts_run += 1
+        parts = self.runner.program.parts
+        if self._parts_run == len(parts):
+            self._backward = None
+        for place in parts[ctx.number].gradients:
+            gradient, self._gradients[place] = self._gradients[place], None
+            # an input that only other results depend on gets none, as in the plain step, and no zeros
+            is_due = self._arrived is None or self.runner.sources[place] & self._arrived
+            yield gradient if is_due else None
+
+
+class _Again:
+    """The arguments, random state and autocast of a forward pass: enough to run its graph once more as written."""
+
+    def __init__(self, runner: Runner, arguments: Sequence[Any]) -> None:
+        self._runner, self._arguments = runner, arguments
+        self._versions = [argument._version for argument in arguments if isinstance(argument, Tensor)]
+        self._autocast = present_autocast(runner.device_types)
+        # as bytes of Python's: a tensor would count in the step's memory
+        self._states = {device: random_state(device).numpy().tobytes() for device in runner.random_devices}
+
+    def gradients(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        runner, capture = self._runner, self._runner.capture
+        versions = [argument._version for argument in self._arguments if isinstance(argument, Tensor)]
+        if versions != self._versions:
+            raise RuntimeError(
+                "a gradient arrived at a result beside the loss of a planned step, and the step's inputs have changed"
+                " since its forward pass; later steps are planned for it: run this step again"
+            )
+        fresh = [
+            argument.detach().requires_grad_(argument.requires_grad) if isinstance(argument, Tensor) else argument
+            for argument in self._arguments
+        ]
+        inputs = [argument for argument in fresh if isinstance(argument, Tensor)]
+        present = {device: random_state(device) for device in self._states}
+        try:
+            for device, state in self._states.items():
+                set_random_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
+            with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):
+                values = runner.module(*fresh)  # type: ignore[misc]
+        finally:
+            for device, now in present.items():
+                set_random_state(now, device)
+        results = {
+            leaf.index: value for leaf, value in zip(capture.returned, values, strict=True) if leaf.kind == "result"
+        }
+        arrived = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
+        wanted = [place for place, tensor in enumerate(inputs) if tensor.requires_grad]
+        found = torch.autograd.grad(
+            [results[place] for place in arrived],
+            [inputs[place] for place in wanted],
+            list(arrived.values()),
+            allow_unused=True,
+        )
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        for place, gradient in zip(wanted, found, strict=True):
+            gradients[place] = gradient
+            if gradient is not None and capture.gradients[place] is None:
+                raise RuntimeError(
+                    f"a gradient arrived at a result beside the loss of a planned step, and {capture.names[place]} has"
+                    " a gradient through it alone; later steps are planned for it: run this step again"
+                )
+        return gradients
+
+
+class _Run(torch.autograd.Function):
+    """The forward part, and the first part of the backward part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Pass, inputs: Sequence[Tensor], following: Tensor | None, *own: Tensor
+    ) -> tuple[Tensor, ...]:
+        results = run.forward(inputs)
+        run.keep(ctx, 0, inputs)
+        # what needs no gradient in the plain step, and its numbers of other kinds, need none here
+        needed = zip(results, run.runner.capture.has_gradient, strict=True)
+        ctx.mark_non_differentiable(*(result for result, has_gradient in needed if not has_gradient))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.run.begin(tangents)
+        return (None, None, None, *ctx.run.gradients_of(ctx))
+
+
+class _LaterPart(torch.autograd.Function):
+    """A later part of the backward part. What it returns has no contents: the part before it leads here by it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Pass, number: int, inputs: Sequence[Tensor], following: Tensor | None, *own: Tensor
+    ) -> Tensor:
+        run.keep(ctx, number, inputs)
+        return torch.empty(0, device=run.runner.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
+        return (None, None, None, None, *ctx.run.gradients_of(ctx))
+
+
+@contextmanager
+def _as_kernels(runner: Runner) -> Iterator[None]:
+    """Run ops as autograd runs them: nothing is recorded, the casts of autocast are ops of the program already."""
+    # Some kernels (LSTM's on a CPU) leave out what the backward pass needs unless gradients are enabled.
+    is_casting = any(map(torch.is_autocast_enabled, runner.device_types))
+    off = autocast_as((), runner.device_types) if is_casting else nullcontext()
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), off:
+        yield

@@ -1,0 +1,330 @@
+"""Trace a graph of Dynamo, forward and backward, into AOTAutograd's joint graph.
+
+Dynamo has followed the user's Python code already: its graph calls functions of torch on tensors, and that is all. The
+trace runs it on fake tensors, which have shapes and no contents, and records the ops that eager mode would run, free of
+in-place writes. `rmm_linear.compiler.joint_graph` turns the result into the graph that planners see.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
+from rmm_linear.compiler.fake_memory import eager_peak
+from rmm_linear.errors import CaptureError
+
+# What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
+_ROOT = re.compile(r"^[LG]\['[^']*'\](\.__closure__\[\d+\]\.cell_contents|\.__self__|\._orig_mod)*\.?")
+_HINTS = {
+    "grouped_mm": (
+        "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
+        ' (transformers: `model.set_experts_implementation("batched_mm")`)'
+    ),
+}
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """One of the values that a graph returns.
+
+    Attributes:
+        kind: "result" (computed), "input" (an input itself), "view" (of an input), or "constant" (no tensor).
+        index: Which result or input.
+        value: The constant, or size, stride and offset of the view.
+    """
+
+    kind: str
+    index: int = 0
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph of Dynamo as AOTAutograd's joint graph.
+
+    Attributes:
+        joint: Forward and backward pass; "desc" in the meta of placeholders and outputs says what each is.
+        inputs: The fake inputs, one for each argument that is a tensor.
+        returned: What the graph returns, in order.
+        differentiable: For each result, whether its gradient is an input of the joint graph.
+        has_gradient: For each result, whether it requires a gradient.
+        names: A name for each input, for people: "encoder.0.weight".
+        blocks: The module that each node of the joint graph belongs to.
+    """
+
+    joint: fx.GraphModule
+    inputs: tuple[Tensor, ...]
+    returned: tuple[Returned, ...]
+    differentiable: tuple[bool, ...]
+    has_gradient: tuple[bool, ...]
+    names: tuple[str, ...]
+    blocks: Mapping[fx.Node, str]
+
+
+def trace(
+    module: fx.GraphModule,
+    arguments: Sequence[Any],
+    *,
+    loss_alone: bool = True,
+    backward_autocast: Autocast = (),
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> Traced:
+    """Trace a graph of Dynamo, with its forward pass under autocast as it is now.
+
+    Args:
+        module: The graph, without activation checkpoints (`inline_checkpoints`).
+        arguments: Its arguments: tensors, which may be fake, and numbers.
+        loss_alone: Whether a scalar among the results is the only one whose gradient the backward pass takes.
+        backward_autocast: The state of autocast around the backward pass.
+        decompositions: Ops that are traced as others.
+
+    Returns:
+        The joint graph.
+
+    Raises:
+        CaptureError: If it can't be traced; the error names the line, and what can be done.
+    """
+    # without its cache: results that it returns a second time no longer share memory as the op's results do
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
+    function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=loss_alone)
+    try:
+        joint = _joint_graph(function, inputs, backward_autocast, decompositions)
+    except Exception as error:
+        explained: CaptureError = _explained(error)
+        raise explained from error
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    tensors = [node for node, argument in zip(placeholders, arguments, strict=True) if isinstance(argument, Tensor)]
+    return Traced(
+        joint,
+        inputs,
+        function.returned,
+        function.differentiable,
+        function.has_gradient,
+        tuple(map(_name, tensors)),
+        _blocks(joint),
+    )
+
+
+def inline_checkpoints(module: fx.GraphModule) -> int:
+    """Let the bodies of `torch.utils.checkpoint` run as part of a graph: the plan takes the checkpoints' place.
+
+    Args:
+        module: A graph of Dynamo; changed in place.
+
+    Returns:
+        How many there were.
+    """
+    found = 0
+    for node in list(module.graph.nodes):
+        if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+            continue
+        name = str(node.args[0].target)
+        found += 1 + inline_checkpoints(getattr(module, name))
+        _, kwargs = node.target.divide_kwargs(node.kwargs)
+        with module.graph.inserting_before(node):
+            body = module.graph.call_module(name, node.args[1:], kwargs)
+        node.replace_all_uses_with(body)
+        module.graph.erase_node(node)
+    if found:
+        module.recompile()
+    return found
+
+
+def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
+    """Tell the most that a graph, run op by op in eager mode, has in memory at any time.
+
+    Args:
+        module: A graph of Dynamo.
+        arguments: Its arguments.
+
+    Returns:
+        Bytes; None where it could not be found out.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
+    function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=True)
+
+    def run() -> list[Tensor]:
+        results = function(*inputs)
+        return [result for result, is_one in zip(results, function.differentiable, strict=True) if is_one]
+
+    try:
+        with torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), mode:
+            return eager_peak(run, inputs)
+    except Exception:
+        # a number for people, which no plan needs
+        return None
+
+
+class _Function(nn.Module):
+    """A graph of Dynamo as a function of tensors alone, which returns new tensors alone."""
+
+    def __init__(
+        self, module: fx.GraphModule, arguments: Sequence[Any], inputs: Sequence[Tensor], *, loss_alone: bool
+    ) -> None:
+        super().__init__()
+        # in a tuple: its tensors are constants of the trace, and not this module's own
+        self._hidden = (module,)
+        self._arguments = [None if isinstance(argument, Tensor) else argument for argument in arguments]
+        self._places = [place for place, argument in enumerate(arguments) if isinstance(argument, Tensor)]
+        self._are_leaves = [tensor.is_leaf for tensor in inputs]
+        self._loss_alone = loss_alone
+        self._has_cast_cache = torch.is_autocast_cache_enabled()
+        self.returned: tuple[Returned, ...] = ()
+        self.differentiable: tuple[bool, ...] = ()
+        self.has_gradient: tuple[bool, ...] = ()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        arguments = list(self._arguments)
+        for place, tensor, is_leaf in zip(self._places, tensors, self._are_leaves, strict=True):
+            # torch gives the trace's inputs a history, and autocast casts anew for each use what has one
+            if is_leaf and type(tensor.grad_fn).__name__ == "Error":
+                tensor.detach_().requires_grad_()
+            arguments[place] = tensor
+        with weights_cast_once(self._has_cast_cache):
+            values = fx.Interpreter(self._hidden[0]).run(*arguments)
+        found = {id(tensor): Returned("input", place) for place, tensor in enumerate(tensors)}
+        owner = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(tensors)}
+        storages: set[int] = set()
+        is_loss = [isinstance(v, Tensor) and v.requires_grad and not v.dim() and v.is_floating_point() for v in values]
+        returned, results, differentiable, has_gradient = [], [], [], []
+        for value, is_scalar in zip(values, is_loss, strict=True):
+            if not isinstance(value, Tensor):
+                returned.append(Returned("constant", value=value))
+                continue
+            if id(value) not in found:
+                memory = value.untyped_storage()._cdata
+                place = owner.get(memory)
+                if place is not None and value.dtype == tensors[place].dtype:
+                    layout = value.size(), value.stride(), value.storage_offset()
+                    found[id(value)] = Returned("view", place, layout)
+                else:
+                    found[id(value)] = Returned("result", len(results))
+                    is_one = value.requires_grad and (is_scalar or not (self._loss_alone and any(is_loss)))
+                    # two results in one memory: the second one gets memory of its own
+                    result = value.clone() if memory in storages or place is not None else value
+                    storages.add(memory)
+                    differentiable.append(is_one)
+                    has_gradient.append(value.requires_grad)
+                    results.append(result if is_one else result.detach())
+            returned.append(found[id(value)])
+        self.returned = tuple(returned)
+        self.differentiable, self.has_gradient = tuple(differentiable), tuple(has_gradient)
+        return tuple(results)
+
+
+@contextlib.contextmanager
+def _as_eager_runs_it() -> Iterator[None]:
+    """Trace what eager mode runs: while tracing, torch replaces some ops by Python code with other roundings."""
+    # Batch norms alone are left replaced: their buffers' updates would be lost otherwise.
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    removed: list[tuple[Any, Any, Any]] = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace != "aten" or "batch_norm" in packet:
+            continue
+        op: Any = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+        for key in keys:
+            if op is not None and key in op.py_kernels:
+                removed.append((op, key, op.py_kernels.pop(key)))
+                op._dispatch_cache.clear()
+    # a seed that is drawn and left, since another layer's is shared, moves the generator as in eager mode
+    draw_seed = torch.ops.rmm_linear.draw_seed.default
+    draw_seed._nondeterministic_seeded = True
+    try:
+        yield
+    finally:
+        draw_seed._nondeterministic_seeded = False
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+def _joint_graph(
+    function: _Function,
+    inputs: tuple[Tensor, ...],
+    backward_autocast: Autocast,
+    decompositions: Mapping[Any, Callable[..., Any]] | None,
+) -> fx.GraphModule:
+    states = [{"device_type": kind, "dtype": dtype} for kind, dtype in backward_autocast]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_as_eager_runs_it())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=states or "off"))
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        table = None if decompositions is None else dict(decompositions)
+        return aot_export_joint_with_descriptors(stack, function, inputs, decompositions=table).graph_module
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor of the same shape without contents; on the CPU for one that is on no device."""
+    if not tensor.is_meta and not isinstance(tensor, FakeTensor):
+        return mode.from_tensor(tensor)
+    device = "cpu" if tensor.is_meta else tensor.device
+    with mode, torch.enable_grad():
+        fake = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
+        return fake if tensor.is_leaf else fake.view_as(fake)
+
+
+def _on_cpu(module: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
+    """The same graph for the CPU, if its arguments are on no device: planning needs shapes alone."""
+    if not any(isinstance(argument, Tensor) and argument.is_meta for argument in arguments):
+        return module
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, lambda leaf: cpu if leaf == meta else leaf)  # type: ignore[assignment]
+        node.kwargs = fx.node.map_aggregate(node.kwargs, lambda leaf: cpu if leaf == meta else leaf)  # type: ignore[assignment]
+    return fx.GraphModule(module, graph)
+
+
+def _name(placeholder: fx.Node) -> str:
+    source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", placeholder.name)
+    name = _ROOT.sub("", name() if callable(name) else name)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", f".{name}").lstrip(".") or placeholder.name
+
+
+def _blocks(joint: fx.GraphModule) -> dict[fx.Node, str]:
+    found = {}
+    for node in joint.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        path = next(reversed(stack.values()))[0] if stack else ""
+        found[node] = _ROOT.sub("", path)
+    return found
+
+
+def _explained(error: Exception) -> CaptureError:
+    """Say where a trace failed, and what to do."""
+    told = str(error)
+    line = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]+)\n(?!\s*File)', told)
+    where = f" at {line[1]}:{line[2]}: {line[3]}" if line else ""
+    if isinstance(error, _DATA_DEPENDENT):
+        return CaptureError(
+            f"the step depends on the contents of a tensor{where}; a capture has none. Checkpoint the blocks without"
+            " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`"
+        )
+    hint = next((hint for part, hint in _HINTS.items() if part in told), "Checkpoint the parts that can one by one")
+    return CaptureError(f"the step can't be captured{where}: {type(error).__name__}: {told}. {hint}")

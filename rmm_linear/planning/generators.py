@@ -1,0 +1,140 @@
+"""Graphs to try a planner on: chains, U-shapes, stars, random layers; and a backward pass for any of them."""
+
+import random
+from collections.abc import Sequence
+
+from rmm_linear.planning.graph import Graph, Op, Storage
+
+
+def with_backward(forward: Graph) -> Graph:
+    """Add a backward pass to a forward graph of nodes that write one storage each.
+
+    The gradient of a node is as large as its storage, costs as much as the node, and is computed from the gradients of
+    the nodes that read it, from all that these read, and from what these wrote; that of a node which nobody reads from
+    its own storage alone. This is the graph of Kusumoto et al. 2019, section 3, each node's backward op being one.
+
+    Args:
+        forward: A graph without backward ops, one storage an op.
+
+    Returns:
+        The training graph: the last storages of the forward part are results, gradients of nodes that read nothing are
+        outputs.
+
+    Raises:
+        ValueError: If there are backward ops already, or an op writes more than one storage or none.
+    """
+    count = len(forward.ops)
+    if forward.forward_count != count or any(len(op.writes) != 1 for op in forward.ops):
+        raise ValueError("only forward ops that write one storage each can be given a backward pass")
+    storages, ops = list(forward.storages), list(forward.ops)
+    node_of = {op.writes[0]: node for node, op in enumerate(forward.ops)}
+    successors: list[list[int]] = [[] for _ in range(count)]
+    for node, op in enumerate(forward.ops):
+        for index in op.reads:
+            successors[node_of[index]].append(node)
+    gradient_of: dict[int, int] = {}
+    for node in reversed(range(count)):
+        own = forward.ops[node].writes[0]
+        gradient_of[node] = len(storages)
+        reads = {own}
+        for following in successors[node]:
+            reads |= {gradient_of[following], *forward.ops[following].writes, *forward.ops[following].reads}
+        storages.append(Storage(f"gradient of {storages[own].name}", storages[own].size_bytes))
+        ops.append(
+            Op(
+                f"backward of {ops[node].name}",
+                ops[node].cost,
+                tuple(sorted(reads)),
+                (gradient_of[node],),
+                is_backward=True,
+            )
+        )
+    results = tuple(op.writes[0] for node, op in enumerate(forward.ops) if not successors[node])
+    inputs = tuple(gradient_of[node] for node, op in enumerate(forward.ops) if not op.reads)
+    return Graph(tuple(ops), tuple(storages), (*results, *inputs), results, forward.cost_unit)
+
+
+def chain(sizes: Sequence[int], costs: Sequence[float] | None = None) -> Graph:
+    """Make a forward chain: each node reads the one before.
+
+    Args:
+        sizes: Bytes of each node's storage.
+        costs: Time of each node, 1 by default.
+
+    Returns:
+        The forward graph.
+    """
+    edges = [(node, node + 1) for node in range(len(sizes) - 1)]
+    return Graph.from_edges([1.0] * len(sizes) if costs is None else costs, sizes, edges)
+
+
+def u_shape(depth: int, *, size: int = 64, seed: int = 0) -> Graph:
+    """Make a forward U: on each level, the way up reads what the way down wrote, as in a U-Net.
+
+    Args:
+        depth: Levels, at least 1.
+        size: Bytes of a storage of the top level; each level below has half as many.
+        seed: Seed of the costs.
+
+    Returns:
+        The forward graph, of 2 depth + 1 nodes.
+    """
+    draw = random.Random(seed)
+    sizes = [max(1, size >> level) for level in (*range(depth + 1), *reversed(range(depth)))]
+    edges = [(node, node + 1) for node in range(2 * depth)]
+    edges += [(level, 2 * depth - level) for level in range(depth)]
+    return Graph.from_edges([float(draw.randint(1, 9)) for _ in sizes], sizes, edges)
+
+
+def star(arms: int, *, size: int = 16, seed: int = 0) -> Graph:
+    """Make a forward star: one node that many read, and one that reads them all.
+
+    Args:
+        arms: Number of nodes between the two.
+        size: Largest number of bytes of a storage.
+        seed: Seed of the costs and sizes.
+
+    Returns:
+        The forward graph, of arms + 2 nodes.
+    """
+    draw = random.Random(seed)
+    count = arms + 2
+    edges = [(0, arm) for arm in range(1, arms + 1)] + [(arm, arms + 1) for arm in range(1, arms + 1)]
+    return Graph.from_edges(
+        [float(draw.randint(1, 9)) for _ in range(count)], [draw.randint(1, size) for _ in range(count)], edges
+    )
+
+
+def random_layers(nodes: int, *, seed: int, width: int = 3, size: int = 16, density: float = 0.4) -> Graph:
+    """Make a random forward graph in layers: edges go from a layer to any later one.
+
+    Args:
+        nodes: Number of nodes.
+        seed: Seed of everything.
+        width: Most nodes of a layer.
+        size: Largest number of bytes of a storage.
+        density: Probability of an edge between nodes of neighbouring layers; a third of it for others.
+
+    Returns:
+        The forward graph; every node but the first layer's reads something.
+    """
+    draw = random.Random(seed)
+    layers: list[list[int]] = []
+    count = 0
+    while count < nodes:
+        some = min(nodes - count, draw.randint(1, width))
+        layers.append(list(range(count, count + some)))
+        count += some
+    edges = []
+    for depth, layer in enumerate(layers[1:], start=1):
+        for node in layer:
+            sources = [
+                earlier
+                for distance, others in enumerate(reversed(layers[:depth]))
+                for earlier in others
+                if draw.random() < (density if distance == 0 else density / 3)
+            ]
+            edges += [(source, node) for source in sources or [draw.choice(layers[depth - 1])]]
+    return Graph.from_edges(
+        [float(draw.randint(1, 9)) for _ in range(nodes)], [draw.randint(1, size) for _ in range(nodes)], edges
+    )

@@ -1,0 +1,160 @@
+"""The best order of computations there is, found by looking at all of them: for tiny graphs, to judge planners by.
+
+What the rest of a schedule can do depends on what is in memory, and on nothing else: so orders are paths between sets
+of live storages, and the cheapest one within a budget is a shortest path (Dijkstra). There are up to 2^s sets for s
+storages; graphs of 6 to 8 forward ops with their backward ops take milliseconds to seconds.
+
+The search knows nothing of chains, segments, or an order of the ops: any op may run whenever what it reads is there.
+It frees as `Schedule.from_order` does, that is, whenever it likes, but never an output, and a gradient only when no op
+is left that holds it back.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from rmm_linear.planning.graph import Graph
+
+_MOST_STORAGES = 24
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best order for a budget.
+
+    Attributes:
+        cost: Time of all its computations, in the graph's unit.
+        peak_bytes: Its peak; at most the budget.
+        order: Indices of ops, with repetitions.
+    """
+
+    cost: float
+    peak_bytes: int
+    order: tuple[int, ...]
+
+
+def cheapest_order(graph: Graph, budget_bytes: int) -> Optimum | None:
+    """Return the cheapest of all orders that fit a budget.
+
+    Args:
+        graph: A graph of at most 24 storages.
+        budget_bytes: The most that may be in memory at any time.
+
+    Returns:
+        The optimum, the one of the least peak among the cheapest; None if no order fits.
+
+    Raises:
+        ValueError: If the graph is too large to look at all orders.
+    """
+    return _search(graph, budget_bytes, by_peak=False)
+
+
+def leanest_order(graph: Graph) -> Optimum:
+    """Return the order of the least peak, whatever it costs.
+
+    Args:
+        graph: A graph of at most 24 storages.
+
+    Returns:
+        The optimum, the cheapest one among those of the least peak.
+
+    Raises:
+        ValueError: If the graph is too large to look at all orders.
+    """
+    leanest = _search(graph, None, by_peak=True)
+    assert leanest is not None, "the plain program is an order"
+    cheapest = cheapest_order(graph, leanest.peak_bytes)
+    assert cheapest is not None, "the leanest order fits its own peak"
+    return cheapest
+
+
+def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum | None:
+    """Dijkstra from nothing in memory to all outputs in memory; distances are (cost, peak) or (peak, cost)."""
+    if len(graph.storages) > _MOST_STORAGES:
+        raise ValueError(
+            f"the graph has {len(graph.storages)} storages, and all orders are looked at up to {_MOST_STORAGES} only"
+        )
+    sizes = [storage.size_bytes for storage in graph.storages]
+    reads = [_mask(op.reads) for op in graph.ops]
+    writes = [_mask(op.writes) for op in graph.ops]
+    during = [op.temporary_bytes + sum(sizes[index] for index in op.writes) for op in graph.ops]
+    outputs, results = _mask(graph.outputs), _mask(graph.results)
+    has_backward = graph.forward_count < len(graph.ops)
+    # ops whose first run is more than what they write: a bit each, above those of the storages
+    writes_gradient = [not graph.freed.isdisjoint(op.writes) for op in graph.ops]
+    special = [
+        position
+        for position, op in enumerate(graph.ops)
+        if op.is_random or not op.is_recomputable or writes_gradient[position]
+    ]
+    flag = {position: 1 << (len(sizes) + place) for place, position in enumerate(special)}
+    later_random = {
+        position: sum(flag[other] for other in special if other > position and graph.ops[other].is_random)
+        for position in special
+    }
+    # gradients that have to be in memory still, once they are computed: the bit of the op that writes them, their own
+    held_back = [
+        [(flag[graph.writer[index]], 1 << index) for index in op.holds_back if index in graph.freed] for op in graph.ops
+    ]
+    goal = outputs | sum(flag.values())
+    everything = (1 << len(sizes)) - 1
+
+    def may_run(position: int, state: int) -> bool:
+        op = graph.ops[position]
+        if state & reads[position] != reads[position] or (op.is_backward and state & results != results):
+            return False
+        if any(state & computed and not state & gradient for computed, gradient in held_back[position]):
+            return False
+        if position not in flag:
+            return True
+        if state & flag[position]:
+            return op.is_recomputable
+        if not op.is_random:
+            return True
+        forward_is_over = has_backward and results and not op.is_backward and state & results == results
+        return not state & later_random[position] and not forward_is_over
+
+    best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
+    came_from: dict[int, tuple[int, int]] = {}
+    waiting: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
+    while waiting:
+        *distance, state = heapq.heappop(waiting)
+        if tuple(distance) > best[state]:
+            continue
+        if state & goal == goal:
+            peak, cost = distance if by_peak else reversed(distance)
+            return Optimum(cost, int(peak), _way(came_from, state))
+        held = sum(size for index, size in enumerate(sizes) if state >> index & 1)
+        steps = [
+            (position, state | writes[position] | flag.get(position, 0), held + during[position])
+            for position in range(len(graph.ops))
+            if may_run(position, state)
+        ]
+        steps += [(-1, state & ~(1 << index), 0) for index in _bits(state & everything & ~outputs)]
+        for position, following, bytes_there in steps:
+            if budget_bytes is not None and bytes_there > budget_bytes:
+                continue
+            cost, peak = (distance[1], distance[0]) if by_peak else (distance[0], distance[1])
+            cost, peak = cost + (graph.ops[position].cost if position >= 0 else 0.0), max(peak, bytes_there)
+            found = (peak, cost) if by_peak else (cost, peak)
+            if found < best.get(following, (float("inf"), 0.0)):
+                best[following] = found
+                came_from[following] = (state, position)
+                heapq.heappush(waiting, (*found, following))
+    return None
+
+
+def _mask(indices: tuple[int, ...]) -> int:
+    return sum(1 << index for index in set(indices))
+
+
+def _bits(mask: int) -> list[int]:
+    return [index for index in range(mask.bit_length()) if mask >> index & 1]
+
+
+def _way(came_from: dict[int, tuple[int, int]], state: int) -> tuple[int, ...]:
+    order = []
+    while state in came_from:
+        state, position = came_from[state]
+        if position >= 0:
+            order.append(position)
+    return tuple(reversed(order))

@@ -1,0 +1,214 @@
+"""What was planned, in numbers that a user can read: `print(plan)`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rmm_linear.byte_sizes import Unit, unit_for
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import Simulation, simulate
+from rmm_linear.planning.timeline import draw
+
+# ops of this library: seeds and sketches
+_OURS = "rmm_linear."
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """What was planned for one shape of a step.
+
+    Attributes:
+        graph: The captured step.
+        schedule: What runs.
+        planned: The schedule's peak, cost and timeline.
+        plain: The same of the step without a plan.
+        budget_bytes: The budget.
+        eager_peak_bytes: The most that the step as written has in memory at any time in eager mode, counted as peaks of
+            plans are; None if it is not known, as for shapes that came later than the sample. A budget in percent is
+            of `plain.peak_bytes`: often less, since a captured step frees everything after its last use, and sometimes
+            more, since it writes nothing in place.
+        measured_peak_bytes: The peak that was measured of a schedule that Inductor compiled; None where none was.
+    """
+
+    graph: Graph
+    schedule: Schedule
+    planned: Simulation = field(repr=False)
+    plain: Simulation = field(repr=False)
+    budget_bytes: int
+    eager_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
+        """Judge a schedule.
+
+        Args:
+            graph: The graph.
+            schedule: A schedule for it.
+            budget_bytes: The budget that it was made for; its own peak if None.
+
+        Returns:
+            The plan.
+        """
+        planned = simulate(graph, schedule)
+        plain = simulate(graph, Schedule.plain(graph))
+        return cls(graph, schedule, planned, plain, planned.peak_bytes if budget_bytes is None else budget_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is in memory at any time; parameters, buffers and the batch come on top."""
+        return self.planned.peak_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the plain step's, by the graph's costs."""
+        return self.planned.overhead
+
+    def with_gradients_freed(self) -> "CheckpointPlan":
+        """Judge the same computations in steps that leave no gradient of a parameter behind.
+
+        So are all micro-batches but the first, whose gradients are added to what is there, and steps whose gradients
+        an optimizer takes in the backward pass.
+
+        Returns:
+            The plan.
+        """
+        graph = self.graph.with_gradients_freed()
+        schedule = Schedule.from_order(graph, self.schedule.order, strategy=self.schedule.strategy)
+        return CheckpointPlan.of(graph, schedule, self.budget_bytes)
+
+    def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
+        """Say what each block keeps and computes again.
+
+        Args:
+            depth: How many parts of a module's path make a block's name; as many as give at most 40 blocks if None.
+
+        Returns:
+            Blocks by name, in the order in which they first run.
+        """
+        if depth is None:
+            depth = 1
+            while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
+                depth += 1
+        kept_plain, kept = self._held(Schedule.plain(self.graph)), self._held(self.schedule)
+        times = [0] * len(self.graph.ops)
+        for index in self.schedule.order:
+            times[index] += 1
+        blocks: dict[str, BlockPlan] = {}
+        for position, op in enumerate(self.graph.ops):
+            name = _cut(op.block, depth)
+            sofar = blocks.get(name, BlockPlan(0, 0, 0.0, 0.0))
+            sizes = {index: self.graph.storages[index].size_bytes for index in op.writes}
+            blocks[name] = BlockPlan(
+                sofar.plain_bytes + sum(size for index, size in sizes.items() if index in kept_plain),
+                sofar.kept_bytes + sum(size for index, size in sizes.items() if index in kept),
+                sofar.cost + op.cost,
+                sofar.extra_cost + op.cost * max(0, times[position] - 1),
+            )
+        return blocks
+
+    def figure(self, path: str | Path) -> None:
+        """Draw what is in memory over the step, without and with the plan, to a file.
+
+        Args:
+            path: File to write; its suffix says the format.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        schedules = [("no plan", Schedule.plain(self.graph)), (self.schedule.strategy, self.schedule)]
+        draw(path, self.graph, schedules, self.budget_bytes)
+
+    def _is_sketch(self, index: int) -> bool:
+        return self.graph.ops[self.graph.writer[index]].kind.startswith(_OURS)
+
+    def _held(self, schedule: Schedule) -> set[int]:
+        """Storages in memory when the forward pass has ended."""
+        missing = {self.graph.writer[index] for index in self.graph.results}
+        held: set[int] = set()
+        for step in schedule.steps:
+            if step.kind == "free":
+                held.discard(step.target)
+            elif not missing:
+                break
+            else:
+                missing.discard(step.target)
+                held.update(self.graph.ops[step.target].writes)
+        return held
+
+    def __str__(self) -> str:
+        return "\n".join([*self._headlines(), "", *self._table()])
+
+    @property
+    def _unit(self) -> Unit:
+        return unit_for(self.plain.peak_bytes)
+
+    def _sizes(self, *sizes: int) -> str:
+        """Such as "3.00 -> 1.00 MiB"."""
+        return f"{' -> '.join(map(self._unit.of, sizes))} {self._unit.name}"
+
+    def _headlines(self) -> Iterator[str]:
+        share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
+        yield (
+            f"peak {self._sizes(self.plain.peak_bytes, self.peak_bytes)} ({share:.1f} %), budget"
+            f" {self._sizes(self.budget_bytes)}; extra compute {100 * self.overhead:.1f} %; strategy"
+            f" {self.schedule.strategy}"
+        )
+        if self.eager_peak_bytes is not None:
+            parts = [100 * size / max(1, self.eager_peak_bytes) for size in (self.plain.peak_bytes, self.peak_bytes)]
+            yield (
+                f"eager mode takes {self._sizes(self.eager_peak_bytes)}: the captured step, of which budgets in percent"
+                f" are a part, {parts[0]:.1f} % of that, and the plan {parts[1]:.1f} %"
+            )
+        outputs = sum(self.graph.storages[index].size_bytes for index in self.graph.outputs)
+        of_what = "results" if self.graph.freed else "gradients and results"
+        yield (
+            f"at the end of the forward pass: {self._sizes(self.plain.forward_bytes, self.planned.forward_bytes)};"
+            f" {self._sizes(outputs)} of {of_what} at the end, under any plan"
+        )
+        if set(self.graph.gradients) - self.graph.freed:
+            freed = self.with_gradients_freed()
+            yield (
+                "where each gradient is added to one that is there, or taken in the backward pass: peak"
+                f" {self._sizes(freed.plain.peak_bytes, freed.peak_bytes)}"
+            )
+        if any(op.kind.startswith(_OURS) for op in self.graph.ops):
+            sketches = [
+                sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
+                for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))
+            ]
+            yield f"sketches in it: {self._sizes(*sketches)}"
+
+    def _table(self) -> Iterator[str]:
+        rows = [("block", f"kept, {self._unit.name}", "planned", "computed again")]
+        for name, block in self.by_block().items():
+            again = f"{100 * block.extra_cost / block.cost:.0f} %" if block.extra_cost else "-"
+            rows.append(
+                (name or "(the model)", self._unit.of(block.plain_bytes), self._unit.of(block.kept_bytes), again)
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        for row in rows:
+            cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+            yield "  ".join([row[0].ljust(widths[0]), *cells])
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One block of a plan.
+
+    Attributes:
+        plain_bytes: What its ops keep at the end of the plain forward pass.
+        kept_bytes: What they keep under the plan.
+        cost: Time of its ops, each once.
+        extra_cost: Time of those that are computed again.
+    """
+
+    plain_bytes: int
+    kept_bytes: int
+    cost: float
+    extra_cost: float
+
+
+def _cut(path: str, depth: int) -> str:
+    return ".".join(path.split(".")[:depth])

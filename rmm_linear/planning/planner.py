@@ -1,0 +1,44 @@
+"""Plan a graph within a budget: look on disk first, ask a strategy, and refuse in the user's unit."""
+
+import time
+
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.budget import Budget, refusal
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.plan import CheckpointPlan
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.stored_plans import store_plan, stored_plan
+from rmm_linear.planning.strategies import get_strategy
+
+# A schedule that took longer to find is kept on disk.
+_WORTH_STORING_S = 1.0
+
+
+def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
+    """Plan a graph.
+
+    Args:
+        graph: The graph.
+        budget: The most that may be in memory at any time.
+        strategy: One of `available_strategies()`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
+    """
+    plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
+    budget_bytes = budget.in_bytes(plain_bytes)
+    schedule = stored_plan(graph, strategy, budget_bytes)
+    if schedule is None:
+        began = time.monotonic()
+        try:
+            schedule = get_strategy(strategy).plan(graph, budget_bytes)
+        except InfeasibleBudgetError as error:
+            text = refusal(budget, plain_bytes, error.least_bytes, strategy)
+            raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=error.least_bytes) from None
+        if time.monotonic() - began > _WORTH_STORING_S:
+            store_plan(graph, strategy, budget_bytes, schedule)
+    return CheckpointPlan.of(graph, schedule, budget_bytes)

@@ -1,0 +1,145 @@
+"""What a schedule takes: bytes at every step, and time.
+
+While an op runs, memory holds what was there before, all that it writes (also what is there already, when it runs a
+second time, and what nobody reads), and its temporaries. An op that draws random numbers and runs several times has the
+random state kept for it. The peak is the largest such sum. Measured peaks equal it to
+the byte (`rmm_linear.compiler.exact_program` runs schedules; the tests measure with an instrument of their own).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.schedule import Schedule, frees_of_order, validate
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule takes.
+
+    Attributes:
+        peak_bytes: The most that is in memory at any time; parameters, buffers and the batch are not counted.
+        cost: Time of all computations, in the graph's unit.
+        extra_cost: Time of those that the plain program does not do.
+        peak_step: The step at which the peak is reached first.
+        live_at_peak: Storages in memory at that step, its op's results included.
+        bytes_at_step: Bytes in memory during each step.
+        forward_steps: Steps until the last result is there.
+        forward_bytes: Bytes in memory when the forward pass has ended: what is kept for the backward pass, and results.
+    """
+
+    peak_bytes: int
+    cost: float
+    extra_cost: float
+    peak_step: int
+    live_at_peak: tuple[int, ...]
+    bytes_at_step: tuple[int, ...]
+    forward_steps: int
+    forward_bytes: int
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the plain program's."""
+        plain = self.cost - self.extra_cost
+        return self.extra_cost / plain if plain else 0.0
+
+
+def simulate(graph: Graph, schedule: Schedule) -> Simulation:
+    """Run a schedule without computing anything.
+
+    Args:
+        graph: The graph.
+        schedule: A schedule for it.
+
+    Returns:
+        Peak, cost and timeline.
+
+    Raises:
+        ScheduleError: If the schedule cannot run; see `validate`.
+    """
+    validate(graph, schedule)
+    times = Counter(schedule.order)
+    left = times.copy()
+    live: set[int] = set()
+    held = peak = peak_step = 0
+    live_at_peak: tuple[int, ...] = ()
+    bytes_at_step = []
+    cost = first_cost = 0.0
+    computed: set[int] = set()
+    missing = {graph.writer[index] for index in graph.results}
+    missing_at_first = bool(missing)
+    forward_steps = 0 if missing else len(schedule.steps)
+    forward_bytes: int | None = None
+    for number, step in enumerate(schedule.steps):
+        if step.kind == "free":
+            live.remove(step.target)
+            held -= graph.storages[step.target].size_bytes
+            bytes_at_step.append(held)
+            continue
+        if forward_bytes is None and forward_steps:
+            forward_bytes = held
+        op = graph.ops[step.target]
+        if times[step.target] > 1 and step.target not in computed:
+            held += op.state_bytes
+        during = held + op.temporary_bytes + sum(graph.storages[index].size_bytes for index in op.writes)
+        held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
+        live.update(op.writes)
+        bytes_at_step.append(during)
+        if during > peak or not number:
+            peak, peak_step, live_at_peak = during, number, tuple(sorted(live))
+        cost += op.cost
+        first_cost += 0.0 if step.target in computed else op.cost
+        computed.add(step.target)
+        left[step.target] -= 1
+        if times[step.target] > 1 and not left[step.target]:
+            held -= op.state_bytes
+        if missing:
+            missing.discard(step.target)
+            forward_steps = 0 if missing else number + 1
+    return Simulation(
+        peak_bytes=peak,
+        cost=cost,
+        extra_cost=cost - first_cost,
+        peak_step=peak_step,
+        live_at_peak=live_at_peak,
+        bytes_at_step=tuple(bytes_at_step),
+        forward_steps=forward_steps,
+        forward_bytes=held if forward_bytes is None or not missing_at_first else forward_bytes,
+    )
+
+
+def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
+    """Return what `simulate` would for `Schedule.from_order`, faster and without a check: for planners' loops.
+
+    Args:
+        graph: The graph.
+        order: Indices of ops, with repetitions, in an order in which they can run.
+
+    Returns:
+        Peak in bytes, and cost of all computations.
+    """
+    ops, sizes = graph.ops, [storage.size_bytes for storage in graph.storages]
+    # beside what is held: what an op writes, again or not, and its temporaries
+    while_running = [op.temporary_bytes + sum(map(sizes.__getitem__, op.writes)) for op in ops]
+    times = Counter(order)
+    states = {index: op.state_bytes for index, op in enumerate(ops) if op.state_bytes and times[index] > 1}
+    left = times.copy()
+    live = bytearray(len(sizes))
+    held = peak = 0
+    for op_index, freed in zip(order, frees_of_order(graph, order), strict=True):
+        if op_index in states:
+            if left[op_index] == times[op_index]:
+                held += states[op_index]
+            left[op_index] -= 1
+        peak = max(peak, held + while_running[op_index])
+        for index in ops[op_index].writes:
+            if not live[index]:
+                live[index] = 1
+                held += sizes[index]
+        for index in freed:
+            live[index] = 0
+            held -= sizes[index]
+        if op_index in states and not left[op_index]:
+            held -= states[op_index]
+    return peak, sum(ops[index].cost for index in order)

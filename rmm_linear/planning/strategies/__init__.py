@@ -1,0 +1,29 @@
+"""Published planners, one file a paper, behind one protocol."""
+
+from rmm_linear.planning.strategies import (
+    auto,
+    chen2016_sqrt,
+    cost_per_byte,
+    griewank2000_revolve,
+    gruslys2016_bptt,
+    hong2025_linear,
+    kusumoto2019_lower_sets,
+    nested_lower_sets,
+)
+from rmm_linear.planning.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
+
+__all__ = [
+    "Proposal",
+    "Strategy",
+    "auto",
+    "available_strategies",
+    "chen2016_sqrt",
+    "choose",
+    "cost_per_byte",
+    "get_strategy",
+    "griewank2000_revolve",
+    "gruslys2016_bptt",
+    "hong2025_linear",
+    "kusumoto2019_lower_sets",
+    "nested_lower_sets",
+]

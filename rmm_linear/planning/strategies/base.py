@@ -1,0 +1,168 @@
+"""What a strategy is: something that proposes orders of computation for a graph.
+
+The published planners minimise a model of the memory that is simpler than what happens. So none of them is believed: a
+strategy proposes orders, for every value of its own parameter (number of segments, slots, cap of the dynamic program),
+the simulator says what each takes, and `plan` returns the cheapest one that fits the budget. A plan hence never takes
+more than its budget, a larger budget never gives a dearer plan, and the least budget that a strategy can meet is known;
+another strategy may go below it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import peak_and_cost
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """An order of computations, and what it takes.
+
+    Attributes:
+        peak_bytes: Its peak.
+        cost: Time of all its computations, in the graph's unit.
+        order: Indices of ops, with repetitions.
+    """
+
+    peak_bytes: int
+    cost: float
+    order: tuple[int, ...]
+
+
+class Strategy(ABC):
+    """A published way to plan recomputation.
+
+    Attributes:
+        name: Its name in the registry: the paper's first author, year, and method.
+        claims_optimal: Whether no order of the kind that the paper considers is better.
+    """
+
+    name: ClassVar[str]
+    claims_optimal: ClassVar[bool] = False
+
+    @abstractmethod
+    def orders(self, graph: Graph) -> Iterable[Sequence[int]]:
+        """Propose orders of computation; the plain program need not be among them.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Returns:
+            Sequences of op indices, with repetitions, each of which can run.
+        """
+
+    def frontier(self, graph: Graph) -> tuple[Proposal, ...]:
+        """Return the proposals that no other one beats in both peak and cost, the plain program among them.
+
+        Args:
+            graph: The graph.
+
+        Returns:
+            Proposals, peaks falling and costs rising.
+        """
+        proposals: dict[tuple[int, ...], Proposal] = {}
+        for order in (range(len(graph.ops)), *self.orders(graph)):
+            key = tuple(order)
+            if key not in proposals:
+                proposals[key] = Proposal(*peak_and_cost(graph, key), key)
+        best: list[Proposal] = []
+        for proposal in sorted(proposals.values(), key=lambda p: (p.cost, p.peak_bytes, p.order)):
+            if not best or proposal.peak_bytes < best[-1].peak_bytes:
+                best.append(proposal)
+        return tuple(best)
+
+    def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
+        """Return the cheapest schedule that this strategy knows for a budget.
+
+        Args:
+            graph: The graph.
+            budget_bytes: The most that may be in memory at any time.
+
+        Returns:
+            The schedule; its simulated peak is at most the budget.
+
+        Raises:
+            InfeasibleBudgetError: If there is none; it names the least that this strategy found.
+        """
+        return choose(graph, self.frontier(graph), budget_bytes, self.name)
+
+
+def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strategy: str) -> Schedule:
+    """Return the cheapest proposal that fits a budget, as a schedule: for several budgets on one frontier.
+
+    Args:
+        graph: The graph.
+        frontier: What `Strategy.frontier` returned.
+        budget_bytes: The most that may be in memory at any time.
+        strategy: Who made the frontier.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If the budget is no positive number of bytes.
+        InfeasibleBudgetError: If no proposal fits.
+    """
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
+        raise ValueError(f"budget_bytes={budget_bytes!r} is not a positive int; pass a number of bytes")
+    fitting = [proposal for proposal in frontier if proposal.peak_bytes <= budget_bytes]
+    if not fitting:
+        least = min(proposal.peak_bytes for proposal in frontier)
+        raise InfeasibleBudgetError(
+            f"{strategy} found no schedule within {budget_bytes} bytes; the least that was found takes {least} bytes",
+            budget_bytes=budget_bytes,
+            least_bytes=least,
+        )
+    best = min(fitting, key=lambda proposal: (proposal.cost, proposal.peak_bytes))
+    return Schedule.from_order(graph, best.order, strategy=strategy)
+
+
+_STRATEGIES: dict[str, type[Strategy]] = {}
+
+
+def register(strategy: type[Strategy]) -> type[Strategy]:
+    """Add a strategy to the registry, as a class decorator.
+
+    Args:
+        strategy: A class with a name of its own, made without arguments.
+
+    Returns:
+        The class.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
+    if strategy.name in _STRATEGIES:
+        raise ValueError(f"a strategy {strategy.name!r} is registered already")
+    _STRATEGIES[strategy.name] = strategy
+    return strategy
+
+
+def available_strategies() -> tuple[str, ...]:
+    """Return the names of all strategies.
+
+    Returns:
+        Names, sorted.
+    """
+    return tuple(sorted(_STRATEGIES))
+
+
+def get_strategy(name: str) -> Strategy:
+    """Make a strategy by its name.
+
+    Args:
+        name: One of `available_strategies()`.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    if name not in _STRATEGIES:
+        raise ValueError(f"strategy={name!r} is unknown; choose one of {', '.join(available_strategies())}")
+    return _STRATEGIES[name]()

@@ -1,0 +1,307 @@
+"""Reversing a chain of stages with few of its states in memory, and how a training graph is seen as such a chain.
+
+A stage is a run of consecutive forward ops. Its *state* is what crosses the cut before it: the storages that it or a
+later stage reads and an earlier one wrote. Its *internals* are what its backward ops read. A plan for the chain is a
+sequence of actions (`Action`), written by the planners of `griewank2000_revolve` and `gruslys2016_bptt`, and read by
+two interpreters: `order_of_actions` here, for graphs, and `rmm_linear.checkpointing.bptt`, which runs a cell.
+
+Nothing is assumed of the graph. What is in no state because it skips over cuts or belongs to two stages is brought
+back from whatever is there: a poor choice of cuts costs time and memory, which the simulator sees, and never validity.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.strategies.segments import crossing_storages
+
+
+class Action(NamedTuple):
+    """One action on a chain; forward steps that it needs run from the latest state that is there.
+
+    Attributes:
+        kind: "hold": go to the stage's state, and keep it. "release": drop it. "store": run the stage and keep its
+            internals and the state after it. "reverse": bring the stage's internals back where they are not stored,
+            run its backward ops, and drop them.
+        stage: Number of the stage; state i is the one before stage i.
+    """
+
+    kind: Literal["hold", "release", "store", "reverse"]
+    stage: int
+
+
+class Taken(NamedTuple):
+    """What a sequence of actions takes.
+
+    Attributes:
+        forward_steps: How often a stage is run forward.
+        most_states: Most states held at a time, the initial one included, and those after stored stages not.
+        most_internals: Most stages stored at a time, the one being reversed included.
+        most_units: Most units at a time of states and internals, beside the initial state and the stage being
+            reversed.
+    """
+
+    forward_steps: int
+    most_states: int
+    most_internals: int
+    most_units: int
+
+
+def run_actions(actions: Iterable[Action], stages: int, *, internal_units: int = 1) -> Taken:
+    """Run actions on a chain that does nothing, and count.
+
+    Args:
+        actions: The actions.
+        stages: Number of stages.
+        internal_units: Units that the internals of a stage take; a state takes one.
+
+    Returns:
+        What they take.
+
+    Raises:
+        ValueError: If a stage is reversed out of turn, or a state is dropped that is not there.
+    """
+    held, stored = {0}, set[int]()
+    forward, waiting = 0, stages - 1
+    states = internals = units = 0
+    for kind, stage in actions:
+        # a stored stage also has the state after it
+        latest = max(state for state in held | {one + 1 for one in stored} if state <= stage)
+        if kind == "hold":
+            forward += stage - latest
+            held.add(stage)
+        elif kind == "release":
+            if stage not in held:
+                raise ValueError(f"state {stage} is released, and is not held")
+            held.remove(stage)
+        elif kind == "store":
+            forward += stage - latest + 1
+            stored.add(stage)
+        else:
+            if stage != waiting:
+                raise ValueError(f"stage {stage} is reversed where it is the turn of {waiting}")
+            waiting -= 1
+            internals = max(internals, len(stored | {stage}))
+            if stage in stored:
+                stored.remove(stage)
+            else:
+                forward += stage - latest + 1
+        states = max(states, len(held))
+        internals = max(internals, len(stored))
+        units = max(units, len(held) - 1 + internal_units * len(stored))
+    if waiting != -1:
+        raise ValueError(f"stage {waiting} is never reversed")
+    return Taken(forward, states, internals, units)
+
+
+def crossing_bytes(graph: Graph) -> list[int]:
+    """Return what a cut of the forward ops costs: the bytes that it makes wait for the backward pass.
+
+    Args:
+        graph: The graph.
+
+    Returns:
+        For each place p from 0 to the number of forward ops: bytes of the storages that an op before p writes and a
+        forward op from p on reads. What stays in any case (outputs, what must not be computed twice) is not counted.
+    """
+    always = crossing_storages(graph, [range(graph.forward_count)])
+    change = [0] * (graph.forward_count + 1)
+    for index, writer in enumerate(graph.writer):
+        readers = [reader for reader in graph.readers[index] if reader < graph.forward_count]
+        if writer < graph.forward_count and readers and index not in always:
+            change[writer + 1] += graph.storages[index].size_bytes
+            if readers[-1] + 1 <= graph.forward_count:
+                change[readers[-1] + 1] -= graph.storages[index].size_bytes
+    prices, price = [], 0
+    for difference in change:
+        price += difference
+        prices.append(price)
+    return prices
+
+
+def written_bytes(graph: Graph) -> list[int]:
+    """Return what each forward op writes for the backward pass.
+
+    Args:
+        graph: The graph.
+
+    Returns:
+        Bytes of the storages that each forward op writes and a backward op reads.
+    """
+    return [
+        sum(
+            graph.storages[index].size_bytes
+            for index in graph.ops[position].writes
+            if graph.readers[index] and graph.readers[index][-1] >= graph.forward_count
+        )
+        for position in range(graph.forward_count)
+    ]
+
+
+def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *, slack: float) -> tuple[int, ...]:
+    """Cut a sequence into parts of about equal weight, where cuts are cheap.
+
+    Args:
+        weights: Weight of each op.
+        prices: Price of a cut before each op, and after the last.
+        parts: Number of parts.
+        slack: How far a cut may be moved to a cheaper place, in parts; 0 to leave it.
+
+    Returns:
+        Places of the cuts, rising, neither at the start nor at the end; fewer than parts - 1 if some coincide.
+    """
+    count = len(weights)
+    before = [0.0]
+    for weight in weights:
+        before.append(before[-1] + weight)
+    share = before[-1] / parts
+    cuts: set[int] = set()
+    place = 0
+    for part in range(1, parts):
+        target = part * share
+        while place < count and before[place] < target:
+            place += 1
+        nearest = place if place == 0 or before[place] - target <= target - before[place - 1] else place - 1
+        best = nearest
+        if slack:
+            low = high = nearest
+            while low > 1 and before[low - 1] >= target - slack * share:
+                low -= 1
+            while high < count - 1 and before[high + 1] <= target + slack * share:
+                high += 1
+            best = min(range(low, high + 1), key=lambda p: (prices[p], abs(p - nearest), p))
+        if 0 < best < count:
+            cuts.add(best)
+    return tuple(sorted(cuts))
+
+
+def segments_of_cuts(count: int, cuts: Sequence[int]) -> list[range]:
+    """Return the runs of ops between cuts.
+
+    Args:
+        count: Number of forward ops.
+        cuts: Places of the cuts, rising.
+
+    Returns:
+        Ranges of op indices.
+    """
+    edges = [0, *cuts, count]
+    return [range(low, high) for low, high in pairwise(edges) if low < high]
+
+
+def some_counts(most: int, *, all_up_to: int, number: int) -> list[int]:
+    """Return the counts from 1 to `most`, or some of them, a constant factor apart.
+
+    Args:
+        most: The largest.
+        all_up_to: If there are not more than that, all of them.
+        number: How many else, about.
+
+    Returns:
+        Counts, rising; 1 and `most` among them.
+    """
+    if most <= all_up_to:
+        return list(range(1, most + 1))
+    return sorted({round(most ** (place / (number - 1))) for place in range(number)})
+
+
+class ChainView:
+    """A training graph as a chain of stages.
+
+    Attributes:
+        graph: The graph.
+        stages: Forward ops of each stage.
+        state: What crosses the cut before each stage, and what crosses the end (nothing).
+        internals: What the backward ops of each stage read of the forward storages.
+        backward: Backward ops of each stage, in the order of the plain program.
+    """
+
+    def __init__(self, graph: Graph, stages: Sequence[Sequence[int]]) -> None:
+        self.graph = graph
+        self.stages = [tuple(stage) for stage in stages]
+        stage_of = {op: number for number, stage in enumerate(stages) for op in stage}
+        self.always = crossing_storages(graph, [range(graph.forward_count)])
+        self.state: list[set[int]] = [set() for _ in range(len(stages) + 1)]
+        for index, writer in enumerate(graph.writer):
+            if writer in stage_of and index not in self.always:
+                readers = [stage_of[reader] for reader in graph.readers[index] if reader in stage_of]
+                for number in range(stage_of[writer] + 1, max(readers, default=-1) + 1):
+                    self.state[number].add(index)
+        self.backward: list[list[int]] = [[] for _ in stages]
+        self.internals: list[set[int]] = [set() for _ in stages]
+        turn = len(stages) - 1
+        for op in range(graph.forward_count, len(graph.ops)):
+            reads = [index for index in graph.ops[op].reads if graph.writer[index] in stage_of]
+            # a stage's last storage is also read by the backward ops of the stage that reads it: theirs is the turn
+            turn = min(turn, max((stage_of[graph.writer[index]] for index in reads), default=turn))
+            self.backward[turn].append(op)
+            self.internals[turn].update(index for index in reads if index not in self.always)
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """Return the size of some storages.
+
+        Args:
+            storages: Their indices.
+
+        Returns:
+            Bytes.
+        """
+        return sum(self.graph.storages[index].size_bytes for index in storages)
+
+
+def order_of_actions(view: ChainView, actions: Iterable[Action]) -> list[int]:
+    """Return the order of computations that actions on a chain of stages stand for.
+
+    Args:
+        view: The graph as a chain.
+        actions: What to do; each stage reversed once, the last one first.
+
+    Returns:
+        Indices of ops, with repetitions. Of a stage that is run again, only what is needed is computed.
+    """
+    graph, last = view.graph, len(view.stages) - 1
+    # the first pass is the plain program's, and the first stage to be reversed is there when it ends
+    order = list(range(graph.forward_count))
+    kept = Counter(view.always)
+    kept.update(view.internals[last])
+    pinned: dict[tuple[str, int], set[int]] = {}
+    first_pass = True
+    now: set[int] = set()
+
+    def bring(targets: Iterable[int]) -> None:
+        waiting = [index for index in targets if not kept[index] and index not in now]
+        again: set[int] = set()
+        while waiting:
+            op = graph.writer[waiting.pop()]
+            if op not in again:
+                again.add(op)
+                waiting.extend(index for index in graph.ops[op].reads if not kept[index] and index not in now)
+        order.extend(sorted(again))
+        now.update(index for op in again for index in graph.ops[op].writes)
+
+    def pin(key: tuple[str, int], storages: set[int]) -> None:
+        if not first_pass:
+            bring(sorted(storages))
+        pinned[key] = storages
+        kept.update(storages)
+        now.clear()
+
+    for kind, stage in actions:
+        if kind == "hold":
+            pin((kind, stage), view.state[stage])
+        elif kind == "store":
+            pin((kind, stage), view.internals[stage] | view.state[stage + 1])
+        elif kind == "release":
+            kept.subtract(pinned.pop(("hold", stage)))
+        else:
+            first_pass = False
+            for op in view.backward[stage]:
+                bring(index for index in graph.ops[op].reads if graph.writer[index] < graph.forward_count)
+                order.append(op)
+            kept.subtract(pinned.pop(("store", stage), set()))
+            if stage == last:
+                kept.subtract(view.internals[last])
+            now.clear()
+    return order

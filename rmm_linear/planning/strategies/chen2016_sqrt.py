@@ -1,0 +1,128 @@
+"""Segments of about equal weight: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
+
+Of n layers in k segments, the ends of the segments are kept, and one segment at a time is computed again: n / k + k
+layers, least at k = sqrt(n), for less than one more forward pass (section 4.1). For layers of unlike sizes the paper
+walks along the ops and keeps one whenever the bytes since the last one exceed a cap (Algorithm 3), and searches for
+the cap. Here both are tried on any graph, a segment being a run of consecutive forward ops: for every number of
+segments, equal by count and by bytes, with the cuts also moved to where few bytes cross; and for a sweep of caps.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.chain_reversal import (
+    balanced_cuts,
+    crossing_bytes,
+    segments_of_cuts,
+    some_counts,
+    written_bytes,
+)
+from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
+
+_ALL_UP_TO = 64
+_COUNTS = 28
+_CAPS = 28
+
+
+def greedy_cuts(weights: Sequence[int], prices: Sequence[int], cap: int) -> tuple[int, ...]:
+    """Cut wherever a segment would exceed a cap: Algorithm 3 of the paper.
+
+    Args:
+        weights: Bytes of each op.
+        prices: Price of a cut before each op, and after the last.
+        cap: Most bytes of a segment, unless one op alone has more.
+
+    Returns:
+        Places of the cuts, rising: each at the cheapest place of the last half of what fits, the last one of these.
+    """
+    cuts: list[int] = []
+    start, held = 0, 0
+    position = 0
+    while position < len(weights):
+        if position > start and held + weights[position] > cap:
+            half, back = 0, position
+            while back - 1 > start and half + weights[back - 1] <= cap / 2:
+                back -= 1
+                half += weights[back]
+            start = min(range(back, position + 1), key=lambda place: (prices[place], -place))
+            cuts.append(start)
+            held = sum(weights[start:position])
+            continue
+        held += weights[position]
+        position += 1
+    return tuple(cuts)
+
+
+@register
+class ChenSqrt(Strategy):
+    """Chen et al. 2016: about sqrt(n) segments, each computed again as one.
+
+    Example:
+        >>> from rmm_linear.planning.generators import chain, with_backward
+        >>> graph = with_backward(chain([100] * 100))
+        >>> min(proposal.peak_bytes for proposal in ChenSqrt().frontier(graph))
+        2100
+    """
+
+    name: ClassVar[str] = "chen2016_sqrt"
+
+    def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
+        """Propose segments equal by count and by bytes, and greedy ones.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            Orders of computation.
+        """
+        count = graph.forward_count
+        if count == len(graph.ops):
+            return
+        for cuts in dict.fromkeys(cuts_of(graph)):
+            yield from orders_of_cuts(graph, cuts)
+
+
+def orders_of_cuts(graph: Graph, cuts: Sequence[int]) -> Iterator[list[int]]:
+    """Give the orders for segments between cuts: the last segment kept, or computed again as well.
+
+    Args:
+        graph: The graph.
+        cuts: Places of the cuts, rising.
+
+    Yields:
+        One order if the two are the same, or else two.
+    """
+    segments = segments_of_cuts(graph.forward_count, cuts)
+    crossing = crossing_storages(graph, segments)
+    # the backward pass begins with the last segment: where it takes no detour, nothing is gained by dropping it
+    last = {index for op in segments[-1] for index in graph.ops[op].writes}
+    kept = order_of_segments(graph, segments, crossing | last)
+    yield kept
+    again = order_of_segments(graph, segments, crossing)
+    if again != kept:
+        yield again
+
+
+def cuts_of(graph: Graph) -> Iterator[tuple[int, ...]]:
+    """Give the places where the forward ops are cut into segments.
+
+    Args:
+        graph: A graph with backward ops.
+
+    Yields:
+        Places of the cuts, rising.
+    """
+    prices, sizes = crossing_bytes(graph), written_bytes(graph)
+    counts = some_counts(graph.forward_count, all_up_to=_ALL_UP_TO, number=_COUNTS)
+    # the paper's own number is always among them
+    for parts in sorted({*counts, round(math.sqrt(graph.forward_count))}):
+        for weights in ([1] * graph.forward_count, sizes):
+            for slack in (0.0, 0.5):
+                yield balanced_cuts(weights, prices, parts, slack=slack)
+    for parts in some_counts(graph.forward_count, all_up_to=_CAPS, number=_CAPS):
+        yield greedy_cuts(sizes, prices, max(1, sum(sizes) // parts))
+        # Algorithm 3 as it is printed: cut where the cap is reached, whatever it costs there
+        yield greedy_cuts(sizes, [0] * len(prices), max(1, sum(sizes) // parts))

@@ -1,0 +1,179 @@
+"""Revolve: the fewest forward steps for a number of snapshots (Griewank & Walther 2000, ACM TOMS 26(1), Algorithm 799).
+
+A chain of t steps is reversed with m snapshots, the one of the initial state among them: store a snapshot after y
+steps, reverse the rest with one snapshot less, then the first y steps with all of them. With beta(m, r) =
+binom(m + r, m), the most steps that m snapshots reverse with no step run forward more than r + 1 times, the fewest
+forward steps are t + r t - binom(m + r, r - 1), r being the least one with beta(m, r) >= t (Theorem 1, counted with the
+step that is differentiated). The split is read off the same numbers: no table is needed, whatever the length.
+
+On a graph, a step is a run of forward ops between cuts that few bytes cross, of about equal time.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import comb
+from typing import ClassVar
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.chain_reversal import (
+    Action,
+    ChainView,
+    balanced_cuts,
+    crossing_bytes,
+    order_of_actions,
+    segments_of_cuts,
+    some_counts,
+)
+
+_ALL_UP_TO = 12
+_STAGE_COUNTS = 12
+_MOST_STAGES = 160
+_SLOT_COUNTS = 9
+
+
+def repetitions(steps: int, slots: int) -> int:
+    """Return the least r with binom(slots + r, slots) >= steps.
+
+    Args:
+        steps: Length of the chain, at least 1.
+        slots: Number of snapshots, the initial state's included, at least 1.
+
+    Returns:
+        r: no step needs to run forward more than r + 1 times.
+
+    Raises:
+        ValueError: If either is less than 1.
+    """
+    _check(steps, slots)
+    found = 0
+    while comb(slots + found, slots) < steps:
+        found += 1
+    return found
+
+
+def forward_steps(steps: int, slots: int) -> int:
+    """Return the fewest forward steps that reverse a chain: t + r t - binom(m + r, r - 1).
+
+    Args:
+        steps: Length t of the chain, at least 1.
+        slots: Number m of snapshots, the initial state's included, at least 1.
+
+    Returns:
+        The number, the first pass and the step that is differentiated included.
+
+    Raises:
+        ValueError: If either is less than 1.
+    """
+    r = repetitions(steps, slots)
+    return steps + r * steps - (comb(slots + r, r - 1) if r else 0)
+
+
+def split(steps: int, slots: int) -> int:
+    """Return after how many steps to store the next snapshot.
+
+    What follows it then takes no more than r repetitions with one snapshot less, what precedes it no more than r - 1,
+    and neither so few that a repetition is wasted: each y between these bounds is optimal, and the least is taken.
+
+    Args:
+        steps: Length of the chain, at least 2.
+        slots: Number of snapshots, the initial state's included, at least 2.
+
+    Returns:
+        A number from 1 to steps - 1.
+
+    Raises:
+        ValueError: If either is less than 2.
+    """
+    _check(steps, slots, least=2)
+    r = repetitions(steps, slots)
+    before = comb(slots + r - 2, slots) if r >= 2 else 0
+    return max(1, before, steps - comb(slots - 1 + r, slots - 1))
+
+
+def revolve(steps: int, slots: int) -> Iterator[Action]:
+    """Write the optimal schedule for a chain.
+
+    Args:
+        steps: Length of the chain, at least 1.
+        slots: Number of snapshots, the initial state's included, at least 1.
+
+    Yields:
+        Actions; they take `forward_steps(steps, slots)` forward steps.
+
+    Raises:
+        ValueError: If either is less than 1.
+    """
+    _check(steps, slots)
+    # a stack and no recursion: a chain may be longer than Python's stack
+    waiting: list[Action | tuple[int, int, int]] = [(0, steps, slots)]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Action):
+            yield item
+            continue
+        start, length, free = item
+        if length == 1 or free == 1:
+            yield from (Action("reverse", start + step) for step in reversed(range(length)))
+            continue
+        ahead = split(length, free)
+        yield Action("hold", start + ahead)
+        waiting += [
+            (start, ahead, free),
+            Action("release", start + ahead),
+            (start + ahead, length - ahead, free - 1),
+        ]
+
+
+def _check(steps: int, slots: int, *, least: int = 1) -> None:
+    if steps < least or slots < least:
+        raise ValueError(f"steps={steps}, slots={slots}: both must be at least {least}")
+
+
+def chains_of(graph: Graph) -> Iterator[ChainView]:
+    """See a training graph as chains of stages, for several numbers of stages.
+
+    Args:
+        graph: A graph with backward ops.
+
+    Yields:
+        Chains whose stages take about equal time, or write about equally many ops, cut where few bytes cross.
+    """
+    prices = crossing_bytes(graph)
+    costs = [op.cost for op in graph.ops[: graph.forward_count]]
+    seen: set[tuple[int, ...]] = set()
+    for parts in some_counts(min(_MOST_STAGES, graph.forward_count), all_up_to=_ALL_UP_TO, number=_STAGE_COUNTS):
+        for weights, slack in ((costs, 0.5), ([1.0] * graph.forward_count, 0.0)):
+            cuts = balanced_cuts(weights, prices, parts, slack=slack)
+            if cuts not in seen:
+                seen.add(cuts)
+                yield ChainView(graph, segments_of_cuts(graph.forward_count, cuts))
+
+
+@register
+class Revolve(Strategy):
+    """Griewank & Walther 2000: binomial checkpointing of a chain of stages.
+
+    Example:
+        >>> forward_steps(1000, 10)
+        4636
+        >>> [f"{action.kind} {action.stage}" for action in revolve(3, 2)]
+        ['hold 1', 'reverse 2', 'reverse 1', 'release 1', 'reverse 0']
+    """
+
+    name: ClassVar[str] = "griewank2000_revolve"
+
+    def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
+        """Propose schedules for several numbers of stages and snapshots.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            Orders of computation.
+        """
+        if graph.forward_count == len(graph.ops):
+            return
+        for view in chains_of(graph):
+            stages = len(view.stages)
+            for slots in some_counts(stages, all_up_to=_ALL_UP_TO, number=_SLOT_COUNTS):
+                yield order_of_actions(view, revolve(stages, slots))

@@ -1,0 +1,253 @@
+"""Optimal checkpoints of a chain of layers: Hong et al. 2025, "GPU memory usage optimization" (arXiv 2502.12499).
+
+Layer l writes d_l bytes. Some layers are checkpoints; the others of a segment between two checkpoints are computed
+again when the backward pass reaches it. What is minimised is one of two models of the peak:
+
+1. The bytes of all checkpoints, and the largest segment's bytes beside them: `least_sum`, O(n^3). For each cap c on a
+   segment, f(j) = d_j + min f(i) over the checkpoints i whose segment up to j has at most c bytes; the answer is the
+   least f(n) + c, and c only needs to be tried at the O(n^2) sums of consecutive layers.
+2. Checkpoints that the backward pass has left behind are gone, and gradients take room: `least_peak`, O(n). If the
+   last checkpoint is at layer n - 1, and U(i, j) is what the backward pass takes between the checkpoints i and j,
+
+       M(n - 1) = d_(n-1)        M(i) = d_i + min over j > i of max(M(j), U(i, j))
+
+   and the answer is M(0): the first layer is always kept.
+
+The gradient's part of U, derived anew. Walking back over the segment, the gradient of layer l is made from that of
+l + 1 and from the activations. At the step that makes the gradient of layer l - 1, memory holds the activations of
+i + 1, ..., l (later ones are gone by then), the gradient of l, and that of l - 1:
+
+       U(i, j) = max over i < l <= j of  d_(i+1) + ... + d_l + d_l + d_(l-1)         `gradients="both"`
+
+This is what the simulator measures on such a chain, to the byte. If a gradient is written over the one that it is made
+from, and no activation is freed before the segment is through, it is
+
+       U(i, j) = d_(i+1) + ... + d_j + max(d_i, ..., d_j)                             `gradients="one"`
+
+which is the paper's objective. Both grow as j grows and as i falls, and that is all that the O(n) algorithm needs.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal, NamedTuple
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.chain_reversal import crossing_bytes, some_counts, written_bytes
+from rmm_linear.planning.strategies.chen2016_sqrt import orders_of_cuts
+
+Gradients = Literal["both", "one"]
+
+_ALL_UP_TO = 12
+_CAPS = 48
+
+
+class Checkpoints(NamedTuple):
+    """The best checkpoints of a chain.
+
+    Attributes:
+        bytes_needed: The objective's value.
+        layers: The checkpoints, rising.
+    """
+
+    bytes_needed: int
+    layers: tuple[int, ...]
+
+
+def least_sum(sizes: Sequence[int]) -> Checkpoints:
+    """Minimise the bytes of all checkpoints plus the largest segment's, in O(n^3).
+
+    Args:
+        sizes: Bytes of each layer, at least 0. The last layer is a checkpoint.
+
+    Returns:
+        The least sum, and checkpoints that reach it.
+
+    Raises:
+        ValueError: If there is no layer, or a size is negative.
+    """
+    _check(sizes)
+    before = _sums(sizes)
+    caps = sorted({high - low for place, high in enumerate(before) for low in before[: place + 1]})
+    best: Checkpoints | None = None
+    for cap in caps:
+        if best is not None and cap >= best.bytes_needed:
+            break
+        kept, layers = fewest_kept_bytes(sizes, sizes, cap)
+        if best is None or kept + cap < best.bytes_needed:
+            best = Checkpoints(kept + cap, layers)
+    assert best is not None
+    return best
+
+
+def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> Checkpoints:
+    """Choose the cheapest checkpoints under a cap on the bytes between them, in O(n).
+
+    Args:
+        sizes: Bytes of each layer, at least 0.
+        prices: What it costs to keep each layer, at least 0; the last layer is a checkpoint.
+        cap: Most bytes between two checkpoints, neither counted.
+
+    Returns:
+        The sum of the checkpoints' prices, and the checkpoints.
+
+    Raises:
+        ValueError: If there is no layer, sizes and prices are not of one length, or something is negative.
+    """
+    _check(sizes)
+    if len(prices) != len(sizes) or min(prices) < 0 or cap < 0:
+        raise ValueError(f"{len(sizes)} sizes and {len(prices)} prices, cap={cap}: as many of each, and all at least 0")
+    before = _sums(sizes)
+    # place j stands for layer j - 1, and place 0 for a checkpoint before the first layer
+    total = [0] * (len(sizes) + 1)
+    previous = [0] * (len(sizes) + 1)
+    # checkpoints that j may follow, by rising total: the first one is the best
+    window = deque([0])
+    for j in range(1, len(sizes) + 1):
+        # layers between the checkpoints i and j have before[j - 1] - before[i] bytes
+        while before[j - 1] - before[window[0]] > cap:
+            window.popleft()
+        previous[j] = window[0]
+        total[j] = total[window[0]] + prices[j - 1]
+        while window and total[window[-1]] >= total[j]:
+            window.pop()
+        window.append(j)
+    layers = []
+    j = len(sizes)
+    while j:
+        layers.append(j - 1)
+        j = previous[j]
+    return Checkpoints(total[-1], tuple(reversed(layers)))
+
+
+def least_peak(sizes: Sequence[int], *, gradients: Gradients = "both") -> Checkpoints:
+    """Minimise the peak of the backward pass over a chain, in O(n).
+
+    Of two candidates j < j' for the checkpoint after i, j' is worth looking at only if M(j') < M(j), for U grows with
+    j. So candidates stand in a queue, M falling from left to right. As i falls, U grows, and the best candidate, where
+    M and U meet, only moves left: the right end of the queue goes once its neighbour is as good, and never comes back.
+
+    Example:
+        >>> [least_peak([1] * n, gradients="one").bytes_needed for n in (100, 400, 1600)]
+        [16, 30, 59]
+
+    Args:
+        sizes: Bytes of each layer, at least 0. The first and the last layer are checkpoints.
+        gradients: Whether a gradient and the one that it is made from take room of their own ("both"), or one is
+            written over the other ("one"). See the module.
+
+    Returns:
+        M(0), and checkpoints that reach it.
+
+    Raises:
+        ValueError: If there is no layer, a size is negative, or `gradients` is neither.
+    """
+    _check(sizes)
+    if gradients not in ("both", "one"):
+        raise ValueError(f"gradients={gradients!r} is neither 'both' nor 'one'")
+    last = len(sizes) - 1
+    before = _sums(sizes)
+    peaks = [0] * len(sizes)
+    following = [last] * len(sizes)
+    peaks[last] = sizes[last]
+    # candidates for the next checkpoint, from near to far
+    queue: deque[int] = deque()
+    # places of the window between i and the farthest candidate, their values falling from near to far removed: the
+    # maximum of the window is at its right end
+    highest: deque[tuple[int, int]] = deque()
+
+    def value(place: int) -> int:
+        if gradients == "one":
+            return sizes[place]
+        # what the step at layer l takes beyond the activations up to layer i
+        return before[place + 1] + sizes[place] + sizes[place - 1]
+
+    def push(place: int) -> None:
+        found = value(place)
+        while highest and highest[0][1] <= found:
+            highest.popleft()
+        highest.appendleft((place, found))
+
+    def segment(i: int, j: int) -> int:
+        while highest[-1][0] > j:
+            highest.pop()
+        if gradients == "one":
+            return before[j + 1] - before[i + 1] + highest[-1][1]
+        return highest[-1][1] - before[i + 1]
+
+    if gradients == "one":
+        push(last)
+    for i in range(last - 1, -1, -1):
+        near = i + 1
+        while queue and peaks[queue[0]] >= peaks[near]:
+            queue.popleft()
+        queue.appendleft(near)
+        push(i if gradients == "one" else near)
+        while len(queue) > 1 and segment(i, queue[-1]) >= peaks[queue[-2]]:
+            queue.pop()
+        following[i] = queue[-1]
+        peaks[i] = sizes[i] + max(peaks[queue[-1]], segment(i, queue[-1]))
+    layers = [0]
+    while layers[-1] != last:
+        layers.append(following[layers[-1]])
+    return Checkpoints(peaks[0], tuple(layers))
+
+
+def _check(sizes: Sequence[int]) -> None:
+    if not sizes:
+        raise ValueError("there are no layers; pass the bytes of at least one")
+    if min(sizes) < 0:
+        raise ValueError(f"a layer has {min(sizes)} bytes; sizes are at least 0")
+
+
+def _sums(sizes: Sequence[int]) -> list[int]:
+    """Bytes of the first 0, 1, ..., n layers."""
+    found = [0]
+    for size in sizes:
+        found.append(found[-1] + size)
+    return found
+
+
+@register
+class HongLinear(Strategy):
+    """Hong et al. 2025: segments that are optimal for a chain, for every cap on their bytes.
+
+    On a graph the layers are the forward ops in their order. Keeping a layer means to cut behind it, and costs the
+    bytes that cross that cut. Proposed are the cheapest cuts for a sweep of caps, and those of the least modelled peak.
+    """
+
+    name: ClassVar[str] = "hong2025_linear"
+
+    def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
+        """Propose optimal segments for a sweep of caps.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            Orders of computation.
+        """
+        if graph.forward_count == len(graph.ops):
+            return
+        for cuts in dict.fromkeys(_cuts(graph)):
+            yield from orders_of_cuts(graph, cuts)
+
+
+def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
+    prices, sizes = crossing_bytes(graph), written_bytes(graph)
+    count = graph.forward_count
+    layers = least_peak(prices[1:]).layers
+    yield tuple(layer + 1 for layer in layers if layer + 1 < count)
+    for cap in _caps(sizes):
+        # a chain's checkpoint is no part of a segment; here what crosses a cut may be anything, and is counted twice
+        layers = fewest_kept_bytes(sizes, prices[1:], cap).layers
+        yield tuple(layer + 1 for layer in layers if layer + 1 < count)
+
+
+def _caps(sizes: Sequence[int]) -> list[int]:
+    """Every sum of consecutive ops in a small graph, or else sums from one op's to all, a constant factor apart."""
+    before = _sums(sizes)
+    if len(sizes) <= _ALL_UP_TO:
+        return sorted({high - low for place, high in enumerate(before) for low in before[: place + 1]})
+    total = before[-1]
+    return sorted({total // parts for parts in some_counts(len(sizes), all_up_to=_CAPS, number=_CAPS)})

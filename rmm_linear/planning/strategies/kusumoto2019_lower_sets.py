@@ -1,0 +1,807 @@
+r"""Recomputation by a chain of lower sets (Kusumoto, Inoue, Watanabe, Akiba, Koyama 2019, arXiv 1905.11722).
+
+The paper's graph has the intermediate values of the forward pass for nodes: node v takes T_v to compute and M_v bytes
+to hold. A *lower set* L holds with each node all that it depends on; its *boundary* dL are the nodes of L that a node
+outside reads. A plan is a chain L_1 < L_2 < ... < L_k = V. The forward pass keeps the boundaries; the backward pass
+goes through the blocks V_i = L_i \ L_(i-1) from the last, and computes each again from the boundaries before it
+(section 3). With U_i the union of the first i boundaries, this takes, by what is called eqs. 1 and 2 below,
+
+    overhead  T = sum over i of T(V_i \ dL_i)                                                               (eq. 1)
+    peak      M = max over i of M(U_(i-1)) + 2 M(V_i) + M(succ(L_i) \ L_i) + M(pred(succ(L_i)) \ L_i)        (eq. 2)
+
+which a dynamic program over (L, t) minimises: of all chains that end in L after an overhead of t, with no block above
+the cap B, only the one with the least M(U) matters. Over all lower sets the program is exact, and there
+may be exponentially many; the approximate one looks at {} and V and the ancestors of each node alone.
+The *time-centric* plan has the least T of those below B. The *memory-centric* one has the largest: its blocks are
+coarse, and freeing each value after its last use, which eq. 2 knows nothing of, helps coarse blocks most.
+
+Here the chains are proposals. They come from a range of caps, are brought to the training graph by
+`order_of_segments`, and the simulator says what each takes. Five things are not the paper's, each because the
+simulator found better chains with it:
+
+- The first nodes of the program, any number of them, are a lower set as well, and join the approximate family.
+- Beside 2 M(V_i), the program runs with one and with three times the bytes of a block that the backward pass reads:
+  with liveness, a gradient goes where it is used, and 2 M is too much for some graphs and not enough for others.
+- The last block need not be computed again: the backward pass begins with it. Chains are proposed either way.
+- Blocks of equally many nodes, in the order of the program, are proposed as well; and the segments of Chen et al. 2016,
+  which are chains of lower sets like any others, so that the approximate program does no worse than they.
+- From the chains with the least peaks a local search goes on, under the simulator, as `refined` says.
+"""
+
+import itertools
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
+from rmm_linear.planning.strategies.chen2016_sqrt import cuts_of
+from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
+
+_MOST_LOWER_SETS = 1500
+# Reads of a graph whose proposals take so long to simulate that those of Chen et al. are left out: hundreds an op.
+_MANY_READS = 100_000
+
+
+@dataclass(frozen=True)
+class NodeGraph:
+    """The paper's graph: forward values that take time to compute and memory to hold.
+
+    Attributes:
+        costs: T of each node, at least 0.
+        sizes: M of each node, in bytes.
+        edges: Pairs (u, v), u < v: v reads u.
+        order_edges: Pairs (u, v), u < v: v must run after u, and does not read it.
+        ops: The ops of the training graph that each node stands for, in order.
+        backward_bytes: What the backward pass reads of each node.
+    """
+
+    costs: tuple[float, ...]
+    sizes: tuple[int, ...]
+    edges: tuple[tuple[int, int], ...]
+    order_edges: tuple[tuple[int, int], ...] = ()
+    ops: tuple[tuple[int, ...], ...] = ()
+    backward_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of_forward(cls, graph: Graph) -> "NodeGraph":
+        """Make the paper's graph of the forward ops of a training graph.
+
+        An op whose results nobody reads but one later forward op belongs to that op's node: nothing is gained by
+        keeping it without the other. A node is as large as what others read of it. What must not be computed twice
+        costs nothing again. Random ops keep their order, and come before the last result. Without a backward pass, each
+        op is a node of its own, all of which a backward pass might read.
+
+        Args:
+            graph: The training graph.
+
+        Returns:
+            The paper's graph; its nodes are numbered in an order in which they can run.
+        """
+        count = graph.forward_count
+        has_backward = count < len(graph.ops)
+        outputs = set(graph.outputs)
+        root = list(range(count))
+        # without backward ops nothing says what they would read
+        for position in reversed(range(count if has_backward else 0)):
+            op = graph.ops[position]
+            readers = {reader for index in op.writes for reader in graph.readers[index]}
+            if len(readers) == 1 and op.is_recomputable and not op.is_random and outputs.isdisjoint(op.writes):
+                (reader,) = readers
+                root[position] = root[reader] if reader < count else position
+        # a group's ops all lead to its last one, the only one that others read: numbered by it, groups are in order
+        numbers = {last: number for number, last in enumerate(sorted(set(root)))}
+        members: list[list[int]] = [[] for _ in numbers]
+        for position in range(count):
+            members[numbers[root[position]]].append(position)
+        edges = {
+            (numbers[root[graph.writer[index]]], numbers[root[position]])
+            for position in range(count)
+            for index in graph.ops[position].reads
+            if root[graph.writer[index]] != root[position]
+        }
+        draws = [position for position in range(count) if graph.ops[position].is_random]
+        ordered = set(itertools.pairwise(draws))
+        last_result = max((graph.writer[index] for index in graph.results), default=0)
+        ordered |= {(position, last_result) for position in [d for d in draws if d < last_result][-1:]}
+        return cls(
+            costs=tuple(sum(graph.ops[op].cost for op in group if graph.ops[op].is_recomputable) for group in members),
+            sizes=tuple(
+                sum(
+                    graph.storages[index].size_bytes
+                    for index in graph.ops[group[-1]].writes
+                    if graph.readers[index] or index in outputs
+                )
+                for group in members
+            ),
+            edges=tuple(sorted(edges)),
+            order_edges=tuple(sorted((numbers[root[u]], numbers[root[v]]) for u, v in ordered)),
+            ops=tuple(map(tuple, members)),
+            backward_bytes=tuple(
+                sum(
+                    graph.storages[index].size_bytes
+                    for op in group
+                    for index in graph.ops[op].writes
+                    if not has_backward or any(reader >= count for reader in graph.readers[index])
+                )
+                for group in members
+            ),
+        )
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes that must run before each one, by either kind of edge."""
+        found: list[list[int]] = [[] for _ in self.costs]
+        for u, v in (*self.edges, *self.order_edges):
+            found[v].append(u)
+        return tuple(map(tuple, found))
+
+
+@dataclass(frozen=True)
+class Chain:
+    r"""A chain of lower sets, and what the paper's model says of it.
+
+    Attributes:
+        overhead: T, eq. 1, in the graph's unit of cost.
+        peak_bytes: M, eq. 2.
+        blocks: The nodes of each block V_i = L_i \ L_(i-1), sorted.
+    """
+
+    overhead: float
+    peak_bytes: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+def chain_of_blocks(nodes: NodeGraph, blocks: Sequence[Sequence[int]]) -> Chain:
+    """Evaluate the paper's model, eqs. 1 and 2, as they stand.
+
+    Args:
+        nodes: The paper's graph.
+        blocks: Nodes of each block, first to last.
+
+    Returns:
+        The chain with its overhead and peak.
+
+    Raises:
+        ValueError: If the blocks do not hold each node once, or one of them needs a later one.
+    """
+    if sorted(node for block in blocks for node in block) != list(range(len(nodes.costs))):
+        raise ValueError("the blocks do not hold each node once")
+    lower: set[int] = set()
+    kept: set[int] = set()
+    overhead, peak = 0.0, 0
+    for block in blocks:
+        lower |= set(block)
+        if any(u not in lower for node in block for u in nodes.predecessors[node]):
+            raise ValueError(f"a block of nodes {sorted(block)[:5]}... depends on a later one: no chain of lower sets")
+        boundary = {u for u, v in nodes.edges if u in lower and v not in lower}
+        following = {v for u, v in nodes.edges if u in lower and v not in lower}
+        beside = {u for u, v in nodes.edges if v in following and u not in lower}
+        parts = (kept, block, block, following, beside)
+        peak = max(peak, sum(nodes.sizes[node] for part in parts for node in part))
+        overhead += sum(nodes.costs[node] for node in block if node not in boundary)
+        kept |= boundary
+    return Chain(overhead, peak, tuple(tuple(sorted(block)) for block in blocks))
+
+
+def all_lower_sets(nodes: NodeGraph, *, most: int = _MOST_LOWER_SETS) -> NDArray[np.bool_]:
+    """Return all lower sets of a graph.
+
+    Args:
+        nodes: The paper's graph.
+        most: The number of them at which to give up.
+
+    Returns:
+        One row a lower set, one column a node; the smaller ones first, the empty one among them.
+
+    Raises:
+        ValueError: If there are more.
+    """
+    needs = [sum(1 << u for u in set(before)) for before in nodes.predecessors]
+    # by the largest node of the set: each one is found once, from the set without it
+    found = [0]
+    for node, need in enumerate(needs):
+        found += [lower | 1 << node for lower in found if lower & need == need]
+        if len(found) > most:
+            raise ValueError(
+                f"the graph's {len(needs)} nodes have more than {most} lower sets, too many for the exact program; use"
+                " kusumoto2019_approximate"
+            )
+    return _sorted_rows(np.array([[lower >> node & 1 for node in range(len(needs))] for lower in found], dtype=bool))
+
+
+def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
+    """Return the lower sets of the approximate program: none, all, and the ancestors of each node with itself.
+
+    Args:
+        nodes: The paper's graph.
+
+    Returns:
+        One row a lower set, one column a node; the smaller ones first.
+    """
+    count = len(nodes.costs)
+    rows = np.zeros((count + 2, count), dtype=bool)
+    for node, before in enumerate(nodes.predecessors):
+        rows[node, node] = True
+        for u in before:
+            rows[node] |= rows[u]
+    rows[-1] = True
+    return _sorted_rows(rows)
+
+
+def program_prefixes(nodes: NodeGraph) -> NDArray[np.bool_]:
+    """Return the first nodes of the program, for every number of them: lower sets too, as it runs in this order.
+
+    Args:
+        nodes: The paper's graph.
+
+    Returns:
+        One row a lower set, one column a node; the smaller ones first, the empty one and all among them.
+    """
+    return np.tri(len(nodes.costs) + 1, len(nodes.costs), -1, dtype=bool)
+
+
+def thinned(nodes: NodeGraph, lower_sets: NDArray[np.bool_], most: int) -> NDArray[np.bool_]:
+    """Return at most so many lower sets: of neighbours in the order of size, the one with the fewest boundary bytes.
+
+    Args:
+        nodes: The paper's graph.
+        lower_sets: One row a lower set, the smaller ones first.
+        most: How many to keep, at least 3.
+
+    Returns:
+        The rows that stay; the first and the last are among them.
+    """
+    if len(lower_sets) <= most:
+        return lower_sets
+    boundary_bytes = np.array(nodes.sizes, dtype=float) @ _boundaries(nodes, np.ascontiguousarray(lower_sets.T))
+    middle = np.array_split(np.arange(1, len(lower_sets) - 1), most - 2)
+    stay = [0, *(places[boundary_bytes[places].argmin()] for places in middle), len(lower_sets) - 1]
+    return lower_sets[stay]
+
+
+def _boundaries(nodes: NodeGraph, inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Boundary of each lower set; one row a node, one column a lower set, as in `inside`."""
+    boundary = np.zeros_like(inside)
+    for u, v in nodes.edges:
+        boundary[u] |= inside[u] & ~inside[v]
+    return boundary
+
+
+def _sorted_rows(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    # eight nodes a byte, the first one in its highest bit: sorted as the rows are, in a fraction of the time
+    _, first = np.unique(np.packbits(rows, axis=1), axis=0, return_index=True)
+    rows = rows[first[::-1]]
+    return rows[np.argsort(rows.sum(axis=1), kind="stable")]
+
+
+class LowerSetProgram:
+    """The dynamic program over a family of lower sets.
+
+    States are (L, t). The program goes by the time of what is kept, T(V) - t, which is the same thing. Where costs are
+    no small multiples of one number, states whose times are close share a place: the one with the least memory stays,
+    with its own time. So what is reported is true of the chain that is returned, and at worst a better one is missed.
+    """
+
+    def __init__(
+        self, nodes: NodeGraph, lower_sets: NDArray[np.bool_], *, block_bytes: Sequence[int] | None = None
+    ) -> None:
+        """Prepare the terms of eqs. 1 and 2 for each pair of lower sets.
+
+        Args:
+            nodes: The paper's graph.
+            lower_sets: One row a lower set, the smaller ones first; the first is empty, the last holds all.
+            block_bytes: What each node of V_i adds to the peak, in place of 2 M_v.
+
+        Raises:
+            ValueError: If the first or last one is missing.
+        """
+        if lower_sets[0].any() or not lower_sets[-1].all():
+            raise ValueError("the family of lower sets must begin with the empty one and end with all nodes")
+        self.nodes = nodes
+        self.lower_sets = lower_sets
+        costs, sizes = np.array(nodes.costs, dtype=float), np.array(nodes.sizes, dtype=float)
+        inside = np.ascontiguousarray(lower_sets.T)
+        boundary, following, beside = _boundaries(nodes, inside), np.zeros_like(inside), np.zeros_like(inside)
+        for u, v in nodes.edges:
+            following[v] |= inside[u] & ~inside[v]
+        for u, v in nodes.edges:
+            beside[u] |= following[v] & ~inside[u]
+        rows = inside.T.astype(float)
+        # sums of whole numbers below 2**53 are exact in float64; [larger, smaller]
+        held = (2 * sizes if block_bytes is None else np.array(block_bytes, dtype=float)) @ inside
+        self._block = (held[:, None] - held[None, :]) + (sizes @ following + sizes @ beside)[:, None]
+        self._kept_bytes = (boundary.T * sizes) @ (1 - rows).T
+        self._kept_time = (boundary.T * costs) @ (1 - rows).T
+        smaller = (rows @ rows.T) == rows.sum(axis=1)[None, :]
+        np.fill_diagonal(smaller, False)
+        self._contains = smaller
+        self._smaller = [np.flatnonzero(row) for row in smaller]
+        count = len(lower_sets)
+        levels = min(4096, max(32, 20_000_000 // count**2))
+        self._quantum = _quantum(costs, levels)
+        self._levels = int(costs.sum() / self._quantum) + 2
+
+    @property
+    def largest_cap(self) -> int:
+        """The cap at which one block, the whole graph, is a plan."""
+        return int(self._block[-1, 0])
+
+    @cached_property
+    def least_cap(self) -> int:
+        """The least cap B with a plan, by bisection."""
+        low, high = 0, self.largest_cap
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_feasible(middle):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _is_feasible(self, cap: int) -> bool:
+        # overhead left aside, only the least M(U) of each lower set matters
+        least = np.full(len(self.lower_sets), np.inf)
+        least[0] = 0
+        for place, smaller in enumerate(self._smaller):
+            if place:
+                kept = least[smaller]
+                fits = kept + self._block[place, smaller] <= cap
+                if fits.any():
+                    least[place] = (kept[fits] + self._kept_bytes[place, smaller[fits]]).min()
+        return bool(np.isfinite(least[-1]))
+
+    def centric_plans(self, cap: int) -> tuple[Chain, ...]:
+        """Return the time-centric and the memory-centric plan below a cap.
+
+        Args:
+            cap: B, the most that eq. 2 may give, in bytes.
+
+        Returns:
+            Both, or one if they are the same; none if the cap is below `least_cap`.
+        """
+        return tuple(self.chain(places) for places in self.centric_places(cap))
+
+    def centric_places(self, cap: int) -> tuple[tuple[int, ...], ...]:
+        """Return the time-centric and the memory-centric plan below a cap, as rows of `lower_sets`.
+
+        Args:
+            cap: B, the most that eq. 2 may give, in bytes.
+
+        Returns:
+            Both, or one if they are the same; none if the cap is below `least_cap`.
+        """
+        memory, before = self._states(cap)
+        levels = np.flatnonzero(np.isfinite(memory[-1]))
+        found = []
+        # the most time kept is the least overhead
+        for level in (*levels[-1:], *levels[:1]):
+            place, at = len(memory) - 1, int(level)
+            places = [place]
+            while place:
+                place, at = divmod(int(before[place, at]), before.shape[1])
+                places.append(place)
+            found.append(tuple(reversed(places)))
+        return tuple(dict.fromkeys(found))
+
+    def between(self, smaller: int, larger: int) -> NDArray[np.intp]:
+        """Return the lower sets of the family strictly between two of them.
+
+        Args:
+            smaller: Row of the smaller one.
+            larger: Row of the larger one.
+
+        Returns:
+            Rows, rising.
+        """
+        return np.flatnonzero(self._contains[larger] & self._contains[:, smaller])
+
+    def blocks(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the nodes of each block V_i of a chain.
+
+        Args:
+            places: Rows of `lower_sets`, rising; the first is the empty set and the last holds all.
+
+        Returns:
+            Nodes of each block, sorted.
+        """
+        return tuple(
+            tuple(np.flatnonzero(self.lower_sets[larger] & ~self.lower_sets[smaller]).tolist())
+            for smaller, larger in itertools.pairwise(places)
+        )
+
+    def _states(self, cap: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Least M(U) of each (lower set, level of the kept time), and the state before it, as one number."""
+        shape = (len(self.lower_sets), self._levels)
+        memory = np.full(shape, np.inf)
+        time = np.zeros(shape)
+        before = np.full(shape, -1, dtype=np.int64)
+        least = np.full(shape[0], np.inf)
+        memory[0, 0] = least[0] = 0
+        for place, smaller in enumerate(self._smaller):
+            if not place:
+                continue
+            block = self._block[place]
+            rows = smaller[least[smaller] + block[smaller] <= cap]
+            if not len(rows):
+                continue
+            old = memory[rows]
+            some, level = np.nonzero(old + block[rows, None] <= cap)
+            row = rows[some]
+            new = old[some, level] + self._kept_bytes[place, row]
+            kept = time[row, level] + self._kept_time[place, row]
+            # half of a millionth: sums of decimal fractions land on either side of a multiple
+            at = (kept / self._quantum + 5e-7).astype(np.int64)
+            np.minimum.at(memory[place], at, new)
+            best = np.flatnonzero(new == memory[place, at])
+            time[place, at[best]] = kept[best]
+            before[place, at[best]] = row[best] * shape[1] + level[best]
+            least[place] = memory[place].min()
+        return memory, before
+
+    def chain(self, places: Sequence[int]) -> Chain:
+        """Return the chain of some lower sets of the family.
+
+        Args:
+            places: Rows of `lower_sets`, rising; the first is the empty set and the last holds all.
+
+        Returns:
+            The chain, with the paper's overhead and peak.
+        """
+        pairs = list(itertools.pairwise(places))
+        kept = peak = 0.0
+        for smaller, larger in pairs:
+            peak = max(peak, kept + self._block[larger, smaller])
+            kept += self._kept_bytes[larger, smaller]
+        spared = sum(self._kept_time[larger, smaller] for smaller, larger in pairs)
+        return Chain(float(sum(self.nodes.costs) - spared), int(peak), self.blocks(places))
+
+
+def _quantum(costs: NDArray[np.float64], levels: int) -> float:
+    """The largest number of which all costs are multiples, if it tells few enough levels; else a part of their sum."""
+    total = float(costs.sum())
+    if total <= 0:
+        return 1.0
+    whole = costs.astype(np.int64)
+    if (whole == costs).all():
+        divisor = math.gcd(*whole.tolist())
+        if total / divisor < levels:
+            return float(divisor)
+    return total / (levels - 1)
+
+
+def segments_of_blocks(nodes: NodeGraph, blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the ops of each block, in the order of the program.
+
+    Args:
+        nodes: The paper's graph of a training graph.
+        blocks: Nodes of each block.
+
+    Returns:
+        Segments for `order_of_segments`.
+    """
+    return [sorted(op for node in block for op in nodes.ops[node]) for block in blocks]
+
+
+def refined(
+    program: LowerSetProgram,
+    places: Sequence[int],
+    judge: Callable[[Sequence[int]], tuple[int, float]],
+    *,
+    evaluations: int,
+) -> Iterator[tuple[int, ...]]:
+    """Improve a chain by local search: leave out a lower set, replace it by one nearby, or put one in between.
+
+    Args:
+        program: The family of lower sets that the chain is made of.
+        places: Rows of the family: a chain from the empty set to all.
+        judge: Peak and cost of such a chain; the peak counts first.
+        evaluations: The most calls of `judge`.
+
+    Yields:
+        Chains, each better than the one before, the first one better than what was given.
+    """
+    now = tuple(places)
+    best = judge(now)
+    seen = {now}
+    evaluations -= 1
+    improved = True
+    while improved:
+        improved = False
+        for other in _neighbours(program, now):
+            if other in seen:
+                continue
+            if evaluations <= 0:
+                return
+            seen.add(other)
+            evaluations -= 1
+            found = judge(other)
+            if found < best:
+                now, best, improved = other, found, True
+                yield now
+                break
+
+
+def _neighbours(program: LowerSetProgram, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for number in range(1, len(places) - 1):
+        yield places[:number] + places[number + 1 :]
+    for number in range(1, len(places) - 1):
+        between = program.between(places[number - 1], places[number + 1])
+        at = int(np.searchsorted(between, places[number]))
+        for step in (1, -1, 2, -2, 4, -4, 8, -8):
+            if 0 <= at + step < len(between):
+                yield (*places[:number], int(between[at + step]), *places[number + 1 :])
+    for number in range(1, len(places)):
+        between = program.between(places[number - 1], places[number])
+        if len(between):
+            yield (*places[:number], int(between[len(between) // 2]), *places[number:])
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a chain of lower sets keeps, for people.
+
+    Attributes:
+        lower_sets: For each L_i but the last: how many ops it holds, and the names of those on its boundary, whose
+            results stay until the backward pass.
+        blocks: Names of the ops of each block V_i.
+        last_is_kept: Whether the last block is kept whole instead of computed again.
+    """
+
+    lower_sets: tuple[tuple[int, tuple[str, ...]], ...]
+    blocks: tuple[tuple[str, ...], ...]
+    last_is_kept: bool
+
+    def __str__(self) -> str:
+        lines = []
+        before = 0
+        for number, (count, names) in enumerate(self.lower_sets, start=1):
+            lines.append(
+                f"L_{number}: {count} ops, {count - before} of them new; keeps {', '.join(names) or 'nothing'}"
+            )
+            before = count
+        end = "is kept whole" if self.last_is_kept else "is computed again"
+        lines.append(f"L_{len(self.blocks)}: all ops; the last block, of {len(self.blocks[-1])}, {end}")
+        return "\n".join(lines)
+
+
+def kept_by(graph: Graph, segments: Sequence[Sequence[int]], *, last_is_kept: bool) -> Kept:
+    """Say what a chain of lower sets keeps.
+
+    Args:
+        graph: The training graph.
+        segments: The forward ops of each block of the chain.
+        last_is_kept: Whether the last block is kept whole.
+
+    Returns:
+        Names of the ops on the boundaries, and of those in the blocks.
+    """
+    lower: set[int] = set()
+    lower_sets = []
+    for segment in segments[:-1]:
+        lower |= set(segment)
+        boundary = (
+            op
+            for op in sorted(lower)
+            if any(
+                reader < graph.forward_count and reader not in lower
+                for index in graph.ops[op].writes
+                for reader in graph.readers[index]
+            )
+        )
+        lower_sets.append((len(lower), tuple(graph.ops[op].name for op in boundary)))
+    blocks = tuple(tuple(graph.ops[op].name for op in segment) for segment in segments)
+    return Kept(tuple(lower_sets), blocks, last_is_kept)
+
+
+class _LowerSets(Strategy):
+    """What the exact and the approximate program have in common: caps, search, and the way to the training graph."""
+
+    # caps from the least feasible one to that of a single block, each in the same ratio to the one before
+    caps: ClassVar[int] = 12
+    # the local search begins at so many chains, and ends after so many computations of ops were looked at
+    most_starts: ClassVar[int] = 4
+    looked_at: ClassVar[int] = 100_000
+
+    @abstractmethod
+    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
+        """Return the lower sets that the program looks at.
+
+        Args:
+            nodes: The paper's graph.
+
+        Returns:
+            One row a lower set, the smaller ones first, the empty one and all nodes among them.
+        """
+
+    def orders(self, graph: Graph) -> Iterator[list[int]]:
+        """Propose the time-centric and the memory-centric plan of each cap, and what the local search makes of some.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            Indices of ops, with repetitions.
+        """
+        for segments, keep_last in self.plans(graph):
+            yield order_of_plan(graph, segments, keep_last)
+
+    def explain(self, graph: Graph, schedule: Schedule) -> Kept:
+        """Say which chain of lower sets a schedule comes from.
+
+        Args:
+            graph: The graph.
+            schedule: What `plan` returned for it.
+
+        Returns:
+            What the chain keeps; its text has a line a lower set. Of the plain program: one block, kept whole.
+
+        Raises:
+            ValueError: If this strategy does not propose such a schedule.
+        """
+        plain = [list(range(graph.forward_count))]
+        for segments, keep_last in itertools.chain([(plain, True)], self.plans(graph)):
+            if tuple(order_of_plan(graph, segments, keep_last)) == schedule.order:
+                return kept_by(graph, segments, last_is_kept=keep_last)
+        raise ValueError(f"{self.name} proposes no such schedule for this graph; pass what its own plan returned")
+
+    def plans(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
+        """Return the chains that are proposed.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            The forward ops of each block, and whether the last one is kept instead of computed again.
+        """
+        if graph.forward_count == 0:
+            return
+        nodes = NodeGraph.of_forward(graph)
+        family = self.family(nodes)
+        program = LowerSetProgram(nodes, family)
+        chains = dict.fromkeys(_places_of_caps(program, self.caps))
+        for times in (1, 3):
+            other = LowerSetProgram(nodes, family, block_bytes=[times * held for held in nodes.backward_bytes])
+            chains |= dict.fromkeys(_places_of_caps(other, self.caps // 2))
+        chains |= dict.fromkeys(_even_places(program))
+
+        def judge(places: Sequence[int]) -> tuple[int, float]:
+            return peak_and_cost(graph, order_of_plan(graph, segments_of_blocks(nodes, program.blocks(places)), True))
+
+        judged = []
+        for places in chains:
+            yield segments_of_blocks(nodes, program.blocks(places)), True
+            judged.append((judge(places), places))
+        evaluations = min(200, self.looked_at // len(graph.ops))
+        # small graphs can afford more of it
+        starts = min(self.most_starts, max(2, self.looked_at // (100 * len(graph.ops))))
+        for _, places in sorted(judged)[:starts]:
+            yield segments_of_blocks(nodes, program.blocks(places)), False
+            for better in refined(program, places, judge, evaluations=evaluations):
+                yield segments_of_blocks(nodes, program.blocks(better)), True
+
+
+def _places_of_caps(program: LowerSetProgram, caps: int) -> Iterator[tuple[int, ...]]:
+    least, largest = max(1, program.least_cap), program.largest_cap
+    for number in range(caps):
+        yield from program.centric_places(math.ceil(least * (largest / least) ** (number / (caps - 1))))
+
+
+def _even_places(program: LowerSetProgram) -> Iterator[tuple[int, ...]]:
+    """Chains of first nodes of the program, with as many nodes a block as can be, for numbers of blocks up to all."""
+    sizes = program.lower_sets.sum(axis=1)
+    prefixes = np.array([place for place, row in enumerate(program.lower_sets) if row[: sizes[place]].all()])
+    count = int(sizes[-1])
+    # all numbers of blocks of a small graph, two in each octave of a large one
+    numbers = range(1, count + 1) if count <= 64 else sorted({round(2 ** (half / 2)) for half in range(20)})
+    for number in numbers:
+        ends = range(0, count, -(-count // min(number, count)))
+        nearest = [int(prefixes[np.abs(sizes[prefixes] - end).argmin()]) for end in (*ends, count)]
+        yield tuple(dict.fromkeys(nearest))
+
+
+def order_of_plan(graph: Graph, segments: Sequence[Sequence[int]], keep_last: bool) -> list[int]:
+    """Return the order of computations of a plan.
+
+    Args:
+        graph: The training graph.
+        segments: The forward ops of each block of a chain of lower sets.
+        keep_last: Whether the last block is kept whole instead of computed again.
+
+    Returns:
+        Indices of ops, with repetitions.
+    """
+    kept = crossing_storages(graph, segments)
+    if keep_last:
+        kept |= {index for op in segments[-1] for index in graph.ops[op].writes}
+    return order_of_segments(graph, segments, kept)
+
+
+@register
+class Kusumoto2019Exact(_LowerSets):
+    """The exact program: all lower sets. For graphs of few of them: some ten nodes, or long and narrow."""
+
+    name: ClassVar[str] = "kusumoto2019_exact"
+
+    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
+        """Return all lower sets.
+
+        Args:
+            nodes: The paper's graph.
+
+        Returns:
+            One row a lower set, the smaller ones first.
+
+        Raises:
+            ValueError: If there are too many.
+        """
+        return all_lower_sets(nodes)
+
+
+@register
+class Kusumoto2019Approximate(_LowerSets):
+    """The approximate program: the ancestors of each node, and the first nodes of the program, up to `most` of them."""
+
+    name: ClassVar[str] = "kusumoto2019_approximate"
+    most: ClassVar[int] = 300
+
+    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
+        """Return the ancestors of each node and the first nodes of the program.
+
+        Args:
+            nodes: The paper's graph.
+
+        Returns:
+            One row a lower set, the smaller ones first.
+        """
+        both = np.concatenate([ancestor_closures(nodes), program_prefixes(nodes)])
+        return thinned(nodes, _sorted_rows(both), self.most)
+
+    def plans(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
+        """Return the chains of the program, and those of Chen et al. 2016.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            The forward ops of each block, and whether the last one is kept instead of computed again.
+        """
+        yield from self.plans_of_program(graph)
+        yield from self.plans_of_chen(graph)
+
+    def plans_of_program(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
+        """Return the chains of the program.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Returns:
+            As `plans` yields them.
+        """
+        return super().plans(graph)
+
+    @staticmethod
+    def plans_of_chen(graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
+        """Return the segments of Chen et al. 2016; none of a graph that takes long to simulate.
+
+        Args:
+            graph: A graph, with backward ops or without.
+
+        Yields:
+            As `plans`, each with its last segment kept and without.
+        """
+        if not 0 < graph.forward_count < len(graph.ops) or sum(len(op.reads) for op in graph.ops) > _MANY_READS:
+            return
+        for cuts in dict.fromkeys(cuts_of(graph)):
+            segments = [list(segment) for segment in segments_of_cuts(graph.forward_count, cuts)]
+            yield segments, True
+            yield segments, False

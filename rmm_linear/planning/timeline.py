@@ -1,0 +1,107 @@
+"""What is in memory over a step, by kind, drawn for the plain program and for a plan side by side."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.schedule import Schedule
+
+# The kinds, from the bottom of the figure to its top.
+KINDS = ("results and gradients", "activations", "computed again", "backward", "temporary")
+_COLOURS = ("#9aa5b1", "#4477aa", "#ee7733", "#88ccaa", "#dddddd")
+_MIB = 2**20
+
+
+def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
+    """Say what is in memory while each op of a schedule runs.
+
+    Args:
+        graph: The graph.
+        schedule: A schedule for it that can run.
+
+    Returns:
+        For each of `KINDS`, the bytes at every computation; they add up to the simulator's.
+    """
+    kind_of: dict[int, str] = {}
+    held = dict.fromkeys(KINDS, 0)
+    found: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    computed: set[int] = set()
+    handed_over = {*graph.outputs, *graph.gradients}
+    times = Counter(schedule.order)
+    left = times.copy()
+    for step in schedule.steps:
+        if step.kind == "free":
+            held[kind_of.pop(step.target)] -= graph.storages[step.target].size_bytes
+            continue
+        op = graph.ops[step.target]
+        temporary = op.temporary_bytes
+        repeats = times[step.target] > 1
+        if repeats and step.target not in computed:
+            held["activations"] += op.state_bytes
+        for index in op.writes:
+            size = graph.storages[index].size_bytes
+            if index in kind_of:
+                temporary += size
+                continue
+            if index in handed_over:
+                kind = "results and gradients"
+            elif op.is_backward:
+                kind = "backward"
+            else:
+                kind = "computed again" if step.target in computed else "activations"
+            kind_of[index] = kind
+            held[kind] += size
+        computed.add(step.target)
+        for kind in KINDS:
+            found[kind].append(held[kind] + (temporary if kind == "temporary" else 0))
+        left[step.target] -= 1
+        if repeats and not left[step.target]:
+            held["activations"] -= op.state_bytes
+    return found
+
+
+def draw(path: str | Path, graph: Graph, schedules: Sequence[tuple[str, Schedule]], budget_bytes: int | None) -> None:
+    """Draw timelines side by side, over the time that the ops take.
+
+    Args:
+        path: File to write; its suffix says the format.
+        graph: The graph.
+        schedules: Titles and schedules, the plain one first.
+        budget_bytes: A line to draw, or None.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a figure needs matplotlib: pip install rmm-linear[report]") from error
+    figure = Figure(figsize=(5.2 * len(schedules), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(schedules), sharey=True, squeeze=False)[0]
+    unit = sum(op.cost for op in graph.ops)
+    for axis, (title, schedule) in zip(axes, schedules, strict=True):
+        times = [0.0]
+        for index in schedule.order:
+            times.append(times[-1] + graph.ops[index].cost / unit)
+        layers = bytes_by_kind(graph, schedule)
+        below = [0.0] * len(schedule.order)
+        for kind, colour in zip(KINDS, _COLOURS, strict=True):
+            above = [low + size / _MIB for low, size in zip(below, layers[kind], strict=True)]
+            axis.fill_between(
+                times, [*below, below[-1]], [*above, above[-1]], step="post", color=colour, linewidth=0, label=kind
+            )
+            below = above
+        peak = max(below)
+        axis.set_title(f"{title}: {peak:.1f} MiB", fontsize=10)
+        axis.axhline(peak, color="black", linewidth=0.6, linestyle=":")
+        if budget_bytes is not None:
+            axis.axhline(budget_bytes / _MIB, color="crimson", linewidth=0.9, linestyle="--", label="budget")
+        axis.set_xlabel("time, of the plain step's")
+        axis.set_xlim(0, times[-1])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("in memory, MiB")
+    axes[0].set_ylim(bottom=0)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,147 @@
+"""The study: tuning before sketches, rows as they come, locks, resuming; grouped lengths and the measured noise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from official_layout import write_official_folder
+from transformers import TrainerCallback
+
+from experiments.glue import study as study_module
+from experiments.glue import training
+from experiments.glue.settings import RunSettings, load_named_config
+from experiments.glue.study import ROWS, TUNING, Study, claimed, cut_training_split, work_through
+from experiments.glue.training import PreparedRun, execute
+
+TINY = {"batch_size": 16, "min_rows": 16, "epochs": 1, "group_lengths": True, "monitor": 2, "timing": False}
+
+
+@pytest.fixture
+def tiny_study(tiny_demo: None, tmp_path: Path) -> Study:
+    content = {
+        "about": "A study of the demo task.",
+        "settings": {"task": "demo", "data": "demo", "model": "demo", **TINY},
+        "tasks": ["demo"],
+        "methods": [{"method": "exact"}, {"method": "hadamard", "ratio": 0.2}],
+        "seeds": [0, 1],
+        "fewer_seeds": {"methods": [{"method": "hadamard", "ratio": 1.0, "storage": "int4"}], "seeds": [0]},
+        "tuning": {"learning_rate": [1e-4, 1e-3], "epochs": {"demo": [1]}},
+    }
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(content))
+    return Study(str(path), tmp_path / "results", tmp_path / "work", data=None, model=None)
+
+
+def test_exact_is_tuned_first_and_nothing_is_run_twice(tiny_study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert work_through(tiny_study) == 0
+    tried, rows = tiny_study.rows(TUNING), tiny_study.rows(ROWS)
+    assert [(row["config"]["method"], row["config"]["learning_rate"]) for row in tried] == [
+        ("exact", 1e-4),
+        ("exact", 1e-3),
+    ]
+    best = max(tried, key=lambda row: (row["final"]["score"], -row["config"]["learning_rate"]))["config"]
+    chosen = load_named_config(str(tiny_study.path)).task_settings["demo"]
+    assert chosen == {"learning_rate": best["learning_rate"], "epochs": 1}
+    assert {row["config"]["learning_rate"] for row in rows} == {chosen["learning_rate"]}
+    labels = [row["name"].removeprefix("demo-") for row in rows]
+    assert set(labels[:3]) == {"exact-seed0", "hadamard-0.2-centered-seed0", "hadamard-1-centered-int4-seed0"}
+    assert set(labels[3:]) == {"exact-seed1", "hadamard-0.2-centered-seed1"}
+    for row in rows:
+        assert {"commit", "versions", "hardware", "kept_bytes", "train_seconds"} <= row.keys()
+        assert ("noise_ratio" in row) == (row["config"]["method"] != "exact")
+    assert all(row["noise_ratio"] > 0 for row in rows if "noise_ratio" in row)
+    monkeypatch.setattr(training, "execute", lambda *_: pytest.fail("a finished run was run again"))
+    again = Study(str(tiny_study.path), tiny_study.results, tiny_study.work, data=None, model=None)
+    assert work_through(again) == 0
+    assert again.rows(ROWS) == rows
+
+
+def test_a_run_that_another_process_does_is_left_to_it(tiny_study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(training, "execute", lambda run, folder: done.append(f"{folder.name} {run.name}"))
+    with claimed(tiny_study.work / "lr0.0001-epochs1" / "demo-exact-seed0.lock") as is_mine:
+        assert is_mine
+
+        def sleep(_: float) -> None:
+            raise InterruptedError
+
+        monkeypatch.setattr(study_module.time, "sleep", sleep)
+        monkeypatch.setattr(tiny_study, "record", lambda file, run, folder: write_row(tiny_study, file, run))
+        with pytest.raises(InterruptedError):
+            work_through(tiny_study)
+        # the task isn't tuned before that run is done
+        assert done == ["lr0.001-epochs1 demo-exact-seed0"]
+    assert work_through(tiny_study) == 0
+    assert len(done) == 2 + 5
+
+
+def write_row(study: Study, file: str, run: RunSettings) -> None:
+    row = {"name": run.name, "config": run.recorded(), "status": "complete", "final": {"score": 0.5}, "wall_seconds": 1}
+    study.results.mkdir(exist_ok=True)
+    with (study.results / file).open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_a_grouped_and_monitored_run_resumes_to_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 9:
+                raise KeyboardInterrupt
+
+    settings = RunSettings(**{**TINY, "method": "hadamard", "ratio": 0.2, "epochs": 2, "save_steps": 2})
+    whole = execute(settings, tmp_path / "whole")
+    train = PreparedRun.train
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedRun, "train", lambda self, *a, **k: train(self, *a, **k, callbacks=(Interrupt(),)))
+        with pytest.raises(KeyboardInterrupt):
+            execute(settings, tmp_path / "broken")
+    resumed = execute(settings, tmp_path / "broken")
+    assert resumed["attempts"][1]["from_step"] == 8
+    for key in ("final_weights_sha256", "noise_ratio", "kept_bytes", "final"):
+        assert resumed[key] == whole[key]
+
+
+def test_grouped_batches_hold_each_row_once_and_little_padding() -> None:
+    lengths = [(7 * at) % 90 + 10 for at in range(1003)]
+    sampler = training._GroupedByLength(lengths, 8, seed=1)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(1003))
+    assert orders[0] == orders[2] != orders[1]
+    batches = [[lengths[row] for row in orders[0][at : at + 8]] for at in range(0, 1003, 8)]
+    padded = sum(len(batch) * max(batch) for batch in batches)
+    assert padded < 1.15 * sum(lengths)
+    # long and short batches are mixed
+    assert max(batches[1]) != max(sorted(batches, key=max)[1])
+
+
+def test_the_cut_training_split_is_always_the_same(tmp_path: Path) -> None:
+    write_official_folder(tmp_path / "glue", "sst2", train_rows=30)
+    files = []
+    for name in ("one", "two"):
+        folder = cut_training_split("sst2", tmp_path / "glue", tmp_path / name, 10)
+        files.append([(folder / "SST-2" / file).read_bytes() for file in ("train.tsv", "dev.tsv")])
+    assert files[0] == files[1]
+    official = (tmp_path / "glue" / "SST-2" / "train.tsv").read_bytes().splitlines()
+    assert len(files[0][0].splitlines()) == 11
+    assert set(files[0][0].splitlines()) < set(official)
+
+
+def test_the_study_has_no_clipping_and_the_runs_it_promises() -> None:
+    config = load_named_config("study")
+    run = config.run(task="cola")
+    assert (run.max_grad_norm, run.schedule, run.warmup) == (0, "linear", 0.06)
+    study = Study("study", Path("nowhere"), Path("nowhere"), data=None, model=None)
+    runs = [run for file, run in study.plan() if file == ROWS]
+    assert len({run.name for run in runs}) == len(runs) == 4 * (5 * 5 + 2 * 2) + 5 * 3
+    assert [run.seed for run in runs] == [0] * 28 + [1] * 28 + [2] * 20 + [3] * 20 + [4] * 20 + [0] * 5 + [1] * 5 + [
+        2
+    ] * 5
+    for task, epochs in study._content["tuning"]["epochs"].items():
+        assert len(epochs) * len(study._content["tuning"]["learning_rate"]) == len(study.tuning_runs(task)) == 8
