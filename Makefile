@@ -10,6 +10,9 @@ PYTHON ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 GLUE_FLAGS ?=
+GLUE_DIR ?= GLUE
+MODEL ?= all-MiniLM-L6-v2
+STUDY_FLAGS ?=
 BENCH_FLAGS ?=
 GPU_FLAGS ?=
 PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
@@ -29,10 +32,11 @@ PYTEST_PARALLEL :=
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help venv glue test machines check lint bench gpu resources readme clean
+.PHONY: help venv glue study test machines check lint bench gpu resources readme clean
 
 help:
 	@echo "make glue   fine-tune a small Transformer with sketched and exact layers on the demo task; table and figure"
+	@echo "make study GLUE_DIR=... MODEL=...  the GLUE study on real data: hours, resumable, beside other work"
 	@echo "make test   the test suite (CPU is enough)"
 	@echo "make machines  the tests of what rounds, rounded as on other processors"
 	@echo "make check  lint, types and the whole test suite, slow tests included"
@@ -55,6 +59,9 @@ $(STAMP): pyproject.toml constraints.txt .ci/make-venv
 
 glue: $(READY)
 	$(PY) -m experiments.glue.run --config demo --grid --report $(GLUE_FLAGS)
+
+study: $(READY)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m experiments.glue.study --data "$(GLUE_DIR)" --model "$(MODEL)" $(STUDY_FLAGS)
 
 test: $(READY)
 	$(PARALLEL) $(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_FLAGS)

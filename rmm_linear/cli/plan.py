@@ -105,11 +105,11 @@ def _run(
     batch = hf_models.random_batch(model, batch=options.batch, length=options.seq)
     if getattr(model.config, "use_cache", False):
         model.config.use_cache = False
-    captured = capture(model, (), batch, with_eager_peak=True)
+    captured = capture(model, (), batch)
     exact = graph = captured.graph
     if config is not None:
         convert_linears(model, config=config)
-        captured = capture(model, (), batch, with_eager_peak=True)
+        captured = capture(model, (), batch)
         graph = captured.graph
     frontier = strategy.frontier(graph)
     plain_bytes = simulate(exact, Schedule.plain(exact)).peak_bytes

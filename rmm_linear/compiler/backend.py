@@ -356,9 +356,9 @@ class PlannedGraph:
             self._has_failed = True
             self._group.on_failure(error)
             return None
-        plan = self._plan(capture)
         if self._group.capture_only:
-            plan = replace(plan, eager_peak_bytes=eager_peak_of(self._module, arguments))
+            capture = replace(capture, eager_peak_bytes=eager_peak_of(self._module, arguments))
+        plan = replace(self._plan(capture), eager_peak_bytes=capture.eager_peak_bytes)
         if self.has_checkpoints:
             warnings.warn(
                 "the step checkpoints modules itself (torch.utils.checkpoint): the plan takes the checkpoints' place,"

@@ -61,6 +61,8 @@ class Capture:
         returned: What the traced graph returns, in order.
         module: The joint graph, with the constants that it needs.
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
+        eager_peak_bytes: The most that the graph, run op by op in eager mode, has in memory at any time; None if that
+            was not asked for, or could not be found out.
     """
 
     graph: Graph
@@ -76,6 +78,7 @@ class Capture:
     returned: tuple[Returned, ...]
     module: fx.GraphModule
     has_same_backward: Callable[[Autocast], bool]
+    eager_peak_bytes: int | None = None
 
     @property
     def takes_loss_alone(self) -> bool:

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
 from rmm_linear.compiler.fake_memory import eager_peak
+from rmm_linear.compiler.torch_private import require
 from rmm_linear.errors import CaptureError
 
 # What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
@@ -136,7 +137,7 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
             continue
         name = str(node.args[0].target)
         found += 1 + inline_checkpoints(getattr(module, name))
-        _, kwargs = node.target.divide_kwargs(node.kwargs)
+        _, kwargs = require(type(node.target), "divide_kwargs")(node.kwargs)
         with module.graph.inserting_before(node):
             body = module.graph.call_module(name, node.args[1:], kwargs)
         node.replace_all_uses_with(body)
@@ -201,25 +202,27 @@ class _Function(nn.Module):
         with weights_cast_once(self._has_cast_cache):
             values = fx.Interpreter(self._hidden[0]).run(*arguments)
         found = {id(tensor): Returned("input", place) for place, tensor in enumerate(tensors)}
-        owner = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(tensors)}
+        owner: dict[int, int] = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(tensors)}
         storages: set[int] = set()
         is_loss = [isinstance(v, Tensor) and v.requires_grad and not v.dim() and v.is_floating_point() for v in values]
-        returned, results, differentiable, has_gradient = [], [], [], []
+        returned: list[Returned] = []
+        results: list[Tensor] = []
+        differentiable, has_gradient = [], []
         for value, is_scalar in zip(values, is_loss, strict=True):
             if not isinstance(value, Tensor):
                 returned.append(Returned("constant", value=value))
                 continue
             if id(value) not in found:
                 memory = value.untyped_storage()._cdata
-                place = owner.get(memory)
-                if place is not None and value.dtype == tensors[place].dtype:
+                owned = owner.get(memory)
+                if owned is not None and value.dtype == tensors[owned].dtype:
                     layout = value.size(), value.stride(), value.storage_offset()
-                    found[id(value)] = Returned("view", place, layout)
+                    found[id(value)] = Returned("view", owned, layout)
                 else:
                     found[id(value)] = Returned("result", len(results))
                     is_one = value.requires_grad and (is_scalar or not (self._loss_alone and any(is_loss)))
                     # two results in one memory: the second one gets memory of its own
-                    result = value.clone() if memory in storages or place is not None else value
+                    result = value.clone() if memory in storages or owned is not None else value
                     storages.add(memory)
                     differentiable.append(is_one)
                     has_gradient.append(value.requires_grad)
@@ -295,8 +298,8 @@ def _on_cpu(module: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, lambda leaf: cpu if leaf == meta else leaf)  # type: ignore[assignment]
-        node.kwargs = fx.node.map_aggregate(node.kwargs, lambda leaf: cpu if leaf == meta else leaf)  # type: ignore[assignment]
+        node.args = fx.node.map_aggregate(node.args, lambda leaf: cpu if leaf == meta else leaf)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, lambda leaf: cpu if leaf == meta else leaf)
     return fx.GraphModule(module, graph)
 
 

@@ -81,7 +81,7 @@ def test_what_eager_mode_takes_is_what_it_took(make, step, shape):
     model(x)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random_state = torch.get_rng_state()
-    found = capture(model, (x,), step=step, with_eager_peak=True).eager_peak_bytes
+    found = capture(model, (x,), step=step).eager_peak_bytes
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -111,7 +111,7 @@ def test_later_shapes_are_planned_without():
 
 def test_on_no_device_it_is_that_of_a_cpu():
     found = [
-        capture(_mlp().to(device), (torch.empty(64, 32, device=device),), with_eager_peak=True).eager_peak_bytes
+        capture(_mlp().to(device), (torch.empty(64, 32, device=device),)).eager_peak_bytes
         for device in ("meta", "cpu")
     ]
     assert found[0] == found[1]
