@@ -17,7 +17,7 @@ from torch import nn
 
 from rmm_linear.compiler.backend import Group, Options, Planned
 from rmm_linear.compiler.joint_graph import Capture
-from rmm_linear.compiler.torch_private import compiled, dynamo_options, reasons_of_breaks
+from rmm_linear.compiler.torch_private import compiled, dynamo_options, reason_of, reasons_of_breaks
 from rmm_linear.errors import CaptureError, ScheduleError
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
@@ -73,7 +73,7 @@ class PlannedStep:
             with dynamo_options():
                 result = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            self._warn(str(error))
+            self._warn(reason_of(error))
             return self._function(*args, **kwargs)
         if self._group.runs == runs and not self._has_warned:
             new = [reason for reason, count in reasons_of_breaks().items() if count != reasons.get(reason)]
@@ -104,8 +104,8 @@ class PlannedStep:
             return variant.capture, variant.plan
         except torch._dynamo.exc.TorchDynamoException as error:
             raise CaptureError(
-                f"the step is not one graph for torch.compile: {_shortened(str(error))}\nTake that line out of the"
-                " step, or checkpoint the blocks without it one by one (`checkpoint_model(block, ...)`)"
+                f"the step is not one graph for torch.compile: {_shortened(reason_of(error))}\nTake that line out of"
+                " the step, or checkpoint the blocks without it one by one (`checkpoint_model(block, ...)`)"
             ) from error
         finally:
             self._group.capture_only = False

@@ -4,8 +4,11 @@ Supported are torch 2.11 and later; `require` says by name which part a version 
 """
 
 import inspect
+import logging
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,9 @@ from torch import fx
 from torch.autograd import forward_ad
 
 from rmm_linear.errors import CaptureError
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
+_FOLDER, _STANDARD_LIBRARY = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
 
 
 def require(owner: Any, name: str) -> Any:
@@ -86,12 +92,21 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullg
 def dynamo_options() -> AbstractContextManager[None]:
     """Set how Dynamo traces a planned model: whole under DistributedDataParallel, with its floats and RNNs.
 
+    Messages that a logger writes once (transformers' `warning_once`) break no graph: what is planned leaves them out.
+
     Returns:
         A context manager.
     """
     import torch._dynamo
 
-    wanted: dict[str, Any] = {"optimize_ddp": False, "specialize_float": True, "allow_rnn": True}
+    once = {function for name, function in vars(logging.Logger).items() if name.endswith("_once")}
+    ignored = getattr(torch._dynamo.config, "ignore_logger_methods", set()) | once
+    wanted: dict[str, Any] = {
+        "optimize_ddp": False,
+        "specialize_float": True,
+        "allow_rnn": True,
+        "ignore_logger_methods": ignored,
+    }
     options = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
     return torch._dynamo.config.patch(**options)
 
@@ -105,3 +120,24 @@ def reasons_of_breaks() -> dict[str, int]:
     from torch._dynamo.utils import counters
 
     return {**counters["unimplemented"], **counters["graph_break"]}
+
+
+def reason_of(error: Exception) -> str:
+    """Tell why Dynamo could not trace a function, and at which line.
+
+    Args:
+        error: What Dynamo raised.
+
+    Returns:
+        The reason and its explanation, and the innermost line that is neither torch's nor the standard library's.
+    """
+    told, _, stack = str(error).partition("from user code:")
+    reason = told.strip().partition("\n\n")[0].partition("\n  Hint:")[0]
+    frames = _FRAME.findall(stack)
+    frames = [frame for frame in frames if not _is_library(frame[0])] or frames
+    where = "\n  at {}:{}: {}".format(*frames[-1]) if frames else ""
+    return f"{reason}{where}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_FOLDER) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file)
