@@ -41,6 +41,10 @@ class AutocastBackwardError(RMMError, RuntimeError):
     """A planned step's backward pass was called inside of autocast, where it would compute in other dtypes."""
 
 
+class MissingCompilerError(RMMError, RuntimeError):
+    """The executor "inductor" found no C++ compiler."""
+
+
 class ScheduleError(RMMError, ValueError):
     """A schedule can't run, or would not compute what the plain program computes.
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear.compiler import exact_program
 from rmm_linear.compiler.autocasting import present_autocast
+from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import frame_of, is_transformed
@@ -351,6 +351,7 @@ class PlannedGraph:
                 costs=options.costs,
                 gradients=options.gradients,
                 loss_alone=self._loss_alone,
+                draws_by_seeds=options.executor == "inductor",
             )
         except CaptureError as error:
             self._has_failed = True
@@ -368,8 +369,22 @@ class PlannedGraph:
         self._parameters = [weakref.ref(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)]
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors if not isinstance(t, nn.Parameter))
         _logger.info("planned a graph for arguments of shapes %s in %.1f s", shapes, time.monotonic() - began)
-        program = exact_program.program_of(capture, plan.schedule)
+        if options.executor == "exact":
+            program = program_of(capture, plan.schedule)
+        else:
+            plan, program = self._compiled(capture, plan, tensors)
         return Variant(capture, plan, Runner(capture, program, self._module, self._take_all_gradients))
+
+    def _compiled(
+        self, capture: Capture, plan: CheckpointPlan, tensors: Sequence[Tensor]
+    ) -> tuple[CheckpointPlan, Program]:
+        # after what an exact program needs: Inductor takes seconds to import
+        from rmm_linear.compiler.inductor_program import program_within
+
+        def replan(budget_bytes: int) -> CheckpointPlan:
+            return plan_graph(capture.graph, Budget.of(budget_bytes), self._group.options.strategy)
+
+        return program_within(capture, plan, tensors, replan)
 
     def _plan(self, capture: Capture) -> CheckpointPlan:
         graph, options = capture.graph, self._group.options

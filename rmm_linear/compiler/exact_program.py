@@ -52,6 +52,7 @@ class Program:
         shared: Places of the results in whose memory the backward part reads.
         constants: Tensors that are no inputs, and that the backward part reads.
         source: The code, for people.
+        has_layouts: Whether the backward part takes gradients of results in the layout of the trace alone.
     """
 
     forward: Callable[[Sequence[Tensor]], tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]]
@@ -62,6 +63,7 @@ class Program:
     shared: tuple[int, ...]
     constants: tuple[Tensor, ...]
     source: str
+    has_layouts: bool = False
 
 
 def program_of(capture: Capture, schedule: Schedule) -> Program:

@@ -93,7 +93,7 @@ def read_joint_graph(
     costs: str = "roofline",
     gradients: str = "kept",
     loss_alone: bool = True,
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    draws_by_seeds: bool = False,
 ) -> Capture:
     """Trace a graph of Dynamo forward and backward, and turn it into a graph for planners.
 
@@ -106,7 +106,7 @@ def read_joint_graph(
         gradients: "kept" if each parameter's stays in memory as its `.grad`; "freed" if it goes as soon as it is there,
             for it is added to one that was there before, or an optimizer takes it in the backward pass.
         loss_alone: Whether a scalar among the results is the only one that is differentiated.
-        decompositions: Ops that are traced as others.
+        draws_by_seeds: Whether random ops draw by seeds, as Inductor draws: then no op that draws runs twice.
 
     Returns:
         The capture.
@@ -117,7 +117,7 @@ def read_joint_graph(
     """
     if gradients not in ("kept", "freed"):
         raise ValueError(f'gradients={gradients!r} is neither "kept" nor "freed"')
-    options: dict[str, Any] = {"loss_alone": loss_alone, "decompositions": decompositions}
+    options: dict[str, Any] = {"loss_alone": loss_alone, "draws_by_seeds": draws_by_seeds}
     traced = trace(module, arguments, **options)
     kinds = {tensor.device.type for tensor in traced.inputs}
     forward_autocast = present_autocast(kinds)
@@ -135,7 +135,12 @@ def read_joint_graph(
     parameters = [isinstance(argument, nn.Parameter) for argument in arguments if isinstance(argument, Tensor)]
     try:
         reading = _Reading(
-            traced, parameters, costs, frees_gradients=gradients == "freed", has_same_backward=has_same_backward
+            traced,
+            parameters,
+            costs,
+            draws_by_seeds=draws_by_seeds,
+            frees_gradients=gradients == "freed",
+            has_same_backward=has_same_backward,
         )
         return reading.capture()
     except ValueError:
@@ -156,10 +161,12 @@ class _Reading:
         are_parameters: Sequence[bool],
         costs: str,
         *,
+        draws_by_seeds: bool,
         frees_gradients: bool,
         has_same_backward: Callable[[Autocast], bool],
     ) -> None:
         self._traced, self._joint, self._are_parameters = traced, traced.joint, are_parameters
+        self._draws_by_seeds = draws_by_seeds
         self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
         # memory of the fake tensors -> index of the storage; None for memory outside of the budget
         self._storage_of: dict[int, int | None] = {}
@@ -420,7 +427,9 @@ class _Reading:
         is_random = torch.Tag.nondeterministic_seeded in tags
         state_bytes = _state_bytes(node) if is_random else 0
         # seeds and the like are smaller than the random state that a second computation would need
-        is_worth_it = not is_random or sum(self._storages[index].size_bytes for index in writes) > state_bytes
+        is_worth_it = not is_random or (
+            not self._draws_by_seeds and sum(self._storages[index].size_bytes for index in writes) > state_bytes
+        )
         return Op(
             name=node.name,
             cost=cost_of(node, self._costs),

@@ -55,7 +55,7 @@ class Runner:
         # all parts run where the results are: the engine finishes a gradient there before it goes on
         self.device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
         # whether the backward part reads memory as it lay at the capture
-        self._reads_memory = any(node.target in _READ_MEMORY for node in after_tangents(capture))
+        self._reads_memory = program.has_layouts or any(node.target in _READ_MEMORY for node in after_tangents(capture))
         random = (node for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if op.is_random)
         self.random_devices = {tensor.device for node in random for tensor in tensors_of(node)}
         # states of autocast around the backward pass, and whether it computes the same then

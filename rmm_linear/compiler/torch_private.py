@@ -6,7 +6,7 @@ Supported are torch 2.11 and later; `require` says by name which part a version 
 import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.autograd import forward_ad
 
-from rmm_linear.errors import CaptureError
+from rmm_linear.errors import CaptureError, MissingCompilerError
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 _FOLDER, _STANDARD_LIBRARY = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
@@ -137,6 +137,122 @@ def reason_of(error: Exception) -> str:
     frames = [frame for frame in frames if not _is_library(frame[0])] or frames
     where = "\n  at {}:{}: {}".format(*frames[-1]) if frames else ""
     return f"{reason}{where}"
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions.
+
+    Returns:
+        Ops and the functions that they are traced as.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def random_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of ops that draw random numbers.
+
+    Returns:
+        Ops and the functions that they are traced as.
+    """
+    return {
+        op: function
+        for op, function in decompositions().items()
+        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    }
+
+
+def draw_by_seeds(joint: fx.GraphModule) -> None:
+    """Let random ops of a joint graph draw by seeds, and clear it of ops without effect, as Inductor does.
+
+    Args:
+        joint: The graph, traced with `random_decompositions`; changed in place.
+    """
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
+    with V.set_fake_mode(mode), torch._guards.tracing(torch._guards.TracingContext(mode)):
+        joint_graph_passes(joint)
+    # the passes give new nodes values that share no memory with the values of other nodes
+    FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*values)
+
+
+def proxied_nodes() -> Any:
+    """Return the nodes that make_fx has recorded so far, inside of its trace.
+
+    Returns:
+        The graph's list of nodes.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode().tracer.graph.nodes  # type: ignore[union-attr]
+
+
+def compile_by_inductor(
+    module: fx.GraphModule, examples: Sequence[Any], key: str, *, is_backward: bool
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a graph whose nodes carry `meta["window"]`: nothing is fused across windows.
+
+    Args:
+        module: The graph, in Inductor's ops.
+        examples: Fake inputs.
+        key: Tells windows apart, for Inductor's cache of compiled graphs.
+        is_backward: Whether it is a backward graph.
+
+    Returns:
+        A function that takes its arguments in a list, which it empties.
+
+    Raises:
+        MissingCompilerError: If there is no C++ compiler.
+    """
+    from torch._inductor import config, exc
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.virtualized import V
+
+    class Windows(CustomGraphPass):
+        """Changes nothing; its identity makes the windows part of the key of Inductor's cache."""
+
+        def __call__(self, graph: fx.Graph) -> None:
+            pass
+
+        def uuid(self) -> str:
+            return key
+
+    def window_of(kernel: Any) -> Any:
+        origins = (node for part in kernel.get_nodes() if part.node is not None for node in part.node.get_origins())
+        return max((node.meta["window"] for node in origins if "window" in node.meta), default=None)
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            is_alike = window_of(node1) == window_of(node2)
+            return is_alike and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+    mode = next(value.fake_mode for value in examples if isinstance(value, torch.Tensor))
+    options = {
+        "allow_buffer_reuse": False,
+        "reorder_for_peak_memory": False,
+        "post_grad_custom_post_pass": Windows(),
+    }
+    try:
+        with (
+            V.set_fake_mode(mode),
+            torch._guards.tracing(torch._guards.TracingContext(mode)),
+            V.set_choices_handler(Choices()),
+            config.patch(options),
+        ):
+            return compile_fx_inner(module, examples, is_backward=is_backward)
+    except exc.InvalidCxxCompiler as error:
+        raise MissingCompilerError(
+            'executor="inductor" needs a C++ compiler, and none was found: install one (g++ or clang++; the variable CXX'
+            ' names it), or use executor="exact"'
+        ) from error
 
 
 def _is_library(file: str) -> bool:

@@ -7,7 +7,7 @@ in-place writes. `rmm_linear.compiler.joint_graph` turns the result into the gra
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
 from rmm_linear.compiler.fake_memory import eager_peak
-from rmm_linear.compiler.torch_private import require
+from rmm_linear.compiler.torch_private import draw_by_seeds, random_decompositions, require
 from rmm_linear.errors import CaptureError
 
 # What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
@@ -82,7 +82,7 @@ def trace(
     *,
     loss_alone: bool = True,
     backward_autocast: Autocast = (),
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    draws_by_seeds: bool = False,
 ) -> Traced:
     """Trace a graph of Dynamo, with its forward pass under autocast as it is now.
 
@@ -91,7 +91,7 @@ def trace(
         arguments: Its arguments: tensors, which may be fake, and numbers.
         loss_alone: Whether a scalar among the results is the only one whose gradient the backward pass takes.
         backward_autocast: The state of autocast around the backward pass.
-        decompositions: Ops that are traced as others.
+        draws_by_seeds: Whether random ops are traced as ops that draw by seeds, as Inductor draws.
 
     Returns:
         The joint graph.
@@ -105,7 +105,7 @@ def trace(
     inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
     function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=loss_alone)
     try:
-        joint = _joint_graph(function, inputs, backward_autocast, decompositions)
+        joint = _joint_graph(function, inputs, backward_autocast, draws_by_seeds=draws_by_seeds)
     except Exception as error:
         explained: CaptureError = _explained(error)
         raise explained from error
@@ -265,7 +265,8 @@ def _joint_graph(
     function: _Function,
     inputs: tuple[Tensor, ...],
     backward_autocast: Autocast,
-    decompositions: Mapping[Any, Callable[..., Any]] | None,
+    *,
+    draws_by_seeds: bool,
 ) -> fx.GraphModule:
     states = [{"device_type": kind, "dtype": dtype} for kind, dtype in backward_autocast]
     with contextlib.ExitStack() as stack:
@@ -274,8 +275,11 @@ def _joint_graph(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=states or "off"))
         stack.enter_context(fx.traceback.preserve_node_meta())
-        table = None if decompositions is None else dict(decompositions)
-        return aot_export_joint_with_descriptors(stack, function, inputs, decompositions=table).graph_module
+        table = random_decompositions() if draws_by_seeds else None
+        joint = aot_export_joint_with_descriptors(stack, function, inputs, decompositions=table).graph_module
+    if draws_by_seeds:
+        draw_by_seeds(joint)
+    return joint
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

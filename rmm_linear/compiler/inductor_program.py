@@ -1,0 +1,357 @@
+"""The program of a schedule, compiled by Inductor: a forward graph and a backward graph, fused and fast.
+
+The schedule is written as one graph in its own order, a second computation as a second node, decomposed into Inductor's
+ops, and cut where the forward pass ends: what the forward graph returns beside the results is what the plan keeps. No
+partitioner of torch sees the graph, for one may draw random numbers anew in the backward graph.
+
+Inductor keeps the peak of a plan because the schedule is divided into windows: the bytes in memory when a window begins,
+and all that its ops write, fit the budget together. Inside of a window Inductor fuses as it likes; it fuses nothing
+across two windows, and computes what a later window reads inside of its own window. Random ops are drawn by seeds, so
+that they can run again in the backward graph; a seed itself is drawn once, and kept.
+"""
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rmm_linear.compiler.exact_program import Part, Program
+from rmm_linear.compiler.joint_graph import Capture, dense_copy, tensors_of
+from rmm_linear.compiler.torch_private import compile_by_inductor, decompositions, proxied_nodes
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.plan import CheckpointPlan
+from rmm_linear.planning.schedule import Schedule
+
+# How often a schedule is tightened whose measured peak is above its budget.
+_MOST_TRIES = 3
+
+
+def program_within(
+    capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tensor], replan: Callable[[int], CheckpointPlan]
+) -> tuple[CheckpointPlan, Program]:
+    """Compile a plan, measure its peak, and plan again where the peak is above the budget.
+
+    Args:
+        capture: A captured step.
+        plan: Its plan.
+        inputs: The step's inputs, with which the peak is measured; they are not written into.
+        replan: Plans for fewer bytes.
+
+    Returns:
+        The plan whose measured peak is the least, and its program.
+
+    Raises:
+        MissingCompilerError: If Inductor finds no C++ compiler.
+    """
+    budget_bytes = target = plan.budget_bytes
+    best: tuple[CheckpointPlan, Program] | None = None
+    for _ in range(_MOST_TRIES):
+        program = compiled_program(capture, plan.schedule, target)
+        measured = measured_peak_bytes(capture, program, inputs)
+        plan = replace(plan, measured_peak_bytes=measured, budget_bytes=budget_bytes)
+        if best is None or measured < best[0].measured_peak_bytes:
+            best = plan, program
+        excess = measured - budget_bytes
+        if excess <= 0:
+            break
+        target -= excess
+        try:
+            plan = replan(target)
+        except ValueError:
+            break
+    return best
+
+
+def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> Program:
+    """Compile a schedule.
+
+    Args:
+        capture: A captured step.
+        schedule: A schedule for its graph.
+        limit_bytes: What each window may take.
+
+    Returns:
+        The program.
+    """
+    cut = _cut(capture.graph, schedule)
+    windows = windows_of(capture.graph, schedule, cut, limit_bytes)
+    joint = _decomposed(capture, *_in_order(capture, schedule, cut))
+    for node in joint.graph.nodes:
+        if "step" in node.meta:
+            node.meta["window"] = windows[min(node.meta["step"], len(windows) - 1)]
+    _realize(joint)
+    return _Halves(capture, joint, cut).program()
+
+
+def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int) -> list[int]:
+    """Divide a schedule into windows: the bytes when one begins, and all that it writes, are within a limit.
+
+    Args:
+        graph: The graph.
+        schedule: A schedule for it.
+        cut: How many computations the forward pass has.
+        limit_bytes: The limit; an op that is above it alone has a window of its own.
+
+    Returns:
+        The window of each computation, counted from 1.
+    """
+    windows: list[int] = []
+    live: set[int] = set()
+    window = held = begin = written = temporary = 0
+    for step in schedule.steps:
+        if step.kind == "free":
+            live.remove(step.target)
+            held -= graph.storages[step.target].size_bytes
+            continue
+        op = graph.ops[step.target]
+        size = sum(graph.storages[index].size_bytes for index in op.writes)
+        is_over = begin + written + size + max(temporary, op.temporary_bytes) > limit_bytes
+        if not windows or len(windows) == cut or is_over:
+            window, begin, written, temporary = window + 1, held, 0, 0
+        written, temporary = written + size, max(temporary, op.temporary_bytes)
+        held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
+        live.update(op.writes)
+        windows.append(window)
+    return windows
+
+
+def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Tensor]) -> int:
+    """Run a program once, forward and backward, and measure its peak; nothing of the caller's changes.
+
+    Args:
+        capture: The captured step.
+        program: Its program.
+        inputs: The step's inputs.
+
+    Returns:
+        The most bytes in memory at any time beside the inputs and the gradients of the results.
+    """
+    tangents = [None if node is None else _like(tensors_of(node)[0], torch.zeros) for node in capture.tangents]
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    devices = sorted({tensor.device.index for tensor in inputs if tensor.is_cuda})
+    if devices:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
+        kept, _, saved = program.forward([tensor.detach() for tensor in inputs])
+        for _ in program.backward([tensor.detach() for tensor in inputs], saved, tangents, gradients):
+            pass
+        del kept
+    return _peak(profile, inputs[0].device.type)
+
+
+def _peak(profile: Any, device_type: str) -> int:
+    events = [
+        event
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]" and str(event.device_type()).lower().endswith(device_type)
+    ]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def _like(fake: Tensor, fill: Callable[..., Tensor]) -> Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
+
+
+def _cut(graph: Graph, schedule: Schedule) -> int:
+    """How many computations the forward pass has: until the last result is there."""
+    missing = {graph.writer[index] for index in graph.results}
+    for position, op in enumerate(schedule.order):
+        missing.discard(op)
+        if not missing:
+            return position + 1
+    raise AssertionError("validate lets no such schedule pass")
+
+
+def _in_order(capture: Capture, schedule: Schedule, cut: int) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """Write the joint graph in the schedule's order; `meta["step"]` is the place of each node in it."""
+    ops = set(capture.nodes)
+    graph = fx.Graph(capture.module)
+    present: dict[fx.Node, fx.Node] = {}
+    views: dict[Any, fx.Node] = {}
+    step = 0
+
+    def value(node: Any) -> Any:
+        """The latest computation of a node; a view is made where it is read, in each of the passes."""
+        if not isinstance(node, fx.Node) or node in present:
+            return present.get(node, node)
+        assert node not in ops, f"{node} is read before it is computed"
+        key = (node, tuple(value(source) for source in node.all_input_nodes), step >= cut)
+        if key not in views:
+            views[key] = graph.node_copy(node, value)
+            views[key].meta["step"] = step
+        return views[key]
+
+    for node in capture.module.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            present[node] = graph.node_copy(node)
+    ends: list[fx.Node] = []
+    for step, index in enumerate(schedule.order):
+        node = capture.nodes[index]
+        sources = {source: value(source) for source in node.all_input_nodes}
+        present[node] = graph.node_copy(node, sources.__getitem__)
+        present[node].meta["step"] = step
+        for user in node.users:
+            if user.target is operator.getitem:
+                value(user)
+        if step == cut - 1:
+            ends = [value(end) for end in (*capture.results, *(end for _, end in capture.updates))]
+    ends += [value(end) for end in capture.gradients if end is not None]
+    graph.output(tuple(ends))
+    return fx.GraphModule(capture.module, graph), ends
+
+
+def _decomposed(capture: Capture, joint: fx.GraphModule, ends: Sequence[fx.Node]) -> fx.GraphModule:
+    """The graph in Inductor's ops, in the same order; nodes keep their step."""
+    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+
+    class Steps(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            result = super().run_node(node)
+            if "step" in node.meta:
+                for made in reversed(proxied_nodes()):
+                    if made.op == "placeholder" or "step" in made.meta:
+                        break
+                    made.meta["step"] = node.meta["step"]
+            return result
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return super().call_function(_functional_copy if target is dense_copy else target, args, kwargs)
+
+    values = [node.meta["val"] for node in inputs]
+    with next(value.fake_mode for value in values if isinstance(value, Tensor)):
+        new = make_fx(lambda *args: Steps(joint).run(*args), decomposition_table=dict(decompositions()))(*values)
+    return new
+
+
+def _functional_copy(gradient: Tensor, like: Tensor) -> Tensor:
+    return torch.ops.aten.copy.default(torch.empty_like(like), gradient)
+
+
+def _realize(joint: fx.GraphModule) -> None:
+    """Compute what a later window reads in its own window, in place of inlining it into its readers."""
+    writer: dict[int, fx.Node] = {}
+    last_read: dict[int, int] = {}
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        for memory in _memories(node):
+            writer.setdefault(memory, node)
+        for source in node.all_input_nodes:
+            for memory in _memories(source):
+                last_read[memory] = max(last_read.get(memory, 0), node.meta["window"])
+    for memory, node in writer.items():
+        is_read_later = last_read.get(memory, 0) > node.meta["window"]
+        node.meta["inductor_realize_to_strides"] = is_read_later and isinstance(node.meta["val"], Tensor)
+
+
+def _memories(node: fx.Node) -> list[int]:
+    return [tensor.untyped_storage()._cdata for tensor in tensors_of(node)]
+
+
+class _Halves:
+    """Cuts the decomposed graph where the forward pass ends, and compiles both halves."""
+
+    def __init__(self, capture: Capture, joint: fx.GraphModule, cut: int) -> None:
+        self._capture, self._joint = capture, joint
+        nodes = list(joint.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        place_of = {node: place for place, node in enumerate(_placeholders(capture))}
+        self._inputs = [placeholders[place_of[node]] for node in capture.inputs]
+        self._tangents = {
+            place: placeholders[place_of[node]] for place, node in enumerate(capture.tangents) if node is not None
+        }
+        (output,) = (node for node in nodes if node.op == "output")
+        ends: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+        count = len(capture.results) + len(capture.updates)
+        self._early_ends, self._gradients = ends[:count], ends[count:]
+        self._late = [node for node in nodes if node.op == "call_function" and node.meta["step"] >= cut]
+        self._early = [node for node in nodes if node.op == "call_function" and node.meta["step"] < cut]
+        late = set(self._late)
+        read = [source for node in self._late for source in node.all_input_nodes] + self._gradients
+        outside = late.union(self._tangents.values())
+        self._saved = [n for n in dict.fromkeys(read) if n not in outside and n.op == "call_function"]
+        self._reads = [place for place, node in enumerate(self._inputs) if node in set(read)]
+
+    def program(self) -> Program:
+        capture = self._capture
+        forward = self._compiled(self._inputs, self._early, [*self._early_ends, *self._saved], is_backward=False)
+        inputs_read = [self._inputs[place] for place in self._reads]
+        tangents = list(self._tangents.values())
+        backward = self._compiled(
+            [*inputs_read, *self._saved, *tangents], self._late, self._gradients, is_backward=True
+        )
+        count, results = len(self._early_ends), len(capture.results)
+        targets = [place for place, _ in capture.updates]
+        places = tuple(place for place, node in enumerate(capture.gradients) if node is not None)
+        reads, tangent_places = tuple(self._reads), tuple(self._tangents)
+        kept = {memory for node in self._saved for memory in _memories(node)}
+        shared = [
+            place for place, node in enumerate(self._early_ends[:results]) if not kept.isdisjoint(_memories(node))
+        ]
+
+        def run_forward(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]:
+            found = forward(list(inputs))
+            updates = [(inputs[place], new) for place, new in zip(targets, found[results:count], strict=True)]
+            # new tensor objects: what is saved must not be what is returned, or the two would hold each other
+            return [result.detach() for result in found[:results]], updates, list(found[count:])
+
+        def run_backward(
+            inputs: Sequence[Tensor | None],
+            saved: list[Any],
+            tangents: Sequence[Tensor | None],
+            gradients: list[Tensor | None],
+        ) -> Iterator[None]:
+            arguments = [*(inputs[place] for place in reads), *saved, *(tangents[place] for place in tangent_places)]
+            saved.clear()
+            for place, gradient in zip(places, backward(arguments), strict=True):
+                gradients[place] = gradient
+            yield
+
+        source = "\n".join(str(node) for node in (self._joint.graph,))
+        return Program(
+            run_forward, run_backward, (Part(places, frozenset(reads)),), tuple(shared), (), source, has_layouts=True
+        )
+
+    def _compiled(
+        self, inputs: Sequence[fx.Node], body: Sequence[fx.Node], ends: Sequence[fx.Node], *, is_backward: bool
+    ) -> Callable[[list[Any]], Sequence[Any]]:
+        graph = fx.Graph(self._joint)
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies and node.op == "get_attr":
+                copies[node] = graph.node_copy(node)
+            return copies[node]
+
+        for node in body:
+            sources = {source: copied(source) for source in node.all_input_nodes}
+            copies[node] = graph.node_copy(node, sources.__getitem__)
+        output = graph.output(tuple(copied(node) for node in ends))
+        output.meta["user_visible_output_idxs"] = list(range(len(ends)))
+        graph.eliminate_dead_code()
+        module = fx.GraphModule(self._joint, graph)
+        examples = [node.meta["val"] for node in inputs]
+        windows = [(node.name, node.meta.get("window")) for node in graph.nodes]
+        key = hashlib.sha256(repr(windows).encode()).hexdigest()
+        return compile_by_inductor(module, examples, key, is_backward=is_backward)
+
+
+def _placeholders(capture: Capture) -> list[fx.Node]:
+    return [node for node in capture.module.graph.nodes if node.op == "placeholder"]
