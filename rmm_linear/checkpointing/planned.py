@@ -17,7 +17,7 @@ from torch import nn
 
 from rmm_linear.compiler.backend import Group, Options, Planned
 from rmm_linear.compiler.joint_graph import Capture
-from rmm_linear.compiler.torch_private import compiled, dynamo_options, reason_of, reasons_of_breaks
+from rmm_linear.compiler.torch_private import compiled, dynamo_options, hindrance, reason_of, reasons_of_breaks
 from rmm_linear.errors import CaptureError, ScheduleError
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
@@ -68,6 +68,9 @@ class PlannedStep:
         """
         if not self._model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
+        if (reason := hindrance()) is not None:
+            self._warn(reason)
+            return self._function(*args, **kwargs)
         runs, reasons = self._group.runs, reasons_of_breaks() if not self._has_warned else {}
         try:
             with dynamo_options():
@@ -95,6 +98,8 @@ class PlannedStep:
             InfeasibleBudgetError: If no schedule fits.
             ValueError: If nothing that it returns can be differentiated.
         """
+        if (reason := hindrance()) is not None:
+            raise CaptureError(f"the step can't be captured now: {reason}")
         self._group.capture_only = True
         try:
             with torch.enable_grad(), dynamo_options():

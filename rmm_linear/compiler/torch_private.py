@@ -5,6 +5,7 @@ Supported are torch 2.11 and later; `require` says by name which part a version 
 
 import inspect
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -109,6 +110,23 @@ def dynamo_options() -> AbstractContextManager[None]:
     }
     options = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
     return torch._dynamo.config.patch(**options)
+
+
+def hindrance() -> str | None:
+    """Tell why torch.compile would trace nothing at present.
+
+    Returns:
+        The reason; None if it traces.
+    """
+    import torch._dynamo
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    mode = _get_current_dispatch_mode()
+    if mode is not None:
+        return f"{type(mode).__name__}, a TorchDispatchMode, is active, under which torch.compile traces nothing"
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "torch.compile is switched off (by TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE)"
+    return None
 
 
 def reasons_of_breaks() -> dict[str, int]:
