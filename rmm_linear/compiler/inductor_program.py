@@ -4,14 +4,15 @@ The schedule is written as one graph in its own order, a second computation as a
 ops, and cut where the forward pass ends: what the forward graph returns beside the results is what the plan keeps. No
 partitioner of torch sees the graph, for one may draw random numbers anew in the backward graph.
 
-Inductor keeps the peak of a plan because the schedule is divided into windows: the bytes in memory when a window begins,
-and all that its ops write, fit the budget together. Inside of a window Inductor fuses as it likes; it fuses nothing
+Inductor keeps the peak of a plan because the schedule is divided into windows: the bytes in memory when a window
+begins, and all that its ops write, fit the budget together. Inside of a window Inductor fuses as it likes; it fuses nothing
 across two windows, and computes what a later window reads inside of its own window. Random ops are drawn by seeds, so
 that they can run again in the backward graph; a seed itself is drawn once, and kept.
 """
 
 import hashlib
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.exact_program import Part, Program
 from rmm_linear.compiler.joint_graph import Capture, dense_copy, tensors_of
-from rmm_linear.compiler.torch_private import compile_by_inductor, decompositions, proxied_nodes
+from rmm_linear.compiler.torch_private import compile_by_inductor, decompositions, fake_mode_of, proxied_nodes
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
@@ -43,28 +44,31 @@ def program_within(
         replan: Plans for fewer bytes.
 
     Returns:
-        The plan whose measured peak is the least, and its program.
+        The first plan whose measured peak is within the budget, or else the one whose peak is the least (with a
+        warning), and its program.
 
     Raises:
         MissingCompilerError: If Inductor finds no C++ compiler.
     """
     budget_bytes = target = plan.budget_bytes
-    best: tuple[CheckpointPlan, Program] | None = None
-    for _ in range(_MOST_TRIES):
+    tries: list[tuple[int, CheckpointPlan, Program]] = []
+    while not tries or (tries[-1][0] > budget_bytes and len(tries) < _MOST_TRIES):
+        if tries:
+            target -= tries[-1][0] - budget_bytes
+            try:
+                plan = replan(target)
+            except ValueError:
+                break
         program = compiled_program(capture, plan.schedule, target)
-        measured = measured_peak_bytes(capture, program, inputs)
-        plan = replace(plan, measured_peak_bytes=measured, budget_bytes=budget_bytes)
-        if best is None or measured < best[0].measured_peak_bytes:
-            best = plan, program
-        excess = measured - budget_bytes
-        if excess <= 0:
-            break
-        target -= excess
-        try:
-            plan = replan(target)
-        except ValueError:
-            break
-    return best
+        tries.append((measured_peak_bytes(capture, program, inputs), plan, program))
+    measured, plan, program = min(tries, key=lambda each: each[0])
+    if measured > budget_bytes:
+        warnings.warn(
+            f"the compiled step takes {measured} bytes, and its budget is {budget_bytes}: Inductor computes some ops"
+            ' through tensors that the plan does not know; executor="exact" keeps the budget to the byte',
+            stacklevel=2,
+        )
+    return replace(plan, measured_peak_bytes=measured, budget_bytes=budget_bytes), program
 
 
 def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> Program:
@@ -131,7 +135,7 @@ def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Ten
     Returns:
         The most bytes in memory at any time beside the inputs and the gradients of the results.
     """
-    tangents = [None if node is None else _like(tensors_of(node)[0], torch.zeros) for node in capture.tangents]
+    tangents = [None if node is None else _zeros_like(tensors_of(node)[0]) for node in capture.tangents]
     gradients: list[Tensor | None] = [None] * len(inputs)
     activities = [torch.profiler.ProfilerActivity.CPU]
     devices = sorted({tensor.device.index for tensor in inputs if tensor.is_cuda})
@@ -162,7 +166,7 @@ def _peak(profile: Any, device_type: str) -> int:
     return peak
 
 
-def _like(fake: Tensor, fill: Callable[..., Tensor]) -> Tensor:
+def _zeros_like(fake: Tensor) -> Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
 
 
@@ -232,9 +236,8 @@ def _decomposed(capture: Capture, joint: fx.GraphModule, ends: Sequence[fx.Node]
             return super().call_function(_functional_copy if target is dense_copy else target, args, kwargs)
 
     values = [node.meta["val"] for node in inputs]
-    with next(value.fake_mode for value in values if isinstance(value, Tensor)):
-        new = make_fx(lambda *args: Steps(joint).run(*args), decomposition_table=dict(decompositions()))(*values)
-    return new
+    with fake_mode_of(values):
+        return make_fx(lambda *args: Steps(joint).run(*args), decomposition_table=dict(decompositions()))(*values)
 
 
 def _functional_copy(gradient: Tensor, like: Tensor) -> Tensor:
@@ -275,7 +278,7 @@ class _Halves:
             place: placeholders[place_of[node]] for place, node in enumerate(capture.tangents) if node is not None
         }
         (output,) = (node for node in nodes if node.op == "output")
-        ends: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+        ends: list[fx.Node] = list(output.args[0])
         count = len(capture.results) + len(capture.updates)
         self._early_ends, self._gradients = ends[:count], ends[count:]
         self._late = [node for node in nodes if node.op == "call_function" and node.meta["step"] >= cut]
@@ -321,7 +324,7 @@ class _Halves:
                 gradients[place] = gradient
             yield
 
-        source = "\n".join(str(node) for node in (self._joint.graph,))
+        source = str(self._joint.graph)
         return Program(
             run_forward, run_backward, (Part(places, frozenset(reads)),), tuple(shared), (), source, has_layouts=True
         )

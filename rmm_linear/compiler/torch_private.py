@@ -192,11 +192,23 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
+    mode = fake_mode_of(values)
     with V.set_fake_mode(mode), torch._guards.tracing(torch._guards.TracingContext(mode)):
         joint_graph_passes(joint)
     # the passes give new nodes values that share no memory with the values of other nodes
     FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*values)
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """Return the mode that fake tensors belong to.
+
+    Args:
+        values: Values, a fake tensor at least among them.
+
+    Returns:
+        The mode.
+    """
+    return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
 def proxied_nodes() -> Any:
@@ -252,7 +264,7 @@ def compile_by_inductor(
             is_alike = window_of(node1) == window_of(node2)
             return is_alike and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
-    mode = next(value.fake_mode for value in examples if isinstance(value, torch.Tensor))
+    mode = fake_mode_of(examples)
     options = {
         "allow_buffer_reuse": False,
         "reorder_for_peak_memory": False,
@@ -268,8 +280,8 @@ def compile_by_inductor(
             return compile_fx_inner(module, examples, is_backward=is_backward)
     except exc.InvalidCxxCompiler as error:
         raise MissingCompilerError(
-            'executor="inductor" needs a C++ compiler, and none was found: install one (g++ or clang++; the variable CXX'
-            ' names it), or use executor="exact"'
+            'executor="inductor" needs a C++ compiler, and none was found: install one (g++ or clang++; the variable'
+            ' CXX names it), or use executor="exact"'
         ) from error
 
 
