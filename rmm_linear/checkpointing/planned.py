@@ -36,6 +36,9 @@ class PlannedStep:
         model: The model whose mode says whether it is trained.
         options: How it is planned.
         fullgraph: Whether the function must be one graph.
+
+    Attributes:
+        reason: Why a step ran as written, the first one that did; None if none did.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class PlannedStep:
         self._function, self._model = function, model
         self._group = Group(options, on_failure=self._on_failure)
         self._compiled = compiled(function, self._group.compile, fullgraph=fullgraph)
-        self._has_warned = False
+        self.reason: str | None = None
 
     @property
     def plans(self) -> list[CheckpointPlan]:
@@ -71,14 +74,14 @@ class PlannedStep:
         if (reason := hindrance()) is not None:
             self._warn(reason)
             return self._function(*args, **kwargs)
-        runs, reasons = self._group.runs, reasons_of_breaks() if not self._has_warned else {}
+        runs, reasons = self._group.runs, reasons_of_breaks() if self.reason is None else {}
         try:
             with dynamo_options():
                 result = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self._warn(reason_of(error))
             return self._function(*args, **kwargs)
-        if self._group.runs == runs and not self._has_warned:
+        if self._group.runs == runs and self.reason is None:
             new = [reason for reason, count in reasons_of_breaks().items() if count != reasons.get(reason)]
             self._warn("; ".join(new) or "torch.compile skipped it, or nothing in it is trained")
         return result
@@ -125,8 +128,8 @@ class PlannedStep:
         self._warn(str(error))
 
     def _warn(self, reason: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        if self.reason is None:
+            self.reason = reason
             warnings.warn(
                 f"a step of {type(self._model).__name__} ran as written, outside of the budget: {_shortened(reason)}",
                 stacklevel=3,
