@@ -5,8 +5,8 @@ ops, and cut where the forward pass ends: what the forward graph returns beside 
 partitioner of torch sees the graph, for one may draw random numbers anew in the backward graph.
 
 Inductor keeps the peak of a plan because the schedule is divided into windows: the bytes in memory when a window
-begins, and all that its ops write, fit the budget together. Inside of a window Inductor fuses as it likes; it fuses nothing
-across two windows, and computes what a later window reads inside of its own window. Random ops are drawn by seeds, so
+begins, and all that its ops write, fit the budget together. Inside of a window Inductor fuses as it likes; it fuses
+nothing across two windows, and computes what a later window reads inside of its own window. Random ops are drawn by seeds, so
 that they can run again in the backward graph; a seed itself is drawn once, and kept.
 """
 

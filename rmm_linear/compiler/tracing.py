@@ -271,7 +271,8 @@ def _joint_graph(
     states = [{"device_type": kind, "dtype": dtype} for kind, dtype in backward_autocast]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_as_eager_runs_it())
+        if not draws_by_seeds:
+            stack.enter_context(_as_eager_runs_it())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=states or "off"))
         stack.enter_context(fx.traceback.preserve_node_meta())

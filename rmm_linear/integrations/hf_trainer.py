@@ -11,7 +11,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,8 @@ try:
 except ImportError as error:
     raise ImportError('RMMCallback needs transformers: pip install "rmm-linear[hf]"') from error
 
-from rmm_linear.checkpointing.planned import is_planned
+from rmm_linear.checkpointing.planned import PlannedStep, is_planned, refuse_planned, remove_checkpointing
+from rmm_linear.compiler.backend import Options
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
 from rmm_linear.memory import MeasuredSaving
@@ -96,6 +97,10 @@ class RMMCallback(TrainerCallback):
     `rmm/mean_ratio`. The state of both is part of the trainer's checkpoints, and restored from them whatever
     `restore_callback_states_from_checkpoint` says (if it is set, the trainer tells that it ignores "rmm_linear").
 
+    With `compile`, training steps run by plan, within a byte budget: `compile={"budget": "60%"}` does what
+    `torch.compile(backend="rmm_linear", options=...)` does, a name that `TrainingArguments(torch_compile_backend=...)`
+    refuses. It lasts from the beginning of the training to its end; where steps run as written, a warning tells why.
+
     Example:
         >>> from rmm_linear import RMMCallback
         >>> callback = RMMCallback(ratio=0.5, monitor=True, exclude_modules=["attention.output.dense"])
@@ -103,13 +108,16 @@ class RMMCallback(TrainerCallback):
         which goes to the trainer: `Trainer(model, args, train_dataset=data, callbacks=[callback]).train()`.
 
     Args:
-        ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given.
+        ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given; with `compile`,
+            and nothing that is about sketches, all layers stay exact.
         config: How to sketch.
         monitor: Whether to watch the noise: steps from one sample of a layer to the next, or True for 50.
         budget: Bytes that the sketched layers may keep of one (micro-)batch, "auto" for what they keep at the
             configured ratio, or None.
         noise_target: Most that the sketches' variance may be of the minibatch's, or None.
         recheck_steps: Steps after which the ratios are checked again.
+        compile: Options of the backend (`rmm_linear.compiler.backend.Options`): `budget`, `strategy`, `executor` and so
+            on. None for steps without a plan.
         sample: A batch as the trainer's data collator makes it: layers of which a sketch frees nothing are left exact
             (see `convert_linears`). It runs on the model's device, in the precision and with the checkpoints of the
             trainer's arguments.
@@ -121,10 +129,12 @@ class RMMCallback(TrainerCallback):
         promised_bytes: The sum over the layers of what each saves of its own input, or None before it.
         monitor: The `VarianceMonitor` of the last training run, or None.
         ratios: The `AdaptiveRatios` of the last training run, or None.
+        planned: What ran the last training run by plan (its `plans` and `planned_runs` tell about it), or None.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, or a value is bad; when training begins, if `monitor`,
-            `budget` or `noise_target` is asked for under `torch.compile` or `DataParallel`, or of a planned model.
+            `budget` or `noise_target` is asked for under `torch.compile` or `DataParallel`, or of a planned model, or
+            `compile` under one of these.
     """
 
     def __init__(
@@ -136,9 +146,12 @@ class RMMCallback(TrainerCallback):
         budget: Literal["auto"] | float | None = None,
         noise_target: float | None = None,
         recheck_steps: int = 500,
+        compile: Mapping[str, Any] | None = None,
         sample: object = None,
         **convert_kwargs: Any,
     ) -> None:
+        self._options = None if compile is None else Options.of(compile)
+        self._sketches = self._options is None or any((ratio is not None, config is not None, convert_kwargs))
         if ratio is not None and config is not None:
             raise ValueError(f"both ratio={ratio!r} and config are given; pass config=config.replace(ratio={ratio!r})")
         if ratio is not None:
@@ -157,6 +170,10 @@ class RMMCallback(TrainerCallback):
         }
         if self._adapts:
             AdaptiveRatios.check(**self._adaptive_kwargs)
+        if self._options is not None and (self._every or self._adapts):
+            raise ValueError(
+                "monitor, budget and noise_target see nothing in a planned model; leave them out, or leave out compile"
+            )
         self._converted: weakref.ref[nn.Module] | None = None
         self._measurement: _OneForward | None = None
         self._warned = False
@@ -166,6 +183,7 @@ class RMMCallback(TrainerCallback):
         self.promised_bytes: int | None = None
         self.monitor: VarianceMonitor | None = None
         self.ratios: AdaptiveRatios | None = None
+        self.planned: PlannedStep | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model before the optimizer is made and before anything wraps it."""
@@ -179,6 +197,9 @@ class RMMCallback(TrainerCallback):
         self._convert(model, args)
         self._stop_measuring()
         self.kept_bytes = self.exact_bytes = self.promised_bytes = None
+        if self._options is not None:
+            self._plan(model, args, self._options)
+            return
         is_in_plan = is_planned(model)
         is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1 or is_in_plan
         if is_hidden and (self._every or self._adapts):
@@ -237,8 +258,17 @@ class RMMCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave no hook behind on the model."""
+        """Leave no hook and no plan behind on the model."""
         self._stop_measuring()
+        if self.planned is None:
+            return
+        remove_checkpointing(kwargs["model"])
+        if not self.planned.planned_runs and self.planned.reason is None:
+            warnings.warn(
+                "no training step ran by plan: something calls the model's forward method in place of the model",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the measurements after each training log, by `Trainer.log`, which reaches every reporter."""
@@ -303,8 +333,22 @@ class RMMCallback(TrainerCallback):
             states = _callback_states(state)[_STATE_KEY] = _MadeWhenSaved()
             states.make = self._state
 
+    def _plan(self, model: nn.Module, args: TrainingArguments, options: Options) -> None:
+        """Let the model's calls run by plan."""
+        if args.torch_compile or args.n_gpu > 1:
+            raise ValueError(
+                "compile plans the model's calls, which torch_compile=True compiles in another way, and DataParallel"
+                " makes from copies: leave out one of them, or train with one process a device"
+            )
+        if self.planned is not None and model._compiled_call_impl is self.planned:
+            # the training before failed on its way
+            return
+        refuse_planned(model)
+        self.planned = PlannedStep(model._call_impl, model, options, fullgraph=False)
+        model._compiled_call_impl = self.planned
+
     def _convert(self, model: nn.Module, args: TrainingArguments) -> None:
-        if self._converted is not None and self._converted() is model:
+        if not self._sketches or (self._converted is not None and self._converted() is model):
             return
         if self._sample is None:
             convert_linears(model, **self._convert_kwargs)
