@@ -35,10 +35,11 @@ class PlannedStep:
         function: What runs.
         model: The model whose mode says whether it is trained.
         options: How it is planned.
-        fullgraph: Whether the function must be one graph.
+        fullgraph: Whether the function must be one graph at first. If it no longer is one later on, or the module was
+            sharded (`fully_shard`), each of its graphs is planned by itself.
 
     Attributes:
-        reason: Why a step ran as written, the first one that did; None if none did.
+        reason: Why a step did not run by plan, or not as a whole, the first one that did not; None if all did.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class PlannedStep:
     ) -> None:
         self._function, self._model = function, model
         self._group = Group(options, on_failure=self._on_failure)
-        self._compiled = compiled(function, self._group.compile, fullgraph=fullgraph)
+        self._compiled, self._is_whole = compiled(function, self._group.compile, fullgraph=fullgraph), fullgraph
         self.reason: str | None = None
 
     @property
@@ -79,8 +80,13 @@ class PlannedStep:
             with dynamo_options():
                 result = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            self._warn(reason_of(error))
-            return self._function(*args, **kwargs)
+            if not self._is_whole:
+                self._warn(reason_of(error))
+                return self._function(*args, **kwargs)
+            if not _is_sharded(self._model):
+                self._warn(reason_of(error), "is no longer one graph, and its parts are planned one by one")
+            self._compiled, self._is_whole = compiled(self._function, self._group.compile, fullgraph=False), False
+            return self(*args, **kwargs)
         if self._group.runs == runs and self.reason is None:
             new = [reason for reason, count in reasons_of_breaks().items() if count != reasons.get(reason)]
             self._warn("; ".join(new) or "torch.compile skipped it, or nothing in it is trained")
@@ -127,11 +133,11 @@ class PlannedStep:
             raise error
         self._warn(str(error))
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: str, what: str = "ran as written, outside of the budget") -> None:
         if self.reason is None:
             self.reason = reason
             warnings.warn(
-                f"a step of {type(self._model).__name__} ran as written, outside of the budget: {_shortened(reason)}",
+                f"a step of {type(self._model).__name__} {what}: {_shortened(reason)}",
                 stacklevel=3,
             )
 
@@ -217,11 +223,21 @@ def refuse_planned(model: nn.Module) -> None:
                 f"{subject} is a {kind}, whose hooks and communication belong to no plan: plan the module that it wraps"
                 f" before you wrap it, as in checkpoint_model(model.module, ...); model = {kind}(model.module)"
             )
+        if _is_sharded(module):
+            raise ValueError(
+                f"{subject} is sharded, and the hooks that gather its parameters belong to no plan: plan the blocks"
+                " before you shard them, as in checkpoint_model(block, ...); fully_shard(block)"
+            )
         is_sequence = getattr(module.__dict__.get("forward"), "is_checkpointed_sequence", False)
         if is_sequence or isinstance(module._compiled_call_impl, PlannedStep):
             raise ValueError(f"{subject} is checkpointed already; call remove_checkpointing(model) first")
         if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
             raise ValueError(f"{subject} is compiled already: call checkpoint_model on the model without torch.compile")
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    # torch.distributed may not be there
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _step_of(model: nn.Module, step: Callable[..., Any] | None, options: Options) -> PlannedStep:
@@ -320,7 +336,7 @@ def checkpoint_step(
         CaptureError: If the step can't be captured.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
         ValueError: If the budget, the strategy or `gradients` is unknown, a module in the model is checkpointed
-            or compiled already, or one is a wrapper such as DistributedDataParallel.
+            or compiled already, or wrapped as by DistributedDataParallel.
     """
     options = Options(budget, strategy, "exact", costs, gradients)
     refuse_planned(model)
@@ -359,7 +375,7 @@ def checkpoint_model(
         CaptureError: If the model can't be captured as one graph; it stays as it is then, here and below.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
         ValueError: If the budget, the strategy or `gradients` is unknown, the model or a module in it is checkpointed
-            or compiled already, or one is a wrapper such as DistributedDataParallel: plan the module that it wraps.
+            or compiled already, or wrapped as by DistributedDataParallel or fully_shard: plan it before that.
 
     Example:
         >>> import torch
