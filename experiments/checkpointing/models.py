@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -413,20 +412,7 @@ class Workload:
         """
         with FakeTensorMode(allow_non_fake_inputs=True):
             model, batch = self.at(shape)
-        with _no_packed_sequences():
-            yield model, batch
-
-
-@contextmanager
-def _no_packed_sequences() -> Iterator[None]:
-    """Say what transformers would find in the position numbers, which have no contents to look at."""
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        yield
-        return
-    with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
-        yield
+        yield model, batch
 
 
 def _images(channels: int = 3) -> Callable[[nn.Module, int, int], tuple[Tensor, ...]]:
