@@ -120,7 +120,7 @@ class Study:
                 best = max(complete, key=_merit)["config"]
                 chosen[task] = {key: best[key] for key in ("learning_rate", "epochs")}
         if chosen:
-            self._content["task_settings"] |= chosen
+            self._content["task_settings"] = self._content.get("task_settings", {}) | chosen
             write_result(self.path, self._content)
             self.config = load_named_config(str(self.path))
             print(f"chosen for exact, and written into {self.path.name}: {chosen}", flush=True)

@@ -180,6 +180,6 @@ def test_the_papers_grid_covers_all_tasks() -> None:
 
 
 def test_an_unknown_config_names_the_known_ones() -> None:
-    with pytest.raises(HarnessError, match="unknown config 'fast'; choose one of demo, minilm, paper"):
+    with pytest.raises(HarnessError, match="unknown config 'fast'; choose one of demo, minilm, paper, study"):
         load_named_config("fast")
-    assert named_configs() == ("demo", "minilm", "paper")
+    assert named_configs() == ("demo", "minilm", "paper", "study")

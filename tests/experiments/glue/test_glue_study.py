@@ -118,7 +118,8 @@ def test_grouped_batches_hold_each_row_once_and_little_padding() -> None:
     padded = sum(len(batch) * max(batch) for batch in batches)
     assert padded < 1.15 * sum(lengths)
     # long and short batches are mixed
-    assert max(batches[1]) != max(sorted(batches, key=max)[1])
+    longest = [max(batch) for batch in batches[:10]]
+    assert longest not in (sorted(longest), sorted(longest, reverse=True))
 
 
 def test_the_cut_training_split_is_always_the_same(tmp_path: Path) -> None:
