@@ -1,19 +1,19 @@
 """The executor "inductor": the gradients of eager mode to rounding, within the budget as torch's profiler measures it."""
 
-import copy
 import itertools
 
 import pytest
 import torch
+from torch import nn
+
 from rmm_linear import convert_linears
 from rmm_linear.compiler import inductor_program, plans
 from rmm_linear.compiler.backend import rmm_linear
 from rmm_linear.errors import MissingCompilerError
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule
-from torch import nn
 
-ROWS, WIDTH = 64, 32
+ROWS, WIDTH = 256, 32
 
 
 class Block(nn.Module):
@@ -63,7 +63,7 @@ def x():
     return torch.randn(ROWS, WIDTH)
 
 
-@pytest.mark.parametrize("budgets", [("70%",), pytest.param(("100%", "85%", "60%", "50%"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budgets", [("70%",), pytest.param(("100%", "85%", "70%", "60%"), marks=pytest.mark.slow)])
 def test_gradients_are_those_of_eager_mode_and_the_measured_peak_is_within_the_budget(x, budgets):
     expected = gradients(eager := mlp(), eager, x)
     peaks = []
@@ -82,6 +82,7 @@ def test_gradients_are_those_of_eager_mode_and_the_measured_peak_is_within_the_b
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_numbers_of_torch_compile_once(x):
     expected = gradients(compiled := mlp(p=0.5), torch.compile(compiled), x)
     model = mlp(p=0.5)
@@ -97,7 +98,7 @@ def test_no_random_op_is_in_a_backward_graph(x, monkeypatch):
     graphs = {}
 
     def compile_nothing(module, examples, key, *, is_backward):
-        graphs[is_backward] = [str(node.target) for node in module.graph.nodes]
+        graphs[is_backward] = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
         return lambda arguments: module(*arguments)
 
     monkeypatch.setattr(inductor_program, "compile_by_inductor", compile_nothing)
@@ -116,6 +117,7 @@ def test_sketched_gradients_are_unbiased_for_each_parameter(x):
     model = convert_linears(mlp(), ratio=0.5)
     step = planned(model, "75%")
     draws = [gradients(model, step, x, seed=seed)[1:] for seed in range(400)]
+    assert not torch.equal(draws[0][2], draws[1][2]), "the model is not sketched: the test shows nothing"
     for place, expected in enumerate(exact):
         slopes = torch.stack([(draw[place] * expected).sum() / expected.square().sum() for draw in draws])
         error = slopes.std() / len(slopes) ** 0.5
@@ -150,18 +152,15 @@ def test_a_missing_compiler_is_told_with_what_to_do(x, monkeypatch):
 def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monkeypatch):
     targets = []
     compiled = inductor_program.compiled_program
-    monkeypatch.setattr(
-        inductor_program, "compiled_program", lambda *args: targets.append(args[2]) or compiled(*args)
-    )
+    monkeypatch.setattr(inductor_program, "compiled_program", lambda *args: targets.append(args[2]) or compiled(*args))
     monkeypatch.setattr(inductor_program, "compile_by_inductor", lambda module, *_, **__: lambda args: module(*args))
+    monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda capture, *_: 2**20 + 2**17)
     model = mlp()
     with pytest.warns(UserWarning, match="its budget is"):
-        planned(model, "80%")(x)
+        planned(model, 2**20)(x)
     (plan,) = plans(model)
-    # run op by op by a graph module, which keeps all its values to the end
-    assert len(targets) > 1
-    assert targets == sorted(targets, reverse=True)
-    assert plan.measured_peak_bytes > plan.budget_bytes
+    assert targets == [2**20, 2**20 - 2**17, 2**20 - 2**18]
+    assert plan.measured_peak_bytes > plan.budget_bytes == 2**20
 
 
 def test_windows_hold_all_that_their_ops_write():
@@ -171,12 +170,3 @@ def test_windows_hold_all_that_their_ops_write():
     # three storages fit; the forward pass ends there; the third is in memory when the second window begins
     assert windows == [1, 1, 1, 2, 2]
     assert inductor_program.windows_of(graph, Schedule.plain(graph), cut=3, limit_bytes=20) == [1, 1, 2, 3, 4]
-
-
-def test_a_copy_of_a_model_is_compiled_by_itself(x):
-    model = mlp()
-    step = planned(model, "100%")
-    step(x).sum().backward()
-    other = copy.deepcopy(model)
-    other(x).sum().backward()
-    torch.testing.assert_close([p.grad for p in other.parameters()], [2 * p.grad for p in model.parameters()])
