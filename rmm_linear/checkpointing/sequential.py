@@ -88,6 +88,11 @@ def checkpoint_sequential(
             f"a {type(model).__name__} is no nn.Sequential, whose modules run one after the other; use checkpoint_model"
         )
     refuse_planned(model)
+    if "forward" in vars(model) or type(model).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"the {type(model).__name__} has a forward of its own, which may be more than its modules one after the"
+            " other; use checkpoint_model"
+        )
     if strategy not in (*STRATEGIES, "auto"):
         raise ValueError(f"strategy={strategy!r} cuts no sequences; choose one of {', '.join(STRATEGIES)}, auto")
     asked = Budget.of(budget)
