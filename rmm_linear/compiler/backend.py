@@ -127,6 +127,7 @@ class Group:
     Attributes:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
+        loss_alone: Whether a scalar among the results is the only one that is differentiated.
         graphs: The graphs so far.
         runs: How many planned forward passes ran.
     """
@@ -135,6 +136,7 @@ class Group:
         self.options = options
         self.on_failure = on_failure or _warn
         self.capture_only = False
+        self.loss_alone = True
         self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
         self.runs = 0
 
@@ -259,7 +261,6 @@ class PlannedGraph:
         self._module, self._group = module, group
         self.frame = frame_of(module)
         self.variants: dict[Any, Variant] = {}
-        self._loss_alone = True
         self._has_failed = False
         self._peers = 0
         self._parameters: list[weakref.ref[Tensor]] = []
@@ -338,7 +339,7 @@ class PlannedGraph:
             " outside of the budget; later steps are planned for gradients of all results",
             stacklevel=2,
         )
-        self._loss_alone = False
+        self._group.loss_alone = False
         self.variants.clear()
 
     def _prepare(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Variant | None:
@@ -350,7 +351,7 @@ class PlannedGraph:
                 arguments,
                 costs=options.costs,
                 gradients=options.gradients,
-                loss_alone=self._loss_alone,
+                loss_alone=self._group.loss_alone,
                 draws_by_seeds=options.executor == "inductor",
             )
         except CaptureError as error:

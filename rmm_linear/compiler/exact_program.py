@@ -86,7 +86,7 @@ def program_of(capture: Capture, schedule: Schedule) -> Program:
 class _Writer:
     def __init__(self, capture: Capture, schedule: Schedule) -> None:
         self._capture, self._schedule = capture, schedule
-        self._globals: dict[str, Any] = {"_state": _saved_random_state, "_replay": _replay}
+        self._globals: dict[str, Any] = {"_state": random_state, "_replay": _replay}
         self._constants: dict[int, str] = {}
         self._kept_alive: list[Any] = []
         # the name of each value that is in memory: inputs, tangents, members of live storages
@@ -399,23 +399,32 @@ def random_state(device: torch.device) -> Tensor:
         device: The device.
 
     Returns:
-        The state, bytes on the CPU.
+        The state, in new memory of the CPU.
     """
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-def _saved_random_state(device: torch.device) -> Tensor:
-    # a copy that torch dispatches, so that whoever measures memory sees it
-    return random_state(device).clone()
+def hidden_random_state(device: torch.device) -> bytes:
+    """Return the state of a device's default generator in memory of Python, which no plan counts.
+
+    Args:
+        device: The device.
+
+    Returns:
+        The state.
+    """
+    return random_state(device).numpy().tobytes()
 
 
-def set_random_state(state: Tensor, device: torch.device) -> None:
+def set_random_state(state: Tensor | bytes, device: torch.device) -> None:
     """Set the state of a device's default generator.
 
     Args:
-        state: What `random_state` returned.
+        state: What `random_state` or `hidden_random_state` returned.
         device: The device.
     """
+    if isinstance(state, bytes):
+        state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -424,7 +433,7 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 
 def _replay(state: Tensor, device: torch.device, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function that draws random numbers in an earlier random state, and go back to the present one."""
-    present = random_state(device)
+    present = hidden_random_state(device)
     set_random_state(state, device)
     try:
         return function(*args, **kwargs)

@@ -8,6 +8,7 @@ reaches a parameter from elsewhere. Nothing of this is done here.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,11 +17,15 @@ import torch
 from torch import Tensor, fx
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
-from rmm_linear.compiler.exact_program import Program, after_tangents, random_state, set_random_state
+from rmm_linear.compiler.exact_program import Program, after_tangents, hidden_random_state, set_random_state
 from rmm_linear.compiler.joint_graph import Capture, tensors_of
 from rmm_linear.compiler.tracing import Returned
 from rmm_linear.errors import AutocastBackwardError, DoubleBackwardError
 
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+# those that are no new running statistics
+_RESULTS_OF_BATCH = (0, 1, 2)
 _READ_MEMORY = (
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_scatter.default,
@@ -49,6 +54,7 @@ class Runner:
         self.capture, self.module, self.on_other_gradient = capture, module, on_other_gradient
         self.program = program
         self.updated = frozenset(place for place, _ in capture.updates)
+        self.only_updated = _only_updated(capture)
         # for each input's gradient, the results whose gradients it follows from
         self.sources = _sources(capture)
         self.device_types = {tensor.device.type for node in capture.inputs for tensor in tensors_of(node)}
@@ -138,6 +144,29 @@ def _sources(capture: Capture) -> list[set[int]]:
         if node in places:
             found[node].add(places[node])
     return [set() if node is None else found[node] for node in capture.gradients]
+
+
+def _only_updated(capture: Capture) -> frozenset[int]:
+    """Inputs that the step updates and computes nothing else from: running statistics of batch norms, counters."""
+    found = set()
+    for place, _ in capture.updates:
+        following = {capture.inputs[place]}
+        for node in capture.module.graph.nodes:
+            if node.op != "output" and not following.isdisjoint(_sources_in_training(node)):
+                following.add(node)
+        if following.isdisjoint([*capture.results, *filter(None, capture.gradients)]):
+            found.add(place)
+    return frozenset(found)
+
+
+def _sources_in_training(node: fx.Node) -> list[fx.Node]:
+    """What a node's value depends on: in training, a batch norm reads its running statistics to update them alone."""
+    if node.target is _BATCH_NORM_BACKWARD and node.args[7]:
+        return [source for place in (0, 1, 2, 5, 6) if isinstance(source := node.args[place], fx.Node)]
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and source.target is _BATCH_NORM and node.args[1] in _RESULTS_OF_BATCH:
+        return []
+    return node.all_input_nodes
 
 
 class _Pass:
@@ -261,15 +290,18 @@ class _Again:
 
     def __init__(self, runner: Runner, arguments: Sequence[Any]) -> None:
         self._runner, self._arguments = runner, arguments
-        self._versions = [argument._version for argument in arguments if isinstance(argument, Tensor)]
+        self._versions = self._present_versions()
         self._autocast = present_autocast(runner.device_types)
-        # as bytes of Python's: a tensor would count in the step's memory
-        self._states = {device: random_state(device).numpy().tobytes() for device in runner.random_devices}
+        self._states = {device: hidden_random_state(device) for device in runner.random_devices}
+
+    def _present_versions(self) -> list[int]:
+        """Versions of what the results depend on: not those of running statistics, which the step itself updates."""
+        inputs = [argument for argument in self._arguments if isinstance(argument, Tensor)]
+        return [tensor._version for place, tensor in enumerate(inputs) if place not in self._runner.only_updated]
 
     def gradients(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         runner, capture = self._runner, self._runner.capture
-        versions = [argument._version for argument in self._arguments if isinstance(argument, Tensor)]
-        if versions != self._versions:
+        if self._present_versions() != self._versions:
             raise RuntimeError(
                 "a gradient arrived at a result beside the loss of a planned step, and the step's inputs have changed"
                 " since its forward pass; later steps are planned for it: run this step again"
@@ -278,11 +310,14 @@ class _Again:
             argument.detach().requires_grad_(argument.requires_grad) if isinstance(argument, Tensor) else argument
             for argument in self._arguments
         ]
+        places = [place for place, argument in enumerate(fresh) if isinstance(argument, Tensor)]
+        for place in runner.only_updated:
+            fresh[places[place]] = fresh[places[place]].clone()
         inputs = [argument for argument in fresh if isinstance(argument, Tensor)]
-        present = {device: random_state(device) for device in self._states}
+        present = {device: hidden_random_state(device) for device in self._states}
         try:
             for device, state in self._states.items():
-                set_random_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
+                set_random_state(state, device)
             with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):
                 values = runner.module(*fresh)  # type: ignore[misc]
         finally:

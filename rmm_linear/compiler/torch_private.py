@@ -106,6 +106,8 @@ def dynamo_options() -> AbstractContextManager[None]:
         "optimize_ddp": False,
         "specialize_float": True,
         "allow_rnn": True,
+        # a hook that is added later is noticed
+        "skip_nnmodule_hook_guards": False,
         "ignore_logger_methods": ignored,
     }
     options = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
@@ -151,10 +153,22 @@ def reason_of(error: Exception) -> str:
     """
     told, _, stack = str(error).partition("from user code:")
     reason = told.strip().partition("\n\n")[0].partition("\n  Hint:")[0]
+    where = line_of(stack)
+    return f"{reason}\n  at {where}" if where else reason
+
+
+def line_of(stack: str) -> str:
+    """Find the innermost line of a stack that is neither torch's nor the standard library's.
+
+    Args:
+        stack: Frames, as Python prints them.
+
+    Returns:
+        "file:number: code"; empty where there are no frames.
+    """
     frames = _FRAME.findall(stack)
     frames = [frame for frame in frames if not _is_library(frame[0])] or frames
-    where = "\n  at {}:{}: {}".format(*frames[-1]) if frames else ""
-    return f"{reason}{where}"
+    return "{}:{}: {}".format(*frames[-1]) if frames else ""
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
 from rmm_linear.compiler.fake_memory import eager_peak
-from rmm_linear.compiler.torch_private import draw_by_seeds, random_decompositions, require
+from rmm_linear.compiler.torch_private import draw_by_seeds, line_of, random_decompositions, require
 from rmm_linear.errors import CaptureError
 
 # What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
@@ -327,8 +327,8 @@ def _blocks(joint: fx.GraphModule) -> dict[fx.Node, str]:
 def _explained(error: Exception) -> CaptureError:
     """Say where a trace failed, and what to do."""
     told = str(error)
-    line = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]+)\n(?!\s*File)', told)
-    where = f" at {line[1]}:{line[2]}: {line[3]}" if line else ""
+    line = line_of(told)
+    where = f" at {line}" if line else ""
     if isinstance(error, _DATA_DEPENDENT):
         return CaptureError(
             f"the step depends on the contents of a tensor{where}; a capture has none. Checkpoint the blocks without"
