@@ -1,41 +1,47 @@
-"""The instrument that peaks are measured with; it shares no code with the simulator.
+"""The instrument that peaks are measured with: torch's profiler, which sees each allocation and each free.
 
-Every op that torch dispatches is seen; the storages of what it returns are counted from then on until they are gone.
+It shares no code with the simulator, and Dynamo compiles under it (under a dispatch mode it would not). Memory that a
+kernel takes and gives back before it returns is its own, and is left out: plans know nothing of it. Whoever measures
+holds what a step returns until the end, and makes the gradient of the loss before.
 """
 
-import torch
-import torch.utils._pytree as pytree
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
+
+_KERNELS = ("aten::", "rmm_linear::")
 
 
-class MeasuredPeak(TorchDispatchMode):
-    """Bytes of the storages made inside that are alive, and the most there were."""
+class MeasuredPeak:
+    """Within the block, bytes that are allocated and not freed: the most, and those that are left at its end."""
 
-    def __init__(self, *outside):
-        super().__init__()
-        self.outside = {tensor.untyped_storage()._cdata for tensor in pytree.tree_leaves(outside) if is_tensor(tensor)}
-        self.alive = {}
-        self.now = self.peak = 0
+    def __enter__(self):
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.look(result)
-        return result
-
-    def look(self, result=None):
-        for memory, (reference, size) in list(self.alive.items()):
-            if reference.expired():
-                del self.alive[memory]
-                self.now -= size
-        for tensor in pytree.tree_leaves(result):
-            if is_tensor(tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.outside and storage._cdata not in self.alive:
-                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                    self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+    def __exit__(self, *failure):
+        self._profile.__exit__(*failure)
+        self.peak = self.held = 0
+        for size_bytes in _without_kernels_own(self._profile.profiler.kineto_results.experimental_event_tree()):
+            self.held += size_bytes
+            self.peak = max(self.peak, self.held)
 
 
-def is_tensor(leaf):
-    return isinstance(leaf, torch.Tensor)
+def _without_kernels_own(roots):
+    changes, waiting = [], [(event, None) for event in roots]
+    while waiting:
+        event, kernel = waiting.pop()
+        if event.name == "[memory]":
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, kernel))
+        if kernel is None and event.name.startswith(_KERNELS):
+            kernel = event.id
+        waiting += ((child, kernel) for child in event.children)
+    sizes, allocated = {}, {}
+    for number, (_, address, size_bytes, kernel) in enumerate(sorted(changes, key=lambda change: change[0])):
+        sizes[number] = size_bytes
+        if size_bytes > 0:
+            allocated[address] = number, kernel
+            continue
+        at, by = allocated.pop(address, (None, None))
+        if kernel is not None and by == kernel:
+            del sizes[at], sizes[number]
+    return sizes.values()

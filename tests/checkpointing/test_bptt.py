@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rmm_linear.checkpointing.bptt import bptt_checkpoint, plan, step_bytes
-from rmm_linear.planning.bptt_plan import plan_for_bytes
 from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError
+from rmm_linear.planning.bptt_plan import plan_for_bytes
 
 BATCH, FEATURES, HIDDEN = 3, 5, 7
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from rmm_linear.byte_sizes import readable, unit_for
 from rmm_linear.checkpointing import checkpoint_model, checkpoint_sequential, checkpoint_step
-from rmm_linear.planning.budget import Budget, budget_in_bytes
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.budget import Budget, budget_in_bytes
 
 PLAIN = 1_000_003
 

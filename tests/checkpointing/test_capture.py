@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rmm_linear.checkpointing import Schedule, apply_schedule, capture, checkpoint_model, checkpoint_step
-from rmm_linear.planning.strategies.segments import order_of_segments
 from rmm_linear.errors import CaptureError
+from rmm_linear.planning.strategies.segments import order_of_segments
 
 
 class Repeated(nn.Module):

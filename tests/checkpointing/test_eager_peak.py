@@ -111,7 +111,6 @@ def test_later_shapes_are_planned_without():
 
 def test_on_no_device_it_is_that_of_a_cpu():
     found = [
-        capture(_mlp().to(device), (torch.empty(64, 32, device=device),)).eager_peak_bytes
-        for device in ("meta", "cpu")
+        capture(_mlp().to(device), (torch.empty(64, 32, device=device),)).eager_peak_bytes for device in ("meta", "cpu")
     ]
     assert found[0] == found[1]

@@ -17,8 +17,8 @@ from rmm_linear.checkpointing import (
     remove_checkpointing,
     simulate,
 )
-from rmm_linear.planning.schedule import Step
 from rmm_linear.errors import ScheduleError
+from rmm_linear.planning.schedule import Step
 
 X, TANGENT = torch.randn(32, 64), torch.ones(32, 64)
 

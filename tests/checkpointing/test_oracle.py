@@ -4,12 +4,12 @@ import random
 
 import pytest
 
+from rmm_linear.errors import ScheduleError
 from rmm_linear.planning.generators import chain, random_layers, star, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, simulate
-from rmm_linear.errors import ScheduleError
 
 GRAPHS = [
     with_backward(chain([3, 5, 2])),

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from rmm_linear.checkpointing import Graph, Op, Schedule, Step, Storage, simulate, validate
+from rmm_linear.errors import ScheduleError
 from rmm_linear.planning.generators import chain, random_layers, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.segments import order_of_segments
-from rmm_linear.errors import ScheduleError
 
 CHAIN = with_backward(chain([8, 4, 2]))
 

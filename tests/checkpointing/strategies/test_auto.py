@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from rmm_linear.checkpointing import available_strategies, checkpoint_step, get_strategy
+from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.contract import tiny_graphs
 from rmm_linear.planning.generators import chain, star, with_backward
 from rmm_linear.planning.strategies import auto
-from rmm_linear.errors import InfeasibleBudgetError
 
 
 def _step(model, x):

@@ -1,9 +1,5 @@
 """A training graph as a chain of stages."""
 
-import ast
-from pathlib import Path
-
-from rmm_linear import checkpointing
 from rmm_linear.planning.generators import chain, random_layers, u_shape, with_backward
 from rmm_linear.planning.strategies.chain_reversal import (
     ChainView,
@@ -61,14 +57,3 @@ def test_cuts_are_balanced_and_move_to_cheap_places_within_their_slack():
 def test_counts_are_all_or_a_factor_apart():
     assert some_counts(5, all_up_to=5, number=3) == [1, 2, 3, 4, 5]
     assert some_counts(1000, all_up_to=5, number=4) == [1, 10, 100, 1000]
-
-
-def test_planning_imports_no_torch():
-    folder = Path(checkpointing.__path__[0])
-    planning = [*(folder / "strategies").glob("*.py"), folder / "bptt_plan.py", folder / "oracle.py"]
-    planning += [folder / "contract.py", *(folder / f"{name}.py" for name in ("graph", "schedule", "simulate"))]
-    for path in planning:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not [name for name in names if name.split(".")[0] == "torch"], path.name

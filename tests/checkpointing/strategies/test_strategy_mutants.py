@@ -5,13 +5,13 @@ import random
 
 import pytest
 
+from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.contract import StrategyContract
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule, Step
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import Proposal, Strategy, choose
 from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt
-from rmm_linear.errors import InfeasibleBudgetError
 
 CHECKS = tuple(name for name in dir(StrategyContract) if name.startswith("test_"))
 RUNS = "test_every_proposal_runs_and_takes_what_it_says"
