@@ -7,6 +7,7 @@ for each shape, layout, dtype and state of autocast of its arguments. A graph th
 wrote it, with a warning; so does a call without gradients, and one under torch.func.
 """
 
+import itertools
 import logging
 import re
 import time
@@ -159,9 +160,10 @@ class Group:
         """Return what was planned so far.
 
         Returns:
-            A variant for each graph and kind of arguments.
+            A variant for each graph, in the order of compilation, and kind of arguments.
         """
-        return [variant for graph in self.graphs for variant in graph.variants.values()]
+        graphs = sorted(self.graphs, key=lambda graph: graph.number)
+        return [variant for graph in graphs for variant in graph.variants.values()]
 
     def share_of(self, graph: "PlannedGraph", plain_bytes: int) -> Budget:
         """Return the budget of one graph: its share of a budget in bytes, if the model has several.
@@ -197,6 +199,7 @@ class Group:
         return found
 
 
+_numbers = itertools.count()
 _all_graphs: "weakref.WeakSet[PlannedGraph]" = weakref.WeakSet()
 # By the identity of the options that torch.compile passes on, which are kept so that it stays one.
 _groups: dict[int, tuple[Any, Group]] = {}
@@ -239,9 +242,10 @@ def plans(target: nn.Module | Callable[..., Any]) -> list[CheckpointPlan]:
         target: A model, or a function that was passed to torch.compile, or what that returned.
 
     Returns:
-        The plans, a graph and kind of arguments each.
+        The plans, a graph and kind of arguments each, in the order of compilation.
     """
-    return [variant.plan for graph in _all_graphs if graph.belongs_to(target) for variant in graph.variants.values()]
+    graphs = sorted((graph for graph in _all_graphs if graph.belongs_to(target)), key=lambda graph: graph.number)
+    return [variant.plan for graph in graphs for variant in graph.variants.values()]
 
 
 class PlannedGraph:
@@ -254,12 +258,13 @@ class PlannedGraph:
     Attributes:
         variants: Plans by the kind of the arguments; the kind that was used last comes last.
         frame: Which frame of Python it is of.
+        number: Graphs that were compiled later have higher ones.
     """
 
     def __init__(self, module: fx.GraphModule, group: Group) -> None:
         self.has_checkpoints = inline_checkpoints(module) > 0
         self._module, self._group = module, group
-        self.frame = frame_of(module)
+        self.frame, self.number = frame_of(module), next(_numbers)
         self.variants: dict[Any, Variant] = {}
         self._has_failed = False
         self._peers = 0

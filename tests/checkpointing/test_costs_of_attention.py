@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rmm_linear.compiler.joint_graph import capture
+from rmm_linear.checkpointing import capture
 
 
 class Attention(nn.Module):
