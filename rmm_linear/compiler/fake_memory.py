@@ -1,12 +1,13 @@
 """What fake tensors, which have shapes and no contents, tell of the memory that a step takes."""
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.compiler.autocasting import autocast_as
@@ -69,18 +70,18 @@ class _Alive(TorchDispatchMode):
     def __init__(self, outside: Sequence[Tensor]) -> None:
         super().__init__()
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
         self._now = 0
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._forget()
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._outside and storage._cdata not in self._alive:
                 size_bytes = real_bytes(func, _tensors((args, kwargs)), tensor)
-                self._alive[storage._cdata] = StorageWeakRef(storage), size_bytes
+                gone = functools.partial(self._forget, storage._cdata, size_bytes)
+                self._alive[storage._cdata] = weakref.ref(storage, gone)
                 self._now += size_bytes
         self.peak_bytes = max(self.peak_bytes, self._now)
         return result
@@ -89,17 +90,16 @@ class _Alive(TorchDispatchMode):
         peak_bytes = self.peak_bytes
         gradients = [torch.ones_like(root) for root in roots]
         for gradient in gradients:
-            memory = gradient.untyped_storage()._cdata
-            self._outside.add(memory)
-            self._now -= self._alive.pop(memory)[1]
+            storage = gradient.untyped_storage()
+            self._outside.add(storage._cdata)
+            del self._alive[storage._cdata]
+            self._now -= storage.nbytes()
         self.peak_bytes = peak_bytes
         return gradients
 
-    def _forget(self) -> None:
-        for memory, (reference, size_bytes) in list(self._alive.items()):
-            if reference.expired():
-                del self._alive[memory]
-                self._now -= size_bytes
+    def _forget(self, memory: int, size_bytes: int, _: Any) -> None:
+        del self._alive[memory]
+        self._now -= size_bytes
 
 
 def _tensors(values: Any) -> list[Tensor]:

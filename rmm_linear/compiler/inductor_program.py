@@ -6,8 +6,8 @@ partitioner of torch sees the graph, for one may draw random numbers anew in the
 
 Inductor keeps the peak of a plan because the schedule is divided into windows: the bytes in memory when a window
 begins, and all that its ops write, fit the budget together. Inside of a window Inductor fuses as it likes; it fuses
-nothing across two windows, and computes what a later window reads inside of its own window. Random ops are drawn by seeds, so
-that they can run again in the backward graph; a seed itself is drawn once, and kept.
+nothing across two windows, and computes what a later window reads inside of its own window. Random ops are drawn by
+seeds, so that they can run again in the backward graph; a seed itself is drawn once, and kept.
 """
 
 import hashlib
