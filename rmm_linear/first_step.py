@@ -41,12 +41,10 @@ class FirstStep:
 
     Attributes:
         is_over: Whether it has been told.
-        warned_of_quantization: Whether one of the layers has warned that quantization does not find it.
     """
 
     def __init__(self, *, is_over: bool = False) -> None:
         self.is_over = is_over
-        self.warned_of_quantization = False
         self._watches: list[InputWatch] = []
         # calls before a backward pass: who, what is known to become of its input, or else the input, and its sketch's
         # bytes

@@ -1,8 +1,6 @@
 """RMMLinear: the module that `convert_linears` turns an `nn.Linear` into; and what all such modules have in common."""
 
-import warnings
 import weakref
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,35 +79,6 @@ class SketchedLayer(nn.Module):
         if self._input_watch is not None and self._input_watch.is_open:
             self._input_watch.see(x, output, config)
         return output
-
-    @property
-    def qconfig(self) -> Any:
-        """What torch.ao.quantization writes on every module that it looks at."""
-        try:
-            return vars(self)["qconfig"]
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__} has no attribute 'qconfig'") from None
-
-    @qconfig.setter
-    def qconfig(self, value: object) -> None:
-        vars(self)["qconfig"] = value
-        step = None if self._input_watch is None else self._input_watch.step
-        # None: what stays as it is, whatever its class
-        if value is None or (step is not None and step.warned_of_quantization):
-            return
-        if step is not None:
-            # once a model
-            step.warned_of_quantization = True
-        warnings.warn(
-            "torch.ao.quantization finds linear layers by their class, and leaves sketched ones as they are; call"
-            " revert_linears(model) before quantize_dynamic, prepare, prepare_qat and the like",
-            UserWarning,
-            stacklevel=2,
-        )
-
-    @qconfig.deleter
-    def qconfig(self) -> None:
-        del vars(self)["qconfig"]
 
     def _describe_config(self) -> str:
         """The configuration, as `print(model)` shows it."""

@@ -9,7 +9,7 @@ from torch.autograd.forward_ad import dual_level, make_dual
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn.utils import parametrizations, weight_norm
 
-from rmm_linear import RMMConfig, RMMLinear, convert_linears, revert_linears, summary
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
@@ -214,44 +214,6 @@ def test_a_partitioned_weight_is_used_where_it_is_gathered_and_refused_where_it_
     bare[0].weight.data = torch.empty(0)
     with pytest.raises(ValueError, match=r"weight has shape \(0,\)"):
         bare(x)
-
-
-QUANTIZE = {
-    "dynamic": lambda model: torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear}, dtype=torch.qint8),
-    "qat": torch.ao.quantization.prepare_qat,
-    "static": lambda model: torch.ao.quantization.prepare(model.eval()),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-@pytest.mark.parametrize("quantize", QUANTIZE.values(), ids=QUANTIZE)
-def test_quantizing_a_converted_model_is_warned_about_and_a_reverted_one_is_quantized(x, quantize):
-    model = network()
-    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
-    with pytest.warns(UserWarning, match=r"revert_linears\(model\) before quantize_dynamic"):
-        found = quantize(model)
-    assert [type(layer) for layer in found] == [RMMLinear, nn.GELU, RMMLinear]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*revert_linears.*")
-        quantized = quantize(revert_linears(model))
-    if quantize is not QUANTIZE["static"]:
-        assert not any(type(layer) in (RMMLinear, nn.Linear) for layer in quantized)
-    # once a model: each of its layers is looked at, by several functions
-    model = network()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for layer in (*model, *model):
-            layer.qconfig = "some"
-    assert len([each for each in caught if each.category is UserWarning]) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        network()[0].qconfig = None
-    # and what was written on a layer is the layer's own, converted or not
-    layer = nn.Linear(4, 4)
-    layer.qconfig = "written before"
-    assert convert_linears(layer, 0.5).qconfig == "written before"
-    del layer.qconfig
-    assert not hasattr(layer, "qconfig")
 
 
 def test_layers_of_opacus_are_left_exact(x):
