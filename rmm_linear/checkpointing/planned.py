@@ -17,7 +17,14 @@ from torch import nn
 
 from rmm_linear.compiler.backend import Group, Options, Planned
 from rmm_linear.compiler.joint_graph import Capture
-from rmm_linear.compiler.torch_private import compiled, dynamo_options, hindrance, reason_of, reasons_of_breaks
+from rmm_linear.compiler.torch_private import (
+    compiled,
+    dynamo_options,
+    hindrance,
+    is_transforming,
+    reason_of,
+    reasons_of_breaks,
+)
 from rmm_linear.errors import CaptureError, ScheduleError
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
@@ -70,7 +77,8 @@ class PlannedStep:
         Returns:
             What it returns.
         """
-        if not self._model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        is_trained = self._model.training and torch.is_grad_enabled()
+        if not is_trained or torch.compiler.is_compiling() or is_transforming():
             return self._function(*args, **kwargs)
         if (reason := hindrance()) is not None:
             self._warn(reason)

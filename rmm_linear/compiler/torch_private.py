@@ -71,6 +71,26 @@ def is_transformed(tensors: Any) -> bool:
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
+def is_transforming() -> bool:
+    """Tell whether torch.func or forward-mode differentiation is active in this thread, whatever it is applied to.
+
+    Returns:
+        Whether it is.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def compile_lock() -> AbstractContextManager[Any]:
+    """Return the lock that Dynamo compiles under: traces of several threads would meet in torch's global state.
+
+    Returns:
+        A lock that one thread may take several times.
+    """
+    import torch._dynamo.convert_frame
+
+    return require(torch._dynamo.convert_frame, "compile_lock")
+
+
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
     """Compile a function with a frame of its own, and with recompilations that count for it alone.
 

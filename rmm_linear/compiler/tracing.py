@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
 from rmm_linear.compiler.fake_memory import eager_peak
-from rmm_linear.compiler.torch_private import draw_by_seeds, line_of, random_decompositions, require
+from rmm_linear.compiler.torch_private import compile_lock, draw_by_seeds, line_of, random_decompositions, require
 from rmm_linear.errors import CaptureError
 
 # What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
@@ -167,7 +167,7 @@ def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | Non
         return [result for result, is_one in zip(results, function.differentiable, strict=True) if is_one]
 
     try:
-        with torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), mode:
+        with compile_lock(), torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), mode:
             return eager_peak(run, inputs)
     except Exception:
         # a number for people, which no plan needs
@@ -270,6 +270,7 @@ def _joint_graph(
 ) -> fx.GraphModule:
     states = [{"device_type": kind, "dtype": dtype} for kind, dtype in backward_autocast]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(compile_lock())
         stack.enter_context(torch.enable_grad())
         if not draws_by_seeds:
             stack.enter_context(_as_eager_runs_it())
