@@ -1,5 +1,6 @@
-"""Planned models under the trainers that people use: the losses are those of the plain model, to the bit."""
+"""Planned models under the trainers that people use: planned steps run, and the weights are the plain model's bits."""
 
+import copy
 import inspect
 
 import pytest
@@ -8,24 +9,36 @@ import torch
 pytest.importorskip("transformers")
 
 from test_trainers import arguments
-from tiny_models import CONFIG, batch_of, llama, roberta
+from tiny_models import CONFIG, batch_of, gpt2, roberta
 from tiny_text import sentences, tokenizer
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from rmm_linear import RMMCallback
-from rmm_linear.checkpointing import checkpoint_model, checkpoint_sequential, remove_checkpointing
+from rmm_linear.checkpointing import checkpoint_model, checkpoint_sequential
+from rmm_linear.checkpointing.planned import is_planned
+
+PLAN = {"budget": "100%", "strategy": "chen2016_sqrt"}
+COMPILE = {**PLAN, "executor": "exact"}
 
 
 def planned(kind) -> nn.Module:
     model = kind()
-    checkpoint_model(model, batch_of(kind), budget="100%", strategy="chen2016_sqrt")
+    checkpoint_model(model, batch_of(kind), **PLAN)
     return model
 
 
-def rows_of(kind) -> list[dict[str, torch.Tensor]]:
-    batch = batch_of(kind)
-    return [{name: value[number] for name, value in batch.items()} for number in range(4)]
+def planned_runs(model: nn.Module) -> int:
+    return model._compiled_call_impl.planned_runs
+
+
+def rows_of(kind, batches: int = 1) -> list[dict[str, torch.Tensor]]:
+    rows = []
+    for number in range(batches):
+        batch = batch_of(kind, number)
+        rows += [{name: value[row] for name, value in batch.items()} for row in range(4)]
+    return rows
 
 
 def assert_same_training(plain: nn.Module, model: nn.Module) -> None:
@@ -33,100 +46,177 @@ def assert_same_training(plain: nn.Module, model: nn.Module) -> None:
         assert torch.equal(expected, found)
 
 
-def test_a_planned_model_keeps_the_signature_of_its_forward():
-    model, plain = roberta(), roberta()
-    checkpoint_model(model, batch_of(roberta), budget="100%", strategy="chen2016_sqrt")
+def test_a_planned_model_keeps_its_forward():
+    model, plain = planned(roberta), roberta()
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
-    assert model.forward.__name__ == "forward"
-    assert model.forward.__qualname__ == plain.forward.__qualname__
-    assert model.forward.__module__ == plain.forward.__module__
-    assert model.forward.__doc__ == plain.forward.__doc__
-    assert model.forward.__wrapped__.__func__ is plain.forward.__func__
-    remove_checkpointing(model)
     assert inspect.ismethod(model.forward)
+    assert "forward" not in vars(model)
 
 
-def test_a_forward_of_the_instance_keeps_its_signature_too():
+def test_a_sequence_with_a_forward_of_its_own_is_refused_and_keeps_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    before = model.forward
-
-    def forward(hidden):
-        return before(hidden)
-
-    model.forward = forward
-    checkpoint_sequential(model, torch.randn(2, 4), budget="100%")
-    assert list(inspect.signature(model.forward).parameters) == ["hidden"]
-    assert remove_checkpointing(model).forward is forward
+    model.forward = forward = lambda hidden: model[1](model[0](hidden)) * 2
+    with pytest.raises(ValueError, match="has a forward of its own"):
+        checkpoint_sequential(model, torch.randn(2, 4), budget="100%")
+    assert model.forward is forward
 
 
+@pytest.mark.slow
 def test_a_models_config_is_followed():
     model, plain = planned(roberta), roberta()
-    for each in (model, plain):
-        each.config.output_hidden_states = True
-    for found, expected in zip(*(each(**batch_of(roberta)).hidden_states for each in (model, plain)), strict=True):
-        assert torch.equal(found, expected)
-    for each in (model, plain):
-        each.config.output_hidden_states = False
-    assert model(**batch_of(roberta)).hidden_states is None
-    assert len(vars(model)["forward"].run.plans) == 2
+    runs = []
+    for changes in ({"return_dict": False}, {"return_dict": True, "output_hidden_states": True}):
+        for each in (model, plain):
+            each.config.update(changes)
+        found, expected = (each(**batch_of(roberta)) for each in (model, plain))
+        runs.append(planned_runs(model))
+        assert type(found) is type(expected)
+        assert torch.equal(found[0], expected[0])
+        assert len(found) == len(expected)
+    assert runs[0] == 1
+    # transformers takes a lock there, which ends a graph of Dynamo
+    assert runs[1] > runs[0]
+    assert all(torch.equal(*each) for each in zip(found.hidden_states, expected.hidden_states, strict=True))
 
 
-def trained_by_transformers(model: nn.Module, folder, callbacks=()) -> nn.Module:
-    datasets = pytest.importorskip("datasets")
+TRAININGS = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "resumed": {"save_strategy": "steps", "save_steps": 1},
+}
+QUICK = {("bf16", True), ("accumulation", False)}
+
+
+def trained_by_transformers(
+    model: nn.Module, folder, callbacks=(), resume: bool = False, kind=None, **changes
+) -> nn.Module:
     from transformers import Trainer, TrainingArguments
 
-    columns = {name: value.tolist() for name, value in batch_of(roberta).items()}
-    trainer = Trainer(
-        model,
-        TrainingArguments(**{**arguments(folder), "per_device_train_batch_size": 4, "max_steps": 2}),
-        train_dataset=datasets.Dataset.from_dict(columns),
-        callbacks=list(callbacks),
-    )
-    trainer.train()
+    options = {**arguments(folder), "per_device_train_batch_size": 4, "max_steps": 2, **changes}
+    data = rows_of(roberta, batches=4)
+    arguments_of_run = TrainingArguments(**options)
+    trainer = (kind or Trainer)(model, arguments_of_run, train_dataset=data, callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if resume else None)
     return model
 
 
-def test_trainer_of_transformers(tmp_path):
-    trained = [trained_by_transformers(model, tmp_path) for model in (roberta(), planned(roberta))]
-    assert_same_training(*trained)
+@pytest.mark.parametrize(
+    ("name", "by_callback"),
+    [
+        pytest.param(name, by_callback, marks=[] if (name, by_callback) in QUICK else pytest.mark.slow)
+        for name in TRAININGS
+        for by_callback in (False, True)
+    ],
+)
+def test_steps_of_a_trainer_of_transformers_run_by_plan(tmp_path, name, by_callback):
+    options = TRAININGS[name]
+    plain = trained_by_transformers(roberta(), tmp_path, **options)
+    callback = RMMCallback(compile=COMPILE) if by_callback else None
+    model = trained_by_transformers(
+        roberta() if by_callback else planned(roberta),
+        tmp_path,
+        [callback] if by_callback else [],
+        resume=name == "resumed",
+        **options,
+    )
+    assert_same_training(plain, model)
+    runs = callback.planned.planned_runs if by_callback else planned_runs(model)
+    assert runs == {"accumulation": 4, "resumed": 1}.get(name, 2)
+    assert is_planned(model) is not by_callback
+    assert not torch.is_autocast_enabled("cpu")
 
 
-def test_trainer_of_transformers_with_the_callback(tmp_path):
+@pytest.mark.slow
+def test_the_callback_sketches_planned_models_as_compiled_ones(tmp_path):
+    compiled = roberta()
+    # layers of a compiled model share draws in an order of their own
+    compiled.compile(backend="eager")
+    with pytest.warns(UserWarning, match="not measured under torch.compile"):
+        trained_by_transformers(compiled, tmp_path, [RMMCallback(config=CONFIG)])
     with pytest.warns(UserWarning, match="a planned model keeps what its plan says"):
-        trained = [
-            trained_by_transformers(model, tmp_path, [RMMCallback(config=CONFIG)])
-            for model in (planned(roberta), roberta())
-        ]
-    # the sketches are drawn in the same order
-    assert_same_training(*trained)
+        model = trained_by_transformers(planned(roberta), tmp_path, [RMMCallback(config=CONFIG)])
+    assert planned_runs(model) == 2
+    assert_same_training(compiled, model)
+    callback = RMMCallback(config=CONFIG, compile=COMPILE)
+    assert_same_training(compiled, trained_by_transformers(roberta(), tmp_path, [callback]))
+    assert callback.planned.planned_runs == 2
+
+
+def test_the_callback_tells_that_no_step_ran_by_plan(tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    class CallsForward(transformers.Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model.forward(**inputs).loss
+
+    callback = RMMCallback(compile=COMPILE)
+    with pytest.warns(UserWarning, match="no training step ran by plan: something calls the model's forward method"):
+        trained_by_transformers(roberta(), tmp_path, [callback], kind=CallsForward)
+    assert callback.planned.planned_runs == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, 'the option "budget" is missing'),
+        ({"budget": "60%", "stratgey": "auto"}, "option 'stratgey' is unknown; choose among budget, strategy"),
+        ({"budget": "60%", "executor": "fast"}, "executor='fast' is unknown"),
+        ({"budget": "60 apples"}, "60 apples"),
+    ],
+)
+def test_wrong_options_are_refused_when_the_callback_is_made(options, told):
+    with pytest.raises(ValueError, match=told):
+        RMMCallback(compile=options)
+
+
+def test_a_model_that_is_planned_or_compiled_is_refused_when_training_begins(tmp_path):
+    callback = RMMCallback(compile=COMPILE)
+    with pytest.raises(ValueError, match="checkpointed already"):
+        trained_by_transformers(planned(roberta), tmp_path, [callback])
+    with pytest.raises(ValueError, match="which torch_compile=True compiles in another way"):
+        trained_by_transformers(roberta(), tmp_path, [callback], torch_compile=True)
 
 
 @pytest.mark.parametrize("options", [{"monitor": True}, pytest.param({"noise_target": 0.1}, marks=pytest.mark.slow)])
 def test_what_needs_to_see_each_layer_is_refused_on_a_planned_model(tmp_path, options):
     with pytest.raises(ValueError, match=r"see nothing .* in a planned model"):
         trained_by_transformers(planned(roberta), tmp_path, [RMMCallback(config=CONFIG, **options)])
+    with pytest.raises(ValueError, match=r"see nothing in a planned model"):
+        RMMCallback(config=CONFIG, compile=COMPILE, **options)
 
 
-@pytest.mark.slow
-def test_accelerate():
+@pytest.mark.parametrize("order", ["before prepare", pytest.param("after prepare", marks=pytest.mark.slow)])
+def test_steps_under_accelerate_in_bf16_run_by_plan_and_leave_autocast_off(order):
     accelerate = pytest.importorskip("accelerate")
+    # which another test may have made for fp32
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     trained = []
-    for model in (llama(), planned(llama)):
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for is_planned_one in (False, True):
+        model = gpt2()
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+        if is_planned_one and order == "before prepare":
+            checkpoint_model(model, batch_of(gpt2), **PLAN)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(rows_of(llama), batch_size=2)
+        loader = DataLoader(rows_of(gpt2, batches=2), batch_size=4)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if is_planned_one and order == "after prepare":
+            checkpoint_model(model, batch_of(gpt2), **PLAN)
         for batch in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
+                loss = model(**batch).loss
+                assert not torch.is_autocast_enabled("cpu")
+                accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
         trained.append(accelerator.unwrap_model(model))
     assert_same_training(*trained)
+    assert planned_runs(trained[1]) == 2
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
 @pytest.mark.slow
-def test_lightning(tmp_path):
+def test_steps_under_lightning_run_by_plan(tmp_path):
     lightning = pytest.importorskip("pytorch_lightning")
 
     class Module(lightning.LightningModule):
@@ -141,33 +231,94 @@ def test_lightning(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     trained = []
-    for model in (llama(), planned(llama)):
+    for model in (gpt2(), planned(gpt2)):
         trainer = lightning.Trainer(
             max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=tmp_path,
         )  # fmt: skip
-        trainer.fit(Module(model), DataLoader(rows_of(llama), batch_size=2))
+        trainer.fit(Module(model), DataLoader(rows_of(gpt2), batch_size=2))
         trained.append(model)
     assert_same_training(*trained)
+    assert planned_runs(trained[1]) == 2
 
 
 @pytest.mark.slow
-def test_trl(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True, "packing": True}])
+@pytest.mark.filterwarnings("ignore:a gradient arrived at a result beside the loss", "ignore:the step checkpoints")
+def test_steps_under_trl_run_by_plan_in_the_parts_that_its_loss_leaves(tmp_path, options):
     datasets = pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
-    trained = []
-    for model in (llama(), planned(llama)):
-        trainer = trl.SFTTrainer(
+
+    def train(model, callbacks=()):
+        settings = {**arguments(tmp_path), "per_device_train_batch_size": 4, "max_length": 32, "bf16": False}
+        trl.SFTTrainer(
             model=model,
-            args=trl.SFTConfig(
-                max_length=32,
-                bf16=False,
-                gradient_checkpointing=False,
-                **{**arguments(tmp_path), "max_steps": 1, "per_device_train_batch_size": 4},
-            ),
-            train_dataset=datasets.Dataset.from_list([{"text": text} for text in sentences(4)]),
+            args=trl.SFTConfig(**{**settings, "gradient_checkpointing": False, **options}),
+            train_dataset=datasets.Dataset.from_list([{"text": text} for text in sentences(16)]),
             processing_class=tokenizer(),
-        )
-        trainer.train()
-        trained.append(model)
-    assert_same_training(*trained)
+            callbacks=list(callbacks),
+        ).train()
+        return model
+
+    plain, model = train(gpt2()), planned(gpt2)
+    with pytest.warns(UserWarning, match="no longer one graph, and its parts are planned one by one: .*out="):
+        assert_same_training(plain, train(model))
+    # two graphs a step
+    assert planned_runs(model) == 4
+    callback = RMMCallback(compile=COMPILE)
+    assert_same_training(plain, train(gpt2(), [callback]))
+    assert callback.planned.planned_runs == 4
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_are_trained_by_plan_while_they_are_switched_and_merged():
+    peft = pytest.importorskip("peft")
+
+    def train(plan: bool):
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["query", "value"])
+        model = peft.get_peft_model(roberta(), config)
+        model.add_adapter("other", config)
+        model.train()
+        if plan:
+            checkpoint_model(model, batch_of(roberta), **PLAN)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for adapter in ("default", "other", "default"):
+            model.set_adapter(adapter)
+            optimizer.zero_grad()
+            losses.append(model(**batch_of(roberta)).loss)
+            losses[-1].backward()
+            optimizer.step()
+        model.merge_adapter()
+        with torch.no_grad():
+            losses.append(model(**batch_of(roberta)).loss)
+        return losses, model
+
+    (expected, plain), (found, model) = train(False), train(True)
+    assert all(torch.equal(*each) for each in zip(expected, found, strict=True))
+    assert_same_training(plain, model)
+    assert planned_runs(model) == 3
+    merged = model.merge_and_unload()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**batch_of(roberta)).loss, found[-1])
+
+
+def test_copies_of_a_planned_model_run_as_written_with_weights_of_their_own():
+    plain, model = roberta(), planned(roberta)
+    average, expected = AveragedModel(model), AveragedModel(plain)
+    for each, ema in ((plain, expected), (model, average)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for number in range(2):
+            optimizer.zero_grad()
+            each(**batch_of(roberta, number)).loss.backward()
+            optimizer.step()
+            ema.update_parameters(each)
+    assert planned_runs(model) == 2
+    assert_same_training(expected, average)
+    copied = copy.deepcopy(model)
+    assert not is_planned(copied)
+    assert not is_planned(average)
+    losses = [each(**batch_of(roberta)).loss for each in (copied, model, average, expected)]
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[2], losses[3])
+    assert not torch.equal(losses[0], losses[2])
