@@ -296,14 +296,53 @@ def planned(rank: int, budget: str | None) -> dict[str, object]:
     for number, batch in enumerate(batches):
         launched.clear()
         # the second batch waits for the third
-        with ops, wrapped.no_sync() if number == 1 else nullcontext():
+        with wrapped.no_sync() if number == 1 else nullcontext():
             out = wrapped(batch).square().sum()
             ops.count = 0
-            out.backward()
+            with ops:
+                out.backward()
         gradients += [parameter.grad.clone() for parameter in model.parameters()]
         if number != 1:
             wrapped.zero_grad()
-    return {"gradients": gradients, "launched": [count / ops.count for count in launched]}
+    runs = 0 if budget is None else model._compiled_call_impl.planned_runs
+    return {"gradients": gradients, "launched": [count / ops.count for count in launched], "runs": runs}
+
+
+class Block(nn.Module):
+    """A block that FSDP2 shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(nn.functional.gelu(self.first(x)))
+
+
+def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
+    """Steps of blocks that are planned, and sharded after that."""
+    torch.manual_seed(1)
+    model = nn.Sequential(Block(), Block(), Block())
+    batches = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(rank))
+    for block in model if by_plan else ():
+        checkpoint_model(block, batches[0].clone().requires_grad_(), budget="100%", strategy="chen2016_sqrt")
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(model(batch).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    runs = [block._compiled_call_impl.planned_runs for block in model] if by_plan else []
+    found: dict[str, object] = {"losses": torch.stack(losses).detach(), "runs": runs}
+    found["weights"] = [whole(parameter) for parameter in model.parameters()]
+    try:
+        checkpoint_model(model, batches[0], budget="100%")
+    except ValueError as error:
+        found["planned after"] = str(error)
+    return found
 
 
 def work(rank: int, folder: str, names: list[str], threads: int) -> None:
@@ -315,6 +354,7 @@ def work(rank: int, folder: str, names: list[str], threads: int) -> None:
     if names == list(STACKS):
         found["tensor parallel"], found["flattened"] = tensor_parallel(rank), flattened(rank)
         found["planned"] = {budget: planned(rank, budget) for budget in (None, "100%", "80%")}
+        found["planned shards"] = {by_plan: planned_shards(rank, by_plan=by_plan) for by_plan in (False, True)}
     torch.save(found, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 

@@ -103,11 +103,21 @@ def test_gradients_of_a_planned_step_are_reduced_while_its_backward_pass_runs(ra
     for rank in ranks:
         plain, ours = rank["planned"][None], rank["planned"][budget]
         assert all(torch.equal(a, b) for a, b in zip(plain["gradients"], ours["gradients"], strict=True))
+        assert ours["runs"] == 3
         assert len(plain["launched"]) == len(ours["launched"]) == 6
         # the last layer's first, and one after the other
         assert ours["launched"][0] < 0.3
         gaps = [later - earlier for earlier, later in itertools.pairwise([*ours["launched"], 1.0])]
         assert max(gaps) < 0.35
+
+
+def test_blocks_that_are_planned_before_they_are_sharded_run_by_plan(ranks):
+    for rank in ranks:
+        plain, ours = rank["planned shards"][False], rank["planned shards"][True]
+        assert ours["runs"] == [3, 3, 3]
+        assert torch.equal(plain["losses"], ours["losses"])
+        assert all(torch.equal(a, b) for a, b in zip(plain["weights"], ours["weights"], strict=True))
+        assert "plan the blocks before you shard them" in plain["planned after"]
 
 
 @pytest.mark.slow
