@@ -78,7 +78,8 @@ class PlannedStep:
             What it returns.
         """
         is_trained = self._model.training and torch.is_grad_enabled()
-        if not is_trained or torch.compiler.is_compiling() or is_transforming():
+        # `is_compiling` is true in all threads while one compiles
+        if not is_trained or torch.compiler.is_dynamo_compiling() or is_transforming():
             return self._function(*args, **kwargs)
         if (reason := hindrance()) is not None:
             self._warn(reason)

@@ -8,10 +8,7 @@ import torch.nn.functional as F
 from measured_peak import MeasuredPeak
 from torch import Tensor, nn
 
-from rmm_linear.compiler.joint_graph import capture
-from rmm_linear.compiler.runner import Runner
-from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import simulate
+from rmm_linear.checkpointing import checkpoint_step
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse": F.mse_loss,
@@ -34,12 +31,10 @@ def test_the_simulated_peak_of_a_loss_is_the_measured_one(name: str, reduction: 
     def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return LOSSES[name](model(x), y, reduction=reduction)
 
-    captured = capture(model, (x, y), step=step)
-    schedule = Schedule.plain(captured.graph)
-    inputs = [*model.parameters(), x, y]
-    constants = [value for value in vars(captured.module).values() if isinstance(value, Tensor)]
+    planned = checkpoint_step(model, step, (x, y), budget="100%", strategy="chen2016_sqrt")
     tangent = torch.ones_like(step(model, x, y))
-    run = Runner(captured, schedule)
-    with MeasuredPeak(inputs, constants, tangent) as measured:
-        run(inputs).backward(tangent)
-    assert simulate(captured.graph, schedule).peak_bytes == measured.peak
+    with MeasuredPeak() as measured:
+        loss = planned(x, y)
+        loss.backward(tangent)
+    assert planned.planned_runs == 1
+    assert planned.plans[0].peak_bytes == measured.peak

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rmm_linear.checkpointing import Schedule, capture, checkpoint_model, get_strategy, planned, simulate, stored_plans
+from rmm_linear.checkpointing import Schedule, capture, checkpoint_model, get_strategy, simulate
+from rmm_linear.compiler import backend
+from rmm_linear.planning import planner, stored_plans
 from rmm_linear.planning.stored_plans import store_plan, stored_plan
 
 X = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
@@ -85,38 +87,37 @@ def test_the_plans_read_last_stay(folder, graph, monkeypatch):
 
 
 def test_a_model_is_planned_once_for_two_processes(folder, monkeypatch):
-    monkeypatch.setattr(planned, "_WORTH_STORING_S", -1.0)
+    monkeypatch.setattr(planner, "_WORTH_STORING_S", -1.0)
     first = checkpoint_model(layers(), X, budget="100%", strategy="chen2016_sqrt")
-    monkeypatch.setattr(planned, "get_strategy", lambda name: None)
+    monkeypatch.setattr(planner, "get_strategy", lambda name: None)
     assert checkpoint_model(layers(), X, budget="100%", strategy="chen2016_sqrt").schedule == first.schedule
 
 
-def test_planning_in_the_middle_of_a_run_is_told(caplog, monkeypatch):
-    monkeypatch.setattr(planned, "_LONG_S", -1.0)
+def test_each_plan_is_told_in_the_log(caplog):
     model = layers()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, backend.__name__):
         checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
         model(X[:5])
-    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == planned.__name__]
-    assert [level for level, _ in told] == ["INFO", "WARNING"]
-    assert told[1][1].startswith("captured and planned a step for tensors of shapes (5, 16) in ")
+        model(X)
+    told = [record.getMessage() for record in caplog.records if record.name == backend.__name__]
+    starts = [f"planned a graph for arguments of shapes ({rows}, 16) in " for rows in (12, 5)]
+    assert [text[: len(start)] for text, start in zip(told, starts, strict=True)] == starts
 
 
 def test_the_variant_that_was_not_used_for_longest_is_forgotten(monkeypatch):
-    monkeypatch.setattr(planned, "_MOST_VARIANTS", 2)
-    model = layers(1)
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
-    step = vars(model)["forward"].run
-    model(X[:5])
-    model(X)
-    first, second = step.plans
-    with pytest.warns(UserWarning, match="captured for 3 different"):
-        model(X[:7])
-    assert step.plans[0] is first
-    assert second not in step.plans
-    model(X)
-    assert len(step.plans) == 2
-    assert step.plans[0] is first
+    monkeypatch.setattr(backend, "_MOST_VARIANTS", 2)
+    # one graph for all lengths
+    model = torch.compile(
+        layers(1), backend=backend.rmm_linear, options={"budget": "100%", "executor": "exact"}, dynamic=True
+    )
+    for rows in (12, 5, 12):
+        model(X[:rows].clone())
+    second, first = backend.plans(model)
+    model(X[:7].clone())
+    kept = backend.plans(model)
+    assert kept[0] is first
+    assert second not in kept
+    assert len(kept) == 2
 
 
 def test_a_folder_below_home_is_found(tmp_path, graph, monkeypatch):
