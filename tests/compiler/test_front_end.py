@@ -1,0 +1,283 @@
+"""A planned model in the hands of its user: the loss and gradients of eager mode, or a refusal that names the line."""
+
+import copy
+import enum
+import functools
+import itertools
+import logging
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rmm_linear.checkpointing import checkpoint_model
+from rmm_linear.errors import CaptureError
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+REGISTRY = {"act": nn.Tanh}
+
+
+class Mode(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+class Lazy:
+    """Computes a value when it is first asked for it."""
+
+    def __init__(self):
+        self.scale, self._cached = 1.0, None
+
+    def get(self):
+        if self._cached is None:
+            self._cached = self.scale * 1.0
+        return self._cached
+
+    def change(self):
+        self.scale, self._cached = 3.0, None
+
+
+class Counter:
+    """Counts the forward passes."""
+
+    def __init__(self):
+        self.calls = 0
+
+
+class Model(nn.Module):
+    """Multiplies by what a function of it finds in its state."""
+
+    def __init__(self, state, read):
+        super().__init__()
+        self.layer, self.state, self.read = nn.Linear(8, 8), state, read
+
+    def forward(self, x):
+        return (self.layer(x) * self.read(self)).square().mean()
+
+
+def make(state=None, read=lambda model: 1.0) -> Model:
+    torch.manual_seed(0)
+    return Model(state, read)
+
+
+def planned(model: nn.Module, sample=X) -> nn.Module:
+    checkpoint_model(model, sample, budget="100%")
+    return model
+
+
+def planned_runs(model: nn.Module) -> int:
+    return model._compiled_call_impl.planned_runs
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    """The loss and the gradients of a training step."""
+    model.zero_grad()
+    loss = model(X)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
+def count(model):
+    model.state.calls += 1
+    return 1.0 if model.state.calls % 2 else 3.0
+
+
+# a state, what the forward pass reads of it, and what changes it after the first step
+STATES = {
+    "tensor": (lambda: torch.tensor(1.0), lambda m: m.state, lambda m: setattr(m, "state", torch.tensor(3.0))),
+    "tensor in place": (lambda: (torch.tensor(1.0),), lambda m: m.state[0], lambda m: m.state[0].fill_(3.0)),
+    "nested list": (lambda: [[1.0]], lambda m: m.state[0][0], lambda m: m.state[0].__setitem__(0, 3.0)),
+    "object": (lambda: types.SimpleNamespace(k=1.0), lambda m: m.state.k, lambda m: setattr(m.state, "k", 3.0)),
+    "variables of an object": (
+        lambda: types.SimpleNamespace(k=1.0),
+        lambda m: sum(vars(m.state).values()),
+        lambda m: setattr(m.state, "k", 3.0),
+    ),
+    "lazy value": (Lazy, lambda m: m.state.get(), lambda m: m.state.change()),
+    "enumeration": (
+        lambda: Mode.FIRST,
+        lambda m: 1.0 if m.state is Mode.FIRST else 3.0,
+        lambda m: setattr(m, "state", Mode.SECOND),
+    ),
+    "set": (lambda: {1}, lambda m: 1.0 if 1 in m.state else 3.0, lambda m: m.state.clear()),
+    "partial function": (
+        lambda: functools.partial(lambda k: k, k=1.0),
+        lambda m: m.state(),
+        lambda m: m.state.keywords.update(k=3.0),
+    ),
+    "counter": (Counter, count, lambda m: None),
+    "module in a list": (lambda: [nn.Linear(8, 8)], lambda m: m.state[0](X), lambda m: m.state[0].weight.data.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_change_of_state_changes_planned_steps_as_it_changes_eager_ones(name):
+    state, read, change = STATES[name]
+    plain = make(state(), read)
+    model = planned(copy.deepcopy(plain))
+    for number in range(3):
+        if number == 1:
+            change(plain)
+            change(model)
+        assert_same(step(model), step(plain))
+    assert planned_runs(model) == 3
+    if isinstance(plain.state, Counter | Lazy):
+        assert vars(model.state) == vars(plain.state)
+
+
+REFUSED = {
+    "contents of a tensor": (torch.ones(1), lambda m: float(m.state)),
+    "branch on a tensor": (torch.ones(1), lambda m: 1.0 if m.state > 0 else 2.0),
+    "iterator": (itertools.cycle([1.0, 2.0]), lambda m: next(m.state)),
+    "generator": (torch.Generator(), lambda m: torch.randn(8, generator=m.state)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_refused_with_the_users_line_and_trains_as_before(name):
+    model = make(*REFUSED[name])
+    with pytest.raises(CaptureError, match=r"test_front_end\.py:\d+: (\"|return)") as caught:
+        planned(model)
+    assert "checkpoint" in str(caught.value).lower()
+    assert model._compiled_call_impl is None
+    assert all(value.isfinite().all() for value in step(model))
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (nn.BatchNorm1d(8, momentum=None), "data-dependent"),
+        (nn.Sequential(nn.Flatten(0), nn.Embedding(9, 8, max_norm=1.0)), "writes into parameter"),
+    ],
+    ids=["cumulative batch norm", "renormed embedding"],
+)
+def test_layers_that_read_or_write_what_a_plan_may_not_are_refused_by_name(layer, told):
+    sample = X if isinstance(layer, nn.BatchNorm1d) else torch.arange(6).reshape(2, 3)
+    with pytest.raises(CaptureError, match=told):
+        planned(nn.Sequential(layer, nn.Linear(8, 8)), sample)
+
+
+def test_a_capture_leaves_globals_that_the_forward_pass_reads_as_they_are():
+    before = dict(REGISTRY)
+    model = planned(make(None, lambda m: REGISTRY["act"]()(X)))
+    assert before == REGISTRY
+    assert REGISTRY["act"] is nn.Tanh
+    assert_same(step(model), step(make(None, lambda m: torch.tanh(X))))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_wrapper_that_is_put_around_forward_later_runs_once(mode):
+    plain, model, calls = make(), planned(make()), []
+    for each in (plain, model):
+        forward = each.forward
+        each.forward = lambda x, forward=forward: 2 * forward(x)
+        each.layer.register_forward_hook(lambda *_: calls.append(1))
+        each.train(mode == "train")
+    assert_same(step(model), step(plain))
+    assert len(calls) == 2
+
+
+def test_a_module_with_two_names_keeps_its_parameters():
+    layers = nn.ModuleList([nn.Linear(8, 8)] * 2)
+    plain = make(layers, lambda m: m.state[1](m.state[0](X)))
+    model = planned(copy.deepcopy(plain))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert_same(step(model), step(plain))
+
+
+def test_training_steps_run_by_plan_while_another_thread_evaluates():
+    model, stop = planned(make()), threading.Event()
+
+    def evaluate():
+        with torch.no_grad():
+            while not stop.is_set():
+                model(X)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for _ in range(20):
+            step(model)
+    finally:
+        stop.set()
+        thread.join()
+    assert planned_runs(model) == 20
+
+
+def test_results_that_share_memory_have_the_gradients_of_eager_mode():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            out = torch.relu(self.second(hidden))
+            return hidden, out, out[:, 0], out[:, 1:], hidden.T
+
+    plain, model = Views(), planned(Views())
+    for each in (plain, model):
+        hidden, out, column, rest, turned = each(X)
+        (hidden.sum() + out.square().sum() + column.sum() + turned.mean() + rest.prod() * 1e-3).backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert planned_runs(model) == 1
+
+
+def test_a_message_that_a_logger_writes_once_breaks_no_graph(monkeypatch):
+    monkeypatch.setattr(logging.Logger, "warning_once", functools.lru_cache(logging.Logger.warning), raising=False)
+    logger = logging.getLogger("front end")
+
+    def read(model):
+        logger.warning_once("told")
+        return 1.0
+
+    assert_same(step(planned(make(None, read))), step(make()))
+
+
+def test_a_step_that_is_no_longer_one_graph_is_planned_in_parts_with_one_warning():
+    def read(model):
+        return model.layer(X) * (3.0 if model.state and model.layer.weight.sum() < 100 else 1.0)
+
+    plain, model = make(False, read), planned(make(False, read))
+    for each in (plain, model):
+        each.state = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert_same(step(model), step(plain))
+    told = [str(each.message) for each in caught if "planned one by one" in str(each.message)]
+    assert len(told) == 1
+    assert "test_front_end.py" in told[0]
+    assert planned_runs(model) >= 4
+
+
+def test_where_torch_compile_traces_nothing_steps_run_as_written_with_one_warning(monkeypatch):
+    class Counts(TorchDispatchMode):
+        ops = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ops += 1
+            return func(*args, **(kwargs or {}))
+
+    model, expected = planned(make()), step(make())
+    with warnings.catch_warnings(record=True) as caught, Counts() as mode:
+        warnings.simplefilter("always")
+        assert_same(step(model), expected)
+        step(model)
+    assert len([each for each in caught if "Counts, a TorchDispatchMode, is active" in str(each.message)]) == 1
+    assert mode.ops > 0
+    assert planned_runs(model) == 0
+    with Counts(), pytest.raises(CaptureError, match="can't be captured now: Counts"):
+        planned(make())
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with pytest.raises(CaptureError, match="torch.compile is switched off"):
+        planned(make())
