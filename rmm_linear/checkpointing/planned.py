@@ -53,19 +53,19 @@ class PlannedStep:
         self, function: Callable[..., Any], model: nn.Module, options: Options, *, fullgraph: bool = True
     ) -> None:
         self._function, self._model = function, model
-        self._group = Group(options, on_failure=self._on_failure)
-        self._compiled, self._is_whole = compiled(function, self._group.compile, fullgraph=fullgraph), fullgraph
+        self.group = Group(options, on_failure=self._on_failure)
+        self._compiled, self._is_whole = compiled(function, self.group.compile, fullgraph=fullgraph), fullgraph
         self.reason: str | None = None
 
     @property
     def plans(self) -> list[CheckpointPlan]:
         """The plans so far, one for each graph and kind of arguments."""
-        return [variant.plan for variant in self._group.variants()]
+        return [variant.plan for variant in self.group.variants()]
 
     @property
     def planned_runs(self) -> int:
         """How many forward passes ran by plan."""
-        return self._group.runs
+        return self.group.runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, by plan if gradients are on and the model is in training mode.
@@ -84,7 +84,7 @@ class PlannedStep:
         if (reason := hindrance()) is not None:
             self._warn(reason)
             return self._function(*args, **kwargs)
-        runs, reasons = self._group.runs, reasons_of_breaks() if self.reason is None else {}
+        runs, reasons = self.group.runs, reasons_of_breaks() if self.reason is None else {}
         try:
             with dynamo_options():
                 result = self._compiled(*args, **kwargs)
@@ -94,9 +94,9 @@ class PlannedStep:
                 return self._function(*args, **kwargs)
             if not _is_sharded(self._model):
                 self._warn(reason_of(error), "is no longer one graph, and its parts are planned one by one")
-            self._compiled, self._is_whole = compiled(self._function, self._group.compile, fullgraph=False), False
+            self._compiled, self._is_whole = compiled(self._function, self.group.compile, fullgraph=False), False
             return self(*args, **kwargs)
-        if self._group.runs == runs and self.reason is None:
+        if self.group.runs == runs and self.reason is None:
             new = [reason for reason, count in reasons_of_breaks().items() if count != reasons.get(reason)]
             self._warn("; ".join(new) or "torch.compile skipped it, or nothing in it is trained")
         return result
@@ -118,12 +118,12 @@ class PlannedStep:
         """
         if (reason := hindrance()) is not None:
             raise CaptureError(f"the step can't be captured now: {reason}")
-        self._group.capture_only = True
+        self.group.capture_only = True
         try:
             with torch.enable_grad(), dynamo_options():
                 self._compiled(*args, **kwargs)
         except Planned:
-            variant = self._group.variants()[-1]
+            variant = self.group.variants()[-1]
             return variant.capture, variant.plan
         except torch._dynamo.exc.TorchDynamoException as error:
             raise CaptureError(
@@ -131,14 +131,14 @@ class PlannedStep:
                 " the step, or checkpoint the blocks without it one by one (`checkpoint_model(block, ...)`)"
             ) from error
         finally:
-            self._group.capture_only = False
+            self.group.capture_only = False
         raise ValueError(
             "nothing that the step returns depends on a parameter that is trained: there is no backward pass to plan."
             " Return the loss, and call the model in training mode"
         )
 
     def _on_failure(self, error: CaptureError) -> None:
-        if self._group.capture_only:
+        if self.group.capture_only:
             raise error
         self._warn(str(error))
 
@@ -183,7 +183,9 @@ def capture(
         ValueError: If nothing that the step returns can be differentiated, or `gradients` is something else.
     """
     options = Options(budget="100%", executor="exact", costs=costs, gradients=gradients)
-    return _step_of(model, step, options).capture(args, kwargs or {})[0]
+    planned = _step_of(model, step, options)
+    planned.group.plans_nothing = True
+    return planned.capture(args, kwargs or {})[0]
 
 
 def is_planned(model: nn.Module) -> bool:

@@ -128,6 +128,7 @@ class Group:
     Attributes:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
+        plans_nothing: Whether graphs get their plain schedules, for only their captures are wanted.
         loss_alone: Whether a scalar among the results is the only one that is differentiated.
         graphs: The graphs so far.
         runs: How many planned forward passes ran.
@@ -136,7 +137,7 @@ class Group:
     def __init__(self, options: Options, on_failure: Callable[[CaptureError], None] | None = None) -> None:
         self.options = options
         self.on_failure = on_failure or _warn
-        self.capture_only = False
+        self.capture_only = self.plans_nothing = False
         self.loss_alone = True
         self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
         self.runs = 0
@@ -396,6 +397,8 @@ class PlannedGraph:
         graph, options = capture.graph, self._group.options
         if options.schedule is not None:
             return CheckpointPlan.of(graph, options.schedule)
+        if self._group.plans_nothing:
+            return CheckpointPlan.of(graph, Schedule.plain(graph))
         plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
         return plan_graph(graph, self._group.share_of(self, plain_bytes), options.strategy)
 

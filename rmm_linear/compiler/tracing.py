@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
 from rmm_linear.compiler.fake_memory import eager_peak
@@ -132,6 +133,7 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
         How many there were.
     """
     found = 0
+    # marked, so that `eager_peak_of` runs them as checkpoints
     for node in list(module.graph.nodes):
         if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
             continue
@@ -140,6 +142,7 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
         _, kwargs = require(type(node.target), "divide_kwargs")(node.kwargs)
         with module.graph.inserting_before(node):
             body = module.graph.call_module(name, node.args[1:], kwargs)
+        body.meta["is_checkpoint"] = True
         node.replace_all_uses_with(body)
         module.graph.erase_node(node)
     if found:
@@ -161,6 +164,7 @@ def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | Non
     mode.cache_enabled = False
     inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
     function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=True)
+    function.interpreter = _Checkpointing
 
     def run() -> list[Tensor]:
         results = function(*inputs)
@@ -174,8 +178,20 @@ def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | Non
         return None
 
 
+class _Checkpointing(fx.Interpreter):
+    """Runs a graph with the checkpoints that it had before they were inlined."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not n.meta.get("is_checkpoint"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return checkpoint(getattr(self.module, str(n.target)), *args, use_reentrant=False, **kwargs)
+
+
 class _Function(nn.Module):
     """A graph of Dynamo as a function of tensors alone, which returns new tensors alone."""
+
+    interpreter: type[fx.Interpreter] = fx.Interpreter
 
     def __init__(
         self, module: fx.GraphModule, arguments: Sequence[Any], inputs: Sequence[Tensor], *, loss_alone: bool
@@ -200,7 +216,7 @@ class _Function(nn.Module):
                 tensor.detach_().requires_grad_()
             arguments[place] = tensor
         with weights_cast_once(self._has_cast_cache):
-            values = fx.Interpreter(self._hidden[0]).run(*arguments)
+            values = self.interpreter(self._hidden[0]).run(*arguments)
         found = {id(tensor): Returned("input", place) for place, tensor in enumerate(tensors)}
         owner: dict[int, int] = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(tensors)}
         storages: set[int] = set()

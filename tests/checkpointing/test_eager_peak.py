@@ -19,8 +19,8 @@ def _mse(model, x):
     return F.mse_loss(model(x), x)
 
 
-class Looks(nn.Linear):
-    """Python looks at a number, a buffer is written into."""
+class Counts(nn.Linear):
+    """Writes into a buffer."""
 
     def __init__(self):
         super().__init__(32, 32)
@@ -28,7 +28,7 @@ class Looks(nn.Linear):
 
     def forward(self, x):
         self.count.add_(1)
-        return F.dropout(super().forward(x), 0.5) if x.sum().item() < 1e9 else x
+        return F.dropout(super().forward(x), 0.5)
 
 
 class Checkpointed(nn.Sequential):
@@ -52,25 +52,18 @@ STEPS = {
         (4, 3, 12, 12),
     ),
     "attention": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), _squares, (4, 16, 32)),
-    "looks": (Looks, _squares, (64, 32)),
+    "counts": (Counts, _squares, (64, 32)),
     "no loss": (_mlp, None, (64, 32)),
     "checkpointed": (lambda: Checkpointed(*_mlp()), _squares, (64, 32)),
 }
 
 
 def _measured(model, step, x):
-    state = [*model.parameters(), *model.buffers()]
-    with torch.autograd.set_multithreading_enabled(False), MeasuredPeak(*state, x) as measured:
+    # gradients that arrive at outputs come from outside
+    gradient = torch.ones_like(model(x) if step is None else step(model, x))
+    with MeasuredPeak() as measured:
         result = model(x) if step is None else step(model, x)
-        before = measured.peak
-        gradient = torch.ones_like(result)
-        measured.look()
-        # gradients that arrive at outputs come from outside
-        measured.now -= measured.alive.pop(gradient.untyped_storage()._cdata)[1]
-        measured.outside.add(gradient.untyped_storage()._cdata)
-        measured.peak = before
         result.backward(gradient)
-        measured.look()
     return measured.peak
 
 
@@ -85,9 +78,9 @@ def test_what_eager_mode_takes_is_what_it_took(make, step, shape):
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    # a number that Python looked at stays until the end
-    looks = 4 if make is Looks else 0
-    assert found - looks == _measured(model, step, x)
+    # the random state that a checkpoint keeps is no part of the step
+    kept = random_state.nbytes if isinstance(model, Checkpointed) else 0
+    assert found + kept == _measured(model, step, x)
 
 
 def test_a_plan_tells_both():
@@ -103,7 +96,7 @@ def test_later_shapes_are_planned_without():
     model, x = _mlp(), torch.randn(256, 32)
     plan = checkpoint_model(model, x, budget="100%", strategy="chen2016_sqrt")
     model(x[:100]).sum().backward()
-    later = model.forward.run.plans[-1]
+    later = model._compiled_call_impl.plans[-1]
     assert plan.eager_peak_bytes is not None
     assert later.eager_peak_bytes is None
     assert "eager mode" not in str(later)

@@ -1,11 +1,13 @@
 """Models that can't be planned as they are: what the user is told, before anything is captured."""
 
+import copy
+
 import pytest
 import torch
 from torch import distributed, nn
 
-import rmm_linear.checkpointing.planned as planned_module
 from rmm_linear.checkpointing import (
+    PlannedStep,
     Schedule,
     apply_schedule,
     capture,
@@ -35,7 +37,7 @@ def nothing_is_captured(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a capture was begun")
 
-    monkeypatch.setattr(planned_module, "capture", refuse)
+    monkeypatch.setattr(PlannedStep, "capture", refuse)
 
 
 @pytest.fixture
@@ -53,16 +55,24 @@ _DOORS = {
 
 
 @pytest.mark.parametrize("door", _DOORS.values(), ids=_DOORS)
-def test_a_model_that_holds_a_planned_module_is_refused_by_name(door, monkeypatch):
-    model = _model()
-    checkpoint_model(model[1], X, budget="100%", strategy="chen2016_sqrt")
+@pytest.mark.parametrize("kind", ["planned", "compiled in place", "compiled"])
+def test_a_model_that_holds_a_planned_or_compiled_module_is_refused_by_name(door, kind, monkeypatch):
+    model, told = _model(), r"'1' \(Sequential\) is compiled already"
+    if kind == "planned":
+        checkpoint_model(model[1], X, budget="100%", strategy="chen2016_sqrt")
+        told = r"'1' \(Sequential\) is checkpointed already.*remove_checkpointing"
+    elif kind == "compiled in place":
+        model[1].compile(backend="eager")
+    else:
+        model[1], told = torch.compile(model[1], backend="eager"), r"'1' \(OptimizedModule\) is compiled already"
     with monkeypatch.context() as patched:
-        patched.setattr(planned_module, "capture", lambda *_, **__: pytest.fail("a capture was begun"))
-        with pytest.raises(ValueError, match=r"'1' \(Sequential\) is checkpointed already.*remove_checkpointing"):
+        patched.setattr(PlannedStep, "capture", lambda *_, **__: pytest.fail("a capture was begun"))
+        with pytest.raises(ValueError, match=told):
             door(model)
-    assert "forward" not in vars(model)
-    remove_checkpointing(model)
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    assert model._compiled_call_impl is None
+    if kind == "planned":
+        remove_checkpointing(model)
+        checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
 
 
 def test_a_sequence_that_holds_a_planned_module_is_refused():
@@ -72,12 +82,13 @@ def test_a_sequence_that_holds_a_planned_module_is_refused():
         checkpoint_sequential(model, X, budget="100%")
 
 
-def test_a_module_planned_after_the_whole_is_told_at_the_next_shape():
+def test_a_module_planned_after_the_whole_is_part_of_the_whole():
     model = _model()
     checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
     checkpoint_model(model[1], X, budget="100%", strategy="chen2016_sqrt")
-    with pytest.raises(ValueError, match="'1' .* is checkpointed already"):
-        model(X[:7])
+    for x in (X, X[:7]):
+        assert torch.equal(model(x), copy.deepcopy(model)(x))
+    assert (model._compiled_call_impl.planned_runs, model[1]._compiled_call_impl.planned_runs) == (2, 0)
 
 
 @pytest.mark.parametrize("door", _DOORS.values(), ids=_DOORS)
@@ -86,11 +97,10 @@ def test_a_wrapper_of_distributed_training_is_refused_with_what_to_plan(door):
     model = nn.parallel.DistributedDataParallel(_model())
     with pytest.raises(ValueError, match=r"DistributedDataParallel.*before.*wrap.*checkpoint_model\(model\.module"):
         door(model)
-    with pytest.raises(ValueError, match="'inner' is a DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"'inner' \(DistributedDataParallel\) is a"):
         door(nn.ModuleDict({"inner": model}))
 
 
-@pytest.mark.usefixtures("nothing_is_captured")
 def test_what_is_no_schedule_is_refused():
     text = Schedule.plain(capture(_model(), (X,), step=_step).graph).to_json()
     with pytest.raises(ScheduleError, match=r"str.*Schedule\.from_json"):
