@@ -82,7 +82,10 @@ ALLOWED = {
         "errors",
     },
     "byte_sizes": set(),
-    "checkpointing": {"byte_sizes", "memory", "errors"},
+    # plans are made of plain data: no torch
+    "planning": {"byte_sizes", "errors"},
+    "compiler": {"planning", "memory", "errors"},
+    "checkpointing": {"compiler", "planning", "memory", "errors"},
 }
 # these sit on the public interface and may import all of it
 ON_TOP = {"__init__", "integrations", "cli"}
@@ -187,6 +190,13 @@ def test_layers_import_downwards_only():
             if parts[0] == "rmm_linear" and len(parts) > 1 and parts[1] != layer and parts[1] not in ALLOWED[layer]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert wrong == []
+
+
+def test_planning_imports_no_torch():
+    planning = [*python_files(LIBRARY / "planning"), LIBRARY / "byte_sizes.py", LIBRARY / "errors.py"]
+    assert [
+        path.name for path in planning if "torch" in {name.partition(".")[0] for name in imported_modules(path)}
+    ] == []
 
 
 def test_experiments_use_public_names_only():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rmm_linear.compiler.backend import Group, Options, Planned
 from rmm_linear.compiler.joint_graph import Capture
@@ -25,12 +26,17 @@ from rmm_linear.compiler.torch_private import (
     reason_of,
     reasons_of_breaks,
 )
+from rmm_linear.compiler.tracing import hint_for
 from rmm_linear.errors import CaptureError, ScheduleError
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _MOST_CHARACTERS = 2000
+_FAILURES = (torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode)
+_HINT = (
+    "Take that line out of the step, or checkpoint the blocks without it one by one (`checkpoint_model(block, ...)`)"
+)
 
 
 class PlannedStep:
@@ -88,7 +94,7 @@ class PlannedStep:
         try:
             with dynamo_options():
                 result = self._compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except _FAILURES as error:
             if not self._is_whole:
                 self._warn(reason_of(error))
                 return self._function(*args, **kwargs)
@@ -125,10 +131,10 @@ class PlannedStep:
         except Planned:
             variant = self.group.variants()[-1]
             return variant.capture, variant.plan
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except _FAILURES as error:
             raise CaptureError(
-                f"the step is not one graph for torch.compile: {_shortened(reason_of(error))}\nTake that line out of"
-                " the step, or checkpoint the blocks without it one by one (`checkpoint_model(block, ...)`)"
+                f"the step is not one graph for torch.compile: {_shortened(reason_of(error))}\n"
+                f"{hint_for(str(error), _HINT)}"
             ) from error
         finally:
             self.group.capture_only = False

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from rmm_linear.errors import CaptureError, MissingCompilerError
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
+_BRANCH = re.compile(r"\nCaused by: (.+?)(?: \(_dynamo|\n|$)")
 _FOLDER, _STANDARD_LIBRARY = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
 
 
@@ -173,7 +174,9 @@ def reason_of(error: Exception) -> str:
     """
     told, _, stack = str(error).partition("from user code:")
     reason = told.strip().partition("\n\n")[0].partition("\n  Hint:")[0]
-    where = line_of(stack)
+    # of a branch on a size that is a tensor's content, the line alone
+    branch = _BRANCH.search(told)
+    where = line_of(stack) or (branch[1] if branch else "")
     return f"{reason}\n  at {where}" if where else reason
 
 

@@ -351,5 +351,18 @@ def _explained(error: Exception) -> CaptureError:
             f"the step depends on the contents of a tensor{where}; a capture has none. Checkpoint the blocks without"
             " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`"
         )
-    hint = next((hint for part, hint in _HINTS.items() if part in told), "Checkpoint the parts that can one by one")
+    hint = hint_for(told, "Checkpoint the parts that can one by one")
     return CaptureError(f"the step can't be captured{where}: {type(error).__name__}: {told}. {hint}")
+
+
+def hint_for(told: str, otherwise: str) -> str:
+    """Say what to do about an error.
+
+    Args:
+        told: Its text.
+        otherwise: What is said if it is no known one.
+
+    Returns:
+        A sentence.
+    """
+    return next((hint for part, hint in _HINTS.items() if part in told), otherwise)
