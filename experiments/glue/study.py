@@ -276,8 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         study = Study(options.config, options.results, options.work, data=options.data, model=options.model)
         return min(work_through(study), 1)
 
-    # whatever else the machine does comes first
     os.nice(19)
+    # Linux weighs processes of one terminal against each other, and terminals by this number
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
     torch.set_num_threads(1)
     try:
         return exit_status(lambda: work(parser.parse_args(arguments)))
