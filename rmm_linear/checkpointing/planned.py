@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rmm_linear.compiler.backend import Group, Options, Planned
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.torch_private import (
     compiled,
     dynamo_options,
+    failures_of_dynamo,
     hindrance,
+    is_recompile_limit,
     is_transforming,
     reason_of,
     reasons_of_breaks,
@@ -33,7 +34,7 @@ from rmm_linear.planning.schedule import Schedule
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _MOST_CHARACTERS = 2000
-_FAILURES = (torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode)
+_FAILURES = failures_of_dynamo()
 _HINT = (
     "Take that line out of the step, or checkpoint the blocks without it one by one (`checkpoint_model(block, ...)`)"
 )
@@ -95,7 +96,7 @@ class PlannedStep:
             with dynamo_options():
                 result = self._compiled(*args, **kwargs)
         except _FAILURES as error:
-            if not self._is_whole:
+            if not self._is_whole or is_recompile_limit(error):
                 self._warn(reason_of(error))
                 return self._function(*args, **kwargs)
             if not _is_sharded(self._model):

@@ -269,7 +269,8 @@ class PlannedGraph:
         self.variants: dict[Any, Variant] = {}
         self._has_failed = False
         self._peers = 0
-        self._parameters: list[weakref.ref[Tensor]] = []
+        # a parameter of each model that ran: models of one class share their graphs
+        self._parameters: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the forward pass by plan.
@@ -291,6 +292,9 @@ class PlannedGraph:
             or is_transformed(tensors)
         ):
             return self._module(*arguments)
+        parameter = next((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), None)
+        if parameter is not None:
+            self._parameters[id(parameter)] = parameter
         key = _key(arguments, tensors)
         self._forget_old_shares()
         variant = self.variants.pop(key, None)
@@ -317,13 +321,13 @@ class PlannedGraph:
         """
         if isinstance(target, nn.Module):
             own = {id(parameter) for parameter in target.parameters()}
-            return any(id(reference()) in own for reference in self._parameters)
+            return any(id(parameter) in own for parameter in self._parameters.values())
         function = getattr(target, "_torchdynamo_orig_callable", target)
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if code is None:
             return False
         traces = (node.stack_trace or "" for node in self._module.graph.nodes)
-        frames = (re.search(r'File "([^"]+)", line \d+, in (\w+)', trace) for trace in traces)
+        frames = (re.search(r'File "([^"]+)", line \d+, in (\S+)', trace) for trace in traces)
         return any(frame and (frame[1], frame[2]) == (code.co_filename, code.co_name) for frame in frames)
 
     def _forget_old_shares(self) -> None:
@@ -373,7 +377,6 @@ class PlannedGraph:
                 f" and the step's peak is {plan.peak_bytes} bytes",
                 stacklevel=2,
             )
-        self._parameters = [weakref.ref(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)]
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors if not isinstance(t, nn.Parameter))
         _logger.info("planned a graph for arguments of shapes %s in %.1f s", shapes, time.monotonic() - began)
         if options.executor == "exact":

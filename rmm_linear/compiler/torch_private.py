@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 from rmm_linear.errors import CaptureError, MissingCompilerError
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
+# of one model; beyond them, Dynamo runs it as written
+_MOST_RECOMPILATIONS = 64
 _BRANCH = re.compile(r"\nCaused by: (.+?)(?: \(_dynamo|\n|$)")
 _FOLDER, _STANDARD_LIBRARY = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
 
@@ -106,7 +108,7 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullg
     from torch._dynamo.external_utils import wrap_inline
 
     known = inspect.signature(torch.compile).parameters
-    options: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}
+    options: dict[str, Any] = {"recompile_limit": _MOST_RECOMPILATIONS, "isolate_recompiles": True}
     options = {name: value for name, value in options.items() if name in known}
     return torch.compile(wrap_inline(function), backend=backend, fullgraph=fullgraph, **options)
 
@@ -163,6 +165,31 @@ def reasons_of_breaks() -> dict[str, int]:
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
+def failures_of_dynamo() -> tuple[type[Exception], ...]:
+    """Return what Dynamo raises where it can't trace a function.
+
+    Returns:
+        Types of errors.
+    """
+    from torch._dynamo import exc
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
+    return exc.TorchDynamoException, GuardOnDataDependentSymNode, limit
+
+
+def is_recompile_limit(error: Exception) -> bool:
+    """Tell whether Dynamo gave up since a function was compiled too often.
+
+    Args:
+        error: What Dynamo raised.
+
+    Returns:
+        Whether it did.
+    """
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
 def reason_of(error: Exception) -> str:
     """Tell why Dynamo could not trace a function, and at which line.
 
@@ -172,7 +199,7 @@ def reason_of(error: Exception) -> str:
     Returns:
         The reason and its explanation, and the innermost line that is neither torch's nor the standard library's.
     """
-    told, _, stack = str(error).partition("from user code:")
+    told, _, stack = str(error.__cause__ if is_recompile_limit(error) else error).partition("from user code:")
     reason = told.strip().partition("\n\n")[0].partition("\n  Hint:")[0]
     # of a branch on a size that is a tensor's content, the line alone
     branch = _BRANCH.search(told)
@@ -304,6 +331,8 @@ def compile_by_inductor(
     mode = fake_mode_of(examples)
     options = {
         "allow_buffer_reuse": False,
+        # it copies the inputs of convolutions into another layout
+        "layout_optimization": False,
         "reorder_for_peak_memory": False,
         "post_grad_custom_post_pass": Windows(),
     }

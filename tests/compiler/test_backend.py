@@ -1,0 +1,245 @@
+"""The backend of torch.compile by its name: what is planned, what runs as written, and what is refused."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear.checkpointing import checkpoint_model
+from rmm_linear.compiler import backend, plans, rmm_linear, torch_private
+from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    # a limit on recompilations counts for all models of one class
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(16, 64), nn.Dropout(0.2), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.second(self.drop(torch.tanh(self.first(x))))
+
+
+class Net(nn.Module):
+    """Blocks, after the first of which torch.compile may have to break the graph; or each under a checkpoint."""
+
+    def __init__(self, *, breaks=False, checkpoints=False):
+        super().__init__()
+        self.first, *others = (Block() for _ in range(3))
+        self.blocks, self.breaks, self.checkpoints = nn.ModuleList(others), breaks, checkpoints
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x.square().mean()
+
+
+def exact(budget="80%", **options):
+    return {"budget": budget, "executor": "exact", **options}
+
+
+def runs(options):
+    """Planned forward passes of what was compiled with these options."""
+    return backend._groups[id(options)][1].runs
+
+
+def assert_trains_as(reference, run, model, batches=(X, X, X)):
+    for seed, x in enumerate(batches):
+        for call, own in ((run, model), (reference, reference)):
+            own.zero_grad()
+            torch.manual_seed(seed)
+            call(x).backward()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+
+
+def in_place(model, options):
+    model.compile(backend="rmm_linear", options=options)
+    return model
+
+
+WAYS = {
+    "name": lambda model, options: torch.compile(model, backend="rmm_linear", options=options),
+    "callable": lambda model, options: torch.compile(model, backend=rmm_linear, options=options),
+    "in place": in_place,
+    "function": lambda model, options: torch.compile(lambda x: model(x), backend="rmm_linear", options=options),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_compiled_runs_by_plan_with_the_gradients_of_eager_mode(way):
+    model, options = Net(), exact()
+    reference, keys = copy.deepcopy(model), model.state_dict().keys()
+    run = WAYS[way](model, options)
+    assert plans(model) == plans(run) == []
+    assert_trains_as(reference, run, model)
+    (plan,) = plans(model)
+    assert plans(run) == [plan]
+    assert plan.peak_bytes <= 0.8 * plan.plain.peak_bytes
+    assert runs(options) == 3
+    assert model.state_dict().keys() == keys
+    assert plans(reference) == []
+    # a second model of the class runs by the plan of the first
+    other = copy.deepcopy(model)
+    assert_trains_as(reference, WAYS[way](other, dict(options)), other)
+    assert len(plans(other)) == 1
+
+
+def test_a_function_lists_its_plans_by_itself():
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def step(x):
+        return torch.tanh(x @ weight).sum()
+
+    run = torch.compile(step, backend="rmm_linear", options=exact("100%"))
+    run(X).backward()
+    (plan,) = plans(step)
+    assert plans(run) == [plan]
+    assert plans(test_a_function_lists_its_plans_by_itself) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (None, 'the option "budget" is missing'),
+        (exact(speed=1), "option 'speed' is unknown; choose among budget, strategy"),
+        (exact("much"), "budget='much' is no budget"),
+        (exact(strategy="magic"), "strategy='magic' is unknown; choose one of"),
+        ({"budget": "60%", "executor": "fast"}, "executor='fast' is unknown; choose one of exact, inductor"),
+        (exact(gradients="summed"), "gradients='summed' is neither"),
+        (exact(costs="seconds"), "costs='seconds' is unknown; choose one of roofline"),
+        ({"budget": "60%", "executor": "inductor", "gradients": "freed"}, 'gradients="freed" needs executor="exact"'),
+    ],
+)
+def test_a_wrong_option_is_named(options, told):
+    model = torch.compile(Net(), backend="rmm_linear", options=options)
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        model(X)
+    assert type(caught.value) is ValueError
+
+
+def test_a_budget_that_cannot_be_met_is_told_in_the_users_unit():
+    model = torch.compile(Net(), backend="rmm_linear", options=exact("0.01MB"))
+    with pytest.raises(InfeasibleBudgetError, match=r"within 0.01 MB; the least that was found takes 0.\d+ MB"):
+        model(X)
+
+
+@pytest.mark.parametrize("budget", ["90%", 160_000])
+def test_the_graphs_of_a_model_that_breaks_share_a_budget_in_bytes(budget):
+    model, options = Net(breaks=True), exact(budget)
+    reference = copy.deepcopy(model)
+    assert_trains_as(reference, torch.compile(model, backend="rmm_linear", options=options), model)
+    found = plans(model)
+    assert len(found) == 2
+    assert runs(options) == 6
+    if budget == "90%":
+        assert all(plan.budget_bytes == int(0.9 * plan.plain.peak_bytes) for plan in found)
+    else:
+        first, second = found
+        assert 0.99 * budget < first.budget_bytes + second.budget_bytes <= budget
+        parts = [plan.budget_bytes / plan.plain.peak_bytes for plan in found]
+        assert parts[0] == pytest.approx(parts[1], rel=1e-3)
+
+
+def test_one_graph_has_a_plan_for_each_length():
+    model, options = Net(), exact("100%", strategy="chen2016_sqrt")
+    batches = [X[:rows].clone() for rows in (64, 48, 40, 32, 24, 48, 64)]
+    assert_trains_as(copy.deepcopy(model), torch.compile(model, backend="rmm_linear", options=options), model, batches)
+    # of the first length, one that is static and one for changing lengths
+    assert len(plans(model)) == 6
+    assert len(backend._groups[id(options)][1].graphs) == 2
+    assert runs(options) == len(batches)
+
+
+def test_identical_blocks_that_are_compiled_one_by_one_share_a_plan():
+    model, options = Net(), exact("100%")
+    reference = copy.deepcopy(model)
+    for block in (model.first, *model.blocks):
+        in_place(block, options)
+    assert_trains_as(reference, model, model, (X.clone().requires_grad_(),))
+    assert len(plans(model)) == 1
+    assert runs(options) == 3
+
+
+@pytest.mark.parametrize("how", ["eval without gradients", "no_grad", "frozen", "torch.func"])
+def test_where_there_is_nothing_to_differentiate_or_transforms_are_active_no_plan_is_made(how):
+    model, options = Net(), exact()
+    run = in_place(model, options)
+    torch.manual_seed(0)
+    if how == "torch.func":
+        torch.func.grad(lambda x: run(x))(X)
+    elif how == "frozen":
+        assert not run.requires_grad_(False)(X).requires_grad
+    else:
+        with torch.no_grad():
+            assert not run.train(how == "no_grad")(X).requires_grad
+    assert plans(model) == []
+
+
+def test_second_derivatives_are_refused():
+    model = Net()
+    loss = torch.compile(model, backend="rmm_linear", options=exact())(X)
+    with pytest.raises(DoubleBackwardError, match="create_graph=True"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_checkpoints_of_the_model_itself_are_replaced_with_a_warning_and_draw_once():
+    model, options = Net(checkpoints=True), exact("60%")
+    run = torch.compile(model, backend="rmm_linear", options=options)
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"the plan takes the checkpoints' place, and the step's peak is \d+ bytes"):
+        assert_trains_as(reference, run, model)
+    (plan,) = plans(model)
+    assert plan.peak_bytes <= 0.6 * plan.plain.peak_bytes
+    assert runs(options) == 3
+
+
+# What `checkpoint_model` adds to the backend
+
+
+@pytest.mark.parametrize("root", [nn.Sequential(Block(), nn.Tanh()), nn.Linear(16, 4), nn.GRU(16, 8)], ids=type)
+def test_torchs_own_modules_are_planned_as_roots(root):
+    reference = copy.deepcopy(root)
+    sum_of = (lambda out: out[0].sum()) if isinstance(root, nn.GRU) else (lambda out: out.sum())
+    checkpoint_model(root, X, budget="100%")
+    for seed in range(2):
+        for each in (root, reference):
+            torch.manual_seed(seed)
+            sum_of(each(X)).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(root.parameters(), reference.parameters(), strict=True))
+    assert root._compiled_call_impl.planned_runs == 2
+
+
+def test_a_step_beyond_the_limit_of_recompilations_runs_as_written_with_one_warning(monkeypatch):
+    class Named(Net):
+        name = ""
+
+        def forward(self, x):
+            return super().forward(x) if self.name else 2 * super().forward(x)
+
+    monkeypatch.setattr(torch_private, "_MOST_RECOMPILATIONS", 2)
+    model = Named()
+    reference = copy.deepcopy(model)
+    checkpoint_model(model, X, budget="100%")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(9):
+            model.name = reference.name = f"{number}"
+            assert_trains_as(reference, model, model, (X,))
+    told = [str(each.message) for each in caught if "Named" in str(each.message)]
+    assert len(told) == 1
+    assert "recompile" in told[0]
