@@ -38,7 +38,9 @@ def checkpointed_blocks(model: nn.Module, pattern: str | None) -> Iterator[int]:
         enabled: Any = model
         enabled.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         try:
-            yield sum(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+            from transformers.modeling_layers import GradientCheckpointingLayer
+
+            yield sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
         finally:
             enabled.gradient_checkpointing_disable()
         return

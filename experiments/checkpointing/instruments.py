@@ -8,9 +8,10 @@ allocate for themselves, rounded as the allocator rounds.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -130,17 +131,42 @@ def allocator_peak(step: Callable[[], Any]) -> int:
     Returns:
         Bytes allocated at the peak, beyond those that were allocated before.
     """
+    return allocator_peaks(step)[0]
+
+
+def allocator_peaks(step: Callable[[], Any]) -> tuple[int, int]:
+    """Measure the peak of a step by the log of the CPU allocator, with what kernels hold for themselves and without.
+
+    Args:
+        step: Runs the step, forward and backward.
+
+    Returns:
+        Bytes allocated at the peak, beyond those that were allocated before; and the same of what outlives the op that
+        allocates it, which is what plans know of.
+    """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:
         step()
-    allocations = [
-        event for event in log.profiler.kineto_results.events() if event.name() == "[memory]" and event.nbytes()
+    changes: list[tuple[int, int, int, int | None]] = []
+    waiting: list[tuple[Any, int | None]] = [
+        (root, None) for root in log.profiler.kineto_results.experimental_event_tree()
     ]
-    now = peak = 0
-    for event in sorted(allocations, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    while waiting:
+        event, op = waiting.pop()
+        if event.name == "[memory]":
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr, op))
+        op = event.id if op is None and event.name.startswith("aten::") else op
+        waiting += [(child, op) for child in event.children]
+    changes.sort(key=lambda change: change[0])
+    sizes = [size for _, size, _, _ in changes]
+    outlasting = list(sizes)
+    allocated: dict[int, tuple[int, int | None]] = {}
+    for place, (_, size, address, op) in enumerate(changes):
+        if size > 0:
+            allocated[address] = place, op
+        elif op is not None and allocated.get(address, (0, None))[1] == op:
+            outlasting[allocated[address][0]] = outlasting[place] = 0
+    return max(itertools.accumulate(sizes), default=0), max(itertools.accumulate(outlasting), default=0)
 
 
 def time_ratios(step: Callable[[], Any], reference: Callable[[], Any], repeats: int) -> list[float]:
@@ -162,3 +188,52 @@ def time_ratios(step: Callable[[], Any], reference: Callable[[], Any], repeats: 
         step()
         ratios.append((time.perf_counter() - middle) / (middle - start))
     return ratios
+
+
+def interleaved(steps: Sequence[tuple[str, Callable[[], Any]]], rounds: int) -> dict[str, list[float]]:
+    """Time steps by turns, every second round in the reverse order: neighbours run under the same conditions.
+
+    Args:
+        steps: Names, each another one, and what runs a step, forward and backward.
+        rounds: How often each.
+
+    Returns:
+        Seconds by name, a round each.
+    """
+    times: dict[str, list[float]] = {name: [] for name, _ in steps}
+    for number in range(rounds):
+        for name, step in reversed(steps) if number % 2 else steps:
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def all_equal(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> bool:
+    """Compare tensors bit for bit.
+
+    Args:
+        first: Tensors.
+        second: As many.
+
+    Returns:
+        Whether all are equal, or missing on both sides.
+    """
+    return all(
+        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(first, second, strict=True)
+    )
+
+
+def difference(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
+    """Tell other roundings from other results.
+
+    Args:
+        first: Tensors.
+        second: As many.
+
+    Returns:
+        The norm of the difference over the norm of the first.
+    """
+    pairs = [(a.double(), b.double()) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    squares = sum(float((a - b).square().sum()) for a, b in pairs)
+    return float(f"{(squares / sum(float(a.square().sum()) for a, _ in pairs)) ** 0.5:.2g}")

@@ -92,14 +92,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     )
 
 
-def _by_model(rows: Rows) -> dict[str, list[dict[str, Any]]]:
+def by_model(rows: Rows) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each model, by its name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["model"], []).append(row)
     return found
 
 
-def _percent(fraction: float | None, sign: str = "") -> str:
+def as_percent(fraction: float | None, sign: str = "") -> str:
+    """Return a fraction as text: "-" for None, and three digits for large ones."""
     if fraction is None:
         return "-"
     percent = 100 * fraction
@@ -107,7 +109,8 @@ def _percent(fraction: float | None, sign: str = "") -> str:
     return f"{round(percent, 0 if abs(percent) >= 99.95 else 1) + 0.0:{sign}.{0 if abs(percent) >= 99.95 else 1}f} %"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
 
 
@@ -147,21 +150,21 @@ def planned_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> s
         Markdown.
     """
     lines = []
-    for model, each in _by_model(_pick(rows, shape, gradients)).items():
+    for model, each in by_model(_pick(rows, shape, gradients)).items():
         first = each[0]
         plain = first["plain_peak_bytes"]
         cells = [model, f"{first['batch']} x {first['size']}", str(first["ops"])]
         cells += [f"{first['parameter_bytes'] / _GB:.2f}", f"{plain / _GB:.2f}"]
         for percent in _BUDGETS:
             row = _cheapest(each, plain * percent / 100)
-            cells.append("-" if row is None else _percent(row["extra_cost"], "+"))
+            cells.append("-" if row is None else as_percent(row["extra_cost"], "+"))
         for row in (_least(each, _ONE_FORWARD), _least(each, math.inf)):
             assert row is not None
-            cells.append(f"{_percent(row['peak_bytes'] / plain)} for {_percent(row['extra_cost'], '+')}")
+            cells.append(f"{as_percent(row['peak_bytes'] / plain)} for {as_percent(row['extra_cost'], '+')}")
         lines.append(cells)
     head = ["model", "batch x size", "ops", "parameters, GB", "plain peak, GB"]
     head += [f"time at {percent} %" for percent in _BUDGETS]
-    return _table([*head, "least peak for a third more time", "least peak"], lines)
+    return markdown_table([*head, "least peak for a third more time", "least peak"], lines)
 
 
 def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> str:
@@ -177,7 +180,7 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
     """
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = []
-    for model, each in _by_model(_pick(rows, shape, gradients)).items():
+    for model, each in by_model(_pick(rows, shape, gradients)).items():
         cells = [model]
         for name in names:
             own = [row for row in each if row["strategy"] == name]
@@ -185,8 +188,8 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
             if row is None:
                 cells.append("-")
                 continue
-            share = _percent(row["peak_bytes"] / row["plain_peak_bytes"])
-            cells.append(f"{share} for {_percent(row['extra_cost'], '+')}")
+            share = as_percent(row["peak_bytes"] / row["plain_peak_bytes"])
+            cells.append(f"{share} for {as_percent(row['extra_cost'], '+')}")
         lines.append(cells)
     for what, found in (
         (f"planning, s (longest of up to {_MANY_OPS} ops)", [row for row in rows if row["ops"] <= _MANY_OPS]),
@@ -195,7 +198,7 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
         seconds = [max((row["planning_s"] for row in found if row["strategy"] == name), default=None) for name in names]
         if found:
             lines.append([what, *("-" if longest is None else f"{longest:.1f}" for longest in seconds)])
-    return _table(["model", *names], lines)
+    return markdown_table(["model", *names], lines)
 
 
 def published_table(rows: Rows) -> str:
@@ -208,20 +211,20 @@ def published_table(rows: Rows) -> str:
         Markdown.
     """
     lines = []
-    for model, each in _by_model(_pick(rows, "full", "kept")).items():
+    for model, each in by_model(_pick(rows, "full", "kept")).items():
         if model not in _PUBLISHED:
             continue
         none, chen, kusumoto = _PUBLISHED[model]
         first = each[0]
         total = first["plain_peak_bytes"] + first["parameter_bytes"]
-        cells = [model, f"{none} GB", *(_percent(peak / none) for peak in (chen, kusumoto)), f"{total / _GB:.2f} GB"]
+        cells = [model, f"{none} GB", *(as_percent(peak / none) for peak in (chen, kusumoto)), f"{total / _GB:.2f} GB"]
         for wanted in ("chen", "kusumoto", ""):
             row = _least([row for row in each if wanted in row["strategy"]], _ONE_FORWARD)
             peak = None if row is None else (row["peak_bytes"] + first["parameter_bytes"]) / total
-            cells.append(_percent(peak))
+            cells.append(as_percent(peak))
         lines.append(cells)
     head = ["model", "paper: none", "Chen", "Kusumoto", "here: none", "Chen", "Kusumoto", "best of all"]
-    return _table(head, lines)
+    return markdown_table(head, lines)
 
 
 def exactness(rows: Rows) -> str:
@@ -237,7 +240,7 @@ def exactness(rows: Rows) -> str:
     right = sum(row["simulated_peak_bytes"] == row["peak_bytes"] for row in planned)
     same = sum(row["same_gradients"] and row["same_buffers"] for row in planned)
     names = len({row["strategy"] for row in planned})
-    models, wide = _by_model(planned), _by_model(_at(planned, "wide"))
+    models, wide = by_model(planned), by_model(_at(planned, "wide"))
     widths = f" ({len(wide)} of them at published widths too)" if wide else ""
     return (
         f"{len(planned)} schedules of {names} strategies ran, on {len(models)} models{widths}: the measured peak is the"
@@ -261,8 +264,8 @@ def baselines_table(frontiers: Rows, rows: Rows, shape: str = "small") -> str:
         Markdown.
     """
     lines = []
-    simulated = _by_model(_pick(frontiers, shape, "kept"))
-    for model, each in _by_model(_at(rows, shape)).items():
+    simulated = by_model(_pick(frontiers, shape, "kept"))
+    for model, each in by_model(_at(rows, shape)).items():
         eager = each[0]["peak_bytes"]
         cells = [model]
         for method in (BLOCKS, BUDGET):
@@ -271,16 +274,16 @@ def baselines_table(frontiers: Rows, rows: Rows, shape: str = "small") -> str:
                 cells += ["-", "-", "-"]
                 continue
             best = min(own, key=lambda row: row["peak_bytes"])
-            cells.append(f"{_percent(best['peak_bytes'] / eager)} ({best['setting']})")
-            cells.append(_percent(best["extra_flops"], "+"))
-            cells.append(_percent(_flops_within(simulated.get(model, ()), best["peak_bytes"]), "+"))
+            cells.append(f"{as_percent(best['peak_bytes'] / eager)} ({best['setting']})")
+            cells.append(as_percent(best["extra_flops"], "+"))
+            cells.append(as_percent(_flops_within(simulated.get(model, ()), best["peak_bytes"]), "+"))
         least = min(simulated.get(model, ()), key=lambda row: row["peak_bytes"], default=None)
-        cells.append("-" if least is None else _percent(least["peak_bytes"] / eager))
+        cells.append("-" if least is None else as_percent(least["peak_bytes"] / eager))
         lines.append(cells)
     head = ["model"]
     for method in (BLOCKS, BUDGET):
         head += [f"{method}: least peak", "FLOPs", "a plan of that peak: FLOPs"]
-    return _table([*head, "least planned peak"], lines)
+    return markdown_table([*head, "least planned peak"], lines)
 
 
 def _model_part(rows: Rows) -> str:
@@ -300,10 +303,10 @@ def _model_part(rows: Rows) -> str:
                 row["setting"] or "",
                 row["strategy"] or row["note"] or "",
                 f"{row['peak_bytes'] / _MIB:.2f}",
-                _percent(row["peak_bytes"] / eager),
+                as_percent(row["peak_bytes"] / eager),
                 "" if simulated is None else str(simulated - row["peak_bytes"]),
                 "" if allocated is None else f"{allocated / _MIB:.2f}",
-                _percent(row["extra_flops"], "+"),
+                as_percent(row["extra_flops"], "+"),
                 time,
                 f"other {', '.join(other)}" if other else "same",
             ]
@@ -313,7 +316,7 @@ def _model_part(rows: Rows) -> str:
     parameters = first["parameter_bytes"] / _MIB
     wide = ", published widths" if first["shape"] == "wide" else ""
     text = f"## {first['model']}{wide}\n\n{first['batch']} x {first['size']}, {parameters:.2f} MiB of parameters."
-    return f"{text}\n\n{_table(head, lines)}"
+    return f"{text}\n\n{markdown_table(head, lines)}"
 
 
 def summary(frontiers: Rows, rows: Rows) -> str:
@@ -352,8 +355,12 @@ def blocks(folder: Path) -> dict[str, Callable[[], str]]:
     Returns:
         For `experiments.readme.filled`.
     """
+    # it takes its helpers from here
+    from .compiled_report import compiled_block
+
     frontiers, rows = read_rows(folder / FRONTIERS_FILE), read_rows(folder / MEASURED_FILE)
     return {
+        "compiled": lambda: compiled_block(folder),
         "exactness": lambda: exactness(rows),
         "planned": lambda: planned_table(frontiers),
         "planned, gradients freed": lambda: planned_table(frontiers, gradients="freed"),
@@ -380,21 +387,30 @@ def write_report(folder: Path) -> str:
     frontiers, rows = read_rows(folder / FRONTIERS_FILE), read_rows(folder / MEASURED_FILE)
     head = "# Training steps as they ran\n\n" + exactness(rows)
     origins = f"## Where the numbers come from\n\n{_origins(rows, MEASURED_FILE)}"
-    parts = [_model_part(_at(each, shape)) for each in _by_model(rows).values() for shape in _shapes(each)]
+    parts = [_model_part(_at(each, shape)) for each in by_model(rows).values() for shape in _shapes(each)]
     text = "\n\n".join([head, *parts, origins]) + "\n"
     try:
         replace_file(folder / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
         replace_file(folder / "figure.png", lambda path: draw_figure(frontiers, rows, path))
         if folder.resolve() == (README.parent / "results").resolve():
-            from experiments.readme import filled
-
-            new = filled(README.read_text(encoding="utf-8"), blocks(folder))
-            replace_file(README, lambda path: path.write_text(new, encoding="utf-8"))
+            write_readme(folder)
     except OSError as error:
         raise HarnessError(
             f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
         ) from error
     return f"{summary(frontiers, rows)}\n\nreport: {folder / 'report.md'}"
+
+
+def write_readme(folder: Path) -> None:
+    """Fill the blocks of this experiment's README.md.
+
+    Args:
+        folder: The results folder.
+    """
+    from experiments.readme import filled
+
+    new = filled(README.read_text(encoding="utf-8"), blocks(folder))
+    replace_file(README, lambda path: path.write_text(new, encoding="utf-8"))
 
 
 def draw_figure(frontiers: Rows, rows: Rows, path: Path) -> None:
@@ -405,8 +421,8 @@ def draw_figure(frontiers: Rows, rows: Rows, path: Path) -> None:
         rows: Measured rows.
         path: The PNG file to write.
     """
-    measured = _by_model(_at(rows, "small"))
-    small = _by_model(_pick(frontiers, "small", "kept"))
+    measured = by_model(_at(rows, "small"))
+    small = by_model(_pick(frontiers, "small", "kept"))
     names = list(dict.fromkeys(row["strategy"] for row in frontiers))
     styles = {name: _LINES[place % len(_LINES)] for place, name in enumerate(names)}
     # the legend takes a panel of its own

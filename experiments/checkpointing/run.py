@@ -34,7 +34,7 @@ from rmm_linear.compiler.backend import Group, Options
 from rmm_linear.planning.strategies import Proposal, choose
 
 from .baselines import BLOCKS, BUDGET, BUDGETS, EAGER, checkpointed_blocks, memory_budget
-from .instruments import allocator_peak, flops_of, peak_and_flops, time_ratios
+from .instruments import all_equal, allocator_peak, difference, flops_of, peak_and_flops, time_ratios
 from .models import WORKLOADS, Shape, Workload
 from .report import FRONTIERS_FILE, MEASURED_FILE, PLANNED, read_rows, summary, write_report
 
@@ -231,9 +231,9 @@ class Measuring:
             "extra_flops": round(flops / self._plain_flops - 1, 4),
             "extra_cost": None,
             **dict.fromkeys(("time_ratio", "time_ratio_q20", "time_ratio_q80", "repeats")),
-            "same_gradients": _all_equal(self._reference[0], gradients),
-            "gradient_difference": _difference(self._reference[0], gradients),
-            "same_buffers": _all_equal(self._reference[1], buffers),
+            "same_gradients": all_equal(self._reference[0], gradients),
+            "gradient_difference": difference(self._reference[0], gradients),
+            "same_buffers": all_equal(self._reference[1], buffers),
             "note": None,
         }
         if timed and self.repeats:
@@ -247,20 +247,6 @@ class Measuring:
             row |= {"time_ratio_q20": round(low, 3), "time_ratio_q80": round(high, 3), "repeats": self.repeats}
         self._reset()
         return row
-
-
-def _all_equal(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> bool:
-    """Bit for bit."""
-    return all(
-        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(first, second, strict=True)
-    )
-
-
-def _difference(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
-    """Norm of the difference over the norm of the first: tells other roundings from other results."""
-    pairs = [(a.double(), b.double()) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-    difference = sum(float((a - b).square().sum()) for a, b in pairs)
-    return float(f"{(difference / sum(float(a.square().sum()) for a, _ in pairs)) ** 0.5:.2g}")
 
 
 def measured_rows(
@@ -344,7 +330,15 @@ def _planned_row(
 _commit = cache(provenance.commit)
 
 
-def _origin(workload: Workload) -> dict[str, Any]:
+def origin(workload: Workload) -> dict[str, Any]:
+    """Say what rows of a model were made by.
+
+    Args:
+        workload: The model.
+
+    Returns:
+        Versions, commit and hardware.
+    """
     commit, hardware = _commit(), provenance.hardware(torch.device("cpu"))
     return {
         "rmm_linear": rmm_linear.__version__,
@@ -395,13 +389,13 @@ def run_workload(
     Returns:
         Rows of the frontiers, and rows that were measured.
     """
-    origin = _origin(workload)
+    made_by = origin(workload)
     simulated, measured = [], []
     if full:
         with workload.hollow(workload.full) as (model, batch):
             captured = capture(model, batch, step=workload.step)
         sizes = _sizes(workload, workload.full, "full")
-        simulated += [sizes | row | origin for row in frontier_rows(captured, names, with_freed=True)[0]]
+        simulated += [sizes | row | made_by for row in frontier_rows(captured, names, with_freed=True)[0]]
         del captured, model, batch
     # times belong to the small size; a wide one takes seconds a step, and is there for its bytes and bits
     for name, shape, times in (("small", workload.small, repeats), ("wide", workload.wide if full else None, 0)):
@@ -411,9 +405,9 @@ def run_workload(
         captured = capture(measuring.model, measuring.batch, step=workload.step)
         sizes = _sizes(workload, shape, name)
         rows, found = frontier_rows(captured, names)
-        simulated += [sizes | row | origin for row in rows]
+        simulated += [sizes | row | made_by for row in rows]
         for row in measured_rows(measuring, captured, found, budgets=budgets) if runs else ():
-            measured.append(sizes | row | origin)
+            measured.append(sizes | row | made_by)
             print(_line(measured[-1]), flush=True)
         del measuring, captured, found
         gc.collect()
