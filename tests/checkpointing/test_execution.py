@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import random
 from collections import Counter
 
 import pytest
@@ -25,7 +24,7 @@ from rmm_linear.checkpointing import (
 )
 from rmm_linear.compiler.exact_program import program_of
 from rmm_linear.compiler.runner import Runner
-from rmm_linear.errors import CaptureError, DoubleBackwardError, InfeasibleBudgetError, ScheduleError
+from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError, ScheduleError
 from rmm_linear.planning.strategies.segments import order_of_segments
 
 
@@ -540,45 +539,6 @@ def test_second_backward_passes_and_second_derivatives_are_refused():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="ran already"):
         loss.backward()
-
-
-class Refused(nn.Module):
-    def __init__(self, forward):
-        super().__init__()
-        self.a, self.own = nn.Linear(16, 16), forward
-
-    def forward(self, x):
-        return self.own(self, x)
-
-
-def branches_on_a_tensor(model, x):
-    return model.a(x).square().mean() if x.mean() > 0 else model.a(x).sum()
-
-
-def looks_at_a_number(model, x):
-    return model.a(x).sum() * (2 if x.sum().item() > 0.25 else 3)
-
-
-def selects_rows(model, x):
-    return model.a(x[x[:, 0, 0] > 0]).sum()
-
-
-def prints(model, x):
-    h = model.a(x)
-    print(h)
-    return h.sum()
-
-
-@pytest.mark.parametrize("forward", [branches_on_a_tensor, looks_at_a_number, selects_rows, prints])
-def test_what_cannot_be_captured_is_told_with_its_line_and_a_remedy(forward):
-    model, states = Refused(forward), (torch.get_rng_state(), random.getstate())
-    with pytest.raises(CaptureError, match=r"test_execution.py:\d+: .*(?s:.)*blocks without") as caught:
-        checkpoint_model(model, X, budget="50%")
-    first = forward.__code__.co_firstlineno
-    assert any(f"test_execution.py:{line}: " in str(caught.value) for line in range(first + 1, first + 4))
-    assert model._compiled_call_impl is None
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
 
 
 def test_a_workspace_that_is_not_told_is_warned_of():

@@ -11,43 +11,6 @@ from rmm_linear.checkpointing import checkpoint_model
 X = torch.randn(6, 8)
 
 
-class Waits(nn.Module):
-    """An evaluation that is under way until it is told to go on."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-    def forward(self, x):
-        if not torch.is_grad_enabled():
-            self.at_work.set()
-            self.go_on.wait(20)
-        return self.layers(x)
-
-
-def test_training_is_planned_while_another_thread_evaluates():
-    model = Waits()
-    reference = copy.deepcopy(model)
-    Waits.at_work, Waits.go_on = threading.Event(), threading.Event()
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
-    found = []
-
-    def evaluate():
-        with torch.no_grad():
-            found.append(model(X))
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    assert Waits.at_work.wait(60)
-    for _ in range(3):
-        model(X)
-    Waits.go_on.set()
-    thread.join(60)
-    assert model._compiled_call_impl.planned_runs == 3
-    assert found[0].grad_fn is None
-    assert torch.equal(found[0], reference(X))
-
-
 def test_threads_train_planned_copies_at_once():
     plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     models, failures, start = [copy.deepcopy(plain) for _ in range(2)], [], threading.Barrier(2)
