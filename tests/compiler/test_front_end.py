@@ -226,7 +226,7 @@ def test_a_step_that_is_no_longer_one_graph_is_planned_in_parts_with_one_warning
     assert planned_runs(model) >= 4
 
 
-def test_where_torch_compile_traces_nothing_steps_run_as_written_with_one_warning(monkeypatch):
+def test_where_torch_compile_traces_nothing_steps_run_as_written_with_one_warning():
     class Counts(TorchDispatchMode):
         ops = 0
 
@@ -244,6 +244,5 @@ def test_where_torch_compile_traces_nothing_steps_run_as_written_with_one_warnin
     assert planned_runs(model) == 0
     with Counts(), pytest.raises(CaptureError, match="can't be captured now: Counts"):
         planned(make())
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    with pytest.raises(CaptureError, match="torch.compile is switched off"):
+    with torch._dynamo.config.patch(disable=True), pytest.raises(CaptureError, match="torch.compile is switched off"):
         planned(make())
