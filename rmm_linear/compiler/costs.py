@@ -70,9 +70,7 @@ def cost_of(node: fx.Node, costs: str) -> float:
 
 
 def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
-    leaves = pytree.tree_leaves((args, kwargs))
-    described = [(*leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if _is(leaf) else leaf for leaf in leaves]
-    key = f"{node.target} {described}"
+    key = f"{node.target} {described((args, kwargs))}"
     if key not in _MEASURED_MS:
         _MEASURED_MS[key] = _time_of(node, args, kwargs)
     return _MEASURED_MS[key]
@@ -80,18 +78,10 @@ def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
 
 def _time_of(node: fx.Node, args: Any, kwargs: Any) -> float:
     """Median time of an op, in ms."""
-
-    def contents(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        # zeros are valid as indices and masks as well
-        real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
-        return real.normal_() if leaf.is_floating_point() else real
-
     times = []
     devices = sorted({leaf.device.index for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        real_args, real_kwargs = pytree.tree_map(contents, (args, kwargs))
+        real_args, real_kwargs = with_contents((args, kwargs))
         for _ in range(_REPEATS + 1):
             begin = time.perf_counter()
             node.target(*real_args, **real_kwargs)  # type: ignore[operator]
@@ -100,6 +90,38 @@ def _time_of(node: fx.Node, args: Any, kwargs: Any) -> float:
             times.append(1000 * (time.perf_counter() - begin))
     # the first run warms up
     return max(1e-6, sorted(times[1:])[_REPEATS // 2])
+
+
+def described(arguments: Any) -> str:
+    """Tell what the time and the memory of an op depend on.
+
+    Args:
+        arguments: The op's arguments, with fake tensors.
+
+    Returns:
+        Shapes, layouts, dtypes and devices of the tensors, and the other values.
+    """
+    leaves = pytree.tree_leaves(arguments)
+    return str([(*leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if _is(leaf) else leaf for leaf in leaves])
+
+
+def with_contents(arguments: Any) -> Any:
+    """Replace fake tensors by real ones of the same shapes and layouts.
+
+    Args:
+        arguments: The op's arguments.
+
+    Returns:
+        The same with random numbers; zeros where numbers are whole, which are valid as indices and masks.
+    """
+
+    def contents(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+        return real.normal_() if leaf.is_floating_point() else real
+
+    return pytree.tree_map(contents, arguments)
 
 
 def _is(leaf: Any) -> bool:

@@ -54,7 +54,8 @@ def program_within(
     tries: list[tuple[int, CheckpointPlan, Program]] = []
     while not tries or (tries[-1][0] > budget_bytes and len(tries) < _MOST_TRIES):
         if tries:
-            target -= tries[-1][0] - budget_bytes
+            # the same excess over a plan that takes less
+            target = plan.peak_bytes - (tries[-1][0] - budget_bytes)
             try:
                 plan = replan(target)
             except ValueError:

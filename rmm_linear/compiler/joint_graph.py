@@ -31,6 +31,7 @@ from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autoc
 from rmm_linear.compiler.costs import cost_of, unit_of
 from rmm_linear.compiler.fake_memory import real_bytes
 from rmm_linear.compiler.tracing import Returned, Traced, trace
+from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError
 from rmm_linear.planning.graph import Graph, Op, Storage
 
@@ -329,6 +330,9 @@ class _Reading:
             )
             ops.append(self._op(node, tuple(reads), tuple(fresh.values()), temporary, is_backward, updated))
             nodes.append(node)
+        if self._traced.has_contents:
+            own = workspace_bytes(nodes)
+            ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
         # what is returned is the caller's from then on; new buffers are only there to be copied
         outputs = self._indices([*results, *(node for node in gradients if node is not None)])
         at_forward_end = self._indices([*results, *(node for _, node in updates)])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -305,6 +306,7 @@ def compile_by_inductor(
     """
     from torch._inductor import config, exc
     from torch._inductor.choices import InductorChoices
+    from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.virtualized import V
@@ -316,7 +318,7 @@ def compile_by_inductor(
             pass
 
         def uuid(self) -> str:
-            return key
+            return f"windows 3, {key}"
 
     def window_of(kernel: Any) -> Any:
         origins = (node for part in kernel.get_nodes() if part.node is not None for node in part.node.get_origins())
@@ -327,6 +329,20 @@ def compile_by_inductor(
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             is_alike = window_of(node1) == window_of(node2)
             return is_alike and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+    codegen_node = require(CppScheduling, "codegen_node")
+
+    def codegen_in_window(self: Any, node: Any) -> None:
+        # all kernels of a C++ function get their buffers before it begins: a function ends with its window
+        scheduled = self.kernel_group.scheduled_nodes
+        if scheduled and window_of(scheduled[-1]) != window_of(node):
+            scheduler = V.graph.scheduler
+            # the last reader of these is the node itself
+            waiting = scheduler.buffer_names_to_free & node.last_usage
+            scheduler.buffer_names_to_free -= waiting
+            scheduler.flush()
+            scheduler.buffer_names_to_free |= waiting
+        codegen_node(self, node)
 
     mode = fake_mode_of(examples)
     options = {
@@ -342,6 +358,7 @@ def compile_by_inductor(
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             V.set_choices_handler(Choices()),
             config.patch(options),
+            mock.patch.object(CppScheduling, "codegen_node", codegen_in_window),
         ):
             return compile_fx_inner(module, examples, is_backward=is_backward)
     except exc.InvalidCxxCompiler as error:

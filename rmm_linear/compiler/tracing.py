@@ -66,6 +66,7 @@ class Traced:
         has_gradient: For each result, whether it requires a gradient.
         names: A name for each input, for people: "encoder.0.weight".
         blocks: The module that each node of the joint graph belongs to.
+        has_contents: Whether the arguments are real tensors, of a size that this machine has room for.
     """
 
     joint: fx.GraphModule
@@ -75,6 +76,7 @@ class Traced:
     has_gradient: tuple[bool, ...]
     names: tuple[str, ...]
     blocks: Mapping[fx.Node, str]
+    has_contents: bool
 
 
 def trace(
@@ -120,6 +122,7 @@ def trace(
         function.has_gradient,
         tuple(map(_name, tensors)),
         _blocks(joint),
+        not any(isinstance(a, FakeTensor) or a.is_meta for a in arguments if isinstance(a, Tensor)),
     )
 
 
