@@ -3,8 +3,7 @@
 While an op runs, memory holds what was there before, all that it writes (also what is there already, when it runs a
 second time, and what nobody reads), and its temporaries. An op that draws random numbers and runs several times has the
 random state kept for it. The peak is the largest such sum. Measured peaks equal it to the byte
-(`rmm_linear.compiler.exact_program` runs schedules; the tests measure with an instrument of their own); what a kernel
-takes for itself, and gives back before it returns, comes on top.
+(`rmm_linear.compiler.exact_program` runs schedules; the tests measure with an instrument of their own).
 """
 
 from collections import Counter
