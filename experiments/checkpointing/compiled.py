@@ -33,6 +33,7 @@ from experiments import results_by_model
 from experiments.glue.command_line import Parser, exit_status
 from experiments.glue.errors import HarnessError
 from rmm_linear.compiler.backend import Group, Options
+from rmm_linear.compiler.torch_private import dynamo_options
 from rmm_linear.errors import InfeasibleBudgetError
 
 from . import compiled_report as report
@@ -56,6 +57,7 @@ class Comparison:
         case: The model.
         shape: Its size.
         extent: How much is measured.
+        stack: Ends what lasts as long as the ways.
         ways: The ways so far; the first one is eager mode.
         missing: Rows of budgets that no plan can meet.
     """
@@ -63,13 +65,15 @@ class Comparison:
     case: Case
     shape: Shape
     extent: Extent
+    stack: ExitStack
     ways: list[Way] = field(default_factory=list)
     missing: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._stack = ExitStack()
+        # messages that transformers writes once break no graph, for rivals neither
+        self.stack.enter_context(dynamo_options())
         # what earlier runs compiled is compiled anew; ways of one model share what they have in common
-        self._stack.enter_context(fresh_cache())
+        self.stack.enter_context(fresh_cache())
         self._model, self._batch = self.case.workload.at(self.shape)
         config: Any = getattr(self._model, "config", None)
         self._blocks: int = self.case.blocks or config.num_hidden_layers
@@ -118,7 +122,7 @@ class Comparison:
         watched: Watched | None = None
         if are_checkpointed:
             pattern = next(iter(self.case.workload.blocks.values()), None)
-            count = self._stack.enter_context(checkpointed_blocks(model, pattern))
+            count = self.stack.enter_context(checkpointed_blocks(model, pattern))
             assert count == self._blocks, f"{count} blocks are checkpointed, not {self._blocks}"
             row["note"] = f"{count} blocks"
         if budget is not None:
@@ -136,7 +140,6 @@ class Comparison:
             way.step()
         except InfeasibleBudgetError as error:
             self.missing.append(row | {"note": f"no plan: the least takes {error.least_bytes} bytes"})
-            print(f"{self.case.name}: {method}, {setting}: {self.missing[-1]['note']}", flush=True)
             return
         if watched is not None:
             row["compile_s"] = round(time.perf_counter() - began, 1)
@@ -186,7 +189,6 @@ class Comparison:
         sizes["parameter_bytes"] = sum(each.numel() * each.element_size() for each in self._model.parameters())
         for row in (*(way.row for way in self.ways), *self.missing):
             yield sizes | row | origin(self.case.workload)
-        self._stack.close()
 
 
 def compare(case: Case, extent: Extent, *, is_tiny: bool = False) -> list[dict[str, Any]]:
@@ -196,15 +198,13 @@ def compare(case: Case, extent: Extent, *, is_tiny: bool = False) -> list[dict[s
         case: The model.
         extent: How much is measured.
         is_tiny: Whether the model is of the size of `--quick`.
-
-    Returns:
-        Rows of the results.
     """
     torch._dynamo.reset()
-    comparison = Comparison(case, case.tiny if is_tiny else case.shape, extent)
-    comparison.add_rivals()
-    comparison.add_plans()
-    return list(comparison.rows())
+    with ExitStack() as stack:
+        comparison = Comparison(case, case.tiny if is_tiny else case.shape, extent, stack)
+        comparison.add_rivals()
+        comparison.add_plans()
+        return list(comparison.rows())
 
 
 def _run(arguments: Sequence[str] | None) -> int:
