@@ -118,8 +118,12 @@ def with_contents(arguments: Any) -> Any:
     def contents(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
-        return real.normal_() if leaf.is_floating_point() else real
+        # filled as a whole: an expanded tensor can't be written into
+        span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+        memory = torch.zeros(span if leaf.numel() else 0, dtype=leaf.dtype, device=leaf.device)
+        if leaf.is_floating_point():
+            memory.normal_()
+        return memory.as_strided(leaf.shape, leaf.stride())
 
     return pytree.tree_map(contents, arguments)
 

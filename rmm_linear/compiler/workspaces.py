@@ -1,4 +1,4 @@
-"""Memory that a kernel takes for itself while it runs. torch does not tell it, so it is measured on zeros.
+"""Memory that a kernel takes for itself while it runs. torch does not tell it, so it is measured on random numbers.
 
 On a CPU these are convolutions, which oneDNN computes in another layout, and the fused attention, whose workspace
 depends on the number of threads.
@@ -57,7 +57,11 @@ def _arguments(node: fx.Node) -> Any:
 def _measured(nodes: Sequence[fx.Node]) -> list[int]:
     results = []
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.no_grad(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
         for number, node in enumerate(nodes):
             args, kwargs = with_contents(_arguments(node))
             with torch.profiler.record_function(f"{_MARK}{number}"):
