@@ -84,6 +84,15 @@ def is_transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def is_profiled() -> bool:
+    """Tell whether torch's profiler runs: there is one at a time.
+
+    Returns:
+        Whether it does.
+    """
+    return require(torch.autograd, "_profiler_enabled")()
+
+
 def compile_lock() -> AbstractContextManager[Any]:
     """Return the lock that Dynamo compiles under: traces of several threads would meet in torch's global state.
 

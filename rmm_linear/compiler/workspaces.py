@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from rmm_linear.compiler.costs import described, with_contents
+from rmm_linear.compiler.torch_private import is_profiled
 
 _aten = torch.ops.aten
 _TAKE_WORKSPACE = {
@@ -32,13 +33,14 @@ def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
         nodes: Their nodes, with fake tensors as values.
 
     Returns:
-        Bytes that each takes beside its results while it runs; 0 for ops that are not measured.
+        Bytes that each takes beside its results while it runs; 0 for ops that are not measured, as all new ones are
+        while the user's own profiler runs, which another one would end.
     """
     keys = [_key(node) for node in nodes]
     missing = {key: node for key, node in zip(keys, nodes, strict=True) if key and key not in _MEASURED}
-    if missing:
+    if missing and not is_profiled():
         _MEASURED.update(zip(missing, _measured(list(missing.values())), strict=True))
-    return [_MEASURED[key] if key else 0 for key in keys]
+    return [_MEASURED.get(key, 0) for key in keys]
 
 
 def _key(node: fx.Node) -> str:

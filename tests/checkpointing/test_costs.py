@@ -44,3 +44,11 @@ def test_measured_times_grow_with_the_work_and_draw_nothing():
     model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU())))
     plan = checkpoint_model(model, torch.randn(512, 64), budget="70%", strategy="cost_per_byte", costs="ms")
     assert plan.peak_bytes <= 0.7 * simulate(plan.graph, Schedule.plain(plan.graph)).peak_bytes
+
+
+def test_a_capture_leaves_a_profile_that_is_under_way_complete():
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2)), torch.randn(2, 3, 8, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        capture(model, (x,))
+        model(x)
+    assert "aten::conv2d" in {event.name for event in profile.events()}
