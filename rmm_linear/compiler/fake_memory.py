@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.compiler.workspaces import known_workspace_bytes
 
 # With a reduction they return one number in memory as large as that of all numbers, which fake tensors don't tell.
 _REDUCED_IN_PLACE = {
@@ -83,7 +84,8 @@ class _Alive(TorchDispatchMode):
                 gone = functools.partial(self._forget, storage._cdata, size_bytes)
                 self._alive[storage._cdata] = weakref.ref(storage, gone)
                 self._now += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self._now)
+        own = known_workspace_bytes(func, args, kwargs or {})
+        self.peak_bytes = max(self.peak_bytes, self._now + own)
         return result
 
     def gradients_from_outside(self, roots: Sequence[Tensor]) -> list[Tensor]:

@@ -1,9 +1,10 @@
 """Memory that a kernel takes for itself while it runs. torch does not tell it, so it is measured on random numbers.
 
-On a CPU these are convolutions, which oneDNN computes in another layout, and the fused attention, whose workspace
-depends on the number of threads.
+Each op of a CPU runs once for each kind of its arguments. Much takes the convolutions, which oneDNN computes in another
+layout, and the fused attention, whose workspace depends on the number of threads; many reductions take a few bytes.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,8 @@ from torch import Tensor, fx
 from rmm_linear.compiler.costs import described, with_contents
 from rmm_linear.compiler.torch_private import is_profiled
 
-_aten = torch.ops.aten
-_TAKE_WORKSPACE = {
-    _aten.convolution.default,
-    _aten.convolution_backward.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-}
+# Ops of other namespaces may wait for other processes.
+_NAMESPACES = ("aten", "rmm_linear")
 _MARK = "rmm_linear workspace "
 # By op, arguments and threads: a kernel takes the same each time.
 _MEASURED: dict[str, int] = {}
@@ -36,20 +32,33 @@ def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
         Bytes that each takes beside its results while it runs; 0 for ops that are not measured, as all new ones are
         while the user's own profiler runs, which another one would end.
     """
-    keys = [_key(node) for node in nodes]
+    keys = [_key(node.target, *_arguments(node)) for node in nodes]
     missing = {key: node for key, node in zip(keys, nodes, strict=True) if key and key not in _MEASURED}
     if missing and not is_profiled():
         _MEASURED.update(zip(missing, _measured(list(missing.values())), strict=True))
     return [_MEASURED.get(key, 0) for key in keys]
 
 
-def _key(node: fx.Node) -> str:
-    if node.target not in _TAKE_WORKSPACE:
+def known_workspace_bytes(op: Any, args: Any, kwargs: Any) -> int:
+    """Tell what was measured.
+
+    Args:
+        op: The op.
+        args: Its arguments; tensors may be fake.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Bytes; 0 for an op that was not measured with such arguments.
+    """
+    return _MEASURED.get(_key(op, args, kwargs), 0)
+
+
+def _key(op: Any, args: Any, kwargs: Any) -> str:
+    leaves = pytree.tree_leaves((args, kwargs))
+    on_cpu = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
+    if not on_cpu or getattr(op, "namespace", "") not in _NAMESPACES:
         return ""
-    args = _arguments(node)
-    if any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in pytree.tree_leaves(args)):
-        return ""
-    return f"{node.target} {described(args)} {torch.get_num_threads()}"
+    return f"{op} {described((args, kwargs))} {torch.get_num_threads()}"
 
 
 def _arguments(node: fx.Node) -> Any:
@@ -66,20 +75,23 @@ def _measured(nodes: Sequence[fx.Node]) -> list[int]:
     ):
         for number, node in enumerate(nodes):
             args, kwargs = with_contents(_arguments(node))
-            with torch.profiler.record_function(f"{_MARK}{number}"):
+            made: Any = ()
+            # random numbers may be no valid argument (an assertion, a probability)
+            with contextlib.suppress(Exception):
+                # the first call fills caches
                 made = node.target(*args, **kwargs)  # type: ignore[operator]
+                made = ()
+                with torch.profiler.record_function(f"{_MARK}{number}"):
+                    made = node.target(*args, **kwargs)  # type: ignore[operator]
             tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
             results.append(sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()))
             del made, tensors, args, kwargs
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    spans = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_MARK)}
-    found = []
-    for number, size_bytes in enumerate(results):
-        begin, end = spans[f"{_MARK}{number}"]
-        now = peak = 0
-        for event in events:
-            if event.name() == "[memory]" and begin <= event.start_ns() <= end:
-                now += event.nbytes()
-                peak = max(peak, now)
-        found.append(max(0, peak - size_bytes))
-    return found
+    peaks = [0] * len(nodes)
+    number, end, now = 0, 0, 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name().startswith(_MARK):
+            number, end, now = int(event.name().removeprefix(_MARK)), event.start_ns() + event.duration_ns(), 0
+        elif event.name() == "[memory]" and event.start_ns() <= end:
+            now += event.nbytes()
+            peaks[number] = max(peaks[number], now)
+    return [max(0, peak - size_bytes) for peak, size_bytes in zip(peaks, results, strict=True)]

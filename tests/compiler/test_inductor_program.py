@@ -1,4 +1,4 @@
-"""The executor "inductor": the gradients of eager mode to rounding, within the budget as torch's profiler measures it."""
+"""The executor "inductor": gradients of eager mode to rounding, within the budget as the profiler measures it."""
 
 import itertools
 
