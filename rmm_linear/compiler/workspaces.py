@@ -17,6 +17,8 @@ from rmm_linear.compiler.torch_private import is_profiled
 
 # Ops of other namespaces may wait for other processes.
 _NAMESPACES = ("aten", "rmm_linear")
+# They read memory of their own in an argument of bytes, and crash on other contents.
+_OPAQUE = ("rnn", "lstm", "gru", "mkldnn")
 _MARK = "rmm_linear workspace "
 # By op, arguments and threads: a kernel takes the same each time.
 _MEASURED: dict[str, int] = {}
@@ -55,8 +57,9 @@ def known_workspace_bytes(op: Any, args: Any, kwargs: Any) -> int:
 
 def _key(op: Any, args: Any, kwargs: Any) -> str:
     leaves = pytree.tree_leaves((args, kwargs))
-    on_cpu = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
-    if not on_cpu or getattr(op, "namespace", "") not in _NAMESPACES:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    is_safe = all(tensor.device.type == "cpu" and tensor.dtype != torch.uint8 for tensor in tensors)
+    if not is_safe or getattr(op, "namespace", "") not in _NAMESPACES or any(part in str(op) for part in _OPAQUE):
         return ""
     return f"{op} {described((args, kwargs))} {torch.get_num_threads()}"
 
