@@ -39,6 +39,15 @@ from rmm_linear.planning.graph import Graph, Op, Storage
 _UPDATES_BUFFERS = {torch.ops.aten._native_batch_norm_legit_functional.default}
 # Kernels with a workspace that torch says nothing about.
 _HIDDEN_WORKSPACE = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"}
+# Inductor computes them by up to three reductions of each row.
+_BY_ROWS = {
+    "_softmax",
+    "_softmax_backward_data",
+    "_log_softmax",
+    "_log_softmax_backward_data",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+}
 # Seed and offset of a GPU's generator.
 _DEVICE_STATE_BYTES = 16
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -333,6 +342,11 @@ class _Reading:
         if self._traced.has_contents:
             own = workspace_bytes(nodes)
             ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
+        if self._draws_by_seeds:
+            ops = [
+                replace(op, temporary_bytes=op.temporary_bytes + _row_bytes(node))
+                for op, node in zip(ops, nodes, strict=True)
+            ]
         # what is returned is the caller's from then on; new buffers are only there to be copied
         outputs = self._indices([*results, *(node for node in gradients if node is not None)])
         at_forward_end = self._indices([*results, *(node for _, node in updates)])
@@ -483,6 +497,14 @@ def dense_copy(gradient: Tensor, like: Tensor) -> Tensor:
         New memory.
     """
     return torch.empty_like(like, memory_format=torch.preserve_format).copy_(gradient)
+
+
+def _row_bytes(node: fx.Node) -> int:
+    """Bytes of the numbers that Inductor computes for each row, beside the results."""
+    if _packet(node) not in _BY_ROWS:
+        return 0
+    tensor = tensors_of(node)[0]
+    return 3 * 4 * (tensor.numel() // max(1, tensor.shape[-1] if tensor.dim() else 1))
 
 
 def _fingerprint(joint: fx.GraphModule) -> str:
