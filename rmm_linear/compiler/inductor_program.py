@@ -22,8 +22,14 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.exact_program import Part, Program
-from rmm_linear.compiler.joint_graph import Capture, dense_copy, tensors_of
-from rmm_linear.compiler.torch_private import compile_by_inductor, decompositions, fake_mode_of, proxied_nodes
+from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture, dense_copy, tensors_of
+from rmm_linear.compiler.torch_private import (
+    compile_by_inductor,
+    decompositions,
+    fake_mode_of,
+    is_profiled,
+    proxied_nodes,
+)
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
@@ -44,13 +50,16 @@ def program_within(
         replan: Plans for fewer bytes.
 
     Returns:
-        The first plan whose measured peak is within the budget, or else the one whose peak is the least (with a
-        warning), and its program.
+        The first plan whose measured peak is within the budget, or the one whose peak is the least (with a warning),
+        and its program. Where the user's profiler runs, or the step communicates, the peak is not measured.
 
     Raises:
         MissingCompilerError: If Inductor finds no C++ compiler.
     """
     budget_bytes = target = plan.budget_bytes
+    if is_profiled() or any(getattr(node.target, "namespace", "") in COLLECTIVES for node in capture.nodes):
+        # another profiler would end the user's, and other processes may not run the step now
+        return plan, compiled_program(capture, plan.schedule, target)
     tries: list[tuple[int, CheckpointPlan, Program]] = []
     while not tries or (tries[-1][0] > budget_bytes and len(tries) < _MOST_TRIES):
         if tries:

@@ -50,7 +50,7 @@ _BY_ROWS = {
 }
 # Seed and offset of a GPU's generator.
 _DEVICE_STATE_BYTES = 16
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True)
@@ -456,7 +456,7 @@ class _Reading:
             temporary_bytes=temporary_bytes,
             is_backward=is_backward,
             is_recomputable=is_worth_it
-            and namespace not in _COLLECTIVES
+            and namespace not in COLLECTIVES
             and (isinstance(target, torch._ops.OpOverload) or target in _UPDATES_BUFFERS)
             and not (reads_updated and target not in _UPDATES_BUFFERS),
             is_random=is_random,
