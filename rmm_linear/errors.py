@@ -37,6 +37,16 @@ class CaptureError(RMMError, ValueError):
     """A training step could not be captured as one graph, for instance because its control flow depends on data."""
 
 
+class NothingToTrainError(RMMError, ValueError):
+    """Nothing that a step returns depends on a parameter that is trained: there is no backward pass to plan."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "nothing that the step returns depends on a parameter that is trained: there is no backward pass to plan."
+            " Return the loss, and call the model in training mode"
+        )
+
+
 class AutocastBackwardError(RMMError, RuntimeError):
     """A planned step's backward pass was called inside of autocast, where it would compute in other dtypes."""
 

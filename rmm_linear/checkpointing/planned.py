@@ -28,7 +28,7 @@ from rmm_linear.compiler.torch_private import (
     reasons_of_breaks,
 )
 from rmm_linear.compiler.tracing import hint_for
-from rmm_linear.errors import CaptureError, ScheduleError
+from rmm_linear.errors import CaptureError, NothingToTrainError, ScheduleError
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
 
@@ -63,6 +63,7 @@ class PlannedStep:
         self.group = Group(options, on_failure=self._on_failure)
         self._compiled, self._is_whole = compiled(function, self.group.compile, fullgraph=fullgraph), fullgraph
         self.reason: str | None = None
+        self._told: set[str] = set()
 
     @property
     def plans(self) -> list[CheckpointPlan]:
@@ -121,7 +122,7 @@ class PlannedStep:
         Raises:
             CaptureError: If it can't be captured as one graph; it names the line, and what can be done.
             InfeasibleBudgetError: If no schedule fits.
-            ValueError: If nothing that it returns can be differentiated.
+            NothingToTrainError: If nothing that it returns can be differentiated.
         """
         if (reason := hindrance()) is not None:
             raise CaptureError(f"the step can't be captured now: {reason}")
@@ -139,10 +140,7 @@ class PlannedStep:
             ) from error
         finally:
             self.group.capture_only = False
-        raise ValueError(
-            "nothing that the step returns depends on a parameter that is trained: there is no backward pass to plan."
-            " Return the loss, and call the model in training mode"
-        )
+        raise NothingToTrainError
 
     def _on_failure(self, error: CaptureError) -> None:
         if self.group.capture_only:
@@ -150,8 +148,9 @@ class PlannedStep:
         self._warn(str(error))
 
     def _warn(self, reason: str, what: str = "ran as written, outside of the budget") -> None:
-        if self.reason is None:
-            self.reason = reason
+        self.reason = self.reason or reason
+        if what not in self._told:
+            self._told.add(what)
             warnings.warn(
                 f"a step of {type(self._model).__name__} {what}: {_shortened(reason)}",
                 stacklevel=3,
@@ -171,7 +170,7 @@ def capture(
     costs: str = "roofline",
     gradients: str = "kept",
 ) -> Capture:
-    """Capture a training step as a graph, without computing anything.
+    """Capture a training step as a graph, without running it.
 
     Args:
         model: Any module, in the mode in which it will be trained. One on the meta device is captured as if it were on

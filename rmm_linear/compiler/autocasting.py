@@ -16,7 +16,7 @@ def present_autocast(kinds: Iterable[str]) -> Autocast:
         kinds: Kinds of devices to look at, such as "cpu".
 
     Returns:
-        Those for which it is enabled, with their dtypes.
+        The kinds for which it is enabled, with their dtypes.
     """
     enabled = (kind for kind in sorted(_with_autocast(kinds)) if torch.is_autocast_enabled(kind))
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled)

@@ -24,9 +24,9 @@ from rmm_linear.compiler.autocasting import present_autocast
 from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
-from rmm_linear.compiler.torch_private import frame_of, is_transformed
+from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transformed
 from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints
-from rmm_linear.errors import CaptureError
+from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
@@ -55,6 +55,8 @@ class Options:
         gradients: "kept" counts each parameter's gradient from where it is ready to the end; "freed" for steps that
             leave none behind (an optimizer in the backward pass, later micro-batches).
         schedule: A given schedule, which is used in place of a planned one.
+        loss_alone: Whether a scalar among a graph's results is taken for the loss, and the only result that is
+            differentiated. If a gradient arrives at another one, later steps are planned for all of them.
     """
 
     budget: int | float | str | None = None
@@ -63,6 +65,7 @@ class Options:
     costs: str = "roofline"
     gradients: str = "kept"
     schedule: Schedule | None = None
+    loss_alone: bool = True
 
     def __post_init__(self) -> None:
         if self.executor not in EXECUTORS:
@@ -120,7 +123,9 @@ class Variant:
 
 
 class Group:
-    """The graphs of one call of torch.compile.
+    """Graphs that are planned with the same options, and share a budget in bytes.
+
+    These are the graphs of one call of torch.compile, or of all calls that are given the same dict of options.
 
     Args:
         options: How they are planned.
@@ -138,7 +143,7 @@ class Group:
         self.options = options
         self.on_failure = on_failure or _warn
         self.capture_only = self.plans_nothing = False
-        self.loss_alone = True
+        self.loss_alone = options.loss_alone
         self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
         self.runs = 0
 
@@ -202,8 +207,8 @@ class Group:
 
 _numbers = itertools.count()
 _all_graphs: "weakref.WeakSet[PlannedGraph]" = weakref.WeakSet()
-# By the identity of the options that torch.compile passes on, which are kept so that it stays one.
-_groups: dict[int, tuple[Any, Group]] = {}
+# By the identity of the options that torch.compile passes on: they, a copy that tells whether they changed, the group.
+_groups: dict[int, tuple[Any, Any, Group]] = {}
 
 
 def rmm_linear(
@@ -227,13 +232,13 @@ def rmm_linear(
         >>> step(torch.randn(4, 8)).sum().backward()
     """
     key = id(options)
-    if key not in _groups:
+    if key not in _groups or _groups[key][1] != options:
         try:
-            _groups[key] = options, Group(Options.of(options))
+            _groups[key] = options, dict(options or {}), Group(Options.of(options))
         except ValueError as error:
             # Dynamo would wrap an error that is raised here into one of its own
             return _raising(error)
-    return _groups[key][1].compile(module, inputs)
+    return _groups[key][2].compile(module, inputs)
 
 
 def plans(target: nn.Module | Callable[..., Any]) -> list[CheckpointPlan]:
@@ -267,8 +272,12 @@ class PlannedGraph:
         self._module, self._group = module, group
         self.frame, self.number = frame_of(module), next(_numbers)
         self.variants: dict[Any, Variant] = {}
-        self._has_failed = False
+        # kinds of arguments that run as written
+        self._unplanned: set[Any] = set()
+        self._has_told_of_calls = False
         self._peers = 0
+        # such ops count from the beginning of the memory, not of the tensor
+        self._reads_memory = any("as_strided" in str(node.target) for node in module.graph.nodes)
         # a parameter of each model that ran: models of one class share their graphs
         self._parameters: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -283,31 +292,37 @@ class PlannedGraph:
 
         Raises:
             Planned: If the group asked for the plan alone.
+            NothingToTrainError: If it did, and nothing is differentiated.
         """
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        if (
-            self._has_failed
-            or not torch.is_grad_enabled()
-            or not any(tensor.requires_grad for tensor in tensors)
-            or is_transformed(tensors)
-        ):
+        is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if self._group.capture_only and not is_trained:
+            raise NothingToTrainError
+        if not is_trained or is_transformed(tensors):
             return self._module(*arguments)
         parameter = next((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), None)
         if parameter is not None:
             self._parameters[id(parameter)] = parameter
         key = _key(arguments, tensors)
+        if self._reads_memory:
+            key = (*key, tuple(tensor.storage_offset() for tensor in tensors))
         self._forget_old_shares()
-        variant = self.variants.pop(key, None)
+        variant = self.variants.get(key)
+        if variant is None and key not in self._unplanned:
+            # one thread traces at a time
+            with compile_lock():
+                variant = self.variants.get(key) or self._prepare(arguments, tensors)
         if variant is None:
-            variant = self._prepare(arguments, tensors)
-            if variant is None:
-                return self._module(*arguments)
+            self._unplanned.add(key)
+            return self._module(*arguments)
+        self.variants.pop(key, None)
         self.variants[key] = variant
         while len(self.variants) > _MOST_VARIANTS:
             del self.variants[next(iter(self.variants))]
         if self._group.capture_only:
             raise Planned
         self._group.runs += 1
+        self._tell_of_calls(variant.runner)
         return tuple(variant.runner(arguments))
 
     def belongs_to(self, target: Any) -> bool:
@@ -330,11 +345,24 @@ class PlannedGraph:
         frames = (re.search(r'File "([^"]+)", line \d+, in (\S+)', trace) for trace in traces)
         return any(frame and (frame[1], frame[2]) == (code.co_filename, code.co_name) for frame in frames)
 
+    def _tell_of_calls(self, runner: Runner) -> None:
+        """Warn where a budget in bytes counts several times in a step."""
+        if self._has_told_of_calls or self._is_budget_relative() or not runner.awaits_backward:
+            return
+        self._has_told_of_calls = True
+        warnings.warn(
+            "a planned graph runs several times before its backward pass (blocks that share a graph, or several forward"
+            " passes in one step): a budget in bytes is for each of its runs",
+            stacklevel=2,
+        )
+
     def _forget_old_shares(self) -> None:
         """Plan anew where a budget in bytes is shared with graphs that came later."""
+        if self._is_budget_relative():
+            return
         peers = len({graph.frame for graph in self._group.graphs if graph.variants or graph is self})
         if peers != self._peers:
-            if self._peers and not self._is_budget_relative():
+            if self._peers:
                 self.variants.clear()
             self._peers = peers
 
@@ -364,8 +392,11 @@ class PlannedGraph:
                 loss_alone=self._group.loss_alone,
                 draws_by_seeds=options.executor == "inductor",
             )
+        except NothingToTrainError:
+            if self._group.capture_only:
+                raise
+            return None
         except CaptureError as error:
-            self._has_failed = True
             self._group.on_failure(error)
             return None
         if self._group.capture_only:
@@ -403,7 +434,18 @@ class PlannedGraph:
         if self._group.plans_nothing:
             return CheckpointPlan.of(graph, Schedule.plain(graph))
         plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
-        return plan_graph(graph, self._group.share_of(self, plain_bytes), options.strategy)
+        try:
+            return plan_graph(graph, self._group.share_of(self, plain_bytes), options.strategy)
+        except InfeasibleBudgetError as error:
+            if len(self._group.graphs) == 1:
+                raise
+            # small graphs have little to compute again
+            warnings.warn(
+                f"one of the model's {len(self._group.graphs)} graphs takes {error.least_bytes} bytes at the least, and"
+                f" its part of budget={options.budget!r} is {error.budget_bytes}: it is planned for the least",
+                stacklevel=2,
+            )
+            return plan_graph(graph, Budget.of(error.least_bytes), options.strategy)
 
 
 def _warn(error: CaptureError) -> None:
@@ -423,8 +465,11 @@ def _key(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
     # autocast keeps the casts of leaves alone, and those only if it is told to
     casts = (torch.is_autocast_cache_enabled(), *(tensor.is_leaf for tensor in tensors)) if autocast else ()
     cuda = torch.backends.cuda
+    memories: dict[int, int] = {}
     return (
         tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors),
+        # which of them share memory
+        tuple(memories.setdefault(t.untyped_storage()._cdata, place) for place, t in enumerate(tensors)),
         tuple(None if isinstance(argument, Tensor) else argument for argument in arguments),
         autocast,
         casts,

@@ -146,21 +146,26 @@ def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Ten
         The most bytes in memory at any time beside the inputs and the gradients of the results.
     """
     tangents = [None if node is None else _zeros_like(tensors_of(node)[0]) for node in capture.tangents]
-    gradients: list[Tensor | None] = [None] * len(inputs)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    devices = sorted({tensor.device.index for tensor in inputs if tensor.is_cuda})
-    if devices:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=devices),
-        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
-    ):
+
+    def run() -> None:
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        # the caller keeps the results until the end
         kept, _, saved = program.forward([tensor.detach() for tensor in inputs])
         for _ in program.backward([tensor.detach() for tensor in inputs], saved, tangents, gradients):
             pass
         del kept
-    return _peak(profile, inputs[0].device.type)
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    devices = sorted({tensor.device.index for tensor in inputs if tensor.is_cuda})
+    if devices:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        if devices:
+            # libraries of a GPU take their workspaces at the first call, and keep them
+            run()
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            run()
+    return _peak(profile, tensors_of(capture.results[0])[0].device.type)
 
 
 def _peak(profile: Any, device_type: str) -> int:

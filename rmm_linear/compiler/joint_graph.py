@@ -32,7 +32,7 @@ from rmm_linear.compiler.costs import cost_of, unit_of
 from rmm_linear.compiler.fake_memory import real_bytes
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
-from rmm_linear.errors import CaptureError
+from rmm_linear.errors import CaptureError, NothingToTrainError
 from rmm_linear.planning.graph import Graph, Op, Storage
 
 # Reads buffers that it updates, but computes its results from the batch alone: it may run again after the update.
@@ -107,7 +107,8 @@ def read_joint_graph(
 ) -> Capture:
     """Trace a graph of Dynamo forward and backward, and turn it into a graph for planners.
 
-    Nothing is computed, and no tensor is written into.
+    No argument is written into. On a CPU each op runs on random numbers once for each kind of its arguments, which
+    tells what its kernel takes for itself.
 
     Args:
         module: The graph, without activation checkpoints (`inline_checkpoints`).
@@ -123,7 +124,8 @@ def read_joint_graph(
 
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
-        ValueError: If no result can be differentiated, or `gradients` is something else.
+        NothingToTrainError: If no result can be differentiated.
+        ValueError: If `gradients` is something else.
     """
     if gradients not in ("kept", "freed"):
         raise ValueError(f'gradients={gradients!r} is neither "kept" nor "freed"')
@@ -193,6 +195,10 @@ class _Reading:
             if isinstance(key, TangentAOTInput) and isinstance(key.output, PlainAOTOutput)
         }
         self._refuse_unknown(placeholders, (PlainAOTInput, TangentAOTInput), "takes")
+        if len(tangents) < sum(isinstance(key, TangentAOTInput) for key in placeholders):
+            raise CaptureError(
+                "the step writes a value that is differentiated into an argument, in place: write into a copy of it"
+            )
         self._refuse_sparse()
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
@@ -201,10 +207,7 @@ class _Reading:
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         differentiable = self._traced.differentiable
         if not any(differentiable):
-            raise ValueError(
-                "nothing that the step returns depends on a parameter that is trained: there is no backward pass to"
-                " plan. Return the loss, and call the model in training mode"
-            )
+            raise NothingToTrainError
         results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
         gradients = tuple(ends.get(GradAOTOutput(PlainAOTInput(place))) for place in range(count))
         place_of: dict[Any, int] = {PlainAOTInput(place): place for place in range(count)}
@@ -396,7 +399,7 @@ class _Reading:
         return fresh
 
     def _write(self, node: fx.Node, fresh: dict[int, int]) -> int:
-        """Add the node's storages; return the bytes of those that nobody looks at, which are no storages."""
+        """Add the node's storages; return the bytes of results that no op reads, which are no storages."""
         values = node.meta["val"]
         parts: list[tuple[fx.Node, Tensor]] = []
         if isinstance(values, Tensor):

@@ -9,6 +9,7 @@ reaches a parameter from elsewhere. Nothing of this is done here.
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -53,6 +54,7 @@ class Runner:
     ) -> None:
         self.capture, self.module, self.on_other_gradient = capture, module, on_other_gradient
         self.program = program
+        self._last_pass: weakref.ref[_Pass] | None = None
         self.updated = frozenset(place for place, _ in capture.updates)
         self.only_updated = _only_updated(capture)
         # for each input's gradient, the results whose gradients it follows from
@@ -109,6 +111,12 @@ class Runner:
                 " pass, as torch advises"
             )
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the last forward pass still keeps its tensors for a backward pass."""
+        last = self._last_pass() if self._last_pass is not None else None
+        return last is not None and last.saved is not None
+
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """Run the forward part.
 
@@ -120,6 +128,7 @@ class Runner:
         """
         inputs = [argument for argument in arguments if isinstance(argument, Tensor)]
         run = _Pass(self, arguments)
+        self._last_pass = weakref.ref(run)
         following: Tensor | None = None
         # the engine prefers nodes that were made later: from the last part to the first
         for number in range(len(self.program.parts) - 1, 0, -1):
@@ -131,9 +140,14 @@ class Runner:
 
 
 def _value(leaf: Returned, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
-    if leaf.kind == "view":
-        return inputs[leaf.index].as_strided(*leaf.value)
-    return {"input": inputs, "result": results}[leaf.kind][leaf.index] if leaf.kind != "constant" else leaf.value
+    if leaf.kind == "constant":
+        return leaf.value
+    base = (inputs if leaf.kind.endswith("input") else results)[leaf.index]
+    if not leaf.kind.startswith("view"):
+        return base
+    size, stride, offset, is_differentiated = leaf.value
+    view = base.as_strided(size, stride, base.storage_offset() + offset)
+    return view if is_differentiated else view.detach()
 
 
 def _sources(capture: Capture) -> list[set[int]]:

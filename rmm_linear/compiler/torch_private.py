@@ -3,6 +3,7 @@
 Supported are torch 2.11 and later; `require` says by name which part a version lacks.
 """
 
+import gc
 import inspect
 import logging
 import os
@@ -42,7 +43,7 @@ def require(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         raise CaptureError(
             f"torch {torch.__version__} has no {getattr(owner, '__name__', owner)}.{name}, which planned steps need:"
-            " install a version between 2.11 and 2.13"
+            " install torch 2.13, with which they were tested"
         )
     return getattr(owner, name)
 
@@ -90,7 +91,12 @@ def is_profiled() -> bool:
     Returns:
         Whether it does.
     """
-    return require(torch.autograd, "_profiler_enabled")()
+    if require(torch.autograd, "_profiler_enabled")():
+        return True
+    # a profile that warms up is not enabled yet, and another one would end it
+    warmup = torch.profiler.ProfilerAction.WARMUP
+    profiles = (each for each in gc.get_objects() if type(each) is torch.profiler.profile)
+    return any(getattr(each, "current_action", None) is warmup for each in profiles)
 
 
 def compile_lock() -> AbstractContextManager[Any]:
@@ -159,6 +165,8 @@ def hindrance() -> str | None:
     mode = _get_current_dispatch_mode()
     if mode is not None:
         return f"{type(mode).__name__}, a TorchDispatchMode, is active, under which torch.compile traces nothing"
+    if getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default") == "force_eager":
+        return 'torch.compile is switched off (by torch.compiler.set_stance("force_eager"))'
     if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "torch.compile is switched off (by TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE)"
     return None

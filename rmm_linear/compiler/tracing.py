@@ -44,9 +44,10 @@ class Returned:
     """One of the values that a graph returns.
 
     Attributes:
-        kind: "result" (computed), "input" (an input itself), "view" (of an input), or "constant" (no tensor).
+        kind: "result" (computed), "input" (an input itself), "view of input", "view of result", or "constant" (no
+            tensor).
         index: Which result or input.
-        value: The constant, or size, stride and offset of the view.
+        value: The constant; of a view size, stride, offset from its base, and whether it is differentiated.
     """
 
     kind: str
@@ -224,9 +225,11 @@ class _Function(nn.Module):
         owner: dict[int, int] = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(tensors)}
         storages: set[int] = set()
         is_loss = [isinstance(v, Tensor) and v.requires_grad and not v.dim() and v.is_floating_point() for v in values]
+        wholes = _wholes(values)
         returned: list[Returned] = []
         results: list[Tensor] = []
         differentiable, has_gradient = [], []
+        views: dict[int, tuple[int, Any]] = {}
         for value, is_scalar in zip(values, is_loss, strict=True):
             if not isinstance(value, Tensor):
                 returned.append(Returned("constant", value=value))
@@ -234,22 +237,54 @@ class _Function(nn.Module):
             if id(value) not in found:
                 memory = value.untyped_storage()._cdata
                 owned = owner.get(memory)
-                if owned is not None and value.dtype == tensors[owned].dtype:
-                    layout = value.size(), value.stride(), value.storage_offset()
-                    found[id(value)] = Returned("view", owned, layout)
+                whole = None if owned is not None else wholes.get(memory)
+                if owned is not None and _is_view(value, tensors[owned]):
+                    found[id(value)] = Returned("view of input", owned, _layout(value, tensors[owned]))
+                elif whole is not None and whole is not value and _is_view(value, whole):
+                    # the place of the whole may not be known yet
+                    views[id(value)] = id(whole), _layout(value, whole)
+                    found[id(value)] = Returned("view of result", id(value))
                 else:
                     found[id(value)] = Returned("result", len(results))
                     is_one = value.requires_grad and (is_scalar or not (self._loss_alone and any(is_loss)))
-                    # two results in one memory: the second one gets memory of its own
+                    # parts of one memory that is not returned as a whole get memory of their own
                     result = value.clone() if memory in storages or owned is not None else value
                     storages.add(memory)
                     differentiable.append(is_one)
                     has_gradient.append(value.requires_grad)
                     results.append(result if is_one else result.detach())
             returned.append(found[id(value)])
-        self.returned = tuple(returned)
+        self.returned = tuple(
+            Returned(leaf.kind, found[views[leaf.index][0]].index, views[leaf.index][1])
+            if leaf.kind == "view of result"
+            else leaf
+            for leaf in returned
+        )
         self.differentiable, self.has_gradient = tuple(differentiable), tuple(has_gradient)
         return tuple(results)
+
+
+def _wholes(values: Sequence[Any]) -> dict[int, Tensor]:
+    """The first tensor that fills each memory, and of which others may be views."""
+    found: dict[int, Tensor] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            is_whole = value.storage_offset() == 0 and value.numel() * value.element_size() == storage.nbytes()
+            # a stride of 0 is an expanded tensor's
+            if is_whole and 0 not in value.stride():
+                found.setdefault(storage._cdata, value)
+    return found
+
+
+def _is_view(value: Tensor, base: Tensor) -> bool:
+    is_alike = value.dtype == base.dtype and value.is_conj() == base.is_conj() and value.is_neg() == base.is_neg()
+    return is_alike and (base.requires_grad or not value.requires_grad)
+
+
+def _layout(value: Tensor, base: Tensor) -> Any:
+    offset = value.storage_offset() - base.storage_offset()
+    return value.size(), value.stride(), offset, value.requires_grad
 
 
 @contextlib.contextmanager

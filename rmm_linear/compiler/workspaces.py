@@ -1,7 +1,7 @@
 """Memory that a kernel takes for itself while it runs. torch does not tell it, so it is measured on random numbers.
 
-Each op of a CPU runs once for each kind of its arguments. Much takes the convolutions, which oneDNN computes in another
-layout, and the fused attention, whose workspace depends on the number of threads; many reductions take a few bytes.
+Each op of a CPU is measured once for each kind of its arguments. Convolutions, which oneDNN computes in another layout,
+and fused attention, whose workspace depends on the number of threads, take much; many reductions take a few bytes.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
         nodes: Their nodes, with fake tensors as values.
 
     Returns:
-        Bytes that each takes beside its results while it runs; 0 for ops that are not measured, as all new ones are
-        while the user's own profiler runs, which another one would end.
+        Bytes that each takes beside its results while it runs; 0 for ops that are not measured. While the user's own
+        profiler runs none is measured, for another profile would end the user's.
     """
     keys = [_key(node.target, *_arguments(node)) for node in nodes]
     missing = {key: node for key, node in zip(keys, nodes, strict=True) if key and key not in _MEASURED}
@@ -77,10 +77,11 @@ def _measured(nodes: Sequence[fx.Node]) -> list[int]:
         torch.profiler.profile(activities=activities, profile_memory=True) as profile,
     ):
         for number, node in enumerate(nodes):
-            args, kwargs = with_contents(_arguments(node))
             made: Any = ()
+            args, kwargs = (), {}
             # random numbers may be no valid argument (an assertion, a probability)
             with contextlib.suppress(Exception):
+                args, kwargs = with_contents(_arguments(node))
                 # the first call fills caches
                 made = node.target(*args, **kwargs)  # type: ignore[operator]
                 made = ()
