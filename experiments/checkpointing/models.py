@@ -401,7 +401,7 @@ class Workload:
         return model, self.sample(model, shape.batch, shape.size)
 
     @contextmanager
-    def hollow(self, shape: Shape) -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
+    def without_contents(self, shape: Shape) -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
         """Build the model and a batch without contents, which take no memory: enough for a capture.
 
         Args:

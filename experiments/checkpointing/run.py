@@ -60,11 +60,11 @@ def op_flops(captured: Capture) -> list[int]:
         FLOPs, in the order of the graph's ops.
     """
 
-    def hollow(argument: Any) -> Any:
+    def fake(argument: Any) -> Any:
         return pytree.tree_map_only(fx.Node, lambda source: source.meta["val"], argument)
 
     return [
-        flops_of(node.target, hollow(tuple(node.args)), hollow(dict(node.kwargs)), node.meta["val"])
+        flops_of(node.target, fake(tuple(node.args)), fake(dict(node.kwargs)), node.meta["val"])
         for node in captured.nodes
     ]
 
@@ -350,7 +350,7 @@ def origin(workload: Workload) -> dict[str, Any]:
 
 
 def _sizes(workload: Workload, shape: Shape, name: str) -> dict[str, Any]:
-    with workload.hollow(shape) as (model, _):
+    with workload.without_contents(shape) as (model, _):
         parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     sizes = {"batch": shape.batch, "size": shape.size, "parameter_bytes": parameters}
     return {"model": workload.name, "shape": name, **sizes}
@@ -392,7 +392,7 @@ def run_workload(
     made_by = origin(workload)
     simulated, measured = [], []
     if full:
-        with workload.hollow(workload.full) as (model, batch):
+        with workload.without_contents(workload.full) as (model, batch):
             captured = capture(model, batch, step=workload.step)
         sizes = _sizes(workload, workload.full, "full")
         simulated += [sizes | row | made_by for row in frontier_rows(captured, names, with_freed=True)[0]]

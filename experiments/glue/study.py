@@ -42,7 +42,7 @@ _WAIT_SECONDS = 60
 
 
 class Study:
-    """The runs of a configuration, those that are done, and what is still to choose."""
+    """The runs of a configuration, which runs are done, and which settings are still to choose."""
 
     def __init__(self, config: str, results: Path, work: Path, *, data: str | None, model: str | None) -> None:
         """Read the configuration.
@@ -215,7 +215,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def work_through(study: Study) -> int:
-    """Do all runs that nobody else does, until none is left.
+    """Do all runs that no other process does, until none is left.
 
     Args:
         study: The study.

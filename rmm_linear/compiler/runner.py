@@ -25,7 +25,7 @@ from rmm_linear.errors import AutocastBackwardError, DoubleBackwardError
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-# those that are no new running statistics
+# Results that are no new running statistics.
 _RESULTS_OF_BATCH = (0, 1, 2)
 _READ_MEMORY = (
     torch.ops.aten.as_strided.default,
@@ -121,7 +121,7 @@ class Runner:
         """Run the forward part.
 
         Args:
-            arguments: Those of the traced graph.
+            arguments: The arguments of the traced graph.
 
         Returns:
             The values that the graph returns; `backward()` of its loss runs the backward part.
@@ -309,7 +309,7 @@ class _Again:
         self._states = {device: hidden_random_state(device) for device in runner.random_devices}
 
     def _present_versions(self) -> list[int]:
-        """Versions of what the results depend on: not those of running statistics, which the step itself updates."""
+        """Versions of the inputs that results depend on; the step itself updates running statistics."""
         inputs = [argument for argument in self._arguments if isinstance(argument, Tensor)]
         return [tensor._version for place, tensor in enumerate(inputs) if place not in self._runner.only_updated]
 

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class MeasuredPeak:
-    """Within the block, bytes that are allocated and not freed: the most, and those that are left at its end."""
+    """Bytes that are allocated and not freed within the block: the most, and the number at its end."""
 
     def __enter__(self):
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
