@@ -322,7 +322,7 @@ class PlannedGraph:
         if self._group.capture_only:
             raise Planned
         self._group.runs += 1
-        self._tell_of_calls(variant.runner)
+        self._tell_of_calls()
         return tuple(variant.runner(arguments))
 
     def belongs_to(self, target: Any) -> bool:
@@ -345,9 +345,12 @@ class PlannedGraph:
         frames = (re.search(r'File "([^"]+)", line \d+, in (\S+)', trace) for trace in traces)
         return any(frame and (frame[1], frame[2]) == (code.co_filename, code.co_name) for frame in frames)
 
-    def _tell_of_calls(self, runner: Runner) -> None:
+    def _tell_of_calls(self) -> None:
         """Warn where a budget in bytes counts several times in a step."""
-        if self._has_told_of_calls or self._is_budget_relative() or not runner.awaits_backward:
+        if self._has_told_of_calls or self._is_budget_relative():
+            return
+        versions = [graph for graph in list(self._group.graphs) if graph.frame == self.frame]
+        if not any(variant.runner.awaits_backward for graph in versions for variant in graph.variants.values()):
             return
         self._has_told_of_calls = True
         warnings.warn(

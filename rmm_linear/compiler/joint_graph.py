@@ -195,10 +195,6 @@ class _Reading:
             if isinstance(key, TangentAOTInput) and isinstance(key.output, PlainAOTOutput)
         }
         self._refuse_unknown(placeholders, (PlainAOTInput, TangentAOTInput), "takes")
-        if len(tangents) < sum(isinstance(key, TangentAOTInput) for key in placeholders):
-            raise CaptureError(
-                "the step writes a value that is differentiated into an argument, in place: write into a copy of it"
-            )
         self._refuse_sparse()
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
@@ -215,6 +211,10 @@ class _Reading:
             (place_of[key.mutated_input], node) for key, node in ends.items() if isinstance(key, InputMutationAOTOutput)
         )
         self._refuse_trained([place for place, _ in updates])
+        if len(tangents) < sum(isinstance(key, TangentAOTInput) for key in placeholders):
+            raise CaptureError(
+                "the step writes a value that is differentiated into an argument, in place: write into a copy of it"
+            )
         hidden = sorted({str(node.target) for node in self._joint.graph.nodes if _packet(node) in _HIDDEN_WORKSPACE})
         if hidden:
             warnings.warn(

@@ -146,8 +146,19 @@ def _value(leaf: Returned, inputs: Sequence[Tensor], results: Sequence[Tensor]) 
     if not leaf.kind.startswith("view"):
         return base
     size, stride, offset, is_differentiated = leaf.value
-    view = base.as_strided(size, stride, base.storage_offset() + offset)
+    order = _order(size, stride)
+    if offset == 0 and sorted(zip(size, stride, strict=True)) == sorted(zip(base.shape, base.stride(), strict=True)):
+        # its gradient then comes in the layout in which it would come from a transposed tensor
+        places = dict(zip(_order(base.shape, base.stride()), order, strict=True))
+        view = base.permute([source for source, _ in sorted(places.items(), key=lambda pair: pair[1])])
+    else:
+        view = base.as_strided(size, stride, base.storage_offset() + offset)
     return view if is_differentiated else view.detach()
+
+
+def _order(size: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """Dimensions from the one whose elements lie farthest apart to the one whose elements lie nearest."""
+    return sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
 
 
 def _sources(capture: Capture) -> list[set[int]]:
