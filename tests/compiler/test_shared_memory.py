@@ -148,9 +148,9 @@ def test_a_graph_that_runs_several_times_in_a_step_is_told():
         def forward(self, x):
             return torch.tanh(self.linear(x))
 
-    blocks = nn.ModuleList(Block() for _ in range(3))
+    blocks, options = nn.ModuleList(Block() for _ in range(3)), {"budget": "1MiB", "executor": "exact"}
     for block in blocks:
-        block.compile(backend="rmm_linear", options={"budget": "1MiB", "executor": "exact"})
+        block.compile(backend="rmm_linear", options=options)
     x = blocks[0](torch.randn(8, 16))
     with pytest.warns(UserWarning, match="a budget in bytes is for each of its runs"):
         x = blocks[1](x)
