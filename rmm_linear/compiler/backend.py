@@ -393,7 +393,7 @@ class PlannedGraph:
                 costs=options.costs,
                 gradients=options.gradients,
                 loss_alone=self._group.loss_alone,
-                draws_by_seeds=options.executor == "inductor",
+                for_inductor=options.executor == "inductor",
             )
         except NothingToTrainError:
             if self._group.capture_only:

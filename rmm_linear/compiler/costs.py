@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,11 +41,11 @@ def unit_of(costs: str) -> str:
     return _UNITS[costs]
 
 
-def cost_of(node: fx.Node, costs: str) -> float:
+def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
     """Price one op.
 
     Args:
-        node: Its node, with hollow tensors as values.
+        loop: Nodes that are computed in one loop, with hollow tensors as values; only the last one's is written.
         costs: "roofline" (the longer one of moving its bytes and doing its FLOPs, and a launch), "flops" (1 for ops
             that do none), "bytes" (that it moves), "ms" (it runs here, on zeros and random numbers, and is timed; ops
             alike are timed once), or "ops" (1).
@@ -55,16 +56,22 @@ def cost_of(node: fx.Node, costs: str) -> float:
     unit_of(costs)
     if costs == "ops":
         return 1.0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    arguments = [fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"]) for node in loop]
     if costs == "ms":
-        return _measured_ms(node, args, kwargs)
-    moved = float(sum(_moved_bytes(leaf) for leaf in pytree.tree_leaves((args, kwargs, node.meta.get("val")))))
+        return sum(_measured_ms(node, *each) for node, each in zip(loop, arguments, strict=True))
+    result = loop[-1].meta.get("val")
+    outside = arguments
+    if len(loop) > 1:
+        inside = {node.meta["val"].untyped_storage()._cdata for node in loop[:-1]}
+        read = (leaf for leaf in pytree.tree_leaves(arguments) if _is(leaf))
+        outside = list({id(leaf): leaf for leaf in read if leaf.untyped_storage()._cdata not in inside}.values())
+    moved = float(sum(_moved_bytes(leaf) for leaf in pytree.tree_leaves((outside, result))))
     if costs == "bytes":
         return max(1.0, moved)
-    flops = _flops(node, args, kwargs)
+    flops = sum(_flops(node, *each) for node, each in zip(loop, arguments, strict=True))
     if costs == "flops":
         return max(1.0, flops)
-    device = next((leaf.device.type for leaf in pytree.tree_leaves((node.meta.get("val"), args)) if _is(leaf)), "cpu")
+    device = next((leaf.device.type for leaf in pytree.tree_leaves((result, outside)) if _is(leaf)), "cpu")
     kind = "cpu" if device == "cpu" else "cuda"
     return max(moved, flops / _FLOPS_PER_BYTE[kind]) + _LAUNCH_BYTES[kind]
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from rmm_linear.compiler.joint_graph import Capture, tensors_of
+from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.planning.schedule import Schedule, Step, hand_over_places, validate
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)

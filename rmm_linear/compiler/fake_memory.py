@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.compiler.autocasting import autocast_as
@@ -20,6 +20,20 @@ _REDUCED_IN_PLACE = {
     torch.ops.aten.binary_cross_entropy.default,
     torch.ops.aten.soft_margin_loss.default,
 }
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """Return the fake tensors that stand for a node's value.
+
+    Args:
+        node: A node of a captured graph.
+
+    Returns:
+        Its tensors; none for what is no tensor.
+    """
+    value = node.meta.get("val")
+    leaves = value if isinstance(value, (tuple, list)) else [value]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def real_bytes(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:

@@ -22,7 +22,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.exact_program import Part, Program
-from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture, dense_copy, tensors_of
+from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture, dense_copy
 from rmm_linear.compiler.torch_private import (
     compile_by_inductor,
     decompositions,
@@ -197,7 +198,7 @@ def _cut(graph: Graph, schedule: Schedule) -> int:
 
 def _in_order(capture: Capture, schedule: Schedule, cut: int) -> tuple[fx.GraphModule, list[fx.Node]]:
     """Write the joint graph in the schedule's order; `meta["step"]` is the place of each node in it."""
-    ops = set(capture.nodes)
+    ops = {*capture.nodes, *(node for inlined in capture.inlined for node in inlined)}
     graph = fx.Graph(capture.module)
     present: dict[fx.Node, fx.Node] = {}
     views: dict[Any, fx.Node] = {}
@@ -219,10 +220,10 @@ def _in_order(capture: Capture, schedule: Schedule, cut: int) -> tuple[fx.GraphM
             present[node] = graph.node_copy(node)
     ends: list[fx.Node] = []
     for step, index in enumerate(schedule.order):
-        node = capture.nodes[index]
-        sources = {source: value(source) for source in node.all_input_nodes}
-        present[node] = graph.node_copy(node, sources.__getitem__)
-        present[node].meta["step"] = step
+        for node in (*capture.inlined[index], capture.nodes[index]):
+            sources = {source: value(source) for source in node.all_input_nodes}
+            present[node] = graph.node_copy(node, sources.__getitem__)
+            present[node].meta["step"] = step
         for user in node.users:
             if user.target is operator.getitem:
                 value(user)

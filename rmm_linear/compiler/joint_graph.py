@@ -29,7 +29,8 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.compiler.costs import cost_of, unit_of
-from rmm_linear.compiler.fake_memory import real_bytes
+from rmm_linear.compiler.fake_memory import real_bytes, tensors_of
+from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError, NothingToTrainError
@@ -60,6 +61,8 @@ class Capture:
     Attributes:
         graph: The graph that planners see.
         nodes: The node of each op.
+        inlined: For each op, the nodes that Inductor computes in the loop of its node, in order; see
+            `rmm_linear.compiler.fusing`.
         members: For each storage, the nodes whose values are the tensors that lie in it as its op writes them.
         inputs: Placeholders of the inputs, in the order of the traced graph's tensor arguments.
         tangents: Placeholder of the gradient of each differentiable result; None where none was asked for.
@@ -77,6 +80,7 @@ class Capture:
 
     graph: Graph
     nodes: tuple[fx.Node, ...]
+    inlined: tuple[tuple[fx.Node, ...], ...]
     members: tuple[tuple[fx.Node, ...], ...]
     inputs: tuple[fx.Node, ...]
     tangents: tuple[fx.Node | None, ...]
@@ -103,7 +107,7 @@ def read_joint_graph(
     costs: str = "roofline",
     gradients: str = "kept",
     loss_alone: bool = True,
-    draws_by_seeds: bool = False,
+    for_inductor: bool = False,
 ) -> Capture:
     """Trace a graph of Dynamo forward and backward, and turn it into a graph for planners.
 
@@ -117,7 +121,8 @@ def read_joint_graph(
         gradients: "kept" if each parameter's stays in memory as its `.grad`; "freed" if it goes as soon as it is there,
             for it is added to one that was there before, or an optimizer takes it in the backward pass.
         loss_alone: Whether a scalar among the results is the only one that is differentiated.
-        draws_by_seeds: Whether random ops draw by seeds, as Inductor draws: then no op that draws runs twice.
+        for_inductor: Whether Inductor will compile the ops. Then random ops draw by seeds, and no op that draws runs
+            twice; and ops are those that Inductor fuses others into.
 
     Returns:
         The capture.
@@ -129,7 +134,7 @@ def read_joint_graph(
     """
     if gradients not in ("kept", "freed"):
         raise ValueError(f'gradients={gradients!r} is neither "kept" nor "freed"')
-    options: dict[str, Any] = {"loss_alone": loss_alone, "draws_by_seeds": draws_by_seeds}
+    options: dict[str, Any] = {"loss_alone": loss_alone, "draws_by_seeds": for_inductor}
     traced = trace(module, arguments, **options)
     kinds = {tensor.device.type for tensor in traced.inputs}
     forward_autocast = present_autocast(kinds)
@@ -150,7 +155,7 @@ def read_joint_graph(
             traced,
             parameters,
             costs,
-            draws_by_seeds=draws_by_seeds,
+            for_inductor=for_inductor,
             frees_gradients=gradients == "freed",
             has_same_backward=has_same_backward,
         )
@@ -173,17 +178,19 @@ class _Reading:
         are_parameters: Sequence[bool],
         costs: str,
         *,
-        draws_by_seeds: bool,
+        for_inductor: bool,
         frees_gradients: bool,
         has_same_backward: Callable[[Autocast], bool],
     ) -> None:
         self._traced, self._joint, self._are_parameters = traced, traced.joint, are_parameters
-        self._draws_by_seeds = draws_by_seeds
+        self._for_inductor = for_inductor
         self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
         # memory of the fake tensors -> index of the storage; None for memory outside of the budget
         self._storage_of: dict[int, int | None] = {}
         self._storages: list[Storage] = []
         self._members: list[list[fx.Node]] = []
+        # nodes that are computed in the loop of another node
+        self._loop_of: dict[fx.Node, fx.Node] = {}
 
     def capture(self) -> Capture:
         placeholders = {node.meta["desc"]: node for node in self._joint.graph.nodes if node.op == "placeholder"}
@@ -222,11 +229,15 @@ class _Reading:
                 " by it. A loop over cells (`bptt_checkpoint`) has none",
                 stacklevel=3,
             )
-        graph, nodes = self._graph(results, gradients, updates, {inputs[place] for place, _ in updates})
-        graph = self._with_gradients(graph, nodes, inputs, gradients)
+        updated = {inputs[place] for place, _ in updates}
+        if self._for_inductor:
+            self._loop_of = fuse(self._joint, tangents.values(), updated)
+        graph, loops = self._graph(results, gradients, updates, updated)
+        graph = self._with_gradients(graph, loops, inputs, gradients)
         return Capture(
             graph=graph,
-            nodes=nodes,
+            nodes=tuple(loop[-1] for loop in loops),
+            inlined=tuple(tuple(loop[:-1]) for loop in loops),
             members=tuple(map(tuple, self._members)),
             inputs=inputs,
             tangents=tuple(tangents.get(place) for place in range(len(differentiable))),
@@ -303,9 +314,11 @@ class _Reading:
         gradients: Sequence[fx.Node | None],
         updates: Sequence[tuple[int, fx.Node]],
         updated: set[fx.Node],
-    ) -> tuple[Graph, tuple[fx.Node, ...]]:
+    ) -> tuple[Graph, list[list[fx.Node]]]:
+        """The graph, and for each op the nodes that are computed in its loop; the last one writes its storages."""
         ops: list[Op] = []
-        nodes: list[fx.Node] = []
+        loops: list[list[fx.Node]] = []
+        inlined: dict[fx.Node, list[fx.Node]] = {}
         depends_on_tangents: set[fx.Node] = set()
         is_backward = False
         for node in self._joint.graph.nodes:
@@ -330,34 +343,31 @@ class _Reading:
                 is_backward = True
             if node.target is operator.getitem:
                 continue
+            if node in self._loop_of:
+                self._storage_of[node.meta["val"].untyped_storage()._cdata] = None
+                inlined.setdefault(self._loop_of[node], []).append(node)
+                continue
             fresh = self._fresh(node)
             if not fresh and tensors_of(node):
                 continue
-            temporary = self._write(node, fresh)
-            reads = dict.fromkeys(
-                index
-                for source in node.all_input_nodes
-                for tensor in tensors_of(source)
-                if (index := self._storage_of[tensor.untyped_storage()._cdata]) is not None
-            )
-            ops.append(self._op(node, tuple(reads), tuple(fresh.values()), temporary, is_backward, updated))
-            nodes.append(node)
+            temporary = self._write(node, fresh) + (_row_bytes(node) if self._for_inductor else 0)
+            loops.append([*inlined.get(node, ()), node])
+            ops.append(self._op(loops[-1], tuple(fresh.values()), temporary, is_backward, updated))
         if self._traced.has_contents:
-            own = workspace_bytes(nodes)
+            own = workspace_bytes([loop[-1] for loop in loops])
             ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
-        if self._draws_by_seeds:
-            ops = [
-                replace(op, temporary_bytes=op.temporary_bytes + _row_bytes(node))
-                for op, node in zip(ops, nodes, strict=True)
-            ]
         # what is returned is the caller's from then on; new buffers are only there to be copied
         outputs = self._indices([*results, *(node for node in gradients if node is not None)])
         at_forward_end = self._indices([*results, *(node for _, node in updates)])
         graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self._costs))
-        return graph, tuple(nodes)
+        return graph, loops
 
     def _with_gradients(
-        self, graph: Graph, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], gradients: Sequence[fx.Node | None]
+        self,
+        graph: Graph,
+        loops: Sequence[Sequence[fx.Node]],
+        inputs: Sequence[fx.Node],
+        gradients: Sequence[fx.Node | None],
     ) -> Graph:
         """Say which storages are parameters' gradients, and which ops read what they belong to."""
         gradients_of: dict[int, set[int]] = {}
@@ -366,10 +376,8 @@ class _Reading:
                 memory = tensor.meta["val"].untyped_storage()._cdata
                 gradients_of.setdefault(memory, set()).update(self._indices([gradient]))
         ops = []
-        for op, node in zip(graph.ops, nodes, strict=True):
-            memories = {
-                tensor.untyped_storage()._cdata for source in node.all_input_nodes for tensor in tensors_of(source)
-            }
+        for op, loop in zip(graph.ops, loops, strict=True):
+            memories = _memories_read(loop)
             held_back = set().union(*(gradients_of[memory] for memory in memories if memory in gradients_of))
             ops.append(replace(op, holds_back=tuple(sorted(held_back))))
         pairs = list(zip(self._are_parameters, gradients, strict=True))
@@ -424,23 +432,19 @@ class _Reading:
 
     def _op(
         self,
-        node: fx.Node,
-        reads: tuple[int, ...],
+        loop: Sequence[fx.Node],
         writes: tuple[int, ...],
         temporary_bytes: int,
         is_backward: bool,
         updated: set[fx.Node],
     ) -> Op:
-        target = node.target
+        node, target = loop[-1], loop[-1].target
         name = target.__name__ if isinstance(target, FunctionType) else str(target)
         tags = getattr(target, "tags", ())
         namespace = getattr(target, "namespace", "")
         memories = {tensor.untyped_storage()._cdata for source in updated for tensor in tensors_of(source)}
-        reads_updated = any(
-            tensor.untyped_storage()._cdata in memories
-            for source in node.all_input_nodes
-            for tensor in tensors_of(source)
-        )
+        read = _memories_read(loop)
+        reads_updated = not memories.isdisjoint(read)
         if reads_updated and is_backward and "batch_norm" not in name:
             raise CaptureError(
                 f"the backward pass reads a buffer that the step has written into ({name}): read a copy of it (`clone`)"
@@ -449,12 +453,12 @@ class _Reading:
         state_bytes = _state_bytes(node) if is_random else 0
         # seeds and the like are smaller than the random state that a second computation would need
         is_worth_it = not is_random or (
-            not self._draws_by_seeds and sum(self._storages[index].size_bytes for index in writes) > state_bytes
+            not self._for_inductor and sum(self._storages[index].size_bytes for index in writes) > state_bytes
         )
         return Op(
             name=node.name,
-            cost=cost_of(node, self._costs),
-            reads=reads,
+            cost=cost_of(loop, self._costs),
+            reads=tuple(index for memory in read if (index := self._storage_of[memory]) is not None),
             writes=writes,
             temporary_bytes=temporary_bytes,
             is_backward=is_backward,
@@ -467,6 +471,11 @@ class _Reading:
             block=self._traced.blocks.get(node, ""),
             kind=name.removesuffix(".default"),
         )
+
+
+def _memories_read(loop: Iterable[fx.Node]) -> dict[int, None]:
+    sources = (source for node in loop for source in node.all_input_nodes)
+    return dict.fromkeys(tensor.untyped_storage()._cdata for source in sources for tensor in tensors_of(source))
 
 
 def _with_biases_together(graph: Graph) -> Graph:
@@ -531,17 +540,3 @@ def _real_bytes(node: fx.Node, tensor: Tensor) -> int:
     """Bytes of the memory that a fake tensor stands for."""
     sources = (each for source in node.all_input_nodes for each in tensors_of(source))
     return real_bytes(node.target, sources, tensor)
-
-
-def tensors_of(node: fx.Node) -> list[Tensor]:
-    """Return the fake tensors that stand for a node's value.
-
-    Args:
-        node: A node of a captured graph.
-
-    Returns:
-        Its tensors; none for what is no tensor.
-    """
-    value = node.meta.get("val")
-    leaves = value if isinstance(value, (tuple, list)) else [value]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.compiler.exact_program import Program, after_tangents, hidden_random_state, set_random_state
-from rmm_linear.compiler.joint_graph import Capture, tensors_of
+from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.tracing import Returned
 from rmm_linear.errors import AutocastBackwardError, DoubleBackwardError
 

@@ -1,0 +1,161 @@
+"""Which ops Inductor computes inside of the loop of another op, so that their results take no memory.
+
+An elementwise op is inlined into the op that reads it, if that is elementwise too, or a reduction, and the only one:
+planners see both as one op. A backward loop that reads results of elementwise ops of the forward pass can compute
+them again inside of itself, from what those ops read. That costs no memory and hardly any time, so that it is done
+before anything is planned. Which results it is done for is a minimum cut: the tensors that are kept are those of the
+fewest bytes from which all backward loops can be computed (torch's own partitioner chooses by such a cut too).
+"""
+
+from collections.abc import Collection
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.torch_private import fake_mode_of
+
+# Elementwise, and without the tag.
+_LOOPS = {torch.ops.aten._to_copy.default, torch.ops.aten.full.default}
+_TANGENTS = "tangents"
+
+
+def fuse(joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Compute elementwise results of the forward pass again where backward loops read them, and find what is inlined.
+
+    Args:
+        joint: A joint graph, functional; changed in place.
+        tangents: Placeholders of the gradients of its results.
+        updated: Placeholders of the inputs that the step writes into after the forward pass.
+
+    Returns:
+        For each node that is inlined, the node in whose loop it is computed.
+    """
+    backward = _Fusion(joint, tangents, updated).recompute()
+    forward = _Fusion(joint, tangents, updated).inlined(are_backward=False)
+    return backward | forward
+
+
+class _Fusion:
+    def __init__(self, joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collection[fx.Node]) -> None:
+        self._joint, self._updated = joint, set(updated)
+        # the node that writes the memory that each node's value lies in
+        self._base: dict[fx.Node, fx.Node] = {}
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+        self._ops: list[fx.Node] = []
+        self._backward: set[fx.Node] = set()
+        writer: dict[int, fx.Node] = {}
+        after = set(tangents)
+        for node in joint.graph.nodes:
+            value = node.meta.get("val")
+            # of an op with several results each is on its own
+            base = writer.setdefault(value.untyped_storage()._cdata, node) if isinstance(value, Tensor) else node
+            self._base[node] = base
+            after.update([node] if any(source in after for source in node.all_input_nodes) else [])
+            if base is not node or node.op not in ("call_function", "output"):
+                continue
+            self._ops.append(node)
+            self._readers[node] = []
+            if self._backward or node in after:
+                self._backward.add(node)
+            for source in self._sources(node):
+                self._readers.setdefault(source, []).append(node)
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        return list(dict.fromkeys(self._base[source] for source in node.all_input_nodes))
+
+    def inlined(self, *, are_backward: bool) -> dict[fx.Node, fx.Node]:
+        """For each node of a pass that is inlined, the node in whose loop it is computed."""
+        found: dict[fx.Node, fx.Node] = {}
+        for node in reversed(self._ops):
+            if not _is_loop(node) or (node in self._backward) is not are_backward:
+                continue
+            readers = self._readers[node]
+            loops = {found.get(reader, reader) for reader in readers}
+            is_alone = len(loops) == 1 and all(map(_is_fusible, readers))
+            if is_alone and (readers[0] in self._backward) is are_backward:
+                found[node] = loops.pop()
+        return found
+
+    def recompute(self) -> dict[fx.Node, fx.Node]:
+        """Give backward loops what they read of the forward pass anew; returns what is inlined into them."""
+        inlined = self.inlined(are_backward=True)
+        again = self._recomputed()
+        copies: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        graph = self._joint.graph
+
+        def copy(source: fx.Node, reader: fx.Node) -> fx.Node:
+            """The value of a forward node, computed inside of the reader's loop if it is not kept."""
+            if self._base[source] not in again:
+                return source
+            loop = inlined.get(reader, reader)
+            if (loop, source) not in copies:
+                sources = {each: copy(each, reader) for each in source.all_input_nodes}
+                with graph.inserting_before(reader):
+                    made = graph.node_copy(source, sources.__getitem__)
+                values = fx.node.map_arg((made.args, made.kwargs), lambda each: each.meta["val"])
+                with fake_mode_of([made.meta["val"]]):
+                    made.meta["val"] = made.target(*values[0], **values[1])  # type: ignore[operator]
+                copies[loop, source] = made
+                if self._base[source] is source:
+                    inlined[made] = loop
+            return copies[loop, source]
+
+        for reader in self._ops:
+            if reader in self._backward and _is_fusible(reader):
+                sources = {source: copy(source, reader) for source in reader.all_input_nodes}
+                for source, made in sources.items():
+                    if made is not source:
+                        reader.replace_input_with(source, made)
+        for node in reversed(list(graph.nodes)):
+            if self._base.get(node) in again and not node.users:
+                graph.erase_node(node)
+        return inlined
+
+    def _recomputed(self) -> set[fx.Node]:
+        """Forward loops whose results backward loops compute again."""
+        wanted = {
+            source
+            for reader in self._ops
+            if reader in self._backward and _is_fusible(reader)
+            for source in self._sources(reader)
+            if source.op == "call_function" and source not in self._backward
+        }
+        network = nx.DiGraph()
+        network.add_node("inputs")
+        network.add_node(_TANGENTS)
+        waiting, seen = list(wanted), set(wanted)
+        while waiting:
+            node = waiting.pop()
+            is_kept = any(reader in self._backward and not _is_fusible(reader) for reader in self._readers[node])
+            size = 0 if is_kept else sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(node))
+            network.add_edge((node, "computed"), (node, "kept"), capacity=size)
+            if node in wanted:
+                network.add_edge((node, "kept"), _TANGENTS)
+            sources = self._sources(node)
+            if not _is_loop(node) or is_kept or not self._updated.isdisjoint(sources):
+                network.add_edge("inputs", (node, "computed"))
+                continue
+            for source in sources:
+                if source.op == "call_function":
+                    network.add_edge((source, "kept"), (node, "computed"))
+                    if source not in seen:
+                        seen.add(source)
+                        waiting.append(source)
+        if not wanted:
+            return set()
+        # of equal cuts the one that is nearest to the backward pass, which computes the least again
+        _, (_, near) = nx.minimum_cut(network, "inputs", _TANGENTS)
+        return {node for node in seen if (node, "computed") in near}
+
+
+def _is_loop(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    is_elementwise = node.target in _LOOPS or torch.Tag.pointwise in tags
+    return is_elementwise and torch.Tag.nondeterministic_seeded not in tags and isinstance(node.meta["val"], Tensor)
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    is_reduction = torch.Tag.reduction in getattr(node.target, "tags", ()) and isinstance(node.meta["val"], Tensor)
+    return is_reduction or _is_loop(node)
