@@ -178,6 +178,7 @@ class Comparison:
         ordered = sorted(self.ways, key=lambda way: way.row["peak_bytes"])
         steps = [(str(number), way.timed_step) for number, way in enumerate(ordered)]
         gc.collect()
+        print(f"{self.case.name}: {len(steps)} ways by turns; other work beside them spoils the times", flush=True)
         times = interleaved(steps, self.extent.rounds)
         for (name, _), way in zip(steps, ordered, strict=True):
             low, *_, high = statistics.quantiles(times[name], n=5, method="inclusive")
