@@ -36,11 +36,7 @@ BENCHMARKS = ROOT / "kernels/benchmarks/results"
 
 
 def layer_tables() -> str:
-    """Return one table a results file: time over nn.Linear's by shape, sketch and ratio.
-
-    Returns:
-        Markdown.
-    """
+    """Return one table a results file: time over nn.Linear's by shape, sketch and ratio."""
     parts = []
     for path in sorted(BENCHMARKS.rglob("layer-*.csv")):
         with path.open(newline="") as file:
@@ -68,21 +64,13 @@ def layer_tables() -> str:
 
 
 def minilm_table() -> str:
-    """Return the table and the sentence of the runs on real data.
-
-    Returns:
-        Markdown.
-    """
+    """Return the table and the sentence of the runs on real data."""
     comparison = compare(MINILM)
     return f"{markdown_table(comparison)}\n\nIn a sentence: {one_sentence(comparison)}"
 
 
 def variance_table() -> str:
-    """Return the relative variance that a few budgets of bytes buy on batches of MRPC.
-
-    Returns:
-        Markdown.
-    """
+    """Return the relative variance that a few budgets of bytes buy on batches of MRPC."""
     records = [record for record in read_records(VARIANCE / GRID_FILE) if record["task"] == "mrpc"]
     first = records[0]
     step = max(record["step"] for record in records)
@@ -115,22 +103,14 @@ def variance_table() -> str:
 
 
 def memory_table() -> str:
-    """Return what each method keeps of seven models' bytes.
-
-    Returns:
-        Markdown.
-    """
+    """Return what each method keeps of seven models' bytes."""
     rows = read_rows(MEMORY)
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
     return f"Counted on a CPU, commit {commits}:\n\n{summary_table(rows)}"
 
 
 def checkpointing_table() -> str:
-    """Return plans beside torch's own checkpointing.
-
-    Returns:
-        Markdown.
-    """
+    """Return plans beside torch's own checkpointing."""
     return checkpointing_blocks(CHECKPOINTING)["baselines"]()
 
 

@@ -44,9 +44,6 @@ def output_folder(given: Path | None, default: Path) -> Path:
         given: What the user asked for, which has to be there; None for the experiment's own.
         default: The experiment's own, which is made.
 
-    Returns:
-        The folder.
-
     Raises:
         HarnessError: If it is none.
     """

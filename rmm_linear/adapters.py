@@ -18,9 +18,6 @@ from rmm_linear.sharing import current_groups
 def is_adapted(module: nn.Module) -> bool:
     """Tell whether a module is a layer with adapters.
 
-    Args:
-        module: Any module.
-
     Returns:
         True if it has a base layer, as PEFT's layers do.
     """
@@ -29,9 +26,6 @@ def is_adapted(module: nn.Module) -> bool:
 
 def adapters_of(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the adapters of an adapted layer.
-
-    Args:
-        module: The layer.
 
     Yields:
         What its dictionaries of modules hold, one adapter a name.
@@ -52,11 +46,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def watch_adapted_layers(model: nn.Module) -> None:
-    """Put hooks on the adapted layers whose adapters are sketched, and take them off others.
-
-    Args:
-        model: Any module.
-    """
+    """Put hooks on the adapted layers whose adapters are sketched, and take them off others."""
     for module in model.modules():
         is_wanted = is_adapted(module) and any(isinstance(adapter, SketchedLayer) for adapter in adapters_of(module))
         is_watched = _enter in module._forward_pre_hooks.values()

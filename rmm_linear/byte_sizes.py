@@ -17,14 +17,7 @@ class Unit(NamedTuple):
     size_bytes: int
 
     def of(self, size_bytes: float) -> str:
-        """Show a size without its unit, as in a table whose heading names it.
-
-        Args:
-            size_bytes: Bytes.
-
-        Returns:
-            The number, with two decimals.
-        """
+        """Show a size without its unit, as in a table whose heading names it."""
         return f"{size_bytes / self.size_bytes:.2f}"
 
 
@@ -43,14 +36,7 @@ _MOST = 10_000
 
 
 def unit_for(largest_bytes: float) -> Unit:
-    """Choose one unit for a table, MiB unless that makes long numbers.
-
-    Args:
-        largest_bytes: The largest size in it.
-
-    Returns:
-        MiB, GiB or TiB.
-    """
+    """Choose one unit for a table, MiB unless that makes long numbers."""
     fitting = (unit for unit in (_MIB, _GIB) if largest_bytes < _MOST * unit.size_bytes)
     return next(fitting, _TIB)
 
@@ -61,9 +47,6 @@ def readable(size_bytes: int) -> str:
     Example:
         >>> readable(300), readable(20_388), readable(5 * 2**20), readable(3 * 2**40)
         ('300 bytes', '19.91 KiB', '5.00 MiB', '3072.00 GiB')
-
-    Args:
-        size_bytes: Bytes.
 
     Returns:
         The number and its unit: bytes below a KiB, KiB below a MiB, and so on.

@@ -122,9 +122,6 @@ class RMMConfig:
     def from_graph_key(key: str) -> "RMMConfig":
         """Make a configuration of its `graph_key`.
 
-        Args:
-            key: The text.
-
         Returns:
             A configuration equal to the one whose key it is.
         """
@@ -187,9 +184,6 @@ class RMMConfig:
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed.
 
-        Args:
-            **changes: New values by name.
-
         Returns:
             The new configuration.
 
@@ -212,12 +206,6 @@ class RMMConfig:
     def from_dict(cls, values: dict[str, Any]) -> "RMMConfig":
         """Make a configuration of `to_dict`'s output; knobs that are missing take their defaults.
 
-        Args:
-            values: Knobs by name.
-
-        Returns:
-            The configuration.
-
         Raises:
             ValueError: If a name is unknown or a value is bad.
         """
@@ -235,12 +223,6 @@ class RMMConfig:
     @classmethod
     def from_json(cls, text: str) -> "RMMConfig":
         """Make a configuration of `to_json`'s output.
-
-        Args:
-            text: JSON of an object.
-
-        Returns:
-            The configuration.
 
         Raises:
             ValueError: If the text is no JSON object, a name is unknown or a value is bad.
@@ -264,9 +246,6 @@ class RMMConfig:
             name: Name of the recipe.
             **changes: Knobs to change, most often `ratio`.
 
-        Returns:
-            The configuration.
-
         Raises:
             ValueError: If the recipe or a knob is unknown, or a value is bad.
         """
@@ -277,11 +256,7 @@ class RMMConfig:
 
     @staticmethod
     def recipes() -> tuple[str, ...]:
-        """Return the names that `from_recipe` knows.
-
-        Returns:
-            Names.
-        """
+        """Return the names that `from_recipe` knows."""
         return tuple(_RECIPES)
 
 

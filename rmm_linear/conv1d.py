@@ -47,11 +47,6 @@ def _make() -> type[SketchedLayer]:
         def __init__(self, nf: int, nx: int, *, config: RMMConfig | None = None) -> None:
             """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model.
 
-            Args:
-                nf: Output features.
-                nx: Input features.
-                config: How to sketch; `RMMConfig()` by default.
-
             Raises:
                 ValueError: If `config` is not an RMMConfig.
             """
@@ -60,12 +55,6 @@ def _make() -> type[SketchedLayer]:
 
         def forward(self, x: Tensor) -> Tensor:
             """Apply the layer.
-
-            Args:
-                x: Shape (..., in), any float dtype.
-
-            Returns:
-                Shape (..., out).
 
             Raises:
                 ValueError: If the input does not fit the weight, in training mode.

@@ -64,9 +64,6 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
 def has_foreign_forward(module: nn.Module) -> bool:
     """Tell whether an instance has a forward that is not just its class's.
 
-    Args:
-        module: Any module.
-
     Returns:
         True if what runs is not what the class says.
     """
@@ -75,14 +72,7 @@ def has_foreign_forward(module: nn.Module) -> bool:
 
 
 def is_sharded_class(kind: type) -> bool:
-    """Tell whether FSDP2 made this class of a layer's: (FSDPModule, nn.Linear), say.
-
-    Args:
-        kind: The class of a module.
-
-    Returns:
-        True for such a class.
-    """
+    """Tell whether FSDP2 made this class of a layer's: (FSDPModule, nn.Linear), say."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not hasattr(fsdp, "FSDPModule") or len(kind.__bases__) != 2:
         return False
@@ -120,14 +110,7 @@ def _has_tensor_parallel_layers(model: nn.Module) -> bool:
 
 
 def wrong_class(module: nn.Module) -> str:
-    """Say that a module's class is not one of those that can be converted.
-
-    Args:
-        module: The module.
-
-    Returns:
-        The reason.
-    """
+    """Say that a module's class is not one of those that can be converted."""
     kind = type(module)
     wanted = next((each for each in convertible_classes() if isinstance(module, each)), nn.Linear)
     name = "nn.Linear" if wanted is nn.Linear else wanted.__name__

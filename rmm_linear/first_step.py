@@ -59,14 +59,7 @@ class FirstStep:
         return {**vars(self), "_calls": [], "_held": set()}
 
     def watch(self, name: str) -> "InputWatch":
-        """Take one more layer into account.
-
-        Args:
-            name: The layer's.
-
-        Returns:
-            What the layer shows its calls.
-        """
+        """Take one more layer into account."""
         self._watches.append(InputWatch(name, self))
         return self._watches[-1]
 
@@ -84,11 +77,7 @@ class FirstStep:
             node.register_prehook(self._look)
 
     def disregard(self, x: Tensor) -> None:
-        """Leave an input out: it is held by someone who looks at it in the backward pass, and will not be later.
-
-        Args:
-            x: The input.
-        """
+        """Leave an input out: it is held by someone who looks at it in the backward pass, and will not be later."""
         self._held.add(x.untyped_storage()._cdata)
 
     def _look(self, gradients: object) -> None:
@@ -146,13 +135,7 @@ class InputWatch:
         self.is_open = not step.is_over
 
     def see(self, x: Tensor, output: Tensor, config: RMMConfig) -> None:
-        """Look at a call of the layer in training mode.
-
-        Args:
-            x: Its input.
-            output: Its output.
-            config: How it sketches.
-        """
+        """Look at a call of the layer in training mode."""
         if self.outcome is not None:
             # it has been through a backward pass, and comes again
             self.step.end()

@@ -192,20 +192,7 @@ def _in_graph(
     seed: Tensor | None,
     config: RMMConfig,
 ) -> Tensor:
-    """What a layer is in a compiled graph.
-
-    Args:
-        x: Shape (..., in), in the dtype to compute in.
-        weight: Shape (out, in).
-        bias: Shape (out,), or None.
-        values: The rows of x, zero where they are padding: shape (rows, in), which autograd does not follow.
-        mask: Not zero where a row is no padding, shape (...); None where nothing is known.
-        seed: 0-d int64, or None to draw one.
-        config: How to sketch.
-
-    Returns:
-        Shape (..., out).
-    """
+    """What a layer is in a compiled graph."""
     rows = values.shape[0]
     layout = layout_of(x.shape, config.keep_tokens, None)
     if not config.sketches(rows):
@@ -244,18 +231,6 @@ def _sketched_linear(
     Dynamo would follow each function and each attribute in there, layer after layer, which takes most of its time, and
     would have them looked at once more at every step, lest one has changed. The configuration does not change: its key
     is all that has to be looked at, and all that a graph on disk is found by.
-
-    Args:
-        x: Shape (..., in), in the dtype to compute in.
-        weight: Shape (out, in).
-        bias: Shape (out,), or None.
-        values: As for `_in_graph`.
-        mask: As for `_in_graph`.
-        seed: As for `_in_graph`.
-        graph_key: The configuration's.
-
-    Returns:
-        Shape (..., out).
     """
     return _in_graph(x, weight, bias, values, mask, seed, _config_of(graph_key))
 
@@ -326,9 +301,6 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that F.linear computes in: autocast lowers all floats but float64.
-
-    Args:
-        x: A tensor that it is given.
 
     Returns:
         The dtype.

@@ -14,14 +14,7 @@ HEAD_NAMES = (
 
 
 def in_output_head(model: nn.Module) -> set[nn.Module]:
-    """Find the modules of a model's output head.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        They, and all that they hold.
-    """
+    """Find the modules of a model's output head."""
     return {inner for head in _heads(model) for inner in head.modules()}
 
 

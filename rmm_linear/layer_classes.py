@@ -10,11 +10,7 @@ from rmm_linear.linear import RMMLinear, SketchedLayer
 
 
 def convertible_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes of exact layers that have a sketched one.
-
-    Returns:
-        Classes.
-    """
+    """Return the classes of exact layers that have a sketched one."""
     other = conv1d.conv1d_class()
     return (nn.Linear,) if other is None else (nn.Linear, other)
 
@@ -24,18 +20,12 @@ def sketched_class(exact: type[nn.Module]) -> type[SketchedLayer]:
 
     Args:
         exact: One of `convertible_classes()`.
-
-    Returns:
-        A class that inherits from it.
     """
     return RMMLinear if exact is nn.Linear else conv1d.RMMConv1D
 
 
 def is_linear_layer(module: nn.Module) -> bool:
     """Tell whether a module is a linear layer, converted or not.
-
-    Args:
-        module: Any module.
 
     Returns:
         True for `nn.Linear`, the `Conv1D` of transformers, and classes that inherit from them.
@@ -48,9 +38,6 @@ def features(layer: nn.Module) -> tuple[int, int]:
 
     Args:
         layer: A module of which `is_linear_layer` is true.
-
-    Returns:
-        Input and output features.
     """
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
@@ -60,10 +47,6 @@ def features(layer: nn.Module) -> tuple[int, int]:
 
 def layer_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what a linear layer is called with, by place or by name.
-
-    Args:
-        args: Arguments of its forward.
-        kwargs: Arguments by name.
 
     Returns:
         The input, or None where there is none.

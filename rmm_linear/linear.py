@@ -31,14 +31,6 @@ class SketchedLayer(nn.Module):
     def _sketched(self, input: Tensor, weight: Tensor, rows: Tensor | None = None) -> Tensor:
         """Apply the layer in training mode, as it is configured.
 
-        Args:
-            input: Shape (..., in).
-            weight: Shape (out, in): the layer's, or a view of it.
-            rows: The input as it is to be multiplied; as it is if None.
-
-        Returns:
-            Shape (..., out).
-
         Raises:
             ValueError: If the input does not fit the weight.
             TracingError: If the model is traced or exported.
@@ -123,14 +115,6 @@ class RMMLinear(SketchedLayer, nn.Linear):
     ) -> None:
         """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model.
 
-        Args:
-            in_features: Size of the input's last dimension.
-            out_features: Size of the output's last dimension.
-            bias: Whether to learn an additive bias.
-            device: Device of the parameters.
-            dtype: Dtype of the parameters.
-            config: How to sketch; `RMMConfig()` by default.
-
         Raises:
             ValueError: If `config` is not an RMMConfig.
         """
@@ -139,12 +123,6 @@ class RMMLinear(SketchedLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer.
-
-        Args:
-            input: Shape (..., in_features), any float dtype.
-
-        Returns:
-            Shape (..., out_features).
 
         Raises:
             ValueError: If the input does not fit the weight, in training mode.
@@ -155,11 +133,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
         return self._sketched(input, self.weight)
 
     def extra_repr(self) -> str:
-        """Return the layer's line in `print(model)`.
-
-        Returns:
-            The shape and the configuration.
-        """
+        """Return the layer's line in `print(model)`."""
         return f"{super().extra_repr()}, {self._describe_config()}"
 
 
@@ -168,9 +142,6 @@ def checked_config(config: RMMConfig | None) -> RMMConfig:
 
     Args:
         config: The configuration, or None.
-
-    Returns:
-        The same, or the default one.
 
     Raises:
         ValueError: If it is something else.

@@ -27,9 +27,6 @@ def strip_wrappers(name: str) -> str:
 def pattern(name: str) -> str:
     """Return a module's name with its numbers left open: those of a stack's layers are alike.
 
-    Args:
-        name: Dotted name.
-
     Returns:
         Such as "encoder.layer.*.output"; "(the model)" for "".
     """
@@ -38,9 +35,6 @@ def pattern(name: str) -> str:
 
 def listed(items: list[str]) -> str:
     """Join items for an error or a warning, which names a dozen at most.
-
-    Args:
-        items: The items.
 
     Returns:
         The first of them, and how many more there are.

@@ -118,9 +118,6 @@ class ValidRows:
 
         Args:
             x: Shape (..., features).
-
-        Returns:
-            Whether the leading dimensions are the mask's.
         """
         return x.shape[:-1] == self.mask.shape
 
@@ -303,9 +300,6 @@ def check_padding(enabled: bool = True) -> None:
 
     The environment variable RMM_LINEAR_CHECK_PADDING=1 turns it on from the start. Each check reads the gradient once
     more, and waits for the device.
-
-    Args:
-        enabled: Whether to check from now on.
     """
     global _always_check
     _always_check = enabled
@@ -518,13 +512,7 @@ class MaskHook:
         self._has_warned = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Announce; a forward pre-hook.
-
-        Args:
-            module: The module.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-        """
+        """Announce; a forward pre-hook."""
         # A forward that was broken off by something else than an exception (a notebook's stop) has left its scope.
         for place, scope in enumerate(_announced.scopes):
             if scope.owner is module:
@@ -544,14 +532,7 @@ class MaskHook:
             _silence.is_over = True
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Take it back; a forward hook that is always called.
-
-        Args:
-            module: The module.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            output: What it returned.
-        """
+        """Take it back; a forward hook that is always called."""
         # always called: `before` may have raised
         if _announced.scopes and _announced.scopes[-1].owner is module:
             scope = _announced.scopes.pop()
@@ -601,14 +582,7 @@ def needed_check(rows: ValidRows, check: RowsCheck | None) -> Look | None:
 
 
 def install_hooks(model: nn.Module) -> int:
-    """Have the modules of a model that are given an attention mask announce it; those that do already are left alone.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        How many modules announce their mask now.
-    """
+    """Have the modules of a model that are given an attention mask announce it, unless they do already."""
     modules = list(_modules_with_mask(model))
     # of a part of the model that was converted on its own, say
     _remove_hooks(module for module in model.modules() if module not in modules)
@@ -621,11 +595,7 @@ def install_hooks(model: nn.Module) -> int:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Take off what `install_hooks` put on.
-
-    Args:
-        model: Any module.
-    """
+    """Take off what `install_hooks` put on."""
     _remove_hooks(model.modules())
 
 

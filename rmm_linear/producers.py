@@ -67,14 +67,7 @@ def is_free_to_keep(x: Tensor, dtype: torch.dtype, *, in_graph: bool = False) ->
 
 
 def flattens_in_place(x: Tensor) -> bool:
-    """Tell whether F.linear can view a tensor as (rows, features); it makes a copy otherwise, and keeps that.
-
-    Args:
-        x: The input of a linear layer.
-
-    Returns:
-        Whether it can.
-    """
+    """Tell whether F.linear can view a tensor as (rows, features); it makes a copy otherwise, and keeps that."""
     if x.dim() <= _MATRIX or x.is_contiguous():
         return True
     try:
@@ -90,9 +83,6 @@ def keeping_producer(x: Tensor) -> str | None:
     Within a checkpoint that both are a part of, nothing is kept, and all of it is there in the second forward pass: the
     answer is the same in both. Where hooks on saved tensors have put something else in the tensor's place (a checkpoint
     that has ended, a copy on the CPU) there is none.
-
-    Args:
-        x: Any tensor.
 
     Returns:
         The operation's autograd node, by name; None if none is known to keep it.

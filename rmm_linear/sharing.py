@@ -179,20 +179,12 @@ class InputGroups:
         return len(self._inputs)
 
     def enter(self, x: object) -> None:
-        """Take note that a module runs whose layers may be called with copies of its input.
-
-        Args:
-            x: Its input.
-        """
+        """Take note that a module runs whose layers may be called with copies of its input."""
         if isinstance(x, Tensor) and not x.is_inference():
             self._given.append((x, x._version))
 
     def leave(self, x: object) -> None:
-        """Forget what `enter` took note of.
-
-        Args:
-            x: The same input.
-        """
+        """Forget what `enter` took note of."""
         for place in reversed(range(len(self._given))):
             if self._given[place][0] is x:
                 del self._given[place:]
@@ -236,14 +228,7 @@ class InputGroups:
         return known.readers[dtype][0]() if known and known.is_still(source) and dtype in known.readers else None
 
     def _source_of(self, x: Tensor) -> Tensor:
-        """Find what a tensor is a copy of in another dtype: the copy's gradient goes to where its source's does.
-
-        Args:
-            x: Any tensor.
-
-        Returns:
-            The source, if it is known and unchanged since; the tensor itself if not.
-        """
+        """Find what a tensor is a copy of in another dtype: the copy's gradient goes to where its source's does."""
         if x._version or x.grad_fn is None or x.grad_fn.name() != _COPY:
             return x
         node, output = x.grad_fn.next_functions[0]
@@ -295,9 +280,5 @@ def first_reader(x: Tensor, dtype: torch.dtype) -> nn.Module | None:
 
 
 def current_groups() -> InputGroups:
-    """Return this thread's groups.
-
-    Returns:
-        The groups.
-    """
+    """Return this thread's groups."""
     return _current.groups

@@ -30,9 +30,6 @@ def checkpointed_blocks(model: nn.Module, pattern: str | None) -> Iterator[int]:
         model: The model.
         pattern: Regular expression of the names of modules that are blocks; None for a model of Hugging Face, which
             knows its own.
-
-    Yields:
-        How many blocks there are.
     """
     if pattern is None:
         enabled: Any = model
@@ -68,9 +65,6 @@ def memory_budget(step: Callable[..., Tensor], budget: float) -> Iterator[Callab
     Args:
         step: The step.
         budget: Share of the bytes that are saved for the backward pass.
-
-    Yields:
-        The compiled step.
     """
     torch._dynamo.reset()
     with functorch_config.patch(activation_memory_budget=budget):

@@ -107,9 +107,6 @@ def rows(
         repeats: Pairs of a plain and a checkpointed run.
         device: Where to run.
         configurations: Keywords of `bptt_checkpoint`.
-
-    Yields:
-        Rows of the results.
     """
     torch.manual_seed(0)
     cell = nn.LSTMCell(features, hidden).to(device)
@@ -175,12 +172,7 @@ def rows(
 
 
 def write_rows(path: Path, found: Sequence[dict[str, Any]]) -> None:
-    """Write a results file.
-
-    Args:
-        path: The CSV file.
-        found: The rows, one at least.
-    """
+    """Write a results file."""
 
     def write(to: Path) -> None:
         with to.open("w", encoding="utf-8", newline="") as file:
@@ -231,14 +223,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the experiment.
-
-    Args:
-        arguments: Of the command line.
-
-    Returns:
-        The exit status.
-    """
+    """Run the experiment."""
     return exit_status(lambda: _run(arguments))
 
 

@@ -170,11 +170,7 @@ class Comparison:
         )
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Time all ways, those of equal peaks side by side.
-
-        Yields:
-            Rows of the results.
-        """
+        """Time all ways, those of equal peaks side by side."""
         ordered = sorted(self.ways, key=lambda way: way.row["peak_bytes"])
         steps = [(str(number), way.timed_step) for number, way in enumerate(ordered)]
         gc.collect()

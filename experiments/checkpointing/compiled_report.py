@@ -56,9 +56,6 @@ _FAMILIES = {
 def read_compiled_rows(path: Path) -> list[Row]:
     """Read a results file.
 
-    Args:
-        path: The CSV file.
-
     Returns:
         Its rows, numbers as numbers and empty cells as None.
     """
@@ -83,14 +80,7 @@ def _within(rows: Rows, method: str, peak_bytes: int) -> Row | None:
 
 
 def claims(rows: Rows) -> str:
-    """Say how many plans kept their budgets and bits.
-
-    Args:
-        rows: Rows of the results.
-
-    Returns:
-        Sentences.
-    """
+    """Say how many plans kept their budgets and bits."""
     spread = [row for row in rows if row["method"] == INDUCTOR and row["setting"].startswith(SPREAD)]
     within = sum(row["peak_bytes"] is not None and row["peak_bytes"] <= row["budget_bytes"] for row in spread)
     monotone = 0
@@ -124,14 +114,7 @@ def _ratios(rows: Rows, rivals: Rows) -> Iterator[float]:
 
 
 def compiled_table(rows: Rows) -> str:
-    """Return plans beside what torch.compile has, a line a model.
-
-    Args:
-        rows: Rows of the results.
-
-    Returns:
-        Markdown.
-    """
+    """Return plans beside what torch.compile has, a line a model."""
     lines = []
     for model, own in by_model(rows).items():
         (eager,) = _of(own, EAGER)
@@ -183,27 +166,13 @@ def _model_part(rows: Rows) -> str:
 
 
 def compiled_summary(rows: Rows) -> str:
-    """Return everything that was measured, for the terminal.
-
-    Args:
-        rows: Rows of the results.
-
-    Returns:
-        Markdown.
-    """
+    """Return everything that was measured, for the terminal."""
     parts = [_model_part(own) for own in by_model(rows).values()]
     return "\n\n".join([claims(rows), compiled_table(rows), *parts])
 
 
 def compiled_block(folder: Path) -> str:
-    """Return the block of this experiment's README.md.
-
-    Args:
-        folder: The results folder.
-
-    Returns:
-        Markdown; without results, who makes them.
-    """
+    """Return the block of this experiment's README.md."""
     path = folder / ROWS_FILE
     if not path.exists():
         return f"No results are committed: `{COMMAND}` makes them."
@@ -216,14 +185,7 @@ def compiled_block(folder: Path) -> str:
 
 
 def write_compiled_report(folder: Path) -> str:
-    """Write `compiled.md` and `compiled.png` into a results folder, and this experiment's README.md if it is its own.
-
-    Args:
-        folder: The folder of the results.
-
-    Returns:
-        A table, for the terminal.
-    """
+    """Write `compiled.md` and `compiled.png` into a results folder, and this experiment's README.md if it is its."""
     rows = read_compiled_rows(folder / ROWS_FILE)
     text = f"# Compiled steps as they ran\n\n{compiled_summary(rows)}\n"
     replace_file(folder / "compiled.md", lambda path: path.write_text(text, encoding="utf-8"))
@@ -234,12 +196,7 @@ def write_compiled_report(folder: Path) -> str:
 
 
 def draw_compiled(rows: Rows, path: Path) -> None:
-    """Draw a panel a model: the step's time against its peak, both of eager mode's.
-
-    Args:
-        rows: Rows of the results.
-        path: The PNG file to write.
-    """
+    """Draw a panel a model: the step's time against its peak, both of eager mode's."""
     models = by_model(rows)
     # the legend takes a panel of its own
     columns = min(3, len(models) + 1)

@@ -75,11 +75,7 @@ class StorageLifetimes(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Tell torch that programs which are compiled already may run under this mode.
-
-        Returns:
-            True.
-        """
+        """Tell torch that programs which are compiled already may run under this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,15 +103,7 @@ class StorageLifetimes(TorchDispatchMode):
 
 
 def peak_and_flops(step: Callable[[], Any], outside: Iterable[Tensor]) -> tuple[int, int]:
-    """Measure the peak of a step by the lifetimes of its storages, and count its FLOPs.
-
-    Args:
-        step: Runs the step, forward and backward.
-        outside: Tensors that are not counted.
-
-    Returns:
-        Bytes, and FLOPs.
-    """
+    """Measure the peak of a step by the lifetimes of its storages, and count its FLOPs."""
     gc.collect()
     with StorageLifetimes(outside) as lifetimes:
         step()
@@ -125,9 +113,6 @@ def peak_and_flops(step: Callable[[], Any], outside: Iterable[Tensor]) -> tuple[
 def allocator_peak(step: Callable[[], Any]) -> int:
     """Measure the peak of a step by the log of the CPU allocator.
 
-    Args:
-        step: Runs the step, forward and backward.
-
     Returns:
         Bytes allocated at the peak, beyond those that were allocated before.
     """
@@ -136,9 +121,6 @@ def allocator_peak(step: Callable[[], Any]) -> int:
 
 def allocator_peaks(step: Callable[[], Any]) -> tuple[int, int]:
     """Measure the peak of a step by the log of the CPU allocator, with what kernels hold for themselves and without.
-
-    Args:
-        step: Runs the step, forward and backward.
 
     Returns:
         Bytes allocated at the peak, beyond those that were allocated before; and the same of what outlives the op that
@@ -170,16 +152,7 @@ def allocator_peaks(step: Callable[[], Any]) -> tuple[int, int]:
 
 
 def time_ratios(step: Callable[[], Any], reference: Callable[[], Any], repeats: int) -> list[float]:
-    """Time a step and another one by turns.
-
-    Args:
-        step: Runs a step, forward and backward.
-        reference: Runs the other one.
-        repeats: How often each.
-
-    Returns:
-        Each run's time over that of its neighbour.
-    """
+    """Time a step and another one by turns."""
     ratios = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -196,9 +169,6 @@ def interleaved(steps: Sequence[tuple[str, Callable[[], Any]]], rounds: int) -> 
     Args:
         steps: Names, each another one, and what runs a step, forward and backward.
         rounds: How often each.
-
-    Returns:
-        Seconds by name, a round each.
     """
     times: dict[str, list[float]] = {name: [] for name, _ in steps}
     for number in range(rounds):
@@ -210,15 +180,7 @@ def interleaved(steps: Sequence[tuple[str, Callable[[], Any]]], rounds: int) -> 
 
 
 def all_equal(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> bool:
-    """Compare tensors bit for bit.
-
-    Args:
-        first: Tensors.
-        second: As many.
-
-    Returns:
-        Whether all are equal, or missing on both sides.
-    """
+    """Compare tensors bit for bit."""
     return all(
         a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(first, second, strict=True)
     )
@@ -226,10 +188,6 @@ def all_equal(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -
 
 def difference(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
     """Tell other roundings from other results.
-
-    Args:
-        first: Tensors.
-        second: As many.
 
     Returns:
         The norm of the difference over the norm of the first.

@@ -388,28 +388,14 @@ class Workload:
     budgets: tuple[float, ...] = BUDGETS
 
     def at(self, shape: Shape) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        """Build the model and a batch.
-
-        Args:
-            shape: The sizes.
-
-        Returns:
-            The model in training mode, and the batch.
-        """
+        """Build the model and a batch."""
         torch.manual_seed(0)
         model = self.build(**shape.options).train()
         return model, self.sample(model, shape.batch, shape.size)
 
     @contextmanager
     def without_contents(self, shape: Shape) -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
-        """Build the model and a batch without contents, which take no memory: enough for a capture.
-
-        Args:
-            shape: The sizes.
-
-        Yields:
-            The model in training mode, and the batch.
-        """
+        """Build the model and a batch without contents, which take no memory: enough for a capture."""
         with FakeTensorMode(allow_non_fake_inputs=True):
             model, batch = self.at(shape)
         yield model, batch

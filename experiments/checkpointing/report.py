@@ -78,9 +78,6 @@ _TOP_PERCENT = 60
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read a results file.
 
-    Args:
-        path: The CSV file.
-
     Returns:
         Its rows, numbers as numbers and empty cells as None.
 
@@ -145,9 +142,6 @@ def planned_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> s
         rows: Rows of the frontiers.
         shape: Which sizes.
         gradients: "kept" until the end of the step, or "freed" as soon as each is made.
-
-    Returns:
-        Markdown.
     """
     lines = []
     for model, each in by_model(_pick(rows, shape, gradients)).items():
@@ -174,9 +168,6 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
         rows: Rows of the frontiers.
         shape: Which sizes.
         gradients: See `planned_table`.
-
-    Returns:
-        Markdown.
     """
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = []
@@ -202,14 +193,7 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
 
 
 def published_table(rows: Rows) -> str:
-    """Return the peaks that Kusumoto et al. published beside ours, parameters included, gradients kept.
-
-    Args:
-        rows: Rows of the frontiers.
-
-    Returns:
-        Markdown.
-    """
+    """Return the peaks that Kusumoto et al. published beside ours, parameters included, gradients kept."""
     lines = []
     for model, each in by_model(_pick(rows, "full", "kept")).items():
         if model not in _PUBLISHED:
@@ -228,14 +212,7 @@ def published_table(rows: Rows) -> str:
 
 
 def exactness(rows: Rows) -> str:
-    """Say in how many runs the simulator was right.
-
-    Args:
-        rows: Measured rows.
-
-    Returns:
-        A sentence.
-    """
+    """Say in how many runs the simulator was right."""
     planned = [row for row in rows if row["method"] == PLANNED]
     right = sum(row["simulated_peak_bytes"] == row["peak_bytes"] for row in planned)
     same = sum(row["same_gradients"] and row["same_buffers"] for row in planned)
@@ -253,16 +230,7 @@ def _flops_within(frontier: Rows, peak_bytes: int) -> float | None:
 
 
 def baselines_table(frontiers: Rows, rows: Rows, shape: str = "small") -> str:
-    """Return, for each baseline, what a plan of the same peak computes more: a line a model.
-
-    Args:
-        frontiers: Rows of the frontiers.
-        rows: Measured rows.
-        shape: Which sizes.
-
-    Returns:
-        Markdown.
-    """
+    """Return, for each baseline, what a plan of the same peak computes more: a line a model."""
     lines = []
     simulated = by_model(_pick(frontiers, shape, "kept"))
     for model, each in by_model(_at(rows, shape)).items():
@@ -349,9 +317,6 @@ def _origins(rows: Rows, name: str) -> str:
 def blocks(folder: Path) -> dict[str, Callable[[], str]]:
     """Return what makes the blocks of this experiment's README.md.
 
-    Args:
-        folder: The results folder.
-
     Returns:
         For `experiments.readme.filled`.
     """
@@ -375,12 +340,6 @@ def blocks(folder: Path) -> dict[str, Callable[[], str]]:
 def write_report(folder: Path) -> str:
     """Write `report.md` and `figure.png` into a results folder, and this experiment's README.md if it is its own.
 
-    Args:
-        folder: The folder of the results.
-
-    Returns:
-        A table, for the terminal.
-
     Raises:
         HarnessError: If there are no results, or the folder can't be written to.
     """
@@ -402,11 +361,7 @@ def write_report(folder: Path) -> str:
 
 
 def write_readme(folder: Path) -> None:
-    """Fill the blocks of this experiment's README.md.
-
-    Args:
-        folder: The results folder.
-    """
+    """Fill the blocks of this experiment's README.md."""
     from experiments.readme import filled
 
     new = filled(README.read_text(encoding="utf-8"), blocks(folder))
@@ -414,13 +369,7 @@ def write_readme(folder: Path) -> None:
 
 
 def draw_figure(frontiers: Rows, rows: Rows, path: Path) -> None:
-    """Draw a panel a model: extra FLOPs against the peak, a line a strategy, a mark a run of a baseline.
-
-    Args:
-        frontiers: Rows of the frontiers.
-        rows: Measured rows.
-        path: The PNG file to write.
-    """
+    """Draw a panel a model: extra FLOPs against the peak, a line a strategy, a mark a run of a baseline."""
     measured = by_model(_at(rows, "small"))
     small = by_model(_pick(frontiers, "small", "kept"))
     names = list(dict.fromkeys(row["strategy"] for row in frontiers))

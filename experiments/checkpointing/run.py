@@ -51,14 +51,7 @@ Frontiers = dict[str, tuple[Proposal, ...]]
 
 
 def op_flops(captured: Capture) -> list[int]:
-    """Count the FLOPs of each op of a captured step.
-
-    Args:
-        captured: The captured step.
-
-    Returns:
-        FLOPs, in the order of the graph's ops.
-    """
+    """Count the FLOPs of each op of a captured step."""
 
     def fake(argument: Any) -> Any:
         return pytree.tree_map_only(fx.Node, lambda source: source.meta["val"], argument)
@@ -71,10 +64,6 @@ def op_flops(captured: Capture) -> list[int]:
 
 def frontiers(graph: Graph, names: Sequence[str]) -> tuple[Frontiers, dict[str, float]]:
     """Plan a graph with every strategy.
-
-    Args:
-        graph: The graph.
-        names: The strategies.
 
     Returns:
         What each can do, and the seconds that it took; nothing of a strategy that refuses the graph.
@@ -178,11 +167,7 @@ class Measuring:
         self._plain_allocated = allocator_peak(lambda: self._run(self.plain)) if repeats else None
 
     def plain(self) -> Tensor:
-        """Run the step as it is written.
-
-        Returns:
-            The loss.
-        """
+        """Run the step as it is written."""
         return self.workload.step(self.model, *self.batch)
 
     def _untouched_plain(self) -> Tensor:
@@ -214,9 +199,6 @@ class Measuring:
             setting: Its knob.
             step: Runs the forward pass, returns the loss.
             timed: Whether to time it as well, and to read the allocator's log.
-
-        Returns:
-            A row of the results.
         """
         peak, flops = self._measure(step)
         gradients, buffers = self._left_behind()
@@ -252,17 +234,7 @@ class Measuring:
 def measured_rows(
     measuring: Measuring, captured: Capture, found: Frontiers, *, budgets: Sequence[float] = BUDGETS
 ) -> Iterator[dict[str, Any]]:
-    """Run the step in every way.
-
-    Args:
-        measuring: The model.
-        captured: Its captured step.
-        found: What each strategy can do.
-        budgets: Of torch's partitioner.
-
-    Yields:
-        Rows of the results.
-    """
+    """Run the step in every way."""
     yield measuring.row(EAGER, "", measuring.plain)
     workload, model = measuring.workload, measuring.model
     blocks: dict[str, str | None] = dict(workload.blocks)
@@ -331,14 +303,7 @@ _commit = cache(provenance.commit)
 
 
 def origin(workload: Workload) -> dict[str, Any]:
-    """Say what rows of a model were made by.
-
-    Args:
-        workload: The model.
-
-    Returns:
-        Versions, commit and hardware.
-    """
+    """Say what rows of a model were made by."""
     commit, hardware = _commit(), provenance.hardware(torch.device("cpu"))
     return {
         "rmm_linear": rmm_linear.__version__,
@@ -385,9 +350,6 @@ def run_workload(
         runs: Whether schedules and baselines run; else plans are simulated alone.
         repeats: How often each method is timed.
         budgets: Of torch's partitioner.
-
-    Returns:
-        Rows of the frontiers, and rows that were measured.
     """
     made_by = origin(workload)
     simulated, measured = [], []

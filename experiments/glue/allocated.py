@@ -304,9 +304,6 @@ def table(records: Sequence[dict[str, Any]], targets: Mapping[float, tuple[float
     Args:
         records: Rows of the file.
         targets: Budget -> what is to be reached with all rows, and with padding left out.
-
-    Returns:
-        A table a padding.
     """
     parts = []
     for padding, label in ((TO_LONGEST, "padded to 128"), (TO_OWN, "padded to its longest")):

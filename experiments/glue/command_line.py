@@ -15,9 +15,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise, where argparse would exit.
 
-        Args:
-            message: What is wrong.
-
         Raises:
             HarnessError: Always.
         """
@@ -26,9 +23,6 @@ class Parser(argparse.ArgumentParser):
 
 def exit_status(work: Callable[[], int]) -> int:
     """Do the work, and print what the user has to put right.
-
-    Args:
-        work: Returns an exit status.
 
     Returns:
         The same, or 2 after a `HarnessError`.

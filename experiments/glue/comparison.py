@@ -44,14 +44,7 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Summarise one value a seed.
-
-        Args:
-            values: At least one value.
-
-        Returns:
-            Mean and spread.
-        """
+        """Summarise one value a seed."""
         spread = statistics.stdev(values) if len(values) > 1 else None
         return cls(statistics.fmean(values), spread, len(values))
 
@@ -73,14 +66,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quantiles:
-        """Summarise measurements.
-
-        Args:
-            values: At least one measurement.
-
-        Returns:
-            Their quantiles.
-        """
+        """Summarise measurements."""
         low, median, high = np.quantile(np.asarray(values, dtype=np.float64), (0.2, 0.5, 0.8))
         return cls(float(low), float(median), float(high))
 
@@ -174,25 +160,12 @@ class Comparison:
         return max((row.difference.seeds for row in self.rows if row.difference is not None), default=0)
 
     def of_task(self, task: str) -> tuple[Row, ...]:
-        """Rows of one task.
-
-        Args:
-            task: The task.
-
-        Returns:
-            Its rows.
-        """
+        """Rows of one task."""
         return tuple(row for row in self.rows if row.task == task)
 
 
 def compare(folder: Path) -> Comparison:
     """Read all result files of a folder and compare the methods.
-
-    Args:
-        folder: The results folder.
-
-    Returns:
-        The comparison.
 
     Raises:
         HarnessError: If there is no complete result, or the runs of a task differ in more than method and seed.

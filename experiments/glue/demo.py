@@ -102,21 +102,12 @@ class Grammar:
     """Draws sentences. One instance holds one stream of random numbers."""
 
     def __init__(self, seed: int, *, depth: int = 1) -> None:
-        """Start a stream.
-
-        Args:
-            seed: Seed of the stream.
-            depth: How many phrases may nest inside the subject; objects have one fewer.
-        """
+        """Start a stream."""
         self._random = random.Random(seed)
         self._depth = depth
 
     def sentence(self) -> list[Word]:
-        """Draw one grammatical sentence.
-
-        Returns:
-            Its words, the full stop left out.
-        """
+        """Draw one grammatical sentence."""
         subject, person = self._subject(self._depth)
         return subject + self._verb_phrase(person, self._depth - 1)
 
@@ -169,14 +160,7 @@ class Grammar:
         return Word(self._random.choice(forms)[person != "third"], kind, person)
 
     def break_agreement(self, words: Sequence[Word]) -> list[Word]:
-        """Give one verb of a sentence a form that its subject does not take.
-
-        Args:
-            words: A grammatical sentence.
-
-        Returns:
-            The same words, one verb changed.
-        """
+        """Give one verb of a sentence a form that its subject does not take."""
         at = self._random.choice([index for index, word in enumerate(words) if word.person])
         verb = words[at]
         if verb.kind == "be":
@@ -186,14 +170,7 @@ class Grammar:
         return [*words[:at], Word(text, verb.kind, verb.person), *words[at + 1 :]]
 
     def break_order(self, words: Sequence[Word]) -> list[Word]:
-        """Shuffle four neighbouring words of a sentence until some two neighbours are impossible in the grammar.
-
-        Args:
-            words: A grammatical sentence.
-
-        Returns:
-            The same words in another order.
-        """
+        """Shuffle four neighbouring words of a sentence until some two neighbours are impossible in the grammar."""
         span = min(4, len(words))
         while True:
             start = self._random.randrange(len(words) - span + 1)
@@ -220,36 +197,18 @@ POSSIBLE_NEIGHBOURS: frozenset[tuple[str, str]] = frozenset(
 
 
 def has_possible_order(words: Sequence[Word]) -> bool:
-    """Whether all neighbours in a sentence can be neighbours in the grammar.
-
-    Args:
-        words: The sentence.
-
-    Returns:
-        False only for sentences that the grammar can't produce.
-    """
+    """Whether all neighbours in a sentence can be neighbours in the grammar."""
     kinds = ["", *(word.kind for word in words), ""]
     return all(pair in POSSIBLE_NEIGHBOURS for pair in itertools.pairwise(kinds))
 
 
 def as_text(words: Sequence[Word]) -> str:
-    """Write a sentence out.
-
-    Args:
-        words: Its words.
-
-    Returns:
-        The words with blanks between and a full stop.
-    """
+    """Write a sentence out."""
     return " ".join(word.text for word in words) + " ."
 
 
 def demo_splits(train_rows: int = TRAIN_ROWS, validation_rows: int = VALIDATION_ROWS) -> DatasetDict:
     """Generate both splits: half good, a quarter with broken agreement, a quarter with broken order.
-
-    Args:
-        train_rows: Rows of the training split.
-        validation_rows: Rows of the validation split.
 
     Returns:
         Splits `train` and `validation` with columns `sentence` and `label`; equal in every call.
@@ -274,14 +233,7 @@ def demo_splits(train_rows: int = TRAIN_ROWS, validation_rows: int = VALIDATION_
 
 
 def demo_tokenizer(sentences: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, the kind that RoBERTa has.
-
-    Args:
-        sentences: The training split's sentences.
-
-    Returns:
-        The tokenizer.
-    """
+    """Train a byte-level BPE tokenizer, the kind that RoBERTa has."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -304,9 +256,6 @@ def wrap_tokenizer(tokenizer_json: str) -> PreTrainedTokenizerFast:
 
     Args:
         tokenizer_json: The tokenizer as `tokenizers` writes it.
-
-    Returns:
-        The tokenizer.
     """
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer_json),
@@ -329,9 +278,6 @@ def demo_model(vocabulary_size: int, *, num_outputs: int, is_regression: bool) -
         vocabulary_size: Size of its vocabulary.
         num_outputs: Size of its output.
         is_regression: Whether its output is a number to predict.
-
-    Returns:
-        The model.
     """
     config = RobertaConfig(
         vocab_size=vocabulary_size,

@@ -53,9 +53,6 @@ def equal_bytes(
         batch_size: Sequences of a batch.
         on_done: Called with each row.
 
-    Returns:
-        A row a storage, uniform ratio and objective.
-
     Raises:
         HarnessError: If data or model are not usable.
     """
@@ -126,14 +123,7 @@ def _compared(profile: NoiseProfile, uniform: RMMConfig, allocation: Allocation,
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the comparison on held-out batches as markdown.
-
-    Args:
-        records: Rows of the file.
-
-    Returns:
-        The table.
-    """
+    """Return the comparison on held-out batches as markdown."""
     header = ["storage", "uniform ratio", "objective", "bytes", "uniform", "allocated", "change", "ratios"]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for row in records:

@@ -38,12 +38,7 @@ _REFERENCES = {EXACT: ("black", "*", 15), CHECKPOINTING: ("black", "p", 10)}
 
 
 def draw_figure(comparison: Comparison, path: Path) -> None:
-    """Draw one row of panels a task: scores and, where they mean something, times.
-
-    Args:
-        comparison: What to draw.
-        path: The PNG file to write.
-    """
+    """Draw one row of panels a task: scores and, where they mean something, times."""
     tasks = comparison.tasks
     # with times a row of two panels a task, without them the tasks side by side
     columns = 2 if comparison.has_times else min(len(tasks), _TASKS_A_ROW)

@@ -126,15 +126,7 @@ def measure(
 
 
 def summarised(pairs: Sequence[tuple[float, float]], every: int) -> dict[str, Any]:
-    """Median and 20 and 80 % quantiles of the windows' overheads, in percent, and what they are made of.
-
-    Args:
-        pairs: Seconds without and with the monitor.
-        every: Pairs of a window.
-
-    Returns:
-        What the result file says.
-    """
+    """Median and 20 and 80 % quantiles of the windows' overheads, in percent, and what they are made of."""
     windows = [pairs[start : start + every] for start in range(0, len(pairs), every)]
     overheads = [100 * (sum(b for _, b in window) / sum(a for a, _ in window) - 1) for window in windows]
     found = Quantiles.of(overheads)

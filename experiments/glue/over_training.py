@@ -55,9 +55,6 @@ def over_training(
         batch_size: Sequences of a batch.
         on_step: Called with each measured step.
 
-    Returns:
-        The rows.
-
     Raises:
         HarnessError: If data or model are not usable.
     """
@@ -134,14 +131,7 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the summary of some steps as markdown.
-
-    Args:
-        records: Rows of the file.
-
-    Returns:
-        The table: a dozen steps at most.
-    """
+    """Return the summary of some steps as markdown."""
     rows = summary(records)
     shown = rows[:: max(1, len(rows) // 12)]
     header = ["step", *CONFIGS, "over rows / over sequences", "paper's ratio", "paper's bound", "layers above it"]
@@ -161,12 +151,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the noise over the steps: ours on the left, the paper's quantities on the right.
-
-    Args:
-        records: Rows of the file.
-        path: The picture.
-    """
+    """Draw the noise over the steps: ours on the left, the paper's quantities on the right."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -24,11 +24,7 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Measure on `device`.
-
-        Args:
-            device: The device that does the work.
-        """
+        """Measure on `device`."""
         self._device = device
         self.report: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
 

@@ -43,9 +43,6 @@ def versions() -> dict[str, str]:
 def sources(settings: RunSettings) -> dict[str, str | None]:
     """What a run reads, told cheaply, before anything is loaded.
 
-    Args:
-        settings: The run.
-
     Returns:
         SHA-256 of the data files and of the model's files, None for those that are not on this machine; and the
         version of this library.
@@ -95,14 +92,7 @@ def _git(*arguments: str) -> str:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Processor, memory and accelerator, without anything that names the machine.
-
-    Args:
-        device: The device that trains.
-
-    Returns:
-        The description.
-    """
+    """Processor, memory and accelerator, without anything that names the machine."""
     return {
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -132,14 +122,7 @@ def _memory_gib() -> float | None:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the names and bytes of all parameters: equal if and only if two models are bitwise equal.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The digest in hexadecimal.
-    """
+    """SHA-256 over the names and bytes of all parameters: equal if and only if two models are bitwise equal."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
@@ -152,9 +135,6 @@ def data_fingerprint(splits: DatasetDict) -> str:
 
     Args:
         splits: Splits `train` and `validation`.
-
-    Returns:
-        The digest in hexadecimal.
     """
     digest = hashlib.sha256()
     for split in ("train", "validation"):

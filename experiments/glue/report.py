@@ -30,9 +30,6 @@ _SAME_SHARE = 0.03
 def write_report(folder: Path) -> str:
     """Write `report.md`, `table.csv`, `runs.csv` and `report.png` into a results folder.
 
-    Args:
-        folder: The results folder.
-
     Returns:
         The table, the path of the figure and the one sentence, for the terminal.
 
@@ -93,9 +90,6 @@ def _signed(points: float) -> str:
 
 def markdown_table(comparison: Comparison) -> str:
     """One Markdown table a task.
-
-    Args:
-        comparison: What to show.
 
     Returns:
         The tables, each under the task's name if there are several.
@@ -206,14 +200,7 @@ def _commit(result: dict[str, Any]) -> str:
 
 
 def one_sentence(comparison: Comparison) -> str:
-    """What the results show, in one sentence computed from them.
-
-    Args:
-        comparison: The results.
-
-    Returns:
-        The sentence.
-    """
+    """What the results show, in one sentence computed from them."""
     clauses = [_task_clause(task, comparison.of_task(task)) for task in comparison.tasks]
     if comparison.fewest_seeds == 1:
         clauses.append("one seed supports no claim of equal accuracy")
@@ -354,14 +341,7 @@ def _clipped_share(result: dict[str, Any]) -> float | None:
 
 
 def as_csv(records: Sequence[dict[str, Any]]) -> str:
-    """Return records of equal keys as CSV.
-
-    Args:
-        records: At least one.
-
-    Returns:
-        The text, with a header.
-    """
+    """Return records of equal keys as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
     writer.writeheader()

@@ -72,9 +72,6 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 def read_result(path: Path) -> dict[str, Any] | None:
     """Read a result file.
 
-    Args:
-        path: The file.
-
     Returns:
         Its content, or None if there is no such file.
 
@@ -99,12 +96,6 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """Read all result files of a folder.
-
-    Args:
-        folder: The folder; it need not exist.
-
-    Returns:
-        Their contents, by name.
 
     Raises:
         HarnessError: If a JSON file in it is not a result file.

@@ -249,14 +249,7 @@ class NamedConfig:
     seeds: tuple[int, ...]
 
     def run(self, **changes: Any) -> RunSettings:
-        """Settings of one run: the defaults, then this file's, then its exceptions for the task, then `changes`.
-
-        Args:
-            **changes: Settings that win over the file's.
-
-        Returns:
-            The settings.
-        """
+        """Settings of one run: the defaults, then this file's, then its exceptions for the task, then `changes`."""
         task = changes.get("task", self.settings.get("task", RunSettings.task))
         return RunSettings(**{**self.settings, **self.task_settings.get(task, {}), **changes})
 
@@ -274,9 +267,6 @@ class NamedConfig:
             **changes: Settings that win over the file's. `task`, `method` with its knobs (`ratio`, `center`, `storage`
                 and those of `VARIANTS`) and `seed` choose among the grid's runs; a task, method or seed that the grid
                 does not have takes the place of those it has.
-
-        Returns:
-            The settings of each run.
 
         Raises:
             HarnessError: If no run has the ratio, centering or storage asked for.
@@ -313,9 +303,6 @@ def load_named_config(name: str) -> NamedConfig:
 
     Args:
         name: Its name without the suffix, or a path that ends in `.json`.
-
-    Returns:
-        The configuration.
 
     Raises:
         HarnessError: If there is none of that name, it is not a configuration, or it holds an unknown setting.

@@ -45,15 +45,7 @@ class Study:
     """The runs of a configuration, which runs are done, and which settings are still to choose."""
 
     def __init__(self, config: str, results: Path, work: Path, *, data: str | None, model: str | None) -> None:
-        """Read the configuration.
-
-        Args:
-            config: Name or path of the configuration.
-            results: The folder of `rows.jsonl` and `tuning.jsonl`.
-            work: The folder of locks, checkpoints, result files and cut training splits.
-            data: A folder in the official GLUE layout; None for what the configuration says.
-            model: A folder that `from_pretrained` reads; None for what the configuration says.
-        """
+        """Read the configuration."""
         self.path, self.results, self.work, self.data = config_path(config), results, work, data
         self._changes = {} if model is None else {"model": model}
         self.config: NamedConfig = load_named_config(config)
@@ -140,9 +132,6 @@ class Study:
     def hours_left(self, left: Sequence[RunSettings]) -> float | None:
         """How long one process needs for these runs, by what an epoch of those that are done took.
 
-        Args:
-            left: The runs.
-
         Returns:
             The hours, or None before anything is done.
         """
@@ -215,14 +204,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def work_through(study: Study) -> int:
-    """Do all runs that no other process does, until none is left.
-
-    Args:
-        study: The study.
-
-    Returns:
-        How many runs have failed.
-    """
+    """Do all runs that no other process does, until none is left."""
     from .training import execute
 
     failed: set[Path] = set()

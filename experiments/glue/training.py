@@ -75,24 +75,12 @@ _STEP_COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "seconds")
 
 
 def result_path(settings: RunSettings, results: Path) -> Path:
-    """Where the result of a run lies.
-
-    Args:
-        settings: The run.
-        results: The results folder.
-
-    Returns:
-        The path of its file.
-    """
+    """Where the result of a run lies."""
     return results / f"{settings.name}.json"
 
 
 def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | None:
     """The result of a run, if it is complete (or has diverged, which another attempt would do as well).
-
-    Args:
-        settings: The run.
-        results: The results folder.
 
     Returns:
         The result file's content, or None if the run is still to do or to finish.
@@ -234,10 +222,6 @@ class PreparedRun:
     def __init__(self, settings: RunSettings, *, cpu: bool = False) -> None:
         """Load everything.
 
-        Args:
-            settings: What to run.
-            cpu: Leave an accelerator alone.
-
         Raises:
             HarnessError: If data or model are not usable.
         """
@@ -321,11 +305,7 @@ class PreparedRun:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Everything that a result file says about a run before its first step.
-
-        Returns:
-            The first keys of the result file.
-        """
+        """Everything that a result file says about a run before its first step."""
         return {
             "format": FORMAT,
             "name": self.settings.name,
@@ -362,9 +342,6 @@ class PreparedRun:
             on_start: Called with the step that training starts from.
             on_save: Called after each checkpoint.
             callbacks: More callbacks for the `Trainer`.
-
-        Returns:
-            The outcome: the remaining keys of the result file.
         """
         settings = self.settings
         exact_bytes = self._kept_bytes()
@@ -584,11 +561,7 @@ class StepClock(TrainerCallback):
     """Time each training step: forward, backward, clipping and the optimizer; neither data, evaluation nor saving."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start with no step timed.
-
-        Args:
-            device: The device that does the work, to be waited for.
-        """
+        """Start with no step timed."""
         self._device = device
         self._began = 0.0
         self.seconds = 0.0
@@ -665,12 +638,7 @@ class Checkpoints(TrainerCallback):
     """
 
     def __init__(self, every_steps: int, on_saved: Callable[[], None]) -> None:
-        """Save every so many steps.
-
-        Args:
-            every_steps: The distance in steps; 0 for epochs only.
-            on_saved: Called after each checkpoint.
-        """
+        """Save every so many steps."""
         self._every_steps = every_steps
         self._on_saved = on_saved
 
@@ -695,11 +663,7 @@ class QuietProgress(ProgressCallback):
     """`Trainer`'s progress bar, with the last loss and score beside it instead of a printed line a step."""
 
     def __init__(self, name: str) -> None:
-        """Label the bar.
-
-        Args:
-            name: The label.
-        """
+        """Label the bar."""
         super().__init__()
         self._name = name
         self._shown: dict[str, str] = {}

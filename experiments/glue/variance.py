@@ -122,9 +122,6 @@ class Captured:
         Args:
             rows: `ALL_ROWS` or `REAL_ROWS`.
 
-        Returns:
-            Name -> x and g.
-
         Raises:
             HarnessError: If a row that would be left out has a gradient: the rest would be biased.
         """
@@ -150,9 +147,6 @@ def grid(padding: str, rows: str, *, trained: bool) -> list[Cell]:
         padding: `TO_LONGEST` or `TO_OWN`.
         rows: `ALL_ROWS` or `REAL_ROWS`.
         trained: Whether the model has been trained.
-
-    Returns:
-        Cells, each once.
     """
     if not trained:
         families = [family for family in FAMILIES if family[0] != "wta_crs" and family[2] != "int8"]
@@ -178,9 +172,6 @@ def kept_share(config: RMMConfig, widths: Sequence[int], *, rows: int, sketched:
         widths: Input features of each.
         rows: Rows of the batch.
         sketched: Rows that are sketched; the others are not kept.
-
-    Returns:
-        The share.
     """
     kept = sum(config.saved_bytes(sketched, width, torch.bfloat16) for width in widths)
     return kept / (rows * sum(widths) * torch.bfloat16.itemsize)
@@ -266,13 +257,6 @@ class Subject:
     def __init__(self, task: str, *, model: str, data: str, seed: int = 0, batch_size: int = 32) -> None:
         """Load everything.
 
-        Args:
-            task: The task.
-            model: A folder that `from_pretrained` reads, a name on the hub, or `demo`.
-            data: A folder in the official GLUE layout, `hub` or `demo`.
-            seed: Seed of the classification head, the order of the training rows and dropout.
-            batch_size: Sequences of a training step, and of the captured batch: the first of the training split.
-
         Raises:
             HarnessError: If data or model are not usable.
         """
@@ -318,11 +302,7 @@ class Subject:
             yield from (order[start : start + size] for start in range(0, len(order) - size + 1, size))
 
     def train(self, until: int) -> None:
-        """Train at a constant rate, with exact layers and the harness's other settings.
-
-        Args:
-            until: The step to stop at.
-        """
+        """Train at a constant rate, with exact layers and the harness's other settings."""
         self.model.train()
         while self.step < until:
             torch.manual_seed(self.prepared.settings.seed + 1 + self.step)
@@ -334,14 +314,7 @@ class Subject:
             self.step += 1
 
     def batches(self, count: int) -> list[dict[str, Tensor]]:
-        """Draw the training batches that would come next, padded to their own longest sequences.
-
-        Args:
-            count: How many.
-
-        Returns:
-            What the model takes.
-        """
+        """Draw the training batches that would come next, padded to their own longest sequences."""
         return [dict(self._pad[TO_OWN]([self._train_split[row] for row in next(self._order)])) for _ in range(count)]
 
     def capture(self, padding: str, *, batch: int = 0) -> Captured:
@@ -350,9 +323,6 @@ class Subject:
         Args:
             padding: `TO_LONGEST` or `TO_OWN`.
             batch: Number of the batch in the training split as it is, unshuffled.
-
-        Returns:
-            The captured batch.
 
         Raises:
             HarnessError: If no linear layer sees a row a token, or the split has no such batch.
@@ -418,14 +388,7 @@ def _converted_layers(model: nn.Module) -> dict[str, SketchedLayer]:
 
 
 def provenance_columns(subject: Subject) -> dict[str, Any]:
-    """Return the last columns of every row: what it was computed from, with what, on what.
-
-    Args:
-        subject: The subject, in its present state.
-
-    Returns:
-        The columns.
-    """
+    """Return the last columns of every row: what it was computed from, with what, on what."""
     from . import provenance
 
     commit, hardware, versions = provenance.commit(), provenance.hardware(torch.device("cpu")), provenance.versions()
@@ -520,9 +483,6 @@ def headline(
         gaussian: Whether to measure the Gaussian as well, which takes most of the time.
         batch_size: Sequences of the batch.
 
-    Yields:
-        One row a cell.
-
     Raises:
         HarnessError: If the grid has no row of the task, or data or model are not usable.
     """
@@ -603,12 +563,6 @@ _KINDS: dict[str, Any] = {
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Read a results file of this module.
 
-    Args:
-        path: The CSV file.
-
-    Returns:
-        Its rows, numbers as numbers.
-
     Raises:
         HarnessError: If it is missing, empty or something else.
     """
@@ -631,12 +585,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def read_numbers(path: Path) -> list[dict[str, Any]]:
     """Read a results file whose cells are what they look like: numbers, or texts.
 
-    Args:
-        path: The CSV file.
-
-    Returns:
-        Its rows.
-
     Raises:
         HarnessError: If it is empty or something else.
     """
@@ -658,10 +606,6 @@ def read_numbers(path: Path) -> list[dict[str, Any]]:
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Write a results file as a whole.
-
-    Args:
-        path: The CSV file.
-        records: Its rows.
 
     Raises:
         HarnessError: If it can't be written.

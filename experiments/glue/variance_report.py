@@ -81,9 +81,6 @@ def write_report(folder: Path) -> str:
         folder: The folder of `against_bytes.csv`, `allocated.csv`, `over_training.csv` and
             `equal_bytes.csv`, or of some of them.
 
-    Returns:
-        The first table, for the terminal.
-
     Raises:
         HarnessError: If there is nothing to report, or the folder can't be written to.
     """
@@ -389,12 +386,7 @@ def _sequences(records: Records) -> str:
 
 
 def draw_figure(records: Records, path: Path) -> None:
-    """Draw relative variance over bytes, a panel a treatment of the padding, a line a family.
-
-    Args:
-        records: Rows of the grid.
-        path: The PNG file to write.
-    """
+    """Draw relative variance over bytes, a panel a treatment of the padding, a line a family."""
     step = _last_step(records)
     figure, grid = plt.subplots(2, 2, figsize=(10.6, 9.2), sharex=True, sharey=True, layout="constrained")
     for axes, (padding, rows, label) in zip(grid.flat, _PANELS, strict=True):

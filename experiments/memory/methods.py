@@ -35,13 +35,6 @@ class Method:
     def applied(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[list[str]]:
         """Have a model train this way inside the context.
 
-        Args:
-            model: The model, exact.
-            batch: A batch to choose layers by.
-
-        Yields:
-            Names of the layers that are sketched.
-
         Raises:
             ValueError: If no layer can be converted, or none pays.
         """
@@ -65,10 +58,6 @@ class Method:
 
     def predicted_bytes(self, report: MemoryReport, sketched: list[str]) -> int | None:
         """Return what the exact model's report says that this way keeps.
-
-        Args:
-            report: Of the exact model.
-            sketched: Layers that are sketched.
 
         Returns:
             Bytes, or None for checkpointing, of which a report of the exact model says nothing.

@@ -54,9 +54,6 @@ class Workload:
             layers: Layers of its stacks; all by default.
             **changes: Values of the configuration that are to be others.
 
-        Returns:
-            The model.
-
         Raises:
             HarnessError: If it needs PEFT, which is not installed.
         """
@@ -71,24 +68,12 @@ class Workload:
         return _with_lora(model).train() if self.lora else model
 
     def batch(self, model: nn.Module, size: int, *, device: str = "cpu") -> dict[str, Tensor]:
-        """Make a random batch with labels.
-
-        Args:
-            model: The model.
-            size: Sequences, or images.
-            device: Where the tensors are to be.
-
-        Returns:
-            What to call the model with.
-        """
+        """Make a random batch with labels."""
         batch = random_batch(self._unwrapped(model), batch=size, length=self.length, device=device)
         return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in batch.items()}
 
     def dropout(self, model: nn.Module) -> tuple[float, float]:
         """Tell how much is dropped in training mode, by the model's configuration.
-
-        Args:
-            model: The model.
 
         Returns:
             The largest probability of dropping an activation, and that of attention scores.

@@ -16,10 +16,6 @@ _WARM_UP = 3
 def step_costs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[int, float]:
     """Train for a few steps with AdamW.
 
-    Args:
-        model: The model, on a GPU.
-        batch: Its batch, with labels.
-
     Returns:
         Most bytes allocated at once, the optimizer's state included; and the median time of a step in milliseconds.
     """
@@ -45,11 +41,6 @@ def step_costs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[int, floa
 
 def largest_batch(small: tuple[int, int], large: tuple[int, int], budget_bytes: int) -> int:
     """Extrapolate the largest batch that fits: what does not grow with the batch, and what each sequence adds.
-
-    Args:
-        small: A batch size and its peak.
-        large: A larger one.
-        budget_bytes: What there is.
 
     Returns:
         Sequences, 0 if not one fits.

@@ -64,9 +64,6 @@ _LEGEND = {
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read a results file.
 
-    Args:
-        path: The CSV file.
-
     Returns:
         Its rows, numbers as numbers and empty cells as None.
 
@@ -78,9 +75,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def method_name(row: dict[str, Any]) -> str:
     """Name a row's method with its knobs.
-
-    Args:
-        row: A row.
 
     Returns:
         Such as "rmm_linear 0.5, int4".
@@ -110,14 +104,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def summary_table(rows: Rows) -> str:
-    """Return what each method keeps of the exact model's bytes, a line a method and a column a model.
-
-    Args:
-        rows: Rows of a results file.
-
-    Returns:
-        Markdown.
-    """
+    """Return what each method keeps of the exact model's bytes, a line a method and a column a model."""
     models = _main_rows(rows)
     names = list(dict.fromkeys(method_name(row) for each in models.values() for row in each))
     shares = {(model, method_name(row)): row["of_exact"] for model, each in models.items() for row in each}
@@ -218,9 +205,6 @@ def write_report(folder: Path) -> str:
     Args:
         folder: The folder of `memory.csv`, of `memory-cuda.csv`, or of both.
 
-    Returns:
-        The first table, for the terminal.
-
     Raises:
         HarnessError: If there are no results, or the folder can't be written to.
     """
@@ -251,12 +235,7 @@ def write_report(folder: Path) -> str:
 
 
 def draw_figure(rows: Rows, path: Path) -> None:
-    """Draw a panel a model: a line a method, a point where its bytes lie over the exact model's.
-
-    Args:
-        rows: Rows of a results file.
-        path: The PNG file to write.
-    """
+    """Draw a panel a model: a line a method, a point where its bytes lie over the exact model's."""
     models = _main_rows(rows)
     names = list(dict.fromkeys(method_name(row) for each in models.values() for row in each))
     # the legend takes a panel of its own

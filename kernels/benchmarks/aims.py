@@ -79,9 +79,6 @@ class Figure:
 def read_tables(folder: Path) -> dict[str, Lines]:
     """Read what there is.
 
-    Args:
-        folder: Where the benchmarks wrote.
-
     Returns:
         The lines of each table; none of a table that is not there.
 

@@ -114,26 +114,13 @@ class Row:
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with those of the arguments that it has.
-
-    Args:
-        function: A twin or a launcher.
-        arguments: More than it may want.
-
-    Returns:
-        Its result.
-    """
+    """Call a function with those of the arguments that it has."""
     names = inspect.signature(function).parameters
     return function(**{name: value for name, value in arguments.items() if name in names})
 
 
 def implementation(op: str, function: str, module: str) -> Callable[..., Any] | None:
     """Return a function of an op, if there is one.
-
-    Args:
-        op: Folder of the op.
-        function: Its name.
-        module: "reference" or "kernel".
 
     Returns:
         The function; None where there is no such file or no such function in it.
@@ -153,10 +140,6 @@ def implementation(op: str, function: str, module: str) -> Callable[..., Any] | 
 
 def launcher_of(case: Case, device: torch.device) -> Callable[..., Any] | None:
     """Return what launches the kernel of a case.
-
-    Args:
-        case: The case.
-        device: Where.
 
     Returns:
         The launcher; None where there is none, and on a processor.
@@ -660,10 +643,6 @@ def _exact_sketch(arguments: Arguments) -> Tensor:
 def measured_errors(case: Case, device: torch.device) -> tuple[float, float | None]:
     """Return how far the twin and the kernel are from a float64 computation.
 
-    Args:
-        case: What to call.
-        device: Where.
-
     Returns:
         Relative root mean squares; None for a kernel that is not there.
     """
@@ -692,9 +671,6 @@ def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: in
         device: Where.
         dtype: Dtype of x and g.
         repeats: Timed repetitions, after two that are not.
-
-    Returns:
-        Its line.
     """
     twin, launcher = _twin_of(case), launcher_of(case, device)
     kernel = None if launcher is None else (lambda arguments: call(launcher, arguments))

@@ -144,11 +144,6 @@ def sanitizer() -> str | None:
 def stages(results: Path, scratch: Path, missing: Sequence[str]) -> list[Stage]:
     """List what is run.
 
-    Args:
-        results: Folder of the tables.
-        scratch: Folder of tables that nobody wants.
-        missing: Packages that the interpreter lacks.
-
     Returns:
         The stages, what matters most first; their budgets leave some of `BUDGET_SECONDS` to end the last one.
     """
@@ -257,9 +252,6 @@ def run_stage(stage: Stage, seconds: float, folder: Path) -> Outcome:
         stage: What to run.
         seconds: After how long it is ended, with all processes that it started.
         folder: Where the files are; they are named after the stage and the command.
-
-    Returns:
-        How it went.
     """
     if stage.skip:
         return Outcome(stage.name, "skipped", stage.skip, 0.0, "")
@@ -383,9 +375,6 @@ def run_all(
         budget: Seconds after which the last one is told to end.
         folder: Where files hold what they print; those of a former run are removed.
         report: Called with what is known after each stage.
-
-    Returns:
-        How each went.
     """
     folder.mkdir(exist_ok=True)
     for former in folder.glob("*.txt"):
@@ -405,10 +394,6 @@ def run_all(
 
 def summary_text(about: dict[str, str], outcomes: Sequence[Outcome]) -> str:
     """Return the summary for people.
-
-    Args:
-        about: What ran where.
-        outcomes: How the stages went.
 
     Returns:
         A table of the stages, and the end of what each printed.

@@ -98,9 +98,6 @@ def as_on_a_gpu(*, small: bool = True) -> Iterator[PretendedGPU]:
     Args:
         small: False to take the ways of large inputs, whatever the size: a kernel for each thing to do, and the product
             of the sketches by cuBLAS.
-
-    Yields:
-        What holds the launches.
     """
     patches = {
         "rmm_linear.ops.is_for_kernels": lambda g: True,
@@ -152,9 +149,6 @@ def launches(step: Callable[[], object], gpu: PretendedGPU | None) -> list[str]:
     Args:
         step: One step.
         gpu: Where the kernels of this project are launched, or None for a step that has none of them.
-
-    Returns:
-        Names: torch's operators, then the kernels.
     """
     noted = _Names()
     if gpu is not None:
@@ -183,9 +177,6 @@ def step_of(layer: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Callable
         layer: An nn.Linear, a sketched one, several in a row, or what `torch.compile` makes of them.
         x: Its input.
         g: The gradient of its output.
-
-    Returns:
-        One step.
     """
     parameters = tuple(layer.parameters()) if isinstance(layer, nn.Module) else ()
 
@@ -269,9 +260,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     Args:
         arguments: Command line, `sys.argv[1:]` by default.
-
-    Returns:
-        The exit status.
     """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=15)

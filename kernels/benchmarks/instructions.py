@@ -103,9 +103,6 @@ def seconds(
         gpu: Where.
         in_turn: Whether all programs that are held at once read before they compute. Each lot of them then takes both
             times, and the shorter one is hidden by the other lots'.
-
-    Returns:
-        Seconds.
     """
     build = counts[kernel.build]
     issuing = build.each * kernel.values / _LANES / (share * gpu.issues)
@@ -123,9 +120,6 @@ def sketch_of_x(rows: int, features: int, ratio: float) -> Kernel:
         rows: Rows of x.
         features: Its columns.
         ratio: 0.5, 0.25 or 0.1.
-
-    Returns:
-        The launch.
     """
     cost = roofline.hadamard_sketch(rows, features, roofline.rank_of(rows, ratio), with_sum=True, with_mean=True)
     return Kernel(f"hadamard_sketch x bf16 order=64 kept={int(64 * ratio)}", rows * features, cost)
@@ -138,9 +132,6 @@ def sketch_of_g(rows: int, out: int, ratio: float) -> Kernel:
         rows: Rows of g.
         out: Its columns.
         ratio: 0.5, 0.25 or 0.1.
-
-    Returns:
-        The launch.
     """
     cost = roofline.hadamard_sketch(rows, out, roofline.rank_of(rows, ratio), with_sum=True)
     return Kernel(f"hadamard_sketch g bf16 order=64 kept={int(64 * ratio)}", rows * out, cost)
@@ -153,9 +144,6 @@ def codes_of_x(rows: int, features: int, ratio: float) -> list[Kernel]:
         rows: Rows of x.
         features: Its columns.
         ratio: 0.5 or 0.25, of one launch; or 0.1, of two.
-
-    Returns:
-        The launches.
     """
     rank, kept = roofline.rank_of(rows, ratio), int(64 * ratio)
     if ratio in (0.5, 0.25):
@@ -173,16 +161,7 @@ def codes_of_x(rows: int, features: int, ratio: float) -> list[Kernel]:
 
 
 def decoded(rows: int, features: int, ratio: float) -> Kernel:
-    """Return what writes the values of int8 codes in bfloat16, before the product.
-
-    Args:
-        rows: Rows of x.
-        features: Its columns.
-        ratio: Rows kept over rows.
-
-    Returns:
-        The launch.
-    """
+    """Return what writes the values of int8 codes in bfloat16, before the product."""
     rank = roofline.rank_of(rows, ratio)
     cost = roofline.dequantize(rank, features, 8)
     # the formula's values are written in float32
@@ -219,11 +198,7 @@ def _kernels(ratio: float) -> Iterator[tuple[str, Kernel]]:
 
 
 def kernel_table() -> str:
-    """Return what the kernels of a layer issue, and how long that takes.
-
-    Returns:
-        Markdown.
-    """
+    """Return what the kernels of a layer issue, and how long that takes."""
     counts = counted()
     lines = []
     for ratio in (0.5, 0.25):
@@ -239,11 +214,7 @@ def kernel_table() -> str:
 
 
 def low_bit_table() -> str:
-    """Return what int8 storage adds to the time of a layer, over nn.Linear's.
-
-    Returns:
-        Markdown.
-    """
+    """Return what int8 storage adds to the time of a layer, over nn.Linear's."""
     counts = counted()
     lines = []
     for shape, goals in roofline.GOALS.items():

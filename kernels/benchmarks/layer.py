@@ -170,9 +170,6 @@ def benchmark(
         device: Where to run.
         dtype: Dtype of parameters and inputs.
         repeats: Timed repetitions, after three that are not.
-
-    Yields:
-        One row a variant.
     """
     rows, features, out = shape
     exact = nn.Linear(features, out, device=device, dtype=dtype)

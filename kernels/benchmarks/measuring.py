@@ -19,9 +19,6 @@ _HEAD_START = 2_000_000
 def hardware_name(device: torch.device) -> str:
     """Return the GPU's name, or the processor's with its number of cores.
 
-    Args:
-        device: Where the benchmark runs.
-
     Returns:
         A name for people, the same for every run on one machine.
     """
@@ -36,15 +33,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def device_of(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    """Return the device of a `--device` option, or end the program with what is wrong with it.
-
-    Args:
-        parser: Whose option it is.
-        name: What was given.
-
-    Returns:
-        A device that this machine has.
-    """
+    """Return the device of a `--device` option, or end the program with what is wrong with it."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -82,9 +71,6 @@ def milliseconds(call: Callable[[], object], device: torch.device, *, with_launc
         call: What to time.
         device: Where it runs.
         with_launches: Do not give the host a head start, so that a call of many small kernels shows its launches.
-
-    Returns:
-        Milliseconds.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -106,9 +92,6 @@ def quantiles(values: Tensor) -> tuple[float, float, float]:
 
     Args:
         values: Numbers, shape (repeats,).
-
-    Returns:
-        Three numbers in rising order.
     """
     low, middle, high = values.double().quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
     return low, middle, high
@@ -116,10 +99,6 @@ def quantiles(values: Tensor) -> tuple[float, float, float]:
 
 def rotating_count(size_bytes: int, device: torch.device) -> int:
     """Return how many inputs must take turns so that none is found in the cache of the device.
-
-    Args:
-        size_bytes: Bytes of one input.
-        device: Where it lies.
 
     Returns:
         At least 3, at most 64.

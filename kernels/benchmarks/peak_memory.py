@@ -78,9 +78,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     Args:
         arguments: Command line, `sys.argv[1:]` by default.
-
-    Returns:
-        The exit status.
     """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda: a processor's allocator tells no peak")

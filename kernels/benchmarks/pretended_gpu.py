@@ -134,9 +134,6 @@ def pretended_gpu(target: str = "sm_90") -> Iterator[PretendedGPU]:
     Args:
         target: The GPU that is compiled for, a key of `rmm_linear_kernels.ahead_of_time.TARGETS`.
 
-    Yields:
-        What holds the launches.
-
     Raises:
         RuntimeError: Under TRITON_INTERPRET, where nothing is compiled.
     """

@@ -19,11 +19,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def host_time_table() -> str:
-    """Return what `host_time.py` has measured.
-
-    Returns:
-        Markdown; a line a layer of each committed file.
-    """
+    """Return what `host_time.py` has measured."""
     lines = []
     for path in sorted(RESULTS.glob("host-time-*.csv")):
         for row in read_csv(path):
@@ -50,9 +46,6 @@ def filled(text: str) -> str:
 
     Args:
         text: Holds `<!-- begin: NAME -->` and `<!-- end: NAME -->`, each on a line of its own, for every table.
-
-    Returns:
-        The text, with what stood between them replaced.
 
     Raises:
         ValueError: If the markers of a table are missing.

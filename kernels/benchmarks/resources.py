@@ -41,9 +41,6 @@ TABLE = RESULTS / "resources.csv"
 def read_table(path: Path) -> dict[tuple[str, str], Resources]:
     """Read a table of resources.
 
-    Args:
-        path: The file.
-
     Returns:
         (build, target) -> its line; nothing if there is no file.
     """
@@ -81,9 +78,6 @@ def out_of_date(builds: Iterable[Build], table: Mapping[tuple[str, str], Resourc
     Args:
         builds: All that ship.
         table: What `read_table` returned.
-
-    Returns:
-        One sentence a build and target.
     """
     wanted = {(build.name, target): build for build in builds for target in TARGETS if ships(build, target)}
     said = [f"{name} for {target}: in the table, but ships no more" for name, target in sorted(table.keys() - wanted)]
@@ -116,14 +110,7 @@ def unchanged(build: Build, table: Mapping[tuple[str, str], Resources]) -> list[
 
 
 def formatted(lines: Sequence[Resources]) -> str:
-    """Return a table for people.
-
-    Args:
-        lines: What was compiled.
-
-    Returns:
-        One line each, under a heading.
-    """
+    """Return a table for people."""
     width = max([len(line.name) for line in lines], default=0) + 2
     heads = (
         "target",

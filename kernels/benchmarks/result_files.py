@@ -15,11 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @cache
 def commit_name() -> str:
-    """Return the working tree's commit, with a + when it holds uncommitted changes.
-
-    Returns:
-        A short hash, or "unknown" outside a repository.
-    """
+    """Return the working tree's commit, with a + when it holds uncommitted changes."""
     here = Path(__file__).parent
     try:
         commit = subprocess.run(
@@ -50,12 +46,7 @@ def slug(name: str) -> str:
 
 
 def check_results_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Make the folder of a `--results` option, or end the program: better now than after the measurement.
-
-    Args:
-        parser: Whose option it is.
-        folder: Where files will be written.
-    """
+    """Make the folder of a `--results` option, or end the program: better now than after the measurement."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, probe = tempfile.mkstemp(dir=folder, suffix=".part")
@@ -66,12 +57,7 @@ def check_results_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: an interrupted run leaves the former one.
-
-    Args:
-        path: The file.
-        text: What it will hold.
-    """
+    """Write a file whole or not at all: an interrupted run leaves the former one."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     partial.write_text(text, encoding="utf-8", newline="")
     os.replace(partial, path)
@@ -94,13 +80,6 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Read a table that `write_csv` wrote.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its lines.
-    """
+    """Read a table that `write_csv` wrote."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

@@ -79,21 +79,11 @@ class Cost:
     flops: int
 
     def copy_seconds(self, gpu: Gpu) -> float:
-        """Return how long a copy takes that moves as many bytes.
-
-        Args:
-            gpu: Where.
-
-        Returns:
-            Seconds.
-        """
+        """Return how long a copy takes that moves as many bytes."""
         return self.moved_bytes / (COPY_SHARE * gpu.bandwidth)
 
     def seconds(self, gpu: Gpu) -> float:
         """Return the predicted time.
-
-        Args:
-            gpu: Where.
 
         Returns:
             Seconds: for the bytes or for the products, whichever is longer.
@@ -107,38 +97,18 @@ def rank_of(rows: int, ratio: float) -> int:
     Args:
         rows: Rows of x.
         ratio: At least 1/32.
-
-    Returns:
-        The same number of every block, rounded down.
     """
     blocks = -(-rows // BLOCK_ROWS)
     return blocks * max(1, int(ratio * rows / blocks))
 
 
 def product(rows: int, inner: int, columns: int) -> Cost:
-    """Return the cost of a matrix product in half precision, (rows, inner) times (inner, columns).
-
-    Args:
-        rows: Rows of the result.
-        inner: Length of the sums.
-        columns: Columns of the result.
-
-    Returns:
-        The cost.
-    """
+    """Return the cost of a matrix product in half precision, (rows, inner) times (inner, columns)."""
     return Cost(_HALF * (rows * inner + inner * columns + rows * columns), 2 * rows * inner * columns)
 
 
 def column_sum(rows: int, features: int) -> Cost:
-    """Return the cost of the sum of all rows.
-
-    Args:
-        rows: Rows read.
-        features: Their length.
-
-    Returns:
-        The cost.
-    """
+    """Return the cost of the sum of all rows."""
     return Cost(_HALF * rows * features + _WIDE * features, rows * features)
 
 
@@ -162,16 +132,7 @@ def hadamard_sketch(rows: int, features: int, rank: int, *, with_sum: bool = Fal
 
 
 def sketch_and_mean_at_once(rows: int, features: int, rank: int) -> Cost:
-    """Return the cost of the sketch of few rows with what is left of their mean, all rows read once from memory.
-
-    Args:
-        rows: Rows read.
-        features: Their length.
-        rank: Rows written.
-
-    Returns:
-        The cost.
-    """
+    """Return the cost of the sketch of few rows with what is left of their mean, all rows read once from memory."""
     return Cost(_HALF * (rows + rank) * features + _SEED + _WIDE * features, 2 * BLOCK_ROWS * rank * features)
 
 
@@ -290,9 +251,6 @@ def row_norms(rows: int, features: int) -> Cost:
 def uniform_draws(rank: int) -> Cost:
     """Return the cost of drawing rows with replacement.
 
-    Args:
-        rank: Rows drawn.
-
     Returns:
         The cost; row numbers are written in 64 bits.
     """
@@ -301,9 +259,6 @@ def uniform_draws(rank: int) -> Cost:
 
 def sampling_weights(rows: int) -> Cost:
     """Return the cost of the integer weights of all rows, and of their sums.
-
-    Args:
-        rows: Norms read.
 
     Returns:
         The cost: norms in float64, which are read twice, and two numbers of 64 bits for each.
@@ -378,33 +333,13 @@ def sketched_grad_weight(
 
 
 def outer_product_of_sums(parts: int, features: int, out: int, *, with_mean: bool = True) -> Cost:
-    """Return the cost of the sum of g out of the sums of its parts, and of its outer product with a mean.
-
-    Args:
-        parts: Sums read.
-        features: Length of the mean.
-        out: Length of the sums.
-        with_mean: Whether the outer product is formed.
-
-    Returns:
-        The cost.
-    """
+    """Return the cost of the sum of g out of the sums of its parts, and of its outer product with a mean."""
     written = _HALF * out * features + _WIDE * features if with_mean else 0
     return Cost(_WIDE * parts * out + _HALF * out + written, parts * out + (out * features if with_mean else 0))
 
 
 def linear_seconds(gpu: Gpu, rows: int, features: int, out: int) -> float:
-    """Return the predicted time of nn.Linear, forward and backward: three products and the sum of g.
-
-    Args:
-        gpu: Where.
-        rows: Rows of x.
-        features: Its columns.
-        out: Columns of the output.
-
-    Returns:
-        Seconds.
-    """
+    """Return the predicted time of nn.Linear, forward and backward: three products and the sum of g."""
     parts = (
         product(rows, features, out),
         product(rows, out, features),
@@ -429,9 +364,6 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
         out: Columns of the output.
         ratio: Rows kept over rows.
         center: Whether the mean of x is kept.
-
-    Returns:
-        Seconds.
     """
     rank, blocks = rank_of(rows, ratio), -(-rows // BLOCK_ROWS)
     parts = [
@@ -451,12 +383,6 @@ def sketched_seconds(gpu: Gpu, rows: int, features: int, out: int, ratio: float,
 
 def kernel_costs(rows: int, features: int, out: int, ratio: float) -> list[tuple[str, Cost]]:
     """Return the cost of each kernel on one layer's tensors.
-
-    Args:
-        rows: Rows of x.
-        features: Its columns.
-        out: Columns of g.
-        ratio: Rows kept over rows.
 
     Returns:
         (what, cost) pairs.
@@ -525,9 +451,6 @@ def markdown_table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     Args:
         heads: Its heads.
         lines: Its lines, each of as many cells.
-
-    Returns:
-        Markdown.
     """
     heads = list(heads)
     text = [heads, ["---"] * len(heads), *lines]
@@ -540,23 +463,12 @@ def _size(shape: tuple[int, int, int]) -> str:
 
 
 def formula_table() -> str:
-    """Return the formulas.
-
-    Returns:
-        Markdown.
-    """
+    """Return the formulas."""
     return markdown_table(("kernel", "bytes moved", "FLOPs"), _FORMULAS)
 
 
 def kernel_table(ratio: float = 0.25) -> str:
-    """Return the predicted time of each kernel.
-
-    Args:
-        ratio: Rows kept over rows.
-
-    Returns:
-        Markdown.
-    """
+    """Return the predicted time of each kernel."""
     lines = []
     for shape in GOALS:
         for name, cost in kernel_costs(*shape, ratio):
@@ -569,11 +481,7 @@ def kernel_table(ratio: float = 0.25) -> str:
 
 
 def layer_table() -> str:
-    """Return the predicted time of a converted layer over nn.Linear's.
-
-    Returns:
-        Markdown.
-    """
+    """Return the predicted time of a converted layer over nn.Linear's."""
     lines = []
     for shape, goals in GOALS.items():
         for ratio, goal in goals.items():
@@ -589,9 +497,6 @@ def layer_table() -> str:
 
 def limit(ratio: float) -> float:
     """Return the time over nn.Linear's of a layer whose sketches cost nothing: one of three equal products shrinks.
-
-    Args:
-        ratio: Rows kept over rows.
 
     Returns:
         1 - (1 - ratio) / 3.

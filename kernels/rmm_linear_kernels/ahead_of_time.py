@@ -151,9 +151,6 @@ class Resources:
 def all_builds() -> list[Build]:
     """Collect what every `<op>/kernel.py` of this package ships.
 
-    Returns:
-        The builds of all ops, by the ops' names.
-
     Raises:
         ValueError: If two builds have one name, or a launchable kernel's file lists no builds.
     """
@@ -204,9 +201,6 @@ def compile_build(build: Build, target: str) -> Resources:
     Args:
         build: What to compile.
         target: A key of `TARGETS`.
-
-    Returns:
-        What it takes.
 
     Raises:
         ValueError: If the target is not known, or arguments of the kernel are not described by the build.
@@ -423,15 +417,7 @@ def resident_warps(target: str, *, registers: int, shared: int, warps: int) -> i
 
 
 def problems(build: Build, found: Resources) -> list[str]:
-    """Say what must not be, whatever the former figures were.
-
-    Args:
-        build: What was compiled.
-        found: What it takes.
-
-    Returns:
-        One sentence a problem.
-    """
+    """Say what must not be, whatever the former figures were."""
     where = f"{found.name} for {found.target}"
     said = []
     if found.spill_stores:
@@ -458,9 +444,6 @@ def regressions(found: Resources, former: Resources) -> list[str]:
     Args:
         found: What a build takes on a target.
         former: What it took.
-
-    Returns:
-        One sentence a loss.
     """
     where = f"{found.name} for {found.target}"
     said = []
@@ -508,9 +491,6 @@ def compile_by_name(name: str, target: str) -> Resources:
     Args:
         name: A build's name.
         target: A key of `TARGETS`.
-
-    Returns:
-        What it takes.
     """
     return compile_build(_builds_by_name()[name], target)
 

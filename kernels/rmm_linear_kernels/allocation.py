@@ -26,9 +26,6 @@ def empty(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         like: A tensor on the device that the result is to be on.
         sizes: Shape, as a tuple.
         dtype: Dtype.
-
-    Returns:
-        The tensor.
     """
     if like.is_cuda:
         # asks for the memory of the current GPU

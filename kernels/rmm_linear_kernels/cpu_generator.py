@@ -29,9 +29,6 @@ def generator_of(seed: int, stream: int) -> torch.Generator:
     Args:
         seed: A 64-bit seed.
         stream: Which of its uses: a number, 0 or more.
-
-    Returns:
-        A generator of the CPU, nobody else's.
     """
     return torch.Generator().manual_seed(_mixed(_mixed(seed) + stream))
 

@@ -67,14 +67,7 @@ class Constants:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of one constant.
-
-        Args:
-            name: The argument's.
-
-        Returns:
-            Its value.
-        """
+        """Return the value of one constant."""
         return self.values[name]
 
 
@@ -134,15 +127,7 @@ class Prepared:
         constants: Constants,
         results: tuple[Result | None, ...] = (),
     ) -> None:
-        """Settle it.
-
-        Args:
-            kernel: As for `launch`; its tensors come before all other parameters, those that it writes last.
-            grid: As for `launch`.
-            numbers: The arguments after the tensors.
-            constants: The rest.
-            results: Shape and dtype of each tensor that is written; None for one that is not wanted.
-        """
+        """Settle it."""
         self.kernel = kernel
         self.grid = grid
         self.numbers = numbers
@@ -152,15 +137,7 @@ class Prepared:
         self.is_interpreted = not isinstance(kernel, JITFunction)
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> list[Any]:
-        """Launch the kernel, into new memory.
-
-        Args:
-            first: The first tensor that it reads, on the current device.
-            *others: The others that it reads, on the same device, or None.
-
-        Returns:
-            What it writes, None where that is not wanted.
-        """
+        """Launch the kernel, into new memory."""
         results = [None if result is None else empty(first, *result) for result in self.results]
         self.launch(first, *others, *results)
         return results
@@ -207,9 +184,6 @@ def prepared_by(prepare: Callable[..., Prepared | None]) -> Callable[[_Launcher]
 
     Args:
         prepare: A function of the launcher's arguments; None where the launcher launches nothing.
-
-    Returns:
-        A decorator.
     """
 
     def noted(launcher: _Launcher) -> _Launcher:
@@ -291,15 +265,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
 
 
 def ceil_div(size: int, block: int) -> int:
-    """Return how many blocks cover so many elements. `triton.cdiv` says the same, in 2 us.
-
-    Args:
-        size: Elements, not negative.
-        block: Elements of a block.
-
-    Returns:
-        The quotient, rounded up.
-    """
+    """Return how many blocks cover so many elements. `triton.cdiv` says the same, in 2 us."""
     return -(-size // block)
 
 

@@ -39,9 +39,6 @@ def rows_of(x: Tensor) -> Rows:
     Args:
         x: Shape (rows, features), or (runs, rows of a run, features) as `in_runs` returned it.
 
-    Returns:
-        All that a kernel has to know.
-
     Raises:
         ValueError: If it has another number of dimensions.
     """

@@ -187,9 +187,6 @@ def step_bytes(
         parameters: See `bptt_checkpoint`.
         preserve_rng_state: See `bptt_checkpoint`. The generators are as before in any case.
 
-    Returns:
-        Its bytes.
-
     Raises:
         ValueError: If the cell returns no state, uses a tensor that needs a gradient and is none of its parameters,
             updates a buffer, which is given its contents back, or writes in place into its state or input.

@@ -76,15 +76,7 @@ class PlannedStep:
         return self.group.runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function, by plan if gradients are on and the model is in training mode.
-
-        Args:
-            *args: The function's arguments.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            What it returns.
-        """
+        """Run the function, by plan if gradients are on and the model is in training mode."""
         is_trained = self._model.training and torch.is_grad_enabled()
         # `is_compiling` is true in all threads while one compiles
         if not is_trained or torch.compiler.is_dynamo_compiling() or is_transforming():
@@ -111,13 +103,6 @@ class PlannedStep:
 
     def capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Capture, CheckpointPlan]:
         """Capture and plan the function for a sample, without running it.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-
-        Returns:
-            The captured step, and its plan.
 
         Raises:
             CaptureError: If it can't be captured as one graph; it names the line, and what can be done.
@@ -197,9 +182,6 @@ def capture(
 def is_planned(model: nn.Module) -> bool:
     """Tell whether a model, or a module in it, runs by a plan.
 
-    Args:
-        model: A model.
-
     Returns:
         Whether `checkpoint_model` was called on it.
     """
@@ -225,9 +207,6 @@ def remove_checkpointing(model: nn.Module) -> nn.Module:
 
 def refuse_planned(model: nn.Module) -> None:
     """Refuse a model that runs by a plan, or is compiled, already.
-
-    Args:
-        model: The model.
 
     Raises:
         ValueError: If it does, a module in it does, or one is a wrapper for training on several devices.

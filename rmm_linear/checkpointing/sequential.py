@@ -148,12 +148,6 @@ class SegmentedForward:
     def __call__(self, x: Any) -> Any:
         """Run the modules, segment by segment.
 
-        Args:
-            x: Input of the first module.
-
-        Returns:
-            Output of the last one.
-
         Raises:
             ValueError: If the model is no longer what was planned: it has more modules or fewer, or a module with
                 buffers, which it may update when it trains, is in another mode.

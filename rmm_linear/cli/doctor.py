@@ -25,11 +25,7 @@ _WIDTH = 120
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's options.
-
-    Args:
-        parser: Its parser.
-    """
+    """Describe the command's options."""
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the GPU if there is one)")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of the activations")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -37,9 +33,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Check this machine.
-
-    Args:
-        options: The parsed options.
 
     Returns:
         One screen of text, and the exit status: 1 if a kernel fails, differs from plain torch by more than rounding, or

@@ -11,9 +11,6 @@ _ON_A_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def checked(name: str) -> str:
     """Tell names on the hub from paths, and refuse paths that lead nowhere.
 
-    Args:
-        name: What the user typed.
-
     Returns:
         The name, with the home folder in the place of "~".
 

@@ -32,11 +32,7 @@ _SWEEP = (100, 90, 80, 70, 60, 50, 40, 30, 20, 10)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's options.
-
-    Args:
-        parser: Its parser.
-    """
+    """Describe the command's options."""
     parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
     parser.add_argument(
         "--budget", default="60%", help="bytes, 8GiB, or 60%% of what the captured step takes (default: 60%%)"
@@ -57,9 +53,6 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
     Args:
         options: What `add_options` describes.
-
-    Returns:
-        What to print, and the exit status.
 
     Raises:
         ValueError: If the model or an option is not usable.

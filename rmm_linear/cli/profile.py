@@ -40,11 +40,7 @@ class Column:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's options.
-
-    Args:
-        parser: Its parser.
-    """
+    """Describe the command's options."""
     parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
     parser.add_argument("--batch", type=int, default=8, help="sequences, or images (default: 8)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: 128)")
@@ -66,9 +62,6 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
     Args:
         options: What `add_options` describes.
-
-    Returns:
-        What to print, and the exit status.
 
     Raises:
         ValueError: If the model or an option is not usable.
@@ -155,12 +148,6 @@ def compare(
 ) -> list[Column]:
     """Say what each way to train the model would keep.
 
-    Args:
-        model: The model, unconverted.
-        batch: What to call it with.
-        report: What it keeps as it is.
-        configs: How its layers could sketch.
-
     Returns:
         The ways: exact; for each configuration every linear layer converted, and those alone that a sketch frees
         anything of; and gradient checkpointing, where the model has it and can be run.
@@ -190,14 +177,7 @@ def compare(
 
 
 def table(columns: list[Column]) -> str:
-    """Lay the comparison out.
-
-    Args:
-        columns: The ways, the exact one first.
-
-    Returns:
-        Lines of text.
-    """
+    """Lay the comparison out."""
     width = max(len(column.name) for column in columns)
     exact = max(1, columns[0].bytes)
     unit = unit_for(exact)

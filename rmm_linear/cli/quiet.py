@@ -32,11 +32,7 @@ def _as_a_note(message: Warning | str, *_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Let transformers and its hub tell errors alone; for after they are loaded.
-
-    Yields:
-        Nothing. TRANSFORMERS_VERBOSITY and HF_HUB_VERBOSITY bring the rest back.
-    """
+    """Let transformers and its hub tell errors alone; for after they are loaded."""
     with contextlib.ExitStack() as stack:
         for package, variable in (("transformers", "TRANSFORMERS_VERBOSITY"), ("huggingface_hub", "HF_HUB_VERBOSITY")):
             logs = importlib.import_module(f"{package}.utils.logging")

@@ -29,9 +29,6 @@ def autocast_as(autocast: Autocast, kinds: Iterable[str]) -> Iterator[None]:
     Args:
         autocast: The state.
         kinds: Kinds of devices; it is off for those that the state does not name.
-
-    Yields:
-        Nothing.
     """
     dtypes = dict(autocast)
     with contextlib.ExitStack() as stack:
@@ -55,9 +52,6 @@ def weights_cast_once(enabled: bool) -> Iterator[None]:
 
     Args:
         enabled: Whether autocast's cache was enabled where the step was called.
-
-    Yields:
-        Nothing.
     """
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()

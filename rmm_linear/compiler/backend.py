@@ -84,12 +84,6 @@ class Options:
     def of(cls, options: Mapping[str, Any] | None) -> "Options":
         """Read what the user passed to torch.compile.
 
-        Args:
-            options: Names and values.
-
-        Returns:
-            The options.
-
         Raises:
             ValueError: If a name is unknown, a value is none that the option can have, or there is no budget.
         """
@@ -153,9 +147,6 @@ class Group:
         Args:
             module: The graph.
             inputs: Example inputs; not used, for the graph is captured when it first runs.
-
-        Returns:
-            What runs in its place.
         """
         graph = PlannedGraph(module, self)
         self.graphs.add(graph)
@@ -172,15 +163,7 @@ class Group:
         return [variant for graph in graphs for variant in graph.variants.values()]
 
     def share_of(self, graph: "PlannedGraph", plain_bytes: int) -> Budget:
-        """Return the budget of one graph: its share of a budget in bytes, if the model has several.
-
-        Args:
-            graph: The graph.
-            plain_bytes: Its peak without a plan.
-
-        Returns:
-            The budget.
-        """
+        """Return the budget of one graph: its share of a budget in bytes, if the model has several."""
         budget = Budget.of(self.options.budget)
         if budget.is_relative:
             return budget
@@ -284,12 +267,6 @@ class PlannedGraph:
     def __call__(self, *arguments: Any) -> Any:
         """Run the forward pass by plan.
 
-        Args:
-            *arguments: The graph's arguments.
-
-        Returns:
-            A tuple of the values that the graph returns.
-
         Raises:
             Planned: If the group asked for the plan alone.
             NothingToTrainError: If it did, and nothing is differentiated.
@@ -330,9 +307,6 @@ class PlannedGraph:
 
         Args:
             target: See `plans`.
-
-        Returns:
-            Whether it is.
         """
         if isinstance(target, nn.Module):
             own = {id(parameter) for parameter in target.parameters()}

@@ -102,9 +102,6 @@ def _time_of(node: fx.Node, args: Any, kwargs: Any) -> float:
 def described(arguments: Any) -> str:
     """Tell what the time and the memory of an op depend on.
 
-    Args:
-        arguments: The op's arguments, with fake tensors.
-
     Returns:
         Shapes, layouts, dtypes and devices of the tensors, and the other values.
     """
@@ -114,9 +111,6 @@ def described(arguments: Any) -> str:
 
 def with_contents(arguments: Any) -> Any:
     """Replace fake tensors by real ones of the same shapes and layouts.
-
-    Args:
-        arguments: The op's arguments.
 
     Returns:
         The same with random numbers; zeros where numbers are whole, which are valid as indices and masks.

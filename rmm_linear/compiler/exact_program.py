@@ -70,13 +70,6 @@ class Program:
 def program_of(capture: Capture, schedule: Schedule) -> Program:
     """Write the code of a schedule.
 
-    Args:
-        capture: A captured step.
-        schedule: A schedule for its graph.
-
-    Returns:
-        The program.
-
     Raises:
         ScheduleError: If the schedule cannot run; see `rmm_linear.planning.schedule.validate`.
     """
@@ -369,14 +362,7 @@ def _as_in_place(node: fx.Node) -> Any:
 
 
 def after_tangents(capture: Capture) -> set[fx.Node]:
-    """Find what is computed from the gradients of results.
-
-    Args:
-        capture: A captured step.
-
-    Returns:
-        Nodes of its graph.
-    """
+    """Find what is computed from the gradients of results."""
     found: set[fx.Node] = set(filter(None, capture.tangents))
     for node in capture.module.graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):
@@ -396,9 +382,6 @@ def _bernoulli(like: Tensor, p: float) -> Tensor:
 def random_state(device: torch.device) -> Tensor:
     """Return the state of a device's default generator.
 
-    Args:
-        device: The device.
-
     Returns:
         The state, in new memory of the CPU.
     """
@@ -406,14 +389,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def hidden_random_state(device: torch.device) -> bytes:
-    """Return the state of a device's default generator in memory of Python, which no plan counts.
-
-    Args:
-        device: The device.
-
-    Returns:
-        The state.
-    """
+    """Return the state of a device's default generator in memory of Python, which no plan counts."""
     return random_state(device).numpy().tobytes()
 
 

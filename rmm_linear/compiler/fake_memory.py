@@ -23,14 +23,7 @@ _REDUCED_IN_PLACE = {
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """Return the fake tensors that stand for a node's value.
-
-    Args:
-        node: A node of a captured graph.
-
-    Returns:
-        Its tensors; none for what is no tensor.
-    """
+    """Return the fake tensors that stand for a node's value."""
     value = node.meta.get("val")
     leaves = value if isinstance(value, (tuple, list)) else [value]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -43,9 +36,6 @@ def real_bytes(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:
         op: The operation.
         sources: The tensors that it reads.
         result: What it returns, or one of it.
-
-    Returns:
-        Bytes of the whole storage.
     """
     size_bytes = result.untyped_storage().nbytes()
     if op not in _REDUCED_IN_PLACE:
@@ -63,9 +53,6 @@ def eager_peak(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) ->
     Args:
         run: Runs the forward pass on fake tensors; returns what is differentiated.
         inputs: What is not counted: parameters, buffers, the batch. Their gradients are set to None.
-
-    Returns:
-        Bytes, gradients of parameters included.
     """
     # in this thread alone: others' dispatch is not seen
     with torch.autograd.set_multithreading_enabled(False), _Alive(inputs) as alive:

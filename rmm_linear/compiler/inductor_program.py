@@ -83,16 +83,7 @@ def program_within(
 
 
 def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> Program:
-    """Compile a schedule.
-
-    Args:
-        capture: A captured step.
-        schedule: A schedule for its graph.
-        limit_bytes: What each window may take.
-
-    Returns:
-        The program.
-    """
+    """Compile a schedule."""
     cut = _cut(capture.graph, schedule)
     windows = windows_of(capture.graph, schedule, cut, limit_bytes)
     joint = _decomposed(capture, *_in_order(capture, schedule, cut))
@@ -137,11 +128,6 @@ def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int) -> 
 
 def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Tensor]) -> int:
     """Run a program once, forward and backward, and measure its peak; nothing of the caller's changes.
-
-    Args:
-        capture: The captured step.
-        program: Its program.
-        inputs: The step's inputs.
 
     Returns:
         The most bytes in memory at any time beside the inputs and the gradients of the results.

@@ -124,9 +124,6 @@ def read_joint_graph(
         for_inductor: Whether Inductor will compile the ops. Then random ops draw by seeds, and no op that draws runs
             twice; and ops are those that Inductor fuses others into.
 
-    Returns:
-        The capture.
-
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
         NothingToTrainError: If no result can be differentiated.
@@ -499,15 +496,7 @@ def _with_biases_together(graph: Graph) -> Graph:
 
 
 def dense_copy(gradient: Tensor, like: Tensor) -> Tensor:
-    """Copy a gradient into the layout of its parameter.
-
-    Args:
-        gradient: Any layout.
-        like: The parameter.
-
-    Returns:
-        New memory.
-    """
+    """Copy a gradient into the layout of its parameter."""
     return torch.empty_like(like, memory_format=torch.preserve_format).copy_(gradient)
 
 

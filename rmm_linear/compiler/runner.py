@@ -119,14 +119,7 @@ class Runner:
         return last is not None and last.saved is not None
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
-        """Run the forward part.
-
-        Args:
-            arguments: The arguments of the traced graph.
-
-        Returns:
-            The values that the graph returns; `backward()` of its loss runs the backward part.
-        """
+        """Run the forward part."""
         inputs = [argument for argument in arguments if isinstance(argument, Tensor)]
         run = _Pass(self, arguments)
         self._last_pass = weakref.ref(run)

@@ -30,13 +30,6 @@ _FOLDER, _STANDARD_LIBRARY = str(Path(torch.__file__).parent), str(Path(inspect.
 def require(owner: Any, name: str) -> Any:
     """Return a private part of torch.
 
-    Args:
-        owner: A module or class.
-        name: The attribute.
-
-    Returns:
-        It.
-
     Raises:
         CaptureError: If this version of torch has none.
     """
@@ -51,9 +44,6 @@ def require(owner: Any, name: str) -> Any:
 def frame_of(module: fx.GraphModule) -> Any:
     """Tell which frame of Python a graph of Dynamo is of: the same for all its versions.
 
-    Args:
-        module: The graph.
-
     Returns:
         The frame's number; the graph itself where it is unknown.
     """
@@ -61,14 +51,7 @@ def frame_of(module: fx.GraphModule) -> Any:
 
 
 def is_transformed(tensors: Any) -> bool:
-    """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of.
-
-    Args:
-        tensors: The tensors that are computed with.
-
-    Returns:
-        Whether it is.
-    """
+    """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of."""
     if torch._C._are_functorch_transforms_active():
         return True
     if forward_ad._current_level < 0:
@@ -77,20 +60,12 @@ def is_transformed(tensors: Any) -> bool:
 
 
 def is_transforming() -> bool:
-    """Tell whether torch.func or forward-mode differentiation is active in this thread, whatever it is applied to.
-
-    Returns:
-        Whether it is.
-    """
+    """Tell whether torch.func or forward-mode differentiation is active in this thread, whatever it is applied to."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_profiled() -> bool:
-    """Tell whether torch's profiler runs: there is one at a time.
-
-    Returns:
-        Whether it does.
-    """
+    """Tell whether torch's profiler runs: there is one at a time."""
     if require(torch.autograd, "_profiler_enabled")():
         return True
     # a profile that warms up is not enabled yet, and another one would end it
@@ -100,11 +75,7 @@ def is_profiled() -> bool:
 
 
 def compile_lock() -> AbstractContextManager[Any]:
-    """Return the lock that Dynamo compiles under: traces of several threads would meet in torch's global state.
-
-    Returns:
-        A lock that one thread may take several times.
-    """
+    """Return the lock that Dynamo compiles under: traces of several threads would meet in torch's global state."""
     import torch._dynamo.convert_frame
 
     return require(torch._dynamo.convert_frame, "compile_lock")
@@ -117,9 +88,6 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullg
         function: What runs; a module's `_call_impl` too, which torch.compile by itself skips for torch's own modules.
         backend: The backend.
         fullgraph: Whether a graph break is an error.
-
-    Returns:
-        The compiled function.
     """
     from torch._dynamo.external_utils import wrap_inline
 
@@ -133,9 +101,6 @@ def dynamo_options() -> AbstractContextManager[None]:
     """Set how Dynamo traces a planned model: whole under DistributedDataParallel, with its floats and RNNs.
 
     Messages that a logger writes once (transformers' `warning_once`) break no graph: what is planned leaves them out.
-
-    Returns:
-        A context manager.
     """
     import torch._dynamo
 
@@ -173,22 +138,14 @@ def hindrance() -> str | None:
 
 
 def reasons_of_breaks() -> dict[str, int]:
-    """Return why Dynamo broke graphs or skipped frames so far.
-
-    Returns:
-        Reasons with their counts.
-    """
+    """Return why Dynamo broke graphs or skipped frames so far."""
     from torch._dynamo.utils import counters
 
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
 def failures_of_dynamo() -> tuple[type[Exception], ...]:
-    """Return what Dynamo raises where it can't trace a function.
-
-    Returns:
-        Types of errors.
-    """
+    """Return what Dynamo raises where it can't trace a function."""
     from torch._dynamo import exc
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -197,22 +154,12 @@ def failures_of_dynamo() -> tuple[type[Exception], ...]:
 
 
 def is_recompile_limit(error: Exception) -> bool:
-    """Tell whether Dynamo gave up since a function was compiled too often.
-
-    Args:
-        error: What Dynamo raised.
-
-    Returns:
-        Whether it did.
-    """
+    """Tell whether Dynamo gave up since a function was compiled too often."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
 def reason_of(error: Exception) -> str:
     """Tell why Dynamo could not trace a function, and at which line.
-
-    Args:
-        error: What Dynamo raised.
 
     Returns:
         The reason and its explanation, and the innermost line that is neither torch's nor the standard library's.
@@ -226,36 +173,21 @@ def reason_of(error: Exception) -> str:
 
 
 def line_of(stack: str) -> str:
-    """Find the innermost line of a stack that is neither torch's nor the standard library's.
-
-    Args:
-        stack: Frames, as Python prints them.
-
-    Returns:
-        "file:number: code"; empty where there are no frames.
-    """
+    """Find the innermost line of a stack that is neither torch's nor the standard library's."""
     frames = _FRAME.findall(stack)
     frames = [frame for frame in frames if not _is_library(frame[0])] or frames
     return "{}:{}: {}".format(*frames[-1]) if frames else ""
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions.
-
-    Returns:
-        Ops and the functions that they are traced as.
-    """
+    """Return Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
 
 
 def random_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions of ops that draw random numbers.
-
-    Returns:
-        Ops and the functions that they are traced as.
-    """
+    """Return the decompositions of ops that draw random numbers."""
     return {
         op: function
         for op, function in decompositions().items()
@@ -286,19 +218,12 @@ def fake_mode_of(values: Sequence[Any]) -> Any:
 
     Args:
         values: Values, a fake tensor at least among them.
-
-    Returns:
-        The mode.
     """
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
 def proxied_nodes() -> Any:
-    """Return the nodes that make_fx has recorded so far, inside of its trace.
-
-    Returns:
-        The graph's list of nodes.
-    """
+    """Return the nodes that make_fx has recorded so far, inside of its trace."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode().tracer.graph.nodes  # type: ignore[union-attr]

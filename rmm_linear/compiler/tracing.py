@@ -97,9 +97,6 @@ def trace(
         backward_autocast: The state of autocast around the backward pass.
         draws_by_seeds: Whether random ops are traced as ops that draw by seeds, as Inductor draws.
 
-    Returns:
-        The joint graph.
-
     Raises:
         CaptureError: If it can't be traced; the error names the line, and what can be done.
     """
@@ -132,9 +129,6 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
 
     Args:
         module: A graph of Dynamo; changed in place.
-
-    Returns:
-        How many there were.
     """
     found = 0
     # marked, so that `eager_peak_of` runs them as checkpoints
@@ -156,10 +150,6 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
 
 def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
     """Tell the most that a graph, run op by op in eager mode, has in memory at any time.
-
-    Args:
-        module: A graph of Dynamo.
-        arguments: Its arguments.
 
     Returns:
         Bytes; None where it could not be found out.
@@ -399,8 +389,5 @@ def hint_for(told: str, otherwise: str) -> str:
     Args:
         told: Its text.
         otherwise: What is said if it is no known one.
-
-    Returns:
-        A sentence.
     """
     return next((hint for part, hint in _HINTS.items() if part in told), otherwise)

@@ -44,11 +44,6 @@ def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
 def known_workspace_bytes(op: Any, args: Any, kwargs: Any) -> int:
     """Tell what was measured.
 
-    Args:
-        op: The op.
-        args: Its arguments; tensors may be fake.
-        kwargs: Its keyword arguments.
-
     Returns:
         Bytes; 0 for an op that was not measured with such arguments.
     """

@@ -86,9 +86,6 @@ def check_overrides(overrides: Mapping[str, RMMConfig | None]) -> list[Override]
     Args:
         overrides: As `convert_linears` was given it.
 
-    Returns:
-        Its patterns, in order.
-
     Raises:
         ValueError: If it is not what it should be.
     """
@@ -103,15 +100,7 @@ def check_overrides(overrides: Mapping[str, RMMConfig | None]) -> list[Override]
 
 
 def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_linear_layer) -> Iterator[LinearLayer]:
-    """Yield each linear layer once, in the model's order.
-
-    Args:
-        model: Any module.
-        is_wanted: Which modules to yield instead.
-
-    Yields:
-        The layers.
-    """
+    """Yield each linear layer once, in the model's order."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_wanted(module):

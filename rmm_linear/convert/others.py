@@ -37,12 +37,6 @@ def other_modules(model: nn.Module) -> Iterator[OtherModule]:
     `in_features` and `out_features`; routers and the like, by a matrix that is called `weight`; and modules that
     multiply by parameters of three dimensions, as mixtures of experts and some attentions do. (Layers whose class
     inherits from `nn.Linear` are linear layers, of which `why_not` says what there is to say.)
-
-    Args:
-        model: Any module.
-
-    Yields:
-        The modules, in the model's order.
     """
     for layer in linear_layers(model, lambda module: _reason(module) is not None):
         parameters = layer.module.parameters(recurse=False)

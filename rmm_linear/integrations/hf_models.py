@@ -103,9 +103,6 @@ def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cp
         length: Tokens of each sequence; images have the size that the configuration names.
         device: Where the tensors are to be.
 
-    Returns:
-        What to call the model with.
-
     Raises:
         ValueError: If the model takes neither tokens nor images, or the length is more than it has positions for.
     """

@@ -24,12 +24,6 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that keeping `tensor` keeps alive.
 
     One for an ordinary tensor, several for a sparse one and for a wrapper such as DTensor.
-
-    Args:
-        tensor: Any tensor.
-
-    Yields:
-        Storages, not necessarily distinct.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
@@ -64,9 +58,6 @@ class StorageSet:
     def add(self, storage: torch.UntypedStorage) -> int:
         """Add a storage, if it is not there yet.
 
-        Args:
-            storage: The storage.
-
         Returns:
             Its key in `sizes`.
         """
@@ -85,12 +76,6 @@ class StorageSet:
 
 def own_tensors(exclude: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
     """Yield the parameters and buffers of modules, and tensors themselves.
-
-    Args:
-        exclude: Modules and tensors.
-
-    Yields:
-        Tensors.
 
     Raises:
         ValueError: If an element is neither a module nor a tensor.
@@ -146,9 +131,6 @@ class SavedTensors:
 
     def holds(self, tensor: Tensor) -> bool:
         """Tell whether the memory of `tensor` is kept for the backward pass.
-
-        Args:
-            tensor: Any tensor, a view included.
 
         Returns:
             True if something was saved that lies in (any of) the storages of `tensor`.

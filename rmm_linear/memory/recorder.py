@@ -125,11 +125,7 @@ class _Recorder(SavedTensors):
         return SavedTensors._unpack(packed[:-1])
 
     def read(self, outputs: Iterable[object]) -> None:
-        """Find out from the graph which operation keeps what.
-
-        Args:
-            outputs: What the model returned, flattened.
-        """
+        """Find out from the graph which operation keeps what."""
         made = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
         todo = list(dict.fromkeys([*made, *self._nodes]))
         seen = set(todo)
@@ -230,11 +226,7 @@ class _Recorder(SavedTensors):
         super().__exit__(kind, error, traceback)
 
     def report(self) -> MemoryReport:
-        """Put together what was written down.
-
-        Returns:
-            The report.
-        """
+        """Put together what was written down."""
         place = {key: number for number, key in enumerate(self._keys.sizes)}
         keepers: list[list[Keeper]] = [[] for _ in place]
         devices = [""] * len(place)

@@ -113,18 +113,12 @@ class LinearCall:
 
         Args:
             config: How to sketch; padding is not known and counts as rows.
-
-        Returns:
-            Bytes.
         """
         dtype = getattr(torch, self.dtype)
         return config.saved_bytes(self.rows, self.in_features, dtype, sequences=self.sequences)
 
     def is_sketched_by(self, config: RMMConfig) -> bool:
         """Tell whether a configuration would sketch this input.
-
-        Args:
-            config: How to sketch.
 
         Returns:
             False for a call that keeps no input, for an input that is kept anyway, and for too few rows.
@@ -176,9 +170,6 @@ class MemoryReport:
             config: How they would sketch.
             layers: Names of the layers that would be converted; by default those that `convert_linears` converts, which
                 leaves the output head exact.
-
-        Returns:
-            Bytes.
         """
         total = self.total_bytes
         chosen = self.default_layers if layers is None else layers
@@ -275,9 +266,6 @@ class MemoryReport:
 
         Args:
             depth: How many segments of the names to tell apart; all by default.
-
-        Returns:
-            Name -> bytes, the largest first.
         """
         return self._sums(
             lambda place: ".".join(self.storages[place].keepers[0].module.split(".")[:depth]) or "(the model)"
@@ -316,9 +304,6 @@ class MemoryReport:
 
         Args:
             call: One of `linears`.
-
-        Returns:
-            Operations, each once.
         """
         if call.storage is None:
             return ()
@@ -340,19 +325,11 @@ class MemoryReport:
         return tuple(dict.fromkeys(each.layer for each in self.linears if each.storage == call.storage))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values.
-
-        Returns:
-            A dictionary that strict JSON holds.
-        """
+        """Return the report as plain values."""
         return {**asdict(self), "total_bytes": self.total_bytes, "own_bytes": self.own_bytes}
 
     def to_json(self) -> str:
-        """Return the report as JSON.
-
-        Returns:
-            Text.
-        """
+        """Return the report as JSON."""
         return json.dumps(self.to_dict())
 
     def to_frame(self) -> "pd.DataFrame":

@@ -93,11 +93,7 @@ class MeasuredSaving(SavedTensors):
         return self.exact_bytes - self.kept_bytes
 
     def reasons(self) -> list[str]:
-        """Say what kept the layers from saving what they promise one by one.
-
-        Returns:
-            Phrases, empty if nothing did.
-        """
+        """Say what kept the layers from saving what they promise one by one."""
         elsewhere = len((self._exact_inputs & self._saved_elsewhere.sizes.keys()) - self._free_inputs)
         found = {
             "calls share their input with another layer, and exact layers keep it once": self._shared,

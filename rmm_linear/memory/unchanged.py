@@ -11,11 +11,7 @@ _INTERNALS = frozenset(vars(nn.Module()))
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Set all gradients to None.
-
-    Args:
-        model: Any module.
-    """
+    """Set all gradients to None."""
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -26,12 +22,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
     Gradients are put aside, and given back at the end with the contents of the buffers; what is drawn inside comes from
     a copy of the random state.
-
-    Args:
-        model: Any module.
-
-    Yields:
-        Nothing.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     states = [_State(module) for module in model.modules()]

@@ -288,9 +288,6 @@ def run(
         on_cpu: What runs in the place of the twin where `is_on_cpu`; None for the twin.
         **kwargs: More arguments.
 
-    Returns:
-        What the kernel or its twin returns.
-
     Raises:
         ValueError: If Triton is forced, and cannot run.
         OutOfMemoryError: If the kernel finds no memory: no fault of its own.
@@ -348,9 +345,6 @@ def _reason_against(name: str, x: Tensor) -> str | None:
 @lru_cache
 def unusable(device: int) -> str | None:
     """Return why no Triton kernel can run on a GPU.
-
-    Args:
-        device: Its number.
 
     Returns:
         A reason for people, None if there is none.

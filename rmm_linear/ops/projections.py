@@ -23,11 +23,6 @@ from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
 def hadamard_scales(rows: int, blocks: int, kept: int) -> tuple[float, float]:
     """Return the factors of the +-1 combinations of x and of g.
 
-    Args:
-        rows: Rows of x.
-        blocks: Number of strided blocks.
-        kept: Hadamard rows kept of each block.
-
     Returns:
         A power of 2 for x, and for g what makes their product 1 / kept.
     """

@@ -91,15 +91,7 @@ def _is_watched() -> bool:
 
 
 def _are_plain(arguments: tuple[Any, ...]) -> bool:
-    """Tell whether the dispatcher would do nothing with these tensors but call the implementation.
-
-    Args:
-        arguments: First the input or its gradient, as the user has made it. The tensors among the others, if they are
-            plain ones, have been made by this library.
-
-    Returns:
-        False for subclasses, for memory that does not hold what the tensor shows, and where autograd looks on.
-    """
+    """Tell whether the dispatcher would do nothing with these tensors but call the implementation."""
     can_follow = torch.is_grad_enabled()
     for argument in arguments:
         kind = type(argument)

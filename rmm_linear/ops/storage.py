@@ -50,9 +50,6 @@ def empty_codes(y: Tensor, rows: int, kind: str, group: int) -> tuple[Tensor, Te
         rows: Number of rows; may be a SymInt.
         kind: As for `quantize`.
         group: As for `quantize`.
-
-    Returns:
-        Codes, steps and offsets.
     """
     features = y.shape[-1]
     codes = y.new_empty((rows, _low_bit.packed_width(features, kind)), dtype=torch.uint8)

@@ -45,9 +45,6 @@ def plain_bytes(steps: int, *, state_bytes: int, internal_bytes: int) -> int:
         steps: Length of the sequence.
         state_bytes: Bytes of a state; the initial and the final one are the caller's and do not count.
         internal_bytes: Bytes that autograd keeps of a step beside the states before and after it.
-
-    Returns:
-        Bytes.
     """
     return steps * internal_bytes + (steps - 1) * state_bytes
 
@@ -63,9 +60,6 @@ def peak_bytes(actions: Iterable[Action], steps: int, *, state_bytes: int, inter
         steps: Length of the sequence.
         state_bytes: Bytes of a state; the initial and the final one are the caller's and do not count.
         internal_bytes: Bytes that autograd keeps of a step beside the states before and after it.
-
-    Returns:
-        Bytes.
     """
     pinned: Counter[int] = Counter({0: 1})
     stored: set[int] = set()
@@ -121,9 +115,6 @@ def plan_for_slots(
         strategy: Which of the three.
         state_bytes: Bytes of a state, at least 0.
         internal_bytes: Bytes that autograd keeps of a step beside the states before and after it, at least 0.
-
-    Returns:
-        The plan.
 
     Raises:
         ValueError: If an argument is out of its range.

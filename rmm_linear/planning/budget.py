@@ -33,9 +33,6 @@ class Budget:
         Args:
             budget: Bytes; text: "8GiB", "500 MB", or "60%" of the plain program's peak; or 0.6, which is "60%".
 
-        Returns:
-            The budget.
-
         Raises:
             ValueError: If it is no budget.
         """
@@ -62,9 +59,6 @@ class Budget:
 
     def in_bytes(self, plain_peak_bytes: int) -> int:
         """Say how many bytes it is.
-
-        Args:
-            plain_peak_bytes: The plain program's peak.
 
         Returns:
             Bytes, at least 1.
@@ -116,12 +110,6 @@ def budget_in_bytes(budget: float | str | None, plain_peak_bytes: int) -> int:
 
 def refusal(budget: Budget, plain_peak_bytes: int, least_bytes: int, strategy: str) -> str:
     """Say in the user's unit that a budget can't be met.
-
-    Args:
-        budget: The budget.
-        plain_peak_bytes: The plain program's peak.
-        least_bytes: The least that was found.
-        strategy: Who looked for a plan.
 
     Returns:
         The text: "20% = 312.00 MiB" where the budget is a part of the whole, or else its unit alone; with another

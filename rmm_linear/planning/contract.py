@@ -74,11 +74,7 @@ def tiny_graphs() -> tuple[tuple[str, Graph], ...]:
 
 @lru_cache(maxsize=1)
 def large_graphs() -> tuple[tuple[str, Graph], ...]:
-    """Return graphs as large as a planner still finishes within a second or so.
-
-    Returns:
-        Names and graphs with a backward pass.
-    """
+    """Return graphs as large as a planner still finishes within a second or so."""
     return tuple(_large_graphs())
 
 
@@ -133,11 +129,7 @@ class StrategyContract:
         cls._plans, cls._frontiers = {}, {}
 
     def make(self) -> Strategy:
-        """Return the strategy under test; to be defined by the subclass.
-
-        Returns:
-            A strategy.
-        """
+        """Return the strategy under test; to be defined by the subclass."""
         raise NotImplementedError(f"{type(self).__name__} has to define make(self)")
 
     def least_cost(self, graph: Graph, budget_bytes: int) -> float | None:
@@ -145,10 +137,6 @@ class StrategyContract:
 
         Override it where a strategy claims to be optimal among fewer: it may be better than no order at all that fits,
         and has to be as good as what this returns.
-
-        Args:
-            graph: A tiny graph.
-            budget_bytes: The budget.
 
         Returns:
             The cost, None if nothing fits.
@@ -158,10 +146,6 @@ class StrategyContract:
 
     def claims_optimal(self, name: str, graph: Graph) -> bool:
         """Say whether the strategy claims to be optimal on a graph; override it where it does on some only.
-
-        Args:
-            name: The graph's name.
-            graph: The graph.
 
         Returns:
             The strategy's own `claims_optimal`.

@@ -60,9 +60,6 @@ def chain(sizes: Sequence[int], costs: Sequence[float] | None = None) -> Graph:
     Args:
         sizes: Bytes of each node's storage.
         costs: Time of each node, 1 by default.
-
-    Returns:
-        The forward graph.
     """
     edges = [(node, node + 1) for node in range(len(sizes) - 1)]
     return Graph.from_edges([1.0] * len(sizes) if costs is None else costs, sizes, edges)

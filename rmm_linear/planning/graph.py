@@ -219,11 +219,7 @@ class Graph:
         return frozenset(self.gradients).difference(self.outputs)
 
     def with_gradients_freed(self) -> "Graph":
-        """Return the same graph for steps that leave no gradient of a parameter behind.
-
-        Returns:
-            The graph; no gradient is an output of it.
-        """
+        """Return the same graph for steps that leave no gradient of a parameter behind."""
         return replace(self, outputs=tuple(index for index in self.outputs if index not in self.gradients))
 
     @cached_property
@@ -273,12 +269,6 @@ class Graph:
     def from_dict(cls, plain: dict[str, Any]) -> "Graph":
         """Make a graph of what `to_dict` returned.
 
-        Args:
-            plain: Plain data.
-
-        Returns:
-            The graph.
-
         Raises:
             ValueError: If a part is missing or unknown, or the graph itself is wrong.
         """
@@ -313,9 +303,6 @@ class Graph:
 
         Args:
             text: What `to_json` returned.
-
-        Returns:
-            The graph.
         """
         return cls.from_dict(json.loads(text))
 

@@ -47,9 +47,6 @@ class CheckpointPlan:
             graph: The graph.
             schedule: A schedule for it.
             budget_bytes: The budget that it was made for; its own peak if None.
-
-        Returns:
-            The plan.
         """
         planned = simulate(graph, schedule)
         plain = simulate(graph, Schedule.plain(graph))
@@ -70,9 +67,6 @@ class CheckpointPlan:
 
         So are all micro-batches but the first, whose gradients are added to what is there, and steps whose gradients
         an optimizer takes in the backward pass.
-
-        Returns:
-            The plan.
         """
         graph = self.graph.with_gradients_freed()
         schedule = Schedule.from_order(graph, self.schedule.order, strategy=self.schedule.strategy)

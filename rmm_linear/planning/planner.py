@@ -23,9 +23,6 @@ def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
         budget: The most that may be in memory at any time.
         strategy: One of `available_strategies()`.
 
-    Returns:
-        The plan.
-
     Raises:
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
     """

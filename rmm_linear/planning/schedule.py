@@ -48,11 +48,6 @@ class Schedule:
     def from_order(cls, graph: Graph, order: Iterable[int], *, strategy: str = "") -> "Schedule":
         """Make a schedule that frees each storage as early as the order of computations allows.
 
-        Args:
-            graph: The graph.
-            order: Indices of ops, with repetitions.
-            strategy: Who made it.
-
         Returns:
             The schedule; `validate` tells whether it can run.
         """
@@ -65,14 +60,7 @@ class Schedule:
 
     @classmethod
     def plain(cls, graph: Graph) -> "Schedule":
-        """Make the schedule of the plain program: each op once, everything freed after its last use.
-
-        Args:
-            graph: The graph.
-
-        Returns:
-            The schedule.
-        """
+        """Make the schedule of the plain program: each op once, everything freed after its last use."""
         return cls.from_order(graph, range(len(graph.ops)), strategy="none")
 
     @cached_property
@@ -96,12 +84,6 @@ class Schedule:
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Schedule":
         """Make a schedule of what `to_dict` returned.
-
-        Args:
-            plain: Plain data.
-
-        Returns:
-            The schedule.
 
         Raises:
             ValueError: If this is no schedule.
@@ -135,19 +117,12 @@ class Schedule:
 
         Args:
             text: What `to_json` returned.
-
-        Returns:
-            The schedule.
         """
         return cls.from_dict(json.loads(text))
 
 
 def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
     """Return what can be freed after each computation.
-
-    Args:
-        graph: The graph.
-        order: Indices of ops, with repetitions.
 
     Returns:
         The storages that can go after each place of the order.
@@ -186,11 +161,6 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
 
 def hand_over_places(graph: Graph, order: Sequence[int], gradients: Collection[int]) -> dict[int, int]:
     """Return where gradients are handed over: where the last op that reads one, or holds it back, has run.
-
-    Args:
-        graph: The graph.
-        order: Indices of ops, with repetitions.
-        gradients: Indices of their storages.
 
     Returns:
         For each of the gradients that are computed, a place of the order.

@@ -115,9 +115,6 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
     Args:
         graph: The graph.
         order: Indices of ops, with repetitions, in an order in which they can run.
-
-    Returns:
-        Peak in bytes, and cost of all computations.
     """
     ops, sizes = graph.ops, [storage.size_bytes for storage in graph.storages]
     # beside what is held: what an op writes, again or not, and its temporaries

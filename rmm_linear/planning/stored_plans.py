@@ -25,11 +25,6 @@ _MOST_FILES = 256
 def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> Schedule | None:
     """Look for a schedule that was made for the same graph, strategy and budget.
 
-    Args:
-        graph: The graph.
-        strategy: Who would plan it.
-        budget_bytes: The budget.
-
     Returns:
         The schedule; None if there is none that can run and fits.
     """
@@ -49,14 +44,7 @@ def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> Schedule | No
 
 
 def store_plan(graph: Graph, strategy: str, budget_bytes: int, schedule: Schedule) -> None:
-    """Keep a schedule.
-
-    Args:
-        graph: The graph.
-        strategy: Who planned it.
-        budget_bytes: The budget.
-        schedule: The schedule.
-    """
+    """Keep a schedule."""
     folder = _folder()
     if folder is None:
         return

@@ -56,9 +56,6 @@ class GradientPass(NamedTuple):
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sketches sum: float64 for float64, else float32.
 
-    Args:
-        dtype: Dtype of the activations.
-
     Returns:
         `torch.float64` or `torch.float32`.
     """
@@ -120,18 +117,12 @@ class Sketch(ABC):
 
         Args:
             rows: Number of rows; may be a SymInt while a compiler traces.
-
-        Returns:
-            The rank of S.
         """
         kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
         return smaller(rows, larger(1, kept))
 
     def is_exact(self, rows: int) -> bool:
         """Tell whether S S^T = I in every draw: the estimate is then the gradient itself, up to rounding.
-
-        Args:
-            rows: Number of rows.
 
         Returns:
             False unless the sketch is an orthogonal one at full rank.
@@ -355,9 +346,6 @@ class Sketch(ABC):
             features: Columns of x.
             dtype: Dtype of x.
             valid_rows: Rows that are sketched, where others (padding) are left out; all rows by default.
-
-        Returns:
-            Bytes.
         """
         kept = self.rank(rows if valid_rows is None else valid_rows)
         return kept * features * dtype.itemsize + SEED_BYTES
@@ -379,9 +367,6 @@ class Sketch(ABC):
 
         Where two sketches have equal keys for a number of rows, each pair (x, g) has an a and a b such that
         `variance` is a + b / rank(rows) for both, and where `is_exact`, 0. Two evaluations then serve all ratios.
-
-        Args:
-            rows: Number of rows.
 
         Returns:
             A key; None for a sketch that stands alone.
@@ -419,29 +404,11 @@ class ObliviousSketch(Sketch):
         """
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
-        """Sketch the input; see `Sketch.compress`.
-
-        Args:
-            x: Activations, shape (rows, in).
-            seed: 0-d int64.
-            mean: Shape (in,), or None.
-
-        Returns:
-            The seed and one tensor of shape (rank, in) in x's dtype.
-        """
+        """Sketch the input; see `Sketch.compress`."""
         return SavedSketch(seed, (self.project(x, seed, mean, gradient=False),))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) over the storage scale; see `Sketch.sketch_gradient`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            mean: Shape (out,), or None.
-
-        Returns:
-            Shape (rank, out), float32 (float64 for float64).
-        """
+        """Return S^T (g - 1 mean^T) over the storage scale; see `Sketch.sketch_gradient`."""
         return self.project(g, saved.seed, mean, gradient=True)
 
 

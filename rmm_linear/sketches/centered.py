@@ -98,42 +98,19 @@ class Centered(Sketch):
         super().__post_init__()
 
     def rank(self, rows: int) -> int:
-        """Return the inner sketch's rank.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            The rank of S.
-        """
+        """Return the inner sketch's rank."""
         return self.inner.rank(rows)
 
     def is_exact(self, rows: int) -> bool:
-        """Tell whether the inner sketch is exact.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            As `Sketch.is_exact`; also true of a single row, which is its own mean.
-        """
+        """Tell whether the inner sketch is exact."""
         return rows <= 1 or self.inner.is_exact(rows)
 
     def takes_runs(self) -> bool:
-        """Ask the inner sketch; see `Sketch.takes_runs`.
-
-        Returns:
-            Its answer; false for a subclass without one of its own.
-        """
+        """Ask the inner sketch; see `Sketch.takes_runs`."""
         return type(self) is Centered and self.inner.takes_runs()
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch x - 1 m^T and keep mu, or what is left of it; see `Sketch.compress`.
-
-        Args:
-            x: Activations, shape (rows, in), or in runs.
-            seed: 0-d int64.
-            mean: Must be None: the mean is this sketch's own.
 
         Returns:
             The inner sketch's tensors and, last, mu (in,), float32 (float64 for float64): rounding it to a half
@@ -145,40 +122,15 @@ class Centered(Sketch):
         return SavedSketch(seed, (*saved.tensors, kept_mean))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) of the inner sketch; see `Sketch.sketch_gradient`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            mean: Shape (out,), or None.
-
-        Returns:
-            Shape (rank, out).
-        """
+        """Return S^T (g - 1 mean^T) of the inner sketch; see `Sketch.sketch_gradient`."""
         return self.inner.sketch_gradient(g, SavedSketch(saved.seed, saved.tensors[:-1]), mean=mean)
 
     def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the inner sketch's; see `Sketch.stored_input`.
-
-        Args:
-            saved: What `compress` returned.
-            dtype: Dtype in which it will be multiplied.
-
-        Returns:
-            Shape (rank, in).
-        """
+        """Return the inner sketch's; see `Sketch.stored_input`."""
         return self.inner.stored_input(SavedSketch(saved.seed, saved.tensors[:-1]), dtype=dtype)
 
     def operand(self, saved: SavedSketch, dtype: torch.dtype) -> Tensor | ops.Codes:
-        """Return the inner sketch's; see `Sketch.operand`.
-
-        Args:
-            saved: What `compress` returned.
-            dtype: Dtype in which it will be multiplied.
-
-        Returns:
-            Shape (rank, in), or the codes of it.
-        """
+        """Return the inner sketch's; see `Sketch.operand`."""
         return self.inner.operand(SavedSketch(saved.seed, saved.tensors[:-1]), dtype)
 
     def backward(
@@ -190,18 +142,7 @@ class Centered(Sketch):
         need_bias: bool = True,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Estimate g^T x, the mean's part exactly; see `Sketch.backward`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            need_weight: Whether the weight gradient is wanted.
-            need_bias: Whether the bias gradient is wanted.
-            dtype: Dtype of the estimate; float32 (float64 for float64) if None.
-
-        Returns:
-            The estimate (out, in) and the column sum of g (out,), None where not wanted.
-        """
+        """Estimate g^T x, the mean's part exactly; see `Sketch.backward`."""
         compute = accumulate_dtype(g.dtype)
         dtype = dtype or compute
         if need_weight:
@@ -229,69 +170,24 @@ class Centered(Sketch):
         total: Tensor | None = None,
         kept_mean: Tensor | None = None,
     ) -> Tensor:
-        """Form the estimate as the inner sketch does; see `Sketch.weight_gradient`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            dtype: Dtype of the estimate.
-            mean: Subtracted from every row of g, shape (out,), or None.
-            total: Sum of g, shape (out,), or None.
-            kept_mean: What it is multiplied by, shape (in,), or None.
-
-        Returns:
-            Shape (out, in).
-        """
+        """Form the estimate as the inner sketch does; see `Sketch.weight_gradient`."""
         inner = SavedSketch(saved.seed, saved.tensors[:-1])
         return self.inner.weight_gradient(g, inner, dtype=dtype, mean=mean, total=total, kept_mean=kept_mean)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the inner sketch's bytes and the mean's; see `Sketch.saved_bytes`.
-
-        Args:
-            rows: Rows of x.
-            features: Columns of x.
-            dtype: Dtype of x.
-            valid_rows: Rows that are sketched, all by default.
-
-        Returns:
-            Bytes.
-        """
+        """Return the inner sketch's bytes and the mean's; see `Sketch.saved_bytes`."""
         mean_bytes = features * accumulate_dtype(dtype).itemsize
         return self.inner.saved_bytes(rows, features, dtype, valid_rows) + mean_bytes
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the inner sketch's closed form on x - 1 m^T and g - 1 nu^T.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return the inner sketch's closed form on x - 1 m^T and g - 1 nu^T."""
         return self.inner.variance(centred_input(x), centred(g))
 
     def variance_family(self, rows: int) -> Hashable | None:
-        """Return the inner sketch's key, marked; see `Sketch.variance_family`.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            A key, or None.
-        """
+        """Return the inner sketch's key, marked; see `Sketch.variance_family`."""
         inner = self.inner.variance_family(rows)
         return None if inner is None else (self.name, inner)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return the inner sketch's S for x - 1 m^T.
-
-        Args:
-            x: Activations, shape (rows, in).
-            seeds: Shape (draws,), int64.
-
-        Returns:
-            Shape (draws, rows, rank), float64.
-        """
+        """Return the inner sketch's S for x - 1 m^T."""
         return self.inner.dense(centred_input(x), seeds)

@@ -69,9 +69,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     Args:
         a: A matrix or a batch of them.
         b: The same.
-
-    Returns:
-        The product.
     """
     with torch.autocast(device_type=a.device.type, enabled=False):
         return a @ b

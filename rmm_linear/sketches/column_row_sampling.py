@@ -25,19 +25,7 @@ class ColumnRowSampling(Sketch):
     def compress(
         self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None, grad_norms: Tensor | None = None
     ) -> SavedSketch:
-        """Sample rows; see `Sketch.compress`.
-
-        Args:
-            x: Activations, shape (rows, in).
-            seed: 0-d int64.
-            mean: Shape (in,), or None.
-            grad_norms: Norms of the rows of g, or estimates of them, shape (rows,), to be multiplied with the rows'
-                own norms in the probabilities; None for the rows' norms alone. A row whose norm is 0 here is never
-                drawn: give an estimate a floor above 0, or the weight gradient is biased.
-
-        Returns:
-            The rows (rank, in), their numbers (rank,), int32, and the squared entries of S (rank,).
-        """
+        """Sample rows; see `Sketch.compress`."""
         rank = self.rank(x.shape[0])
         if isinstance(rank, int) and rank == 0:
             return SavedSketch(
@@ -52,31 +40,12 @@ class ColumnRowSampling(Sketch):
         return SavedSketch(seed, (ops.gather_rows(x, index, mean), index, squared))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return the drawn rows of g - 1 mean^T times the squared entries of S; see `Sketch.sketch_gradient`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            mean: Shape (out,), or None.
-
-        Returns:
-            Shape (rank, out), float32 (float64 for float64).
-        """
+        """Return the drawn rows of g - 1 mean^T times the squared entries of S; see `Sketch.sketch_gradient`."""
         _, index, squared = saved.tensors
         return ops.gather_rows(g, index, mean, squared)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes kept: rows, row numbers, squared entries of S, seed; see `Sketch.saved_bytes`.
-
-        Args:
-            rows: Rows of x.
-            features: Columns of x.
-            dtype: Dtype of x.
-            valid_rows: Rows that are sketched, all by default.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes kept: rows, row numbers, squared entries of S, seed; see `Sketch.saved_bytes`."""
         kept = self.rank(rows if valid_rows is None else valid_rows)
         each = _INDEX_BYTES + accumulate_dtype(dtype).itemsize
         return super().saved_bytes(rows, features, dtype, valid_rows) + kept * each
@@ -95,15 +64,7 @@ class ColumnRowSampling(Sketch):
         """
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`.
-
-        Args:
-            x: Activations, shape (rows, in).
-            seeds: Shape (draws,), int64.
-
-        Returns:
-            Shape (draws, rows, rank), float64.
-        """
+        """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
         if rows == 0:

@@ -159,12 +159,6 @@ def structured_pair(rows: int, features: int, outputs: int, *, seed: int) -> tup
     Neighbouring rows are alike, as tokens of one sentence are; the columns have means; some rows are heavy; and g
     depends on x. Without these, mixed-up blocks, missing signs and wrong probabilities have the right variance.
 
-    Args:
-        rows: Rows of both.
-        features: Columns of x.
-        outputs: Columns of g.
-        seed: Seed of the data.
-
     Returns:
         x (rows, features) and g (rows, outputs), float64, on the CPU.
     """
@@ -246,9 +240,6 @@ def draw_products(sketch: Sketch, x: Tensor, *, draws: int, seed: int) -> Produc
         x: What it is applied to, shape (rows, in), float64.
         draws: Number of draws.
         seed: Seed of the draws' seeds.
-
-    Returns:
-        Mean and variance of every entry.
     """
     rows = x.shape[0]
     identity = torch.eye(rows, dtype=torch.float64, device=x.device)
@@ -271,9 +262,6 @@ def draw_estimates(sketch: Sketch, x: Tensor, g: Tensor, *, draws: int, seed: in
         g: Shape (rows, out), float64; for a centred sketch, centred.
         draws: Number of draws.
         seed: Seed of the draws' seeds.
-
-    Returns:
-        Statistics of each draw.
     """
     rows, rank = x.shape[0], sketch.rank(x.shape[0])
     exact = g.t() @ x
@@ -354,9 +342,6 @@ class SketchContract:
 
         Args:
             ratio: In (0, 1].
-
-        Returns:
-            A sketch.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define make(self, ratio)")
 

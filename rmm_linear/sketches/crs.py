@@ -25,28 +25,11 @@ class CRS(ColumnRowSampling):
     winner_take_all: ClassVar[bool] = False
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-        """Draw rows; see `ColumnRowSampling.sample`.
-
-        Args:
-            norms: Row norms up to a common factor, shape (rows,), float64.
-            seeds: Shape (draws,), int64.
-            rank: Number of draws.
-
-        Returns:
-            Row numbers and squared entries of S, each (draws, rank).
-        """
+        """Draw rows; see `ColumnRowSampling.sample`."""
         return ops.sample_rows(norms, seeds, rank=rank, winner_take_all=False)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r."""
         rows = x.shape[0]
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)

@@ -18,12 +18,5 @@ class DCT(TrigonometricSketch):
     kind: ClassVar[str] = "dct"
 
     def partners(self, row: Tensor) -> list[Tensor]:
-        """Return i and n - 1 - i; see `TrigonometricSketch.partners`.
-
-        Args:
-            row: 0 .. n - 1.
-
-        Returns:
-            Two permutations.
-        """
+        """Return i and n - 1 - i; see `TrigonometricSketch.partners`."""
         return [row, row.flip(0)]

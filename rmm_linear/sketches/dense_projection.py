@@ -18,17 +18,7 @@ class DenseProjection(ObliviousSketch):
     gaussian: ClassVar[bool]
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`.
-
-        Args:
-            y: Shape (rows, features).
-            seed: 0-d int64.
-            mean: Shape (features,), or None.
-            gradient: Whether `y` is the gradient.
-
-        Returns:
-            Shape (rank, features).
-        """
+        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         rank = self.rank(y.shape[0])
         return ops.random_projection(y, seed, mean, rank=rank, gaussian=self.gaussian, gradient=gradient)
 
@@ -42,19 +32,7 @@ class DenseProjection(ObliviousSketch):
         total: Tensor | None = None,
         kept_mean: Tensor | None = None,
     ) -> Tensor:
-        """Take the cheaper one of two orders of products on a CPU; see `Sketch.weight_gradient`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            dtype: Dtype of the estimate.
-            mean: Subtracted from every row of g, shape (out,), or None.
-            total: Sum of g, shape (out,), or None.
-            kept_mean: What it is multiplied by, shape (in,), or None.
-
-        Returns:
-            Shape (out, in).
-        """
+        """Take the cheaper one of two orders of products on a CPU; see `Sketch.weight_gradient`."""
         if not ops.is_on_cpu(g) or type(self).sketch_gradient is not DenseProjection.sketch_gradient:
             others = {"mean": mean, "total": total, "kept_mean": kept_mean}
             return super().weight_gradient(g, saved, dtype=dtype, **others)
@@ -64,14 +42,6 @@ class DenseProjection(ObliviousSketch):
         return grad_weight.to(dtype)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`.
-
-        Args:
-            x: Activations, shape (rows, in); only the number of rows matters.
-            seeds: Shape (draws,), int64.
-
-        Returns:
-            Shape (draws, rows, rank), float64.
-        """
+        """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         return ops.projection_dense(seeds, rows=rows, rank=rank, gaussian=self.gaussian, dtype=torch.float64)

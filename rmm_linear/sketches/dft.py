@@ -21,14 +21,7 @@ class DFT(TrigonometricSketch):
     kind: ClassVar[str] = "dft"
 
     def partners(self, row: Tensor) -> list[Tensor]:
-        """Return i and -i, and for an even n also i + n / 2 and n / 2 - i, modulo n.
-
-        Args:
-            row: 0 .. n - 1.
-
-        Returns:
-            Two or four permutations.
-        """
+        """Return i and -i, and for an even n also i + n / 2 and n / 2 - i, modulo n."""
         n = row.numel()
         shifts = (0,) if n % 2 else (0, n // 2)
         return [(shift + sign * row) % n for shift in shifts for sign in (1, -1)]

@@ -23,14 +23,6 @@ class Gaussian(DenseProjection):
     gaussian: ClassVar[bool] = True
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (P Q + C) / r.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return (P Q + C) / r."""
         sums = gradient_sums(x, g)
         return (sums.x_squared * sums.g_squared + sums.gradient_squared) / max(1, self.rank(sums.rows))

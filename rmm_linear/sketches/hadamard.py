@@ -78,60 +78,28 @@ class Hadamard(ObliviousSketch):
         return blocks, larger(1, (self.numerator * rows) // (self.denominator * blocks))
 
     def rank(self, rows: int) -> int:
-        """Return blocks * kept; see `Hadamard`.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            Rows of the stored sketch.
-        """
+        """Return blocks * kept; see `Hadamard`."""
         blocks, kept = self.geometry(rows)
         return blocks * kept
 
     def is_exact(self, rows: int) -> bool:
-        """Tell whether every block is full and all of its combinations are kept.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            True at ratio 1 if the rows fill their blocks' Hadamard matrices, and for 0 or 1 rows.
-        """
+        """Tell whether every block is full and all of its combinations are kept."""
         if rows == 0:
             return True
         blocks, kept = self.geometry(rows)
         return kept == ops.hadamard_order(-(-rows // blocks))
 
     def takes_runs(self) -> bool:
-        """Take rows where they lie; see `Sketch.takes_runs`.
-
-        Returns:
-            True; false for a subclass without an answer of its own.
-        """
+        """Take rows where they lie; see `Sketch.takes_runs`."""
         return type(self) is Hadamard
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`.
-
-        Args:
-            y: Shape (rows, features); x may come in runs.
-            seed: 0-d int64.
-            mean: Shape (features,), or None.
-            gradient: Whether `y` is the gradient.
-
-        Returns:
-            Shape (rank, features).
-        """
+        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         blocks, kept = self.geometry(ops.number_of_rows(y))
         return ops.hadamard_sketch(y, seed, mean, blocks=blocks, kept=kept, gradient=gradient)
 
     def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
         """Read x once on a GPU; see `Sketch.compress_with_mean`.
-
-        Args:
-            x: Activations, shape (rows, in), or in runs.
-            seed: 0-d int64.
 
         Returns:
             What `compress` returns, and the mean of x; on a GPU, where g is read once, what is left of it.
@@ -145,18 +113,7 @@ class Hadamard(ObliviousSketch):
     def compress_low_bit(
         self, x: Tensor, seed: Tensor, *, center: bool, kind: str, group: int
     ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-        """Sketch and round on a GPU, without the sketch in memory; see `Sketch.compress_low_bit`.
-
-        Args:
-            x: Activations, shape (rows, in), or in runs.
-            seed: 0-d int64.
-            center: Whether about the mean is taken off x.
-            kind: How S^T x is held.
-            group: Rows of S^T x that share a step.
-
-        Returns:
-            Codes, steps and offsets, and, centred, what is left of the mean; None on a CPU.
-        """
+        """Sketch and round on a GPU, without the sketch in memory; see `Sketch.compress_low_bit`."""
         if not ops.is_for_kernels(x):
             return None
         blocks, kept = self.geometry(ops.number_of_rows(x))
@@ -165,16 +122,7 @@ class Hadamard(ObliviousSketch):
         return tuple(codes), rest if center else None
 
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
-        """Read g once on a GPU; see `Sketch.one_pass`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            need_sum: The sums come with the sketch, wanted or not.
-
-        Returns:
-            None on a CPU, where the sum is formed as nn.Linear forms it.
-        """
+        """Read g once on a GPU; see `Sketch.one_pass`."""
         if not ops.is_for_kernels(g):
             return None
         blocks, kept = self.geometry(g.shape[0])
@@ -187,13 +135,6 @@ class Hadamard(ObliviousSketch):
         self, g: Tensor, saved: SavedSketch, mean: Tensor | None, *, need_bias: bool, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None] | None:
         """Read g once on a GPU; see `Sketch.one_pass_backward`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            mean: What the sum of g is to be multiplied by, or None.
-            need_bias: Whether the bias gradient is wanted.
-            dtype: Dtype of the estimate.
 
         Returns:
             The estimate and the sum of g, by one operator, unless a subclass has its own `one_pass` or `operand`; None
@@ -219,15 +160,7 @@ class Hadamard(ObliviousSketch):
         return grad_weight, bias if need_bias else None
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2; the module's docstring derives it.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
         rows = x.shape[0]
         blocks, kept = self.geometry(rows)
         if self.is_exact(rows):
@@ -241,25 +174,10 @@ class Hadamard(ObliviousSketch):
         return (order - kept) / (kept * (order - 1)) * pairs.sum().clamp(min=0)
 
     def variance_family(self, rows: int) -> Hashable | None:
-        """Return the name and the number of blocks: below a ratio of 1/32 there are others.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            A key; see `Sketch.variance_family`.
-        """
+        """Return the name and the number of blocks: below a ratio of 1/32 there are others."""
         return self.name, self.geometry(rows)[0]
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`.
-
-        Args:
-            x: Activations, shape (rows, in); only the number of rows matters.
-            seeds: Shape (draws,), int64.
-
-        Returns:
-            Shape (draws, rows, rank), float64.
-        """
+        """Return S; see `Sketch.dense`."""
         blocks, kept = self.geometry(x.shape[0])
         return ops.hadamard_dense(seeds, rows=x.shape[0], blocks=blocks, kept=kept, dtype=torch.float64)

@@ -67,16 +67,7 @@ class KeptRows:
         return found
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype) -> int:
-        """Return the bytes of kept rows; the seed is the sketch's.
-
-        Args:
-            rows: Rows that are kept.
-            features: Columns of x.
-            dtype: Dtype of x.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes of kept rows; the seed is the sketch's."""
         low_bit = self._rounding(rows, dtype)
         if low_bit is None:
             return rows * features * dtype.itemsize

@@ -71,35 +71,15 @@ class LowBit(Sketch):
         super().__post_init__()
 
     def rank(self, rows: int) -> int:
-        """Return the inner sketch's rank; all rows without one.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            Rows that are stored.
-        """
+        """Return the inner sketch's rank; all rows without one."""
         return rows if self.inner is None else self.inner.rank(rows)
 
     def takes_runs(self) -> bool:
-        """Ask the inner sketch; see `Sketch.takes_runs`.
-
-        Returns:
-            Its answer; false without one, and for a subclass without an answer of its own.
-        """
+        """Ask the inner sketch; see `Sketch.takes_runs`."""
         return type(self) is LowBit and self.inner is not None and self.inner.takes_runs()
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
-        """Sketch the input and round it; see `Sketch.compress`.
-
-        Args:
-            x: Activations, shape (rows, in), or in runs.
-            seed: 0-d int64.
-            mean: Shape (in,), or None.
-
-        Returns:
-            Codes, steps, offsets, and what else the inner sketch stores.
-        """
+        """Sketch the input and round it; see `Sketch.compress`."""
         if self.inner is None:
             return SavedSketch(seed, ops.quantize(x, seed, mean, kind=self.storage, group=self.group))
         if mean is None:
@@ -112,10 +92,6 @@ class LowBit(Sketch):
 
     def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
         """Read x as the inner sketch does; see `Sketch.compress_with_mean`.
-
-        Args:
-            x: Activations, shape (rows, in), or in runs.
-            seed: 0-d int64.
 
         Returns:
             What `compress` returns, and the mean of x. On a GPU, what the inner sketch leaves of it; without an inner
@@ -137,43 +113,18 @@ class LowBit(Sketch):
         return SavedSketch(seed, (*codes, *rest)), kept_mean
 
     def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values that the codes stand for; see `Sketch.stored_input`.
-
-        Args:
-            saved: What `compress` returned.
-            dtype: Half precision, or float32 for anything else.
-
-        Returns:
-            Shape (rank, in), in `dtype` or in float32.
-        """
+        """Return the values that the codes stand for; see `Sketch.stored_input`."""
         codes, steps, offsets = saved.tensors[:_PARTS]
         wanted = dtype if dtype in (torch.bfloat16, torch.float16) else None
         return ops.dequantize(codes, steps, offsets, saved.seed, kind=self.storage, group=self.group, dtype=wanted)
 
     def operand(self, saved: SavedSketch, dtype: torch.dtype) -> Tensor | ops.Codes:
-        """Return the codes as they are; see `Sketch.operand`.
-
-        Args:
-            saved: What `compress` returned.
-            dtype: Dtype in which they will be multiplied.
-
-        Returns:
-            What `ops.sketched_grad_weight` decodes.
-        """
+        """Return the codes as they are; see `Sketch.operand`."""
         codes, steps, offsets = saved.tensors[:_PARTS]
         return ops.Codes(codes, steps, offsets, saved.seed, self.storage, self.group)
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            mean: Shape (out,), or None.
-
-        Returns:
-            Shape (rank, out), float32 (float64 for float64).
-        """
+        """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`."""
         if self.inner is None:
             wide = g.to(accumulate_dtype(g.dtype))
             if mean is None:
@@ -185,16 +136,7 @@ class LowBit(Sketch):
         return self.inner.sketch_gradient(g, inner, mean=mean)
 
     def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
-        """Read g as the inner sketch does; without one, g is its own sketch. See `Sketch.one_pass`.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            need_sum: Whether the sum is wanted.
-
-        Returns:
-            None on a CPU, and for inner sketches that have no such pass.
-        """
+        """Read g as the inner sketch does; without one, g is its own sketch. See `Sketch.one_pass`."""
         if self.inner is not None:
             inner = SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:]))
             return self.inner.one_pass(g, inner, need_sum=need_sum)
@@ -204,17 +146,7 @@ class LowBit(Sketch):
         return GradientPass(ops.product_operand(g), sums, 1.0)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes of codes, steps, offsets, seed, and what else the inner sketch stores.
-
-        Args:
-            rows: Rows of x.
-            features: Columns of x.
-            dtype: Dtype of x.
-            valid_rows: Rows that are sketched, all by default.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes of codes, steps, offsets, seed, and what else the inner sketch stores."""
         kept = self.rank(rows if valid_rows is None else valid_rows)
         width = ops.packed_width(features, self.storage)
         scales = -(-kept // self.group) * features * ops.SCALE_DTYPE.itemsize
@@ -224,15 +156,7 @@ class LowBit(Sketch):
         return kept * width + (1 if self.storage == "fp8" else 2) * scales + rest
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the inner sketch's variance and the rounding's, averaged over `draws` draws of S.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return the inner sketch's variance and the rounding's, averaged over `draws` draws of S."""
         rounding = self.rounding_variance(x, g)
         return rounding if self.inner is None else self.inner.variance(x, g) + rounding
 
@@ -260,15 +184,7 @@ class LowBit(Sketch):
         return (row_squares(sketched_g) * elements.sum(1)).sum()
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return the inner sketch's S, the identity without one; what is stored differs from S^T x by the rounding.
-
-        Args:
-            x: Activations, shape (rows, in).
-            seeds: Shape (draws,), int64.
-
-        Returns:
-            Shape (draws, rows, rank), float64.
-        """
+        """Return the inner sketch's S, the identity without one; what is stored differs from S^T x by the rounding."""
         if self.inner is not None:
             return self.inner.dense(x, seeds)
         rows = x.shape[0]
@@ -281,9 +197,6 @@ def with_draws(sketch: Sketch, draws: int) -> Sketch:
     Args:
         sketch: Any sketch, centred or not.
         draws: Draws of S to average over, at least 1.
-
-    Returns:
-        The same sketch where it is no low-bit one.
 
     Raises:
         ValueError: If there are no draws.

@@ -23,15 +23,7 @@ class Rademacher(DenseProjection):
     gaussian: ClassVar[bool] = False
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (P Q + C - 2 s) / r.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return (P Q + C - 2 s) / r."""
         sums = gradient_sums(x, g)
         pairs = sums.x_squared * sums.g_squared + sums.gradient_squared - 2 * sums.row_products
         # rounding may leave a little less than nothing

@@ -7,28 +7,12 @@ import torch
 
 
 def larger(a: int, b: int) -> int:
-    """Return the larger of two sizes.
-
-    Args:
-        a: A number, or a symbol.
-        b: The same.
-
-    Returns:
-        A number, or a symbol without a guard.
-    """
+    """Return the larger of two sizes."""
     return torch.sym_max(a, b) if _is_symbol(a) or _is_symbol(b) else max(a, b)
 
 
 def smaller(a: int, b: int) -> int:
-    """Return the smaller of two sizes.
-
-    Args:
-        a: A number, or a symbol.
-        b: The same.
-
-    Returns:
-        A number, or a symbol without a guard.
-    """
+    """Return the smaller of two sizes."""
     return torch.sym_min(a, b) if _is_symbol(a) or _is_symbol(b) else min(a, b)
 
 

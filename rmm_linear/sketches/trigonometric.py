@@ -34,28 +34,11 @@ class TrigonometricSketch(ObliviousSketch):
     kind: ClassVar[str]
 
     def is_exact(self, rows: int) -> bool:
-        """Tell whether all columns are kept.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            True at full rank.
-        """
+        """Tell whether all columns are kept."""
         return self.rank(rows) == rows
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`.
-
-        Args:
-            y: Shape (rows, features).
-            seed: 0-d int64.
-            mean: Shape (features,), or None.
-            gradient: Whether `y` is the gradient.
-
-        Returns:
-            Shape (rank, features).
-        """
+        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         rank = self.rank(y.shape[0])
         return ops.trigonometric_sketch(y, seed, mean, rank=rank, kind=self.kind, gradient=gradient)
 
@@ -71,15 +54,7 @@ class TrigonometricSketch(ObliviousSketch):
         """
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2; the module's docstring derives it.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
         n, rank = x.shape[0], self.rank(x.shape[0])
         if self.is_exact(n):
             return torch.zeros((), dtype=torch.float64, device=x.device)
@@ -98,14 +73,6 @@ class TrigonometricSketch(ObliviousSketch):
         return n * (n - rank) / (rank * (n - 1)) * (total - sums.gradient_squared / n).clamp(min=0)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`.
-
-        Args:
-            x: Activations, shape (rows, in); only the number of rows matters.
-            seeds: Shape (draws,), int64.
-
-        Returns:
-            Shape (draws, rows, rank), float64.
-        """
+        """Return S; see `Sketch.dense`."""
         rank = self.rank(x.shape[0])
         return ops.trigonometric_dense(seeds, rows=x.shape[0], rank=rank, kind=self.kind, dtype=torch.float64)

@@ -26,30 +26,12 @@ class _UniformRows(ObliviousSketch):
     replacement: ClassVar[bool]
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return the drawn rows of y - 1 mean^T; see `ObliviousSketch.project`.
-
-        Args:
-            y: Shape (rows, features).
-            seed: 0-d int64.
-            mean: Shape (features,), or None.
-            gradient: Whether `y` is the gradient.
-
-        Returns:
-            Shape (rank, features).
-        """
+        """Return the drawn rows of y - 1 mean^T; see `ObliviousSketch.project`."""
         rank = self.rank(y.shape[0])
         return ops.uniform_row_sketch(y, seed, mean, rank=rank, replacement=self.replacement, gradient=gradient)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`.
-
-        Args:
-            x: Activations, shape (rows, in); only the number of rows matters.
-            seeds: Shape (draws,), int64.
-
-        Returns:
-            Shape (draws, rows, rank), float64.
-        """
+        """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         index = ops.uniform_rows(seeds, rows=rows, rank=rank, replacement=self.replacement)
         dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
@@ -65,15 +47,7 @@ class RowsWithReplacement(_UniformRows):
     replacement: ClassVar[bool] = True
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (n s - C) / r.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return (n s - C) / r."""
         sums = gradient_sums(x, g)
         return _spread(sums) / max(1, self.rank(sums.rows))
 
@@ -87,26 +61,11 @@ class RowsWithoutReplacement(_UniformRows):
     replacement: ClassVar[bool] = False
 
     def is_exact(self, rows: int) -> bool:
-        """Tell whether all rows are kept.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            True at full rank.
-        """
+        """Tell whether all rows are kept."""
         return self.rank(rows) == rows
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (n - r) / (r (n - 1)) * (n s - C).
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return (n - r) / (r (n - 1)) * (n s - C)."""
         sums = gradient_sums(x, g)
         if self.is_exact(sums.rows):
             return torch.zeros_like(sums.gradient_squared)

@@ -28,40 +28,16 @@ class WTACRS(ColumnRowSampling):
     winner_take_all: ClassVar[bool] = True
 
     def is_exact(self, rows: int) -> bool:
-        """Tell whether all rows are kept.
-
-        Args:
-            rows: Number of rows.
-
-        Returns:
-            True at full rank.
-        """
+        """Tell whether all rows are kept."""
         return self.rank(rows) == rows
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-        """Draw rows; see `ColumnRowSampling.sample`.
-
-        Args:
-            norms: Row norms up to a common factor, shape (rows,), float64.
-            seeds: Shape (draws,), int64.
-            rank: Number of rows.
-
-        Returns:
-            Row numbers and squared entries of S, each (draws, rank).
-        """
+        """Draw rows; see `ColumnRowSampling.sample`."""
         index, squared = ops.sample_rows(norms, seeds, rank=rank, winner_take_all=True)
         return index.expand(seeds.numel(), rank), squared.expand(seeds.numel(), rank)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the drawn part's variance; see the module's docstring.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return the drawn part's variance; see the module's docstring."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)

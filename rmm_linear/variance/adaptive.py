@@ -77,9 +77,6 @@ class RatioChange:
 
         Args:
             values: What `to_dict` returned.
-
-        Returns:
-            The change.
         """
         before, after = (RMMConfig.from_dict(values[name]) for name in ("before", "after"))
         return cls(int(values["step"]), str(values["layer"]), before, after)
@@ -160,12 +157,6 @@ class AdaptiveRatios:
     def check(budget: object, noise_target: object, measure_steps: object, recheck_steps: object) -> None:
         """Refuse what can't be meant, before there is a model.
 
-        Args:
-            budget: As the class takes it.
-            noise_target: As the class takes it.
-            measure_steps: As the class takes it.
-            recheck_steps: As the class takes it.
-
         Raises:
             ValueError: If a value is bad.
         """
@@ -190,9 +181,6 @@ class AdaptiveRatios:
 
     def step(self) -> list[RatioChange]:
         """End a training step; to be called after each optimizer step. Nothing happens after `close`.
-
-        Returns:
-            The changes made now, most often none.
 
         Raises:
             ValueError: If the budget is below the least that the layers can keep.
@@ -308,11 +296,7 @@ class AdaptiveRatios:
         return allocate_for_noise(profile, target * math.fsum(layer.minibatch_variance for layer in profile.layers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on, between two steps.
-
-        Returns:
-            Values that strict JSON holds.
-        """
+        """Return what a resumed run needs to go on, between two steps."""
         layers = self._probe.layers if self._probe is not None else {}
         return {
             "steps": self._steps,

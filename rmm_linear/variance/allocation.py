@@ -137,9 +137,6 @@ class NoiseProfile:
         Args:
             config: One of the options of every layer.
 
-        Returns:
-            The allocation.
-
         Raises:
             ValueError: If a layer has no such option.
         """
@@ -150,9 +147,6 @@ class NoiseProfile:
 
         Args:
             configs: One of its options for every layer, by name.
-
-        Returns:
-            The allocation.
 
         Raises:
             ValueError: If a layer has no such option, or names are missing or unknown.
@@ -193,12 +187,6 @@ class NoiseProfile:
     @classmethod
     def from_json(cls, text: str) -> "NoiseProfile":
         """Make a profile of `to_json`'s output.
-
-        Args:
-            text: JSON of an object.
-
-        Returns:
-            The profile.
 
         Raises:
             ValueError: If the text is no such JSON, or a value is bad.
@@ -323,9 +311,6 @@ class Allocation:
 
         Args:
             values: What `to_dict` returned; the totals are not read.
-
-        Returns:
-            The allocation.
 
         Raises:
             ValueError: If it is something else, or a value is bad.

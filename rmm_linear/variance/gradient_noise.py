@@ -180,9 +180,6 @@ def dealt_rows(
         shape: Of the activations as the layer got them, (..., in).
         keep_tokens: The configuration's.
         index: Numbers of the rows that are not left out, ascending, or None for all.
-
-    Returns:
-        Both.
     """
     layout = layout_of(shape, keep_tokens, index)
     if index is not None and layout.kept:

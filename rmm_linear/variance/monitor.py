@@ -211,11 +211,7 @@ class VarianceMonitor:
         return int(self._clipped) / observed if observed else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on: counters and latest records.
-
-        Returns:
-            Numbers and texts that strict JSON holds.
-        """
+        """Return what a resumed run needs to go on: counters and latest records."""
         return {
             "steps": self._steps,
             "observed": int(self._observed),

@@ -29,9 +29,6 @@ Measure = Callable[[str, SketchedLayer, Tensor, Tensor, Tensor | None], object]
 def is_compiled(model: nn.Module) -> bool:
     """Tell whether torch.compile, or module.compile, was applied to any part of the model.
 
-    Args:
-        model: Any module.
-
     Returns:
         True if a part of it does not run eagerly.
     """

@@ -265,11 +265,7 @@ class ProfileBuilder:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was measured so far.
-
-        Returns:
-            Values that strict JSON holds.
-        """
+        """Return what was measured so far."""
         return {
             name: {
                 "batches": sums.batches,

@@ -43,9 +43,6 @@ def holds_input(rows: int, blocks: int) -> bool:
 def tile_of(dtype: torch.dtype) -> int:
     """Return how many rows and columns of the gradient a program of `grad_weight_at_once` forms.
 
-    Args:
-        dtype: Dtype of g.
-
     Returns:
         64; 32 in float32, which takes more registers.
     """

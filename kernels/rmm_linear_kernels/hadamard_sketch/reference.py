@@ -141,9 +141,6 @@ def hadamard_matrix(order: int, *, dtype: torch.dtype, device: torch.device) -> 
 def sign_stride(block_rows: int) -> int:
     """Return how many bits of the stream of signs belong to a block.
 
-    Args:
-        block_rows: Rows of a block.
-
     Returns:
         `block_rows`, rounded up to a multiple of 64.
     """

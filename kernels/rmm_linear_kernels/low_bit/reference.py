@@ -129,9 +129,6 @@ def over(step: Tensor, numerator: float) -> Tensor:
     Args:
         step: Any shape, float32 or float64.
         numerator: A number.
-
-    Returns:
-        The quotients.
     """
     return torch.where(step == 0, 0.0, numerator / step)
 
@@ -199,9 +196,6 @@ def _slabs(rows: int, group: int, features: int) -> Iterator[tuple[int, int, int
     """Cut rows into slabs of whole groups; the last, ragged group is a slab of its own.
 
     A wide copy of all of y at once would be larger than what is saved; a slab a group would be many small operations.
-
-    Yields:
-        First row, row after the last, and rows of each group in it.
     """
     step = max(1, _SLAB_ELEMENTS // max(1, group * features)) * group
     whole = rows // group * group

@@ -101,11 +101,7 @@ def projected_grad_weight(
 
 
 def _slabs(seed: Tensor, rows: int, rank: int, gaussian: bool) -> Iterator[tuple[int, Tensor]]:
-    """Draw R; how many rows a slab has depends on nothing but the rank, as S is a function of its seed and its size.
-
-    Yields:
-        First row of a slab, and the slab, (..., rows, rank), float32.
-    """
+    """Draw R; how many rows a slab has depends on nothing but the rank, as S is a function of its seed and its size."""
     step = max(_LEAST_SLAB_ROWS, _SLAB_ELEMENTS // max(1, rank))
     for number, first in enumerate(range(0, rows, step)):
         shape = (min(step, rows - first), rank)

@@ -110,9 +110,6 @@ def uniform_rows(seed: Tensor, *, rows: int, rank: int, replacement: bool) -> Te
 def unit_of(rows: int) -> float:
     """Return the weight of the heaviest row.
 
-    Args:
-        rows: Number of rows.
-
     Returns:
         A power of 2.
     """

@@ -59,10 +59,6 @@ def sketched_grad_weight(
 def has_half_precision_product(sketched_g: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the gradient is formed in the dtype of the sketches, by cuBLAS, onto the mean's part.
 
-    Args:
-        sketched_g: S^T g.
-        dtype: Dtype of the gradient.
-
     Returns:
         True for half precision on a GPU where the gradient has it as well.
     """

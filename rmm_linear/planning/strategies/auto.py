@@ -27,14 +27,7 @@ class Auto(Strategy):
     name: ClassVar[str] = "auto"
 
     def orders(self, graph: Graph) -> Iterable[Sequence[int]]:
-        """Propose the orders of the strategies that are asked.
-
-        Args:
-            graph: The graph.
-
-        Yields:
-            Orders of computation.
-        """
+        """Propose the orders of the strategies that are asked."""
         approximate = Kusumoto2019Approximate()
         plans = list(approximate.plans_of_program(graph)), list(approximate.plans_of_chen(graph))
         for segments, keep_last in (*plans[0], *plans[1]):
@@ -47,9 +40,6 @@ class Auto(Strategy):
 
 def asked(graph: Graph) -> tuple[str, ...]:
     """Say which strategies `auto` asks about a graph.
-
-    Args:
-        graph: The graph.
 
     Returns:
         Their names. The exact program is left out where there are many lower sets, which would take minutes, and where

@@ -56,14 +56,7 @@ class Strategy(ABC):
         """
 
     def frontier(self, graph: Graph) -> tuple[Proposal, ...]:
-        """Return the proposals that no other one beats in both peak and cost, the plain program among them.
-
-        Args:
-            graph: The graph.
-
-        Returns:
-            Proposals, peaks falling and costs rising.
-        """
+        """Return the proposals that no other one beats in both peak and cost, the plain program among them."""
         proposals: dict[tuple[int, ...], Proposal] = {}
         for order in (range(len(graph.ops)), *self.orders(graph)):
             key = tuple(order)

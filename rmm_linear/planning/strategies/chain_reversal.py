@@ -57,9 +57,6 @@ def run_actions(actions: Iterable[Action], stages: int, *, internal_units: int =
         stages: Number of stages.
         internal_units: Units that the internals of a stage take; a state takes one.
 
-    Returns:
-        What they take.
-
     Raises:
         ValueError: If a stage is reversed out of turn, or a state is dropped that is not there.
     """
@@ -99,9 +96,6 @@ def run_actions(actions: Iterable[Action], stages: int, *, internal_units: int =
 def crossing_bytes(graph: Graph) -> list[int]:
     """Return what a cut of the forward ops costs: the bytes that it makes wait for the backward pass.
 
-    Args:
-        graph: The graph.
-
     Returns:
         For each place p from 0 to the number of forward ops: bytes of the storages that an op before p writes and a
         forward op from p on reads. What stays in any case (outputs, what must not be computed twice) is not counted.
@@ -123,9 +117,6 @@ def crossing_bytes(graph: Graph) -> list[int]:
 
 def written_bytes(graph: Graph) -> list[int]:
     """Return what each forward op writes for the backward pass.
-
-    Args:
-        graph: The graph.
 
     Returns:
         Bytes of the storages that each forward op writes and a backward op reads.
@@ -178,15 +169,7 @@ def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *
 
 
 def segments_of_cuts(count: int, cuts: Sequence[int]) -> list[range]:
-    """Return the runs of ops between cuts.
-
-    Args:
-        count: Number of forward ops.
-        cuts: Places of the cuts, rising.
-
-    Returns:
-        Ranges of op indices.
-    """
+    """Return the runs of ops between cuts."""
     edges = [0, *cuts, count]
     return [range(low, high) for low, high in pairwise(edges) if low < high]
 
@@ -240,14 +223,7 @@ class ChainView:
             self.internals[turn].update(index for index in reads if index not in self.always)
 
     def bytes_of(self, storages: Iterable[int]) -> int:
-        """Return the size of some storages.
-
-        Args:
-            storages: Their indices.
-
-        Returns:
-            Bytes.
-        """
+        """Return the size of some storages."""
         return sum(self.graph.storages[index].size_bytes for index in storages)
 
 

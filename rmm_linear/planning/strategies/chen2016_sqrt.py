@@ -70,14 +70,7 @@ class ChenSqrt(Strategy):
     name: ClassVar[str] = "chen2016_sqrt"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose segments equal by count and by bytes, and greedy ones.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            Orders of computation.
-        """
+        """Propose segments equal by count and by bytes, and greedy ones."""
         count = graph.forward_count
         if count == len(graph.ops):
             return
@@ -87,10 +80,6 @@ class ChenSqrt(Strategy):
 
 def orders_of_cuts(graph: Graph, cuts: Sequence[int]) -> Iterator[list[int]]:
     """Give the orders for segments between cuts: the last segment kept, or computed again as well.
-
-    Args:
-        graph: The graph.
-        cuts: Places of the cuts, rising.
 
     Yields:
         One order if the two are the same, or else two.
@@ -107,14 +96,7 @@ def orders_of_cuts(graph: Graph, cuts: Sequence[int]) -> Iterator[list[int]]:
 
 
 def cuts_of(graph: Graph) -> Iterator[tuple[int, ...]]:
-    """Give the places where the forward ops are cut into segments.
-
-    Args:
-        graph: A graph with backward ops.
-
-    Yields:
-        Places of the cuts, rising.
-    """
+    """Give the places where the forward ops are cut into segments."""
     prices, sizes = crossing_bytes(graph), written_bytes(graph)
     counts = some_counts(graph.forward_count, all_up_to=_ALL_UP_TO, number=_COUNTS)
     # the paper's own number is always among them

@@ -34,14 +34,7 @@ class CostPerByte(Strategy):
     name: ClassVar[str] = "cost_per_byte"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose prices alone, and prices with segments of equal count.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            Orders of computation.
-        """
+        """Propose prices alone, and prices with segments of equal count."""
         count = graph.forward_count
         if count == len(graph.ops):
             return

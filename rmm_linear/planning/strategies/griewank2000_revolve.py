@@ -132,9 +132,6 @@ def _check(steps: int, slots: int, *, least: int = 1) -> None:
 def chains_of(graph: Graph) -> Iterator[ChainView]:
     """See a training graph as chains of stages, for several numbers of stages.
 
-    Args:
-        graph: A graph with backward ops.
-
     Yields:
         Chains whose stages take about equal time, or write about equally many ops, cut where few bytes cross.
     """
@@ -163,14 +160,7 @@ class Revolve(Strategy):
     name: ClassVar[str] = "griewank2000_revolve"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose schedules for several numbers of stages and snapshots.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            Orders of computation.
-        """
+        """Propose schedules for several numbers of stages and snapshots."""
         if graph.forward_count == len(graph.ops):
             return
         for view in chains_of(graph):

@@ -112,9 +112,6 @@ def msm_table(steps: int, units: int, internal_units: int, *, input_units: int =
         internal_units: Places that an internal state takes, at least 1.
         input_units: Places that it takes in addition where the state that its step starts from is not kept anyway.
 
-    Returns:
-        The table.
-
     Raises:
         ValueError: If an argument is too small.
     """
@@ -263,14 +260,7 @@ class GruslysBPTT(Strategy):
     name: ClassVar[str] = "gruslys2016_bptt"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose schedules of all three kinds, for several numbers of stages and places.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            Orders of computation.
-        """
+        """Propose schedules of all three kinds, for several numbers of stages and places."""
         if graph.forward_count == len(graph.ops):
             return
         for view in chains_of(graph):

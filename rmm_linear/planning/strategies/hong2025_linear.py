@@ -60,9 +60,6 @@ def least_sum(sizes: Sequence[int]) -> Checkpoints:
     Args:
         sizes: Bytes of each layer, at least 0. The last layer is a checkpoint.
 
-    Returns:
-        The least sum, and checkpoints that reach it.
-
     Raises:
         ValueError: If there is no layer, or a size is negative.
     """
@@ -87,9 +84,6 @@ def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> 
         sizes: Bytes of each layer, at least 0.
         prices: What it costs to keep each layer, at least 0; the last layer is a checkpoint.
         cap: Most bytes between two checkpoints, neither counted.
-
-    Returns:
-        The sum of the checkpoints' prices, and the checkpoints.
 
     Raises:
         ValueError: If there is no layer, sizes and prices are not of one length, or something is negative.
@@ -219,14 +213,7 @@ class HongLinear(Strategy):
     name: ClassVar[str] = "hong2025_linear"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose optimal segments for a sweep of caps.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            Orders of computation.
-        """
+        """Propose optimal segments for a sweep of caps."""
         if graph.forward_count == len(graph.ops):
             return
         for cuts in dict.fromkeys(_cuts(graph)):

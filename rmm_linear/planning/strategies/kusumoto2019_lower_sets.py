@@ -81,9 +81,6 @@ class NodeGraph:
         costs nothing again. Random ops keep their order, and come before the last result. Without a backward pass, each
         op is a node of its own, all of which a backward pass might read.
 
-        Args:
-            graph: The training graph.
-
         Returns:
             The paper's graph; its nodes are numbered in an order in which they can run.
         """
@@ -168,9 +165,6 @@ def chain_of_blocks(nodes: NodeGraph, blocks: Sequence[Sequence[int]]) -> Chain:
         nodes: The paper's graph.
         blocks: Nodes of each block, first to last.
 
-    Returns:
-        The chain with its overhead and peak.
-
     Raises:
         ValueError: If the blocks do not hold each node once, or one of them needs a later one.
     """
@@ -222,9 +216,6 @@ def all_lower_sets(nodes: NodeGraph, *, most: int = _MOST_LOWER_SETS) -> NDArray
 def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return the lower sets of the approximate program: none, all, and the ancestors of each node with itself.
 
-    Args:
-        nodes: The paper's graph.
-
     Returns:
         One row a lower set, one column a node; the smaller ones first.
     """
@@ -240,9 +231,6 @@ def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
 
 def program_prefixes(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return the first nodes of the program, for every number of them: lower sets too, as it runs in this order.
-
-    Args:
-        nodes: The paper's graph.
 
     Returns:
         One row a lower set, one column a node; the smaller ones first, the empty one and all among them.
@@ -296,11 +284,6 @@ class LowerSetProgram:
         self, nodes: NodeGraph, lower_sets: NDArray[np.bool_], *, block_bytes: Sequence[int] | None = None
     ) -> None:
         """Prepare the terms of eqs. 1 and 2 for each pair of lower sets.
-
-        Args:
-            nodes: The paper's graph.
-            lower_sets: One row a lower set, the smaller ones first; the first is empty, the last holds all.
-            block_bytes: What each node of V_i adds to the peak, in place of 2 M_v.
 
         Raises:
             ValueError: If the first or last one is missing.
@@ -394,15 +377,7 @@ class LowerSetProgram:
         return tuple(dict.fromkeys(found))
 
     def between(self, smaller: int, larger: int) -> NDArray[np.intp]:
-        """Return the lower sets of the family strictly between two of them.
-
-        Args:
-            smaller: Row of the smaller one.
-            larger: Row of the larger one.
-
-        Returns:
-            Rows, rising.
-        """
+        """Return the lower sets of the family strictly between two of them."""
         return np.flatnonzero(self._contains[larger] & self._contains[:, smaller])
 
     def blocks(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -410,9 +385,6 @@ class LowerSetProgram:
 
         Args:
             places: Rows of `lower_sets`, rising; the first is the empty set and the last holds all.
-
-        Returns:
-            Nodes of each block, sorted.
         """
         return tuple(
             tuple(np.flatnonzero(self.lower_sets[larger] & ~self.lower_sets[smaller]).tolist())
@@ -453,9 +425,6 @@ class LowerSetProgram:
 
         Args:
             places: Rows of `lower_sets`, rising; the first is the empty set and the last holds all.
-
-        Returns:
-            The chain, with the paper's overhead and peak.
         """
         pairs = list(itertools.pairwise(places))
         kept = peak = 0.0
@@ -616,22 +585,12 @@ class _LowerSets(Strategy):
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
         """Return the lower sets that the program looks at.
 
-        Args:
-            nodes: The paper's graph.
-
         Returns:
             One row a lower set, the smaller ones first, the empty one and all nodes among them.
         """
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose the time-centric and the memory-centric plan of each cap, and what the local search makes of some.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            Indices of ops, with repetitions.
-        """
+        """Propose the time-centric and the memory-centric plan of each cap, and what the local search makes of some."""
         for segments, keep_last in self.plans(graph):
             yield order_of_plan(graph, segments, keep_last)
 
@@ -716,9 +675,6 @@ def order_of_plan(graph: Graph, segments: Sequence[Sequence[int]], keep_last: bo
         graph: The training graph.
         segments: The forward ops of each block of a chain of lower sets.
         keep_last: Whether the last block is kept whole instead of computed again.
-
-    Returns:
-        Indices of ops, with repetitions.
     """
     kept = crossing_storages(graph, segments)
     if keep_last:
@@ -735,12 +691,6 @@ class Kusumoto2019Exact(_LowerSets):
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
         """Return all lower sets.
 
-        Args:
-            nodes: The paper's graph.
-
-        Returns:
-            One row a lower set, the smaller ones first.
-
         Raises:
             ValueError: If there are too many.
         """
@@ -755,26 +705,12 @@ class Kusumoto2019Approximate(_LowerSets):
     most: ClassVar[int] = 300
 
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the ancestors of each node and the first nodes of the program.
-
-        Args:
-            nodes: The paper's graph.
-
-        Returns:
-            One row a lower set, the smaller ones first.
-        """
+        """Return the ancestors of each node and the first nodes of the program."""
         both = np.concatenate([ancestor_closures(nodes), program_prefixes(nodes)])
         return thinned(nodes, _sorted_rows(both), self.most)
 
     def plans(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
-        """Return the chains of the program, and those of Chen et al. 2016.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            The forward ops of each block, and whether the last one is kept instead of computed again.
-        """
+        """Return the chains of the program, and those of Chen et al. 2016."""
         yield from self.plans_of_program(graph)
         yield from self.plans_of_chen(graph)
 

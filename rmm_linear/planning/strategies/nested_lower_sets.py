@@ -24,9 +24,6 @@ def order_of_nested_segments(graph: Graph, segments: Sequence[Sequence[Sequence[
         segments: For each coarse segment, its fine ones: indices of forward ops, an order in which they can run. The
             last fine one is not computed again.
 
-    Returns:
-        Indices of ops, with repetitions.
-
     Raises:
         ValueError: If a forward op is in no segment, or in two.
     """
@@ -89,14 +86,7 @@ class NestedLowerSets(Strategy):
     chains: ClassVar[int] = 12
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose two-level recomputation for several numbers of fine segments in a coarse one.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            Indices of ops, with repetitions.
-        """
+        """Propose two-level recomputation for several numbers of fine segments in a coarse one."""
         approximate = Kusumoto2019Approximate()
         yield from self.orders_of_plans(graph, approximate.plans_of_program(graph), approximate.plans_of_chen(graph))
 
@@ -106,9 +96,6 @@ class NestedLowerSets(Strategy):
         Args:
             graph: A graph, with backward ops or without.
             *plans: Some plans of each kind, as `Kusumoto2019Approximate.plans` yields them.
-
-        Yields:
-            Indices of ops, with repetitions.
         """
         for kind in plans:
             for segments in self._some(segments for segments, _ in kind):

@@ -16,9 +16,6 @@ def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[in
     Args:
         graph: The graph.
         segments: Indices of forward ops, each op in one segment.
-
-    Returns:
-        Indices of storages.
     """
     # -1 for an op that is in none: backward ones above all
     segment_of = [-1] * len(graph.ops)
@@ -48,9 +45,6 @@ def order_of_segments(graph: Graph, segments: Sequence[Sequence[int]], kept: Ite
         segments: Indices of forward ops, each op in one segment, an order in which they can run.
         kept: Storages that stay until the backward pass; `crossing_storages` if None. Outputs, and what must not be
             computed twice, stay in any case.
-
-    Returns:
-        Indices of ops, with repetitions.
 
     Raises:
         ValueError: If a forward op is in no segment, or in two.
