@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.errors import TracingError
-from rmm_linear.first_step import InputWatch
 from rmm_linear.functional import compute_dtype, linear
 from rmm_linear.padding import RowsCheck, current_valid_rows
 from rmm_linear.sharing import shared_sketch
@@ -26,7 +25,6 @@ class SketchedLayer(nn.Module):
     weight: Tensor
     bias: Tensor | None
     _rows_check: RowsCheck | None = None
-    _input_watch: InputWatch | None = None
 
     def _sketched(self, input: Tensor, weight: Tensor, rows: Tensor | None = None) -> Tensor:
         """Apply the layer in training mode, as it is configured.
@@ -59,7 +57,7 @@ class SketchedLayer(nn.Module):
             # weakly: a group lives as long as its input
             key = config, None if valid is None else weakref.ref(valid)
             shared = shared_sketch(input, self, key, compute_dtype(input))
-        output = linear(
+        return linear(
             x,
             weight,
             self.bias,
@@ -68,9 +66,6 @@ class SketchedLayer(nn.Module):
             rows_check=self._rows_check if valid is not None else None,
             shared=shared,
         )
-        if self._input_watch is not None and self._input_watch.is_open:
-            self._input_watch.see(x, output, config)
-        return output
 
     def _describe_config(self) -> str:
         """The configuration, as `print(model)` shows it."""

@@ -28,8 +28,7 @@ ALLOWED = {
     "names": set(),
     "padding": {"hooks", "rows", "errors"},
     "functional": {"sketches", "config", "rows", "sharing", "producers", "padding", "ops", "errors"},
-    "first_step": {"config", "functional", "names", "producers", "rows"},
-    "linear": {"first_step", "functional", "config", "sharing", "padding", "sketches", "errors"},
+    "linear": {"functional", "config", "sharing", "padding", "sketches", "errors"},
     "hooks": set(),
     "adapters": {"hooks", "layer_classes", "linear", "sharing"},
     "conv1d": {"linear", "config"},
@@ -55,7 +54,6 @@ ALLOWED = {
     "convert": {
         "adapters",
         "convertible",
-        "first_step",
         "heads",
         "names",
         "layer_classes",

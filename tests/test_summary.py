@@ -114,34 +114,6 @@ def test_something_that_is_no_module_is_refused():
         summary([nn.Linear(2, 2)])
 
 
-class Net(nn.Module):
-    """A layer whose sketch frees its input, one whose input is kept anyway, one whose sketch comes on top."""
-
-    def __init__(self):
-        super().__init__()
-        self.frees, self.free, self.on_top, self.after = (nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x):
-        x = nn.functional.gelu(self.free(torch.relu(self.frees(nn.functional.gelu(x)))))
-        return self.after(nn.functional.gelu(x * self.on_top(x)))
-
-
-def test_no_saving_is_told_that_is_not_there():
-    net = convert_linears(Net(), config=RMMConfig(ratio=0.25, center=False, min_rows=1))
-    before = summary(net)
-    assert (before.sketched, before.kept_bytes_per_row) == (4, 4 * 16 + 4 * 8 / 4096)
-    assert "at most" in str(before)
-    net(torch.randn(256, 16, requires_grad=True)).sum().backward()
-    after = summary(net)
-    kept = {row.name: round(row.kept_bytes_per_row) for row in after.rows}
-    assert kept == {"frees": 16, "free": 64, "on_top": 80, "after": 16}
-    assert after.sketched == 3
-    assert "at most" not in str(after)
-    notes = {row.name: row.note for row in after.rows}
-    assert notes["free"] == "exact: what made its input keeps it anyway"
-    assert notes["on_top"] == "something else keeps its input as well: the sketch comes on top"
-
-
 def test_frozen_layers_are_not_counted_as_sketched():
     net = convert_linears(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), ratio=0.5)
     net[:2].requires_grad_(False)

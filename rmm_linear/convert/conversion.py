@@ -18,7 +18,6 @@ from rmm_linear.convert.matching import LinearLayer, Matcher, check_overrides, l
 from rmm_linear.convert.others import other_modules
 from rmm_linear.convert.swapping import LEFT_EXACT, to_exact, to_sketched
 from rmm_linear.convertible import why_not
-from rmm_linear.first_step import FirstStep
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory import profile
 from rmm_linear.names import listed, pattern
@@ -79,8 +78,7 @@ def convert_linears(
             name, a tuple or list as arguments, anything else as the only one. Run it in the autocast region, and
             wrapped in the checkpoints, that the model trains with. Without a sample all layers that match are
             converted. Of these, layers whose input is kept by what made it (ReLU, a fused attention) find that out
-            while they run, and are exact (see `rmm_linear.producers`); of layers whose input something else keeps, a
-            warning tells in the second training step.
+            while they run, and are exact (see `rmm_linear.producers`).
 
     Returns:
         The same model.
@@ -141,7 +139,6 @@ def convert_linears(
         if len(useless) == len(plan):
             reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
             raise ValueError(f"a sketch frees nothing of any of the layers that match: {reasons}")
-    step = FirstStep(is_over=sample is not None)
     for layer, wanted in plan:
         vars(layer.module).pop(LEFT_EXACT, None)
         if wanted is None or layer.name in useless:
@@ -151,7 +148,6 @@ def convert_linears(
         else:
             to_sketched(layer.module)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
-            layer.module._input_watch = step.watch(layer.name)  # type: ignore[assignment]
     watch_adapted_layers(model)
     if not _announce_padding(model):
         warnings.warn(

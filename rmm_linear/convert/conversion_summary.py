@@ -11,7 +11,6 @@ from rmm_linear.convert.matching import LinearLayer, linear_layers
 from rmm_linear.convert.others import other_modules
 from rmm_linear.convert.swapping import LEFT_EXACT
 from rmm_linear.convertible import why_not
-from rmm_linear.first_step import AS_IT_IS, ON_TOP
 from rmm_linear.layer_classes import features
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.names import pattern
@@ -33,9 +32,8 @@ class LayerSummary:
         exact_bytes_per_row: What an exact layer keeps of each row of its input.
         kept_bytes_per_row: What this one keeps, at 4096 rows that belong to no sequences (`keep_tokens` come on top).
         note: Why it is exact, or what else matters; "" if nothing does.
-        is_sketched: Whether it keeps a sketch: it is converted, its weight trains, and what made its input is not known
-            to keep it.
-        is_seen: Whether a training step, or a sample, has told what becomes of its input.
+        is_sketched: Whether it keeps a sketch: it is converted, its weight trains, and its ratio is below 1. Of an
+            input that what made it keeps anyway (see `rmm_linear.producers`) it keeps none, which is seen as it runs.
     """
 
     name: str
@@ -47,7 +45,6 @@ class LayerSummary:
     kept_bytes_per_row: float
     note: str
     is_sketched: bool
-    is_seen: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,8 +113,8 @@ class ConversionSummary:
             f"{self.sketched} of {len(self.rows)} linear layers are sketched; their inputs, layer by layer:"
             f" {self.exact_bytes_per_row:.0f} -> {self.kept_bytes_per_row:.0f} bytes a row"
         )
-        if any(row.is_sketched and not row.is_seen for row in self.rows):
-            lines.append("at most: which inputs are kept anyway, by something else, the first training step tells")
+        if self.sketched:
+            lines.append("at most: which inputs something else keeps anyway, rmm_linear.memory.profile tells")
         return "\n".join([*lines, *self._lines_of_others()])
 
     def _lines_of_others(self) -> list[str]:
@@ -135,10 +132,9 @@ class ConversionSummary:
 def summary(model: nn.Module) -> ConversionSummary:
     """Say which linear layers are sketched, how, and what each keeps of a row of its input: `print(summary(model))`.
 
-    Computed from the model as it is now, and from what its first training step has shown of inputs that are kept
-    anyway. Layers that share an input (query, key and value projections) keep it once in an exact model: the sums over
-    layers say what the layers keep one by one, not what the model saves. `rmm_linear.memory.SavedTensors` and
-    `rmm_linear.memory.MeasuredSaving` measure that.
+    Computed from the model as it is now, without running it. Layers that share an input (query, key and value
+    projections) keep it once in an exact model: the sums over layers say what the layers keep one by one, not what the
+    model saves. `rmm_linear.memory.SavedTensors` and `rmm_linear.memory.MeasuredSaving` measure that.
 
     Args:
         model: Any module.
@@ -165,13 +161,10 @@ def _summarize(layer: LinearLayer, model: nn.Module) -> LayerSummary:
     known = not nn.parameter.is_lazy(weight)
     trains = known and weight.requires_grad
     exact = float(inside * weight.dtype.itemsize) if trains else 0.0
-    watch = module._input_watch if isinstance(module, SketchedLayer) else None
-    outcome = None if watch is None else watch.outcome
     kept, is_sketched = exact, False
-    if trains and config is not None and outcome != AS_IT_IS:
+    if trains and config is not None:
         is_sketched = not config.is_exact
-        sketch = config.saved_bytes(_SUMMARY_ROWS, inside, weight.dtype) / _SUMMARY_ROWS
-        kept = exact + sketch if outcome == ON_TOP else sketch
+        kept = config.saved_bytes(_SUMMARY_ROWS, inside, weight.dtype) / _SUMMARY_ROWS
     return LayerSummary(
         name=layer.name,
         in_features=inside,
@@ -180,13 +173,12 @@ def _summarize(layer: LinearLayer, model: nn.Module) -> LayerSummary:
         config=config,
         exact_bytes_per_row=exact,
         kept_bytes_per_row=kept,
-        note=_note(layer, model, outcome, frozen=known and not trains),
+        note=_note(layer, model, frozen=known and not trains),
         is_sketched=is_sketched,
-        is_seen=watch is None or not watch.is_open or outcome is not None,
     )
 
 
-def _note(layer: LinearLayer, model: nn.Module, outcome: str | None, *, frozen: bool) -> str:
+def _note(layer: LinearLayer, model: nn.Module, *, frozen: bool) -> str:
     notes = []
     reason = why_not(layer.module, model)
     if reason is not None:
@@ -199,10 +191,6 @@ def _note(layer: LinearLayer, model: nn.Module, outcome: str | None, *, frozen: 
             notes.append("exact: output head" if layer.in_head else "exact: not targeted, or excluded")
     elif layer.module.rmm_config.is_exact:
         notes.append("exact: ratio 1")
-    elif outcome == AS_IT_IS:
-        notes.append("exact: what made its input keeps it anyway")
-    elif outcome == ON_TOP:
-        notes.append("something else keeps its input as well: the sketch comes on top")
     if frozen:
         notes.append("frozen weight: keeps no input")
     return "; ".join(notes)

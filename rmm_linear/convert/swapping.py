@@ -74,4 +74,3 @@ def to_exact(module: nn.Module) -> None:
     else:
         vars(module).pop("rmm_config", None)
         vars(module).pop("_rows_check", None)
-        vars(module).pop("_input_watch", None)

@@ -175,8 +175,6 @@ class LayerProbe:
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None
         index = rows.index_on(x.device) if rows is not None else None
         version = None if x.is_inference() else x._version
-        if layer._input_watch is not None and layer._input_watch.is_open:
-            layer._input_watch.step.disregard(x)
         self._held[name] = _Held(layer, x.detach(), version, index)
         # The hook knows no tensor: a graph that somebody keeps would keep it as well.
         self._handles.append(output.register_hook(_GradientHook(name, self)))
