@@ -102,7 +102,7 @@ def linear(
             estimate is unbiased all the same, and noisy (see `rmm_linear.padding`). All rows if None. Used whatever
             `config.skip_padding` says, which is about the model's own mask.
         rows_check: Looks in the backward passes whether the rows left out carry no gradient: a layer's own. None checks
-            only if `valid_rows` asks for it, or in debug mode.
+            only if `valid_rows` asks for it.
         shared: The group of layers that keep one sketch of `x`, made by the first of them; a seed that is given is the
             group's. None for a sketch of its own. Not used by a compiler, which finds out by itself.
 

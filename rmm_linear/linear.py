@@ -46,12 +46,9 @@ class SketchedLayer(nn.Module):
         valid = current_valid_rows(input) if config.skip_padding else None
         if torch.compiler.is_compiling():
             return linear(x, weight, self.bias, config=config, valid_rows=valid)
-        if valid is not None:
+        if valid is not None and self._rows_check is None:
             # not in __init__, which a converted layer has not gone through
-            if self._rows_check is None:
-                self._rows_check = RowsCheck()
-            if self._rows_check.keeps_all_rows():
-                valid = None
+            self._rows_check = RowsCheck()
         shared = None
         if config.share_sketch:
             # weakly: a group lives as long as its input

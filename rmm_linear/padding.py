@@ -20,29 +20,23 @@ A layer uses the mask if the leading dimensions of its input are the mask's. Whe
   that they read.
 
 That g is zero at the rows left out is the model's doing, and some models break it: a convolution over the sequence, a
-mean over all positions, labels at padded positions, left padding where the first position is read. Others do so after a
-while: a gate that starts at zero, a loss that is switched on. What is promised nevertheless:
+mean over all positions, labels at padded positions, left padding where the first position is read. So:
 
+- Each layer looks at its backward passes until one has shown that all is well: rows were left out, the others had a
+  gradient, and these had none. A gradient on a row left out raises `PaddingGradientError` until then. Nobody looks
+  later, unless `valid_rows(mask, check=True)` asks for it.
 - The estimate is unbiased, whatever g is. Of the n rows left out, one is drawn by the sketch's seed and kept as it is:
   n times its g_i x_i^T has their part of g^T x as its mean, and is zero if none of them carries any. Noise is the price
-  if one does: n times the sum of their ||g_i||^2 ||x_i||^2.
-- Each layer looks at its backward passes until one has shown that all is well: rows were left out, the others had a
-  gradient, and these had none. A gradient on a row left out raises `PaddingGradientError` until then.
-- From then on it looks at every 16th, and does not wait for a GPU: the answer is read by the next forward pass that
-  finds it there. If it is a gradient on a row left out, the layer keeps all rows until it is converted anew, and a
-  warning says so. Noisy are at most 16 backward passes of a layer, and on a GPU those that the host is ahead by.
-- In debug mode (`check_padding`) it looks at all, waits, and raises.
+  if one does, as it may later (a gate that starts at zero): n times the sum of their ||g_i||^2 ||x_i||^2.
 
 What rows left out hold is not looked at where they carry no gradient: a NaN there does not show in the weight's, as it
 would in an exact layer's.
 
 Under `torch.compile` shapes are static: the rows are set to zero instead of left out. The variance falls (not quite as
-far: centering takes the mean over all rows), the bytes do not. There, and in steps that a CUDA graph replays, nobody
-looks; the estimate is unbiased there as well.
+far: centering takes the mean over all rows), the bytes do not. Nobody looks there; the estimate is unbiased as well.
 """
 
 import inspect
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -66,19 +60,7 @@ _OTHER_SEQUENCES = (
     "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "visual_feats", "visual_embeds",
     "pixel_values", "image", "images", "inputs", "input_features", "input_values",
 )  # fmt: skip
-_DEBUG_SWITCH = "RMM_LINEAR_CHECK_PADDING"
-# Calls of layers without any announcement after which a warning comes: more than run before a model's first mask.
-_SILENT_CALLS = 500
 _MASK_DIMENSIONS = 2
-# Backward passes of a layer from one look to the next, once it has seen that all is well: one look costs about as much
-# as a sum over g.
-_PASSES_BETWEEN_LOOKS = 16
-_REFUTED = (
-    "skip_padding=True, and rows left out as padding carry a gradient now, which they did not before (a gate that has"
-    " opened, another loss): the layers that see it keep all rows from here on, which takes more memory. Their"
-    " gradients have been noisier until now, and not biased. skip_padding=False keeps all rows at once"
-)
-
 # What looks at a gradient, shape (rows, out), and at the numbers of the rows that were kept.
 Look = Callable[[Tensor, Tensor], None]
 
@@ -292,17 +274,6 @@ class _Announced(threading.local):
 
 
 _announced = _Announced()
-_always_check = os.environ.get(_DEBUG_SWITCH, "") not in ("", "0")
-
-
-def check_padding(enabled: bool = True) -> None:
-    """Turn the debug mode on or off: every backward pass checks that rows left out carry no gradient.
-
-    The environment variable RMM_LINEAR_CHECK_PADDING=1 turns it on from the start. Each check reads the gradient once
-    more, and waits for the device.
-    """
-    global _always_check
-    _always_check = enabled
 
 
 def current_valid_rows(x: Tensor) -> ValidRows | None:
@@ -316,36 +287,7 @@ def current_valid_rows(x: Tensor) -> ValidRows | None:
     """
     if not torch.compiler.is_compiling() and _in_checkpoint():
         return None
-    if not _announced.scopes:
-        if not torch.compiler.is_compiling():
-            _nobody_spoke()
-        return None
-    return _announced.scopes[-1].rows_of(x)
-
-
-class _Silence:
-    """How often layers have asked for valid rows where nobody spoke of any, before anybody did."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.is_over = False
-
-
-_silence = _Silence()
-
-
-def _nobody_spoke() -> None:
-    """Warn once if no mask ever comes: some libraries call a model's forward itself, which runs no hooks."""
-    _silence.calls += not _silence.is_over
-    if _silence.calls == _SILENT_CALLS and not _silence.is_over:
-        _silence.is_over = True
-        warnings.warn(
-            f"layers with skip_padding=True have run {_SILENT_CALLS} times, and no attention_mask was announced around"
-            " any of them: all rows are kept. Announce it yourself, with rmm_linear.valid_rows(mask), if something"
-            " calls model.forward(...) instead of model(...)",
-            UserWarning,
-            stacklevel=2,
-        )
+    return _announced.scopes[-1].rows_of(x) if _announced.scopes else None
 
 
 class valid_rows:  # noqa: N801 - a context manager, used as a function
@@ -356,8 +298,7 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 
     Warning:
         The rows left out must carry no gradient: the loss may not depend on them. Otherwise the weight gradients are
-        noisy, though not biased. Each layer checks it until it has seen that it is so, and looks again now and then;
-        `check=True`, or `rmm_linear.padding.check_padding()`, checks it always.
+        noisy, though not biased. Each layer checks it until it has seen that it is so; `check=True` checks it always.
 
     Example:
         >>> import torch
@@ -389,8 +330,6 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
         scope = _Scope(self._make())
         self._entered.append(scope)
         _announced.scopes.append(scope)
-        if not torch.compiler.is_compiling():
-            _silence.is_over = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -408,23 +347,14 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 
 
 class RowsCheck:
-    """Whether a layer's backward passes have shown that rows left out carry no gradient; see the module's docstring.
+    """Looks at a layer's backward passes until one has shown that rows left out carry no gradient.
 
     Attributes:
         is_satisfied: True once a pass has: rows were left out, the others had a finite gradient, and these had none.
-        is_refuted: True once a later one has shown the contrary.
     """
 
     def __init__(self) -> None:
         self.is_satisfied = False
-        self.is_refuted = False
-        self._passes = 0
-        # an answer, and what tells that it has arrived, if it has to travel
-        self._sent: tuple[Tensor, torch.Event | None] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # an event belongs to its process
-        return {**vars(self), "_sent": None}
 
     def see(self, g: Tensor, index: Tensor) -> None:
         """Look at one gradient. Waits for the device.
@@ -438,7 +368,8 @@ class RowsCheck:
         Raises:
             PaddingGradientError: If another row is finite and not zero.
         """
-        wrong, carries = carries_elsewhere(g, index)
+        carries = ((g != 0) & g.isfinite()).any(1)
+        wrong = carries.index_fill(0, index.long(), False)
         if wrong.any():
             rows = wrong.nonzero().flatten().tolist()
             raise PaddingGradientError(
@@ -447,61 +378,7 @@ class RowsCheck:
                 " mean over all positions, a convolution over the sequence, a mask whose non-zero elements are the"
                 " padding). Use skip_padding=False for this model, or mask the loss"
             )
-        self.is_satisfied |= bool((carries & ~wrong).any()) and bool(g.isfinite().all())
-
-    def look(self, g: Tensor, index: Tensor) -> None:
-        """Look at a gradient: as `see` does until that has seen enough, at every 16th without waiting from then on.
-
-        Args:
-            g: Gradient of a layer's output, shape (rows, out).
-            index: Rows that were kept.
-        """
-        if not self.is_satisfied:
-            self.see(g, index)
-            return
-        self._passes += 1
-        if self._passes % _PASSES_BETWEEN_LOOKS or (g.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        answer, event = carries_elsewhere(g, index)[0].any(), None
-        if type(answer) is not Tensor:
-            # of a trace, which has no answer
-            return
-        if g.device.type != "cpu":
-            # into memory that the device writes by itself
-            answer = answer.to("cpu", non_blocking=True)
-            event = torch.Event(g.device)
-            event.record()
-        self._sent = answer, event
-
-    def keeps_all_rows(self) -> bool:
-        """Tell whether rows left out have carried a gradient after all, as far as is known. Does not wait.
-
-        Returns:
-            True if they have, from the first call on that finds the answer.
-        """
-        if self._sent is None:
-            return self.is_refuted
-        answer, event = self._sent
-        if event is None or event.query():
-            self._sent = None
-            if answer and not self.is_refuted:
-                self.is_refuted = True
-                warnings.warn(_REFUTED, UserWarning, stacklevel=2)
-        return self.is_refuted
-
-
-def carries_elsewhere(g: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Tell which rows of a gradient are finite and not zero. Does not wait for the device.
-
-    Args:
-        g: Gradient of a layer's output, shape (rows, out).
-        index: Rows that were kept, shape (kept,).
-
-    Returns:
-        Whether such a row is none of these; whether it is one at all. Shape (rows,), bool.
-    """
-    carries = ((g != 0) & g.isfinite()).any(1)
-    return carries.index_fill(0, index.long(), False), carries
+        self.is_satisfied |= bool(carries.any()) and bool(g.isfinite().all())
 
 
 class MaskHook:
@@ -528,8 +405,6 @@ class MaskHook:
         scope = _Scope(rows, memory=memory, of_memory=self._rows(module, of_memory), owner=module)
         scope.outer = _announced.scopes[-1] if _announced.scopes else None
         _announced.scopes.append(scope)
-        if not torch.compiler.is_compiling():
-            _silence.is_over = True
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Take it back; a forward hook that is always called."""
@@ -574,11 +449,11 @@ def needed_check(rows: ValidRows, check: RowsCheck | None) -> Look | None:
         check: The layer's; None for a call that belongs to none.
 
     Returns:
-        None if nothing has to: for a call that belongs to no layer, outside of debug mode, where the rows do not ask.
+        None if nothing has to: the layer has seen enough, or the call belongs to none, and the rows do not ask.
     """
-    if _always_check or rows.check:
+    if rows.check:
         return (check or RowsCheck()).see
-    return None if check is None else check.look
+    return None if check is None or check.is_satisfied else check.see
 
 
 def install_hooks(model: nn.Module) -> int:

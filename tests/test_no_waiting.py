@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rmm_linear import RMMConfig, RMMLinear, padding, use_kernels
+from rmm_linear import RMMConfig, RMMLinear, use_kernels
 from rmm_linear.sketches import STORAGES, available_sketches
 
 ROWS, FEATURES, OUT = 300, 32, 16
@@ -109,13 +109,6 @@ def test_no_order_of_the_matrix_waits(rows, as_on_a_gpu, monkeypatch):
 @pytest.mark.parametrize("tokens", [(0,), (0, -1)])
 def test_no_step_that_keeps_tokens_waits(tokens, as_on_a_gpu):
     assert waits(ratio=0.3, keep_tokens=tokens) == []
-
-
-def test_no_look_at_rows_left_out_waits_before_its_answer_is_asked_for():
-    g, index = torch.empty(ROWS, OUT, device="meta"), torch.empty(20, dtype=torch.int32, device="meta")
-    with Waits() as found:
-        padding.carries_elsewhere(g, index)
-    assert found.found == []
 
 
 @pytest.mark.parametrize(

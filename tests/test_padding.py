@@ -3,12 +3,10 @@
 import copy
 import pickle
 import threading
-import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rmm_linear import (
@@ -88,13 +86,6 @@ def rows_seen(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor |
     for handle in handles:
         handle.remove()
     return seen
-
-
-@pytest.fixture
-def debug_mode():
-    padding.check_padding(True)
-    yield
-    padding.check_padding(False)
 
 
 @pytest.mark.parametrize("storage", [None, "int4"])
@@ -185,102 +176,6 @@ class TestUnbiased:
         assert weight.grad.isfinite().all()
 
 
-class Gated(nn.Module):
-    """A mean over all positions, padding included, behind a gate that is closed at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.proj, self.out, self.gate = nn.Linear(16, 16), nn.Linear(16, 2), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        h = torch.tanh(self.proj(x))
-        return self.out(h[:, 0] + self.gate * h.mean(1))
-
-
-class TestLaterLooks:
-    """A model that starts to read its padding is noticed within a known number of backward passes."""
-
-    def _model(self) -> tuple[nn.Module, dict[str, Tensor]]:
-        model = convert_linears(Gated(), config=SKIP, target_modules=["proj"])
-        inputs = {"x": torch.randn(6, 40, 16), "attention_mask": right_padded()}
-        model(**inputs).sum().backward()
-        return model, inputs
-
-    def test_a_gate_that_opens_is_noticed_and_all_rows_are_kept_from_then_on(self) -> None:
-        model, inputs = self._model()
-        with torch.no_grad():
-            model.gate.fill_(1.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(padding._PASSES_BETWEEN_LOOKS):
-                model(**inputs).sum().backward()
-        with pytest.warns(UserWarning, match="carry a gradient now.*keep all rows from here on"):
-            found = gradients_of(model, inputs)
-        convert_linears(model, config=SKIP.replace(skip_padding=False), target_modules=["proj"])
-        expected = gradients_of(model, inputs)
-        assert torch.equal(found, expected)
-
-    def test_it_is_said_once(self) -> None:
-        model, inputs = self._model()
-        with torch.no_grad():
-            model.gate.fill_(1.0)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for _ in range(3 * padding._PASSES_BETWEEN_LOOKS):
-                model(**inputs).sum().backward()
-        assert len(said) == 1
-
-    def test_a_gate_that_stays_closed_changes_nothing(self) -> None:
-        model, inputs = self._model()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(2 * padding._PASSES_BETWEEN_LOOKS):
-                model(**inputs).sum().backward()
-        assert not model.proj._rows_check.keeps_all_rows()
-
-    def test_a_conversion_begins_anew(self) -> None:
-        model, inputs = self._model()
-        model.proj._rows_check.is_refuted = True
-        assert model.proj._rows_check.keeps_all_rows()
-        revert_linears(model)
-        convert_linears(model, config=SKIP, target_modules=["proj"])
-        model(**inputs).sum().backward()
-        assert not model.proj._rows_check.keeps_all_rows()
-
-    def test_a_trace_is_asked_for_no_answer(self) -> None:
-        check = RowsCheck()
-        check.is_satisfied = True
-        with FakeTensorMode():
-            for _ in range(padding._PASSES_BETWEEN_LOOKS):
-                check.look(torch.ones(8, 3), torch.arange(5))
-        assert not check.keeps_all_rows()
-
-    def test_an_answer_that_is_under_way_is_not_waited_for(self) -> None:
-        class Event:
-            is_over = False
-
-            def query(self) -> bool:
-                return self.is_over
-
-        check, event = RowsCheck(), Event()
-        check.is_satisfied = True
-        check._sent = torch.tensor(True), event
-        assert not check.keeps_all_rows()
-        # on its way it does not travel
-        assert not pickle.loads(pickle.dumps(check)).keeps_all_rows()
-        event.is_over = True
-        with pytest.warns(UserWarning, match="keep all rows"):
-            assert check.keeps_all_rows()
-
-
-def gradients_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    torch.manual_seed(5)
-    model.zero_grad()
-    model(**inputs).sum().backward()
-    return model.proj.weight.grad.clone()
-
-
 def test_output_and_other_gradients_are_bit_equal_to_nn_linears() -> None:
     mask = right_padded()
     x, weight, bias, g = layer_pair(mask)
@@ -309,7 +204,7 @@ def test_output_and_other_gradients_are_bit_equal_to_nn_linears() -> None:
     ],
     ids=["right", "none", "bool", "float", "packed"],
 )
-def test_a_models_gradients_survive_leaving_the_padding_out(mask: Tensor, debug_mode: None) -> None:
+def test_a_models_gradients_survive_leaving_the_padding_out(mask: Tensor) -> None:
     model, inputs = tiny_bert(), batch(mask)
     exact = gradients(model, inputs)
     ours = gradients(convert_linears(model, config=ROUNDED), inputs)
@@ -319,7 +214,7 @@ def test_a_models_gradients_survive_leaving_the_padding_out(mask: Tensor, debug_
         assert (ours[name] - gradient).norm() <= 0.04 * gradient.norm(), name
 
 
-def test_a_left_padded_models_gradients_survive_as_well(debug_mode: None) -> None:
+def test_a_left_padded_models_gradients_survive_as_well() -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
@@ -401,11 +296,11 @@ class TestGradientOnPadding:
         with pytest.raises(PaddingGradientError):
             model(**batch(right_padded().flip(1))).loss.backward()
 
-    def test_later_steps_are_checked_in_debug_mode(self, debug_mode: None) -> None:
+    def test_later_steps_are_checked_where_the_mask_asks_for_it(self) -> None:
         model, inputs = self._token_model()
         right = {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
         model(**right).loss.backward()
-        with pytest.raises(PaddingGradientError):
+        with pytest.raises(PaddingGradientError), valid_rows(inputs["attention_mask"], check=True):
             model(**inputs).loss.backward()
 
     def test_later_steps_are_not_checked_otherwise(self) -> None:
@@ -899,24 +794,3 @@ class TestValidRows:
         with pytest.raises(KeyError):
             fail()
         assert current_valid_rows(torch.zeros(40, 6, 1)) is None
-
-
-def test_a_model_whose_forward_is_called_past_its_hooks_is_named_once(monkeypatch):
-    monkeypatch.setattr(padding, "_silence", padding._Silence())
-    layer = RMMLinear(8, 8, config=RMMConfig(ratio=0.5, min_rows=1, skip_padding=True))
-    x, mask = torch.randn(2, 8, 8), torch.ones(2, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(padding._SILENT_CALLS - 1):
-            layer(x)
-    with pytest.warns(UserWarning, match="have run 500 times, and no attention_mask was announced"):
-        layer(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer(x)
-        # one announcement is enough: other layers may have no padding at all
-        monkeypatch.setattr(padding, "_silence", padding._Silence())
-        with valid_rows(mask):
-            layer(x)
-        for _ in range(padding._SILENT_CALLS + 1):
-            layer(x)
