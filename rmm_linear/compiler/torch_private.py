@@ -201,16 +201,22 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
     Args:
         joint: The graph, traced with `random_decompositions`; changed in place.
     """
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.fx_passes import joint_graph, post_grad, replace_random
     from torch._inductor.virtualized import V
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
     mode = fake_mode_of(values)
+    before = set(joint.graph.nodes)
+    # Inductor's patterns are of decomposed graphs: they would take seconds to be made, and find nothing
     with V.set_fake_mode(mode), torch._guards.tracing(torch._guards.TracingContext(mode)):
-        joint_graph_passes(joint)
-    # the passes give new nodes values that share no memory with the values of other nodes
-    FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*values)
+        require(post_grad, "remove_noop_ops")(joint.graph)
+        require(joint_graph, "constant_fold_uniform_value")(joint)
+        require(replace_random, "replace_random_passes")(joint)
+    joint.recompile()
+    if not before.issuperset(joint.graph.nodes):
+        # the passes give new nodes values that share no memory with the values of other nodes
+        FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*values)
 
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
