@@ -15,16 +15,13 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rmm_linear.byte_sizes import unit_for
 from rmm_linear.config import RMMConfig
 from rmm_linear.names import pattern
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # What a linear layer's product keeps its input as, by the operations that it may be made of.
 INPUT_ROLES = ("mat1", "self", "input")
@@ -261,15 +258,9 @@ class MemoryReport:
         """
         return self._sums(self._op_of)
 
-    def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """Return the bytes of each module, each storage once, at the first module that keeps it.
-
-        Args:
-            depth: How many segments of the names to tell apart; all by default.
-        """
-        return self._sums(
-            lambda place: ".".join(self.storages[place].keepers[0].module.split(".")[:depth]) or "(the model)"
-        )
+    def by_module(self) -> dict[str, int]:
+        """Return the bytes of each module, each storage once, at the first module that keeps it."""
+        return self._sums(lambda place: self.storages[place].keepers[0].module or "(the model)")
 
     def _sums(self, key: Callable[[int], str]) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -311,19 +302,6 @@ class MemoryReport:
         found = [each for each in self.storages[call.storage].keepers if not _is_linear_input(each, names)]
         return tuple(dict.fromkeys(keeper.op or keeper.kind for keeper in found))
 
-    def sharers(self, call: LinearCall) -> tuple[str, ...]:
-        """Return the linear layers that keep the same input.
-
-        Args:
-            call: One of `linears`.
-
-        Returns:
-            Names of the layers, that of the call among them, in order; none where no input is kept.
-        """
-        if call.storage is None or call.status != KEPT:
-            return ()
-        return tuple(dict.fromkeys(each.layer for each in self.linears if each.storage == call.storage))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
         return {**asdict(self), "total_bytes": self.total_bytes, "own_bytes": self.own_bytes}
@@ -331,33 +309,6 @@ class MemoryReport:
     def to_json(self) -> str:
         """Return the report as JSON."""
         return json.dumps(self.to_dict())
-
-    def to_frame(self) -> "pd.DataFrame":
-        """Return a row a storage.
-
-        Returns:
-            A pandas DataFrame with the columns bytes, device, op, module, kind, role, shape, dtype (those of the first
-            keeper) and keepers (how many).
-
-        Raises:
-            ImportError: If pandas is not installed.
-        """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ImportError("to_frame() needs pandas; pip install rmm-linear[report]") from error
-        return pd.DataFrame(
-            [
-                {
-                    "bytes": storage.bytes,
-                    "device": storage.device,
-                    **asdict(storage.keepers[0]),
-                    "op": self._op_of(place),
-                    "keepers": len(storage.keepers),
-                }
-                for place, storage in enumerate(self.storages)
-            ]
-        )
 
     def figure(self, path: str | Path) -> None:
         """Draw the bytes by operation and by module.

@@ -28,8 +28,7 @@ class MeasuredSaving(SavedTensors):
     """Count what one forward keeps, and what it would have kept with exact layers.
 
     Counted is what autograd keeps, whoever else holds it: an exact layer that reads the batch keeps it, and a sketch
-    counts as having freed it, also where the training loop holds it through the backward pass. (The second training
-    step names such layers in a warning.)
+    counts as having freed it, also where the training loop holds it through the backward pass.
 
     Args:
         model: A model with sketched layers, in training mode and not compiled.

@@ -82,7 +82,7 @@ def test_every_storage_counts_once_and_is_told_by_who_keeps_it():
         "1",
     ]
     assert all(call.status == KEPT and call.rows == 200 and call.sequences == 4 for call in calls.values())
-    assert report.sharers(calls["0.attention.key"]) == ("0.attention.query", "0.attention.key", "0.attention.value")
+    assert len({calls[f"0.attention.{name}"].storage for name in ("query", "key", "value")}) == 1
     assert report.others(calls["0.attention.key"]) == ()
     (attention,) = report.others(calls["0.attention.output"])
     assert attention.startswith("scaled_dot_product")
@@ -365,7 +365,7 @@ def test_a_compiled_model_is_counted():
     assert profile(compiled, x).total_bytes == 2 * 16 * 8 * FLOAT
 
 
-def test_the_report_as_text_json_and_frame():
+def test_the_report_as_text_and_json():
     report = profile(stack(3), batch(requires_grad=True))
     text = str(report)
     lines = text.splitlines()
@@ -376,10 +376,6 @@ def test_the_report_as_text_json_and_frame():
     content = json.loads(report.to_json())
     assert content["total_bytes"] == report.total_bytes
     assert sum(storage["bytes"] for storage in content["storages"]) == report.total_bytes
-    frame = pytest.importorskip("pandas") and report.to_frame()
-    assert frame["bytes"].sum() == report.total_bytes
-    assert frame.groupby("op")["bytes"].sum().to_dict() == report.by_op()
-    assert report.by_module(1).keys() <= {"0", "1", "2", "3"}
 
 
 def test_the_figure_is_drawn(tmp_path):
