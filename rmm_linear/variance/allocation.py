@@ -5,17 +5,11 @@ Of every layer l one option j is to be taken, with w_lj bytes and the variance c
 
     least  sum_l c_l,j(l)   subject to   sum_l w_l,j(l) <= budget           a multiple-choice knapsack problem
 
-It is solved exactly, up to rounding. For any price p of a byte, L = sum_l min_j (c_lj + p w_lj) - p budget is no more
-than the optimum, and with the reduced costs r_lj = c_lj + p w_lj - min_j (c_lj + p w_lj) >= 0 every choice has
-
-    cost = L + sum_l r_l,j(l) + p (bytes that it leaves unused)
-
-so that a choice cheaper than one in hand has sum r <= cost in hand - L, the gap: few options of few layers, once the
-gap is small. The price is that of the linear relaxation (the lower convex hulls, Sinha and Zoltners 1979), whose
-rounding gives the first choice in hand. Each half of the layers is then enumerated within the gap, keeping of the
-partial sums those that no other undercuts in both bytes and cost, and the two lists are searched for the best pair that
-fits (Horowitz and Sahni 1974). Lists are cut to a limit at first: what they yield narrows the gap for the next, longer
-ones, until none had to be cut, or nothing that was cut away could have led to anything better.
+Of each layer's options those on the lower convex hull of (w, c) are taken, from the lightest on, along the hulls'
+edges: of all layers' edges the steepest first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not
+fit is left out, and with it the layer's further ones. Until then that is the linear relaxation's way, which ends with
+the part of this edge that fits: no choice costs less than that. The cost that is found is above this bound by less than
+what the edge gains, one step of one layer. An `Allocation` says its gap to the bound.
 
 With continuous ratios, and variances c_l (1 / ratio_l - 1), the optimum is in closed form: see `optimal_ratios`.
 """
@@ -40,15 +34,8 @@ from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]
 
-# Sums that agree to this are taken for equal: float64 leaves 1e-16 for each of some hundred terms.
+# By this much sums may be off: float64 leaves 1e-16 for each of some hundred terms.
 _ROUNDING = 1e-12
-# Partial sums that a half keeps in the first round, and how much more in each further one.
-_FIRST_LIMIT, _GROWTH = 1 << 10, 8
-# From this many on, a choice proved to be within _TOLERANCE of the optimum will do.
-_LARGE_LIMIT, _TOLERANCE = 1 << 16, 1e-6
-# Weight, among reduced costs, of the distance to the bytes that the choice in hand has spent: little more than a
-# tie-break, which keeps shortened lists near the budget where many options are equally good.
-_AIM = 0.01
 
 
 @dataclass(frozen=True)
@@ -225,9 +212,12 @@ class Allocation:
 
     Attributes:
         layers: The layers, in the profile's order.
+        gap: The most that any other choice could spare, as a share: of the objective in an allocation that
+            `allocate_ratios` chose, of the bytes in one of `allocate_for_noise`; None in others.
     """
 
     layers: tuple[AllocatedLayer, ...]
+    gap: float | None = None
 
     @property
     def configs(self) -> dict[str, RMMConfig]:
@@ -286,7 +276,7 @@ class Allocation:
         """Return the allocation as plain values, ready for JSON.
 
         Returns:
-            `layers`, each a dictionary, and the totals; None for what is not finite.
+            `layers`, each a dictionary, the totals and the gap; None for what is not finite.
         """
         return {
             "layers": [
@@ -303,6 +293,7 @@ class Allocation:
             "variance": self.variance,
             "relative_variance": _finite_or_none(self.relative_variance),
             "noise_ratio": _finite_or_none(self.noise_ratio),
+            "gap": self.gap,
         }
 
     @classmethod
@@ -317,11 +308,12 @@ class Allocation:
         """
         try:
             layers = tuple(_layer_from_dict({**layer, "options": [layer]}) for layer in values["layers"])
+            gap = values.get("gap")
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"not an allocation ({type(error).__name__}: {error}); pass what Allocation.to_dict() returned"
             ) from None
-        return _allocation(NoiseProfile(layers), [0] * len(layers))
+        return _allocation(NoiseProfile(layers), [0] * len(layers), gap)
 
     def __str__(self) -> str:
         table: list[tuple[str, ...]] = [("layer", "config", "bytes", "relative variance")]
@@ -334,17 +326,17 @@ class Allocation:
         lines.append(
             f"{len(self.layers)} layers keep {self.saved_bytes} bytes; variance {self.relative_variance:.3g} of the"
             f" squared gradient, {self.noise_ratio:.3g} of the minibatch's variance"
+            + ("" if self.gap is None else f"; no other choice spares more than {self.gap:.2%}")
         )
         return "\n".join(lines)
 
 
 def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objective: Objective = "total") -> Allocation:
-    """Choose an option for every layer: the least variance within a budget of bytes.
+    """Choose an option for every layer: the least variance within a budget of bytes, but for the allocation's `gap`.
 
-    The optimum, to a relative 1e-12; on inputs made to be hard (thousands of options of equal merit and unlike bytes) a
-    choice within 1e-6 of it may be returned. Of choices of equal variance one of the fewest bytes; the same input
-    always gives the same allocation. Layers of a group with the same options get the same one: their sketch is kept
-    once, and its bytes count once.
+    The gap is small where layers are many and their options lie close, as ratios do: 0.03 % for 48 layers of 40 ratios.
+    The same input always gives the same allocation, and more bytes never mean more variance. Layers of a group with the
+    same options get the same one: their sketch is kept once, and its bytes count once.
 
     Example:
         >>> from rmm_linear import RMMConfig
@@ -385,14 +377,14 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
             " layer; pass at least that, or profile smaller options"
         )
     capacity = min(budget_bytes, int(sum(layer.max() for layer in weights)))
-    return _allocation(profile, _expanded(units, _solve(weights, costs, float(math.floor(capacity)))))
+    choice, gap = _solve(weights, costs, float(math.floor(capacity)))
+    return _allocation(profile, _expanded(units, choice), gap)
 
 
 def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objective: Objective = "total") -> Allocation:
-    """Choose an option for every layer: the fewest bytes within a limit of the variance.
+    """Choose an option for every layer: the fewest bytes within a limit of the variance, but for the `gap`.
 
-    The counterpart of `allocate_ratios`, by the same solver and with the same guarantee. Of choices of equal bytes one
-    of the least variance. The limit is kept to a relative 1e-12.
+    The counterpart of `allocate_ratios`, by the same solver. The limit is kept to a relative 1e-12.
 
     Args:
         profile: The options.
@@ -412,13 +404,14 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
     variances = _costs(profile, objective, units)
     _check_bound("variance_limit", variance_limit)
     least = math.fsum(float(layer.min()) for layer in variances)
-    capacity = min(float(variance_limit) * (1 + _ROUNDING), math.fsum(float(layer.max()) for layer in variances))
+    capacity = float(variance_limit) * (1 + _ROUNDING)
     if capacity < least:
         raise ValueError(
             f"variance_limit={variance_limit} is below the least possible, {least!r} with the option of least variance"
             " of every layer; pass at least that, or profile larger ratios or the exact layer"
         )
-    return _allocation(profile, _expanded(units, _solve(variances, _bytes(profile, units), capacity)))
+    choice, gap = _solve(variances, _bytes(profile, units), capacity)
+    return _allocation(profile, _expanded(units, choice), gap)
 
 
 def optimal_ratios(
@@ -532,14 +525,15 @@ def _finite_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _allocation(profile: NoiseProfile, choice: Sequence[int]) -> Allocation:
+def _allocation(profile: NoiseProfile, choice: Sequence[int], gap: float | None = None) -> Allocation:
     return Allocation(
         tuple(
             AllocatedLayer(
                 layer.name, layer.options[index], layer.gradient_squared, layer.minibatch_variance, layer.group
             )
             for layer, index in zip(profile.layers, choice, strict=True)
-        )
+        ),
+        gap,
     )
 
 
@@ -596,33 +590,15 @@ class _Choices(NamedTuple):
     costs: NDArray[np.float64]
 
 
-class _Sums(NamedTuple):
-    """Partial sums of some layers, by increasing weight and decreasing cost, and how they came about."""
-
-    weights: NDArray[np.float64]
-    costs: NDArray[np.float64]
-    # of each layer, for each sum after it: the sum before it, and the option
-    steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
-    # least sum of reduced costs that was cut away for the limit's sake
-    least_cut: float
-
-    def options_of(self, index: int) -> list[int]:
-        found = []
-        for before, options in reversed(self.steps):
-            found.append(int(options[index]))
-            index = int(before[index])
-        return found[::-1]
-
-
-def _solve(weights: Sequence[NDArray[np.float64]], costs: Sequence[NDArray[np.float64]], capacity: float) -> list[int]:
-    """Choose one option a layer: of the least cost that fits, and of equal ones of the least weight."""
+def _solve(
+    weights: Sequence[NDArray[np.float64]], costs: Sequence[NDArray[np.float64]], capacity: float
+) -> tuple[list[int], float]:
+    """Choose one option a layer, of little cost and together within the capacity; and say the gap to the bound."""
     # the module's docstring has the method
     orders = [_undominated(*pair) for pair in zip(weights, costs, strict=True)]
     layers = [_Choices(w[order], c[order]) for w, c, order in zip(weights, costs, orders, strict=True)]
-    choice, price = _rounded_relaxation(layers, capacity)
-    if price > 0:
-        choice = _improve(layers, capacity, choice, price)
-    return [int(order[index]) for order, index in zip(orders, choice, strict=True)]
+    choice, gap = _walk(layers, capacity)
+    return [int(order[index]) for order, index in zip(orders, choice, strict=True)], gap
 
 
 def _undominated(weights: NDArray[np.float64], costs: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -631,27 +607,29 @@ def _undominated(weights: NDArray[np.float64], costs: NDArray[np.float64]) -> ND
     return order[costs[order] < least_before]
 
 
-def _rounded_relaxation(layers: Sequence[_Choices], capacity: float) -> tuple[list[int], float]:
-    """Walk the lower convex hulls, steepest edge first, and leave out what does not fit; and the price of a weight."""
-    # The price is the slope of the first edge that does not fit: the multiplier of the linear relaxation. Where all fit
-    # it is 0, and the choice is the optimum.
+def _walk(layers: Sequence[_Choices], capacity: float) -> tuple[list[int], float]:
+    """Walk the lower convex hulls, steepest edge first, and leave out what does not fit."""
     edges = []
     for index, layer in enumerate(layers):
-        hull = _lower_hull(layer)
-        for left, right in pairwise(hull):
-            gain = float(layer.costs[left] - layer.costs[right]) / float(layer.weights[right] - layer.weights[left])
+        gain = math.inf
+        for left, right in pairwise(_lower_hull(layer)):
+            slope = float(layer.costs[left] - layer.costs[right]) / float(layer.weights[right] - layer.weights[left])
+            # hulls are convex; rounding must not put an edge before the one that leads to it
+            gain = min(gain, slope)
             edges.append((-gain, index, left, right))
     choice = [0] * len(layers)
-    spent, price = math.fsum(float(layer.weights[0]) for layer in layers), 0.0
+    spent, bound = math.fsum(float(layer.weights[0]) for layer in layers), None
     for negative_gain, index, left, right in sorted(edges):
         more = float(layers[index].weights[right] - layers[index].weights[left])
         # an edge can be walked only from where the one before it ended
         if choice[index] == left and spent + more <= capacity:
             choice[index] = right
             spent += more
-        elif price == 0:
-            price = -negative_gain
-    return choice, price
+        elif bound is None:
+            bound = _total(layers, choice) + negative_gain * (capacity - spent)
+    cost = _total(layers, choice)
+    # where all edges fit, nothing costs less
+    return choice, 0.0 if bound is None or cost == 0 else max(0.0, 1 - bound / cost)
 
 
 def _lower_hull(layer: _Choices) -> list[int]:
@@ -667,86 +645,5 @@ def _lower_hull(layer: _Choices) -> list[int]:
     return hull
 
 
-def _improve(layers: Sequence[_Choices], capacity: float, choice: list[int], price: float) -> list[int]:
-    """Turn a choice that fits into the best one."""
-    bound = math.fsum(float((layer.costs + price * layer.weights).min()) for layer in layers) - price * capacity
-    halves = [list(range(start, len(layers), 2)) for start in (0, 1)]
-    best, limit = _total(layers, choice), _FIRST_LIMIT
-    while True:
-        slack = 2 * _ROUNDING * (best + price * capacity)
-        spent = math.fsum(float(layer.weights[index]) for layer, index in zip(layers, choice, strict=True))
-        spare = (capacity - spent) / len(layers)
-        lists = []
-        for half, other in (halves, halves[::-1]):
-            room = capacity - math.fsum(float(layers[index].weights[0]) for index in other)
-            aims = [float(layers[index].weights[choice[index]]) + spare for index in half]
-            lists.append(_partial_sums([layers[i] for i in half], price, best - bound + slack, room, limit, aims))
-        pair = _best_pair(lists[0], lists[1], capacity)
-        if pair is not None:
-            found = [0] * len(layers)
-            for half, sums, index in zip(halves, lists, pair, strict=True):
-                for layer, option in zip(half, sums.options_of(index), strict=True):
-                    found[layer] = option
-            cost = _total(layers, found)
-            # equal ones replace the choice in hand: they have the least weight
-            if cost <= best * (1 + _ROUNDING):
-                choice, best = found, min(cost, best)
-        least_cut = min(sums.least_cut for sums in lists)
-        # nothing that was cut away leads to less than this
-        reachable = bound + least_cut
-        tolerance = _TOLERANCE if limit >= _LARGE_LIMIT else _ROUNDING
-        if least_cut > best - bound + slack or best - reachable <= tolerance * best:
-            return choice
-        limit *= _GROWTH
-
-
 def _total(layers: Sequence[_Choices], choice: Sequence[int]) -> float:
     return math.fsum(float(layer.costs[index]) for layer, index in zip(layers, choice, strict=True))
-
-
-def _partial_sums(
-    layers: Sequence[_Choices], price: float, gap: float, room: float, limit: int, aims: Sequence[float]
-) -> _Sums:
-    """Enumerate the sums of one option a layer whose reduced costs add up to at most the gap, and whose weights fit."""
-    # Beyond `limit` of them after a layer, those of the least reduced costs are kept; of about equal ones those near
-    # the sum of the `aims` so far.
-    weights, costs, steps = np.zeros(1), np.zeros(1), []
-    least_cut, floor, aim = math.inf, 0.0, 0.0
-    least_rest = math.fsum(float(layer.weights[0]) for layer in layers)
-    for layer, layer_aim in zip(layers, aims, strict=True):
-        priced = layer.costs + price * layer.weights
-        options = np.flatnonzero(priced - priced.min() <= gap)
-        floor += float(priced.min())
-        aim += layer_aim
-        least_rest -= float(layer.weights[0])
-        # (sums before, options), flattened
-        all_weights = (weights[:, None] + layer.weights[options]).ravel()
-        all_costs = (costs[:, None] + layer.costs[options]).ravel()
-        reduced = all_costs + price * all_weights - floor
-        kept = np.flatnonzero((reduced <= gap) & (all_weights + least_rest <= room * (1 + _ROUNDING)))
-        kept = kept[_undominated(all_weights[kept], all_costs[kept])]
-        if len(kept) > limit:
-            merit = reduced[kept] + _AIM / len(layers) * price * np.abs(all_weights[kept] - aim)
-            order = np.argsort(merit, kind="stable")
-            least_cut = min(least_cut, float(reduced[kept[order[limit:]]].min()))
-            kept = kept[np.sort(order[:limit])]
-        steps.append((kept // len(options), options[kept % len(options)]))
-        weights, costs = all_weights[kept], all_costs[kept]
-    return _Sums(weights, costs, steps, least_cut)
-
-
-def _best_pair(first: _Sums, second: _Sums, capacity: float) -> tuple[int, int] | None:
-    """Find a sum of each list, together within the capacity and of the least cost; of equal ones the least weight."""
-    heaviest = np.searchsorted(second.weights, capacity - first.weights, side="right") - 1
-    fitting = np.flatnonzero(heaviest >= 0)
-    if not len(fitting):
-        return None
-    heaviest = heaviest[fitting]
-    totals = first.costs[fitting] + second.costs[heaviest]
-    target = float(totals.min()) * (1 + _ROUNDING)
-    # the lightest partner that costs no more than the target allows: costs fall as weights rise
-    cheap_enough = np.searchsorted(-second.costs, first.costs[fitting] - target, side="left")
-    partners = np.minimum(cheap_enough, heaviest)
-    pair_weights = np.where(totals <= target, first.weights[fitting] + second.weights[partners], np.inf)
-    chosen = int(np.argmin(pair_weights))
-    return int(fitting[chosen]), int(partners[chosen])

@@ -12,7 +12,6 @@ import pytest
 from torch import nn
 
 from rmm_linear import RMMConfig, convert_linears
-from rmm_linear.variance import allocation
 from rmm_linear.variance.allocation import (
     Allocation,
     LayerProfile,
@@ -84,55 +83,62 @@ def realistic_profile(layers: int, options: int, *, seed: int, kinds: int = 4) -
     return profile_of(*(layer() for _ in range(layers)))
 
 
-@pytest.fixture(params=[None, 3], ids=["as it is", "lists cut short"])
-def list_limit(request, monkeypatch):
-    """With a tiny first limit the solver has to cut its lists and go round again."""
-    if request.param is not None:
-        monkeypatch.setattr(allocation, "_FIRST_LIMIT", request.param)
-        monkeypatch.setattr(allocation, "_GROWTH", 2)
-
-
 @pytest.mark.parametrize("objective", ["total", "relative"])
 @pytest.mark.parametrize("kind", ["ties", "tenths", "spread"])
-@pytest.mark.usefixtures("list_limit")
-def test_no_combination_within_the_budget_is_better(kind, objective):
+def test_no_combination_within_the_budget_is_better_by_more_than_the_gap(kind, objective):
     draw, relative = random.Random(f"{kind} {objective}"), objective == "relative"
+    exact = 0
     for _ in range(80):
         profile = random_profile(draw, kind)
         every = combinations(profile, relative=relative)
         low, high = every[:, 0].min(), every[:, 0].max()
         for budget in (low, high, draw.uniform(low, high), float(draw.choice(every[:, 0].tolist()))):
             found = allocate_ratios(profile, budget, objective=objective)
-            fitting = every[every[:, 0] <= budget]
-            least = fitting[:, 1].min()
+            cost, least = cost_of(found, relative=relative), every[every[:, 0] <= budget, 1].min()
             assert found.saved_bytes <= budget
-            assert cost_of(found, relative=relative) == pytest.approx(least, rel=1e-11, abs=0)
-            # of the best ones, to rounding, the fewest bytes
-            assert found.saved_bytes <= fitting[fitting[:, 1] <= least * (1 + 1e-14), 0].min()
+            assert 0 <= found.gap <= 1
+            assert cost * (1 - found.gap) <= least * (1 + 1e-11)
+            exact += cost == pytest.approx(least, rel=1e-11, abs=0)
+    # the steepest edges first are most often the best choice
+    assert exact > 200
 
 
 @pytest.mark.parametrize("objective", ["total", "relative"])
 @pytest.mark.parametrize("kind", ["ties", "tenths", "spread"])
-@pytest.mark.usefixtures("list_limit")
-def test_no_combination_within_the_noise_limit_is_smaller(kind, objective):
+def test_no_combination_within_the_noise_limit_is_smaller_by_more_than_the_gap(kind, objective):
     draw, relative = random.Random(f"{kind} {objective}"), objective == "relative"
+    exact = 0
     for _ in range(80):
         profile = random_profile(draw, kind)
         every = combinations(profile, relative=relative)
         low, high = every[:, 1].min(), every[:, 1].max()
         for limit in (low, high, draw.uniform(low, high), draw.choice(every[:, 1].tolist())):
             found = allocate_for_noise(profile, limit, objective=objective)
-            fitting = every[every[:, 1] <= limit * (1 + 1e-12)]
-            fewest = fitting[:, 0].min()
+            fewest = every[every[:, 1] <= limit * (1 + 1e-12), 0].min()
             assert cost_of(found, relative=relative) <= limit * (1 + 2e-12)
-            assert found.saved_bytes == fewest
-            # of the smallest ones, the least variance
-            least = fitting[fitting[:, 0] == fewest, 1].min()
-            assert cost_of(found, relative=relative) == pytest.approx(least, rel=1e-11, abs=0)
+            assert 0 <= found.gap <= 1
+            assert found.saved_bytes * (1 - found.gap) <= fewest * (1 + 1e-11)
+            exact += found.saved_bytes == fewest
+    assert exact > 200
 
 
-@pytest.mark.usefixtures("list_limit")
-def test_many_layers_agree_with_a_plain_table_over_all_byte_counts():
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_the_ends_are_the_optimum_and_their_gap_is_none(limit):
+    profile = realistic_profile(6, 5, seed=7)
+    bytes_, variances = (
+        [[getattr(option, name) for option in layer.options] for layer in profile.layers]
+        for name in ("saved_bytes", "variance")
+    )
+    for found in (
+        allocate_ratios(profile, sum(map(max, bytes_)) + limit),
+        allocate_for_noise(profile, math.fsum(map(max, variances)) + limit),
+    ):
+        assert found.gap == 0
+    assert allocate_ratios(profile, math.inf).variance == math.fsum(map(min, variances))
+    assert allocate_for_noise(profile, math.inf).saved_bytes == sum(map(min, bytes_))
+
+
+def test_many_layers_are_within_the_gap_of_a_plain_table_over_all_byte_counts():
     draw = random.Random(5)
     for _ in range(5):
         profile = profile_of(*([(draw.randint(0, 30), draw.random()) for _ in range(8)] for _ in range(30)))
@@ -146,15 +152,17 @@ def test_many_layers_agree_with_a_plain_table_over_all_byte_counts():
         least = np.minimum.accumulate(table)
         for budget in np.flatnonzero(np.isfinite(least))[::23].tolist():
             found = allocate_ratios(profile, budget)
-            assert found.variance == pytest.approx(least[budget], rel=1e-11)
-            assert allocate_for_noise(profile, found.variance).saved_bytes == found.saved_bytes
+            assert found.variance * (1 - found.gap) <= least[budget] * (1 + 1e-11) <= found.variance * (1 + 1e-10)
+            fewer = allocate_for_noise(profile, found.variance)
+            assert fewer.saved_bytes * (1 - fewer.gap) <= found.saved_bytes
 
 
-def test_concave_frontiers_are_solved_by_more_than_the_hull():
+def test_a_concave_frontier_is_told_by_its_gap():
     # the hull has the ends alone: walking it leaves 9 of 10 bytes unused
     layer = [(0, 10.0), (5, 9.0), (10, 0.0)]
     found = allocate_ratios(profile_of(layer, layer, [(0, 1.0)]), 9)
-    assert (found.saved_bytes, found.variance) == (5, 20.0)
+    # the linear relaxation takes 9 tenths of one edge
+    assert (found.saved_bytes, found.variance, found.gap) == (0, 21.0, pytest.approx(9 / 21))
 
 
 def test_more_bytes_never_mean_more_variance():
@@ -215,12 +223,6 @@ def test_a_boundless_budget_takes_the_least_variance_and_of_those_the_fewest_byt
     assert allocate_for_noise(profile, 3.5).saved_bytes == 14
 
 
-def test_variances_that_differ_by_rounding_alone_count_as_equal():
-    assert 0.1 + 0.2 > 0.3
-    found = allocate_ratios(profile_of([(0, 1.0), (100, 0.0)], [(4, 0.1 + 0.2), (5, 0.3)]), 10)
-    assert found.saved_bytes == 4
-
-
 def test_of_options_alike_the_first_is_taken_and_runs_agree():
     profile = profile_of([(5, 1.0), (5, 1.0), (3, 4.0), (3, 4.0)])
     assert allocate_ratios(profile, 5).configs == {"layers.0": RMMConfig(ratio=0.01)}
@@ -236,7 +238,7 @@ def test_the_relative_objective_weighs_layers_by_their_gradients():
     assert [layer.option.variance for layer in allocate_ratios(profile, 3).layers] == [1.0, 0.0]
     relative = allocate_ratios(profile, 3, objective="relative")
     assert [layer.option.variance for layer in relative.layers] == [0.0, 10.0]
-    assert allocate_for_noise(profile, 0.1, objective="relative") == relative
+    assert allocate_for_noise(profile, 0.1, objective="relative").layers == relative.layers
     dead = profile_of([(1, 0.0), (2, 0.0)], gradients=[0.0])
     assert allocate_ratios(dead, 3, objective="relative").saved_bytes == 1
     with pytest.raises(ValueError, match='gradient_squared is 0 and a variance is not: layers.0; .*objective="total"'):
@@ -254,6 +256,7 @@ def test_totals_are_sums_over_the_layers():
     assert table[3].split()[-2:] == ["4", "0.025"]
     assert table[4] == "2 layers keep 7 bytes; variance 0.05 of the squared gradient, 0.375 of the minibatch's variance"
     assert hash(found) == hash(Allocation(found.layers))
+    assert str(replace(found, gap=0.0123)).endswith("minibatch's variance; no other choice spares more than 1.23%")
 
 
 def test_json_round_trips():
@@ -471,9 +474,11 @@ def test_models_of_hundreds_of_layers_take_seconds_at_most(layers, kinds):
     started = time.perf_counter()
     found = allocate_ratios(profile, budget)
     dual = allocate_for_noise(profile, found.variance)
-    # a few tenths of a second on one slow core
-    assert time.perf_counter() - started < 20
-    assert dual.saved_bytes == found.saved_bytes
+    # a few hundredths of a second on one slow core
+    assert time.perf_counter() - started < 5
+    assert dual.saved_bytes * (1 - dual.gap) <= found.saved_bytes
+    # hundreds of layers leave little of the budget
+    assert max(found.gap, dual.gap) < 0.005
     assert 0.99 * budget < found.saved_bytes <= budget
 
 
@@ -511,12 +516,13 @@ def test_a_group_is_given_one_option_and_its_bytes_count_once(relative: bool) ->
         objective = "relative" if relative else "total"
         found = allocate_ratios(profile, budget, objective=objective)  # type: ignore[arg-type]
         best = min(cost for saved, cost in rows if saved <= budget)
-        assert cost_of(found, relative=relative) == pytest.approx(best, rel=1e-9)
+        assert cost_of(found, relative=relative) * (1 - found.gap) <= best * (1 + 1e-9)
         assert found.saved_bytes <= budget
         first, second, *_ = found.configs.values()
         assert first == second
         least = allocate_for_noise(profile, best * (1 + 1e-9), objective=objective)  # type: ignore[arg-type]
-        assert least.saved_bytes == min(saved for saved, cost in rows if cost <= best * (1 + 1e-9))
+        fewest = min(saved for saved, cost in rows if cost <= best * (1 + 1e-9))
+        assert least.saved_bytes * (1 - least.gap) <= fewest * (1 + 1e-9)
     assert profile.least_bytes == min(saved for saved, _ in rows)
     assert profile.most_bytes == max(saved for saved, _ in rows)
 
