@@ -1,10 +1,11 @@
-"""Fill the tables of README.md from the committed results: `python -m experiments.readme`, or `--check` them.
+"""Fill the tables of README.md and docs/ from the committed results: `python -m experiments.readme`, or `--check` them.
 
 A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; what is typed there by hand is replaced.
 """
 
 import argparse
 import csv
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +26,11 @@ from experiments.glue.variance import (
 )
 from experiments.glue.variance_report import best_of, describe
 from experiments.memory.report import FILE, read_rows, summary_table
+from experiments.which_tool import which_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+RESULTS = ROOT / "docs" / "results.md"
 MINILM = ROOT / "experiments/glue/results/minilm"
 VARIANCE = ROOT / "experiments/glue/results/variance"
 CHECKPOINTING = ROOT / "experiments/checkpointing/results"
@@ -116,19 +119,25 @@ def checkpointing_table() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "memory": memory_table,
-    "checkpointing": checkpointing_table,
     "layer": layer_tables,
-    "minilm": minilm_table,
     "variance": variance_table,
+    "minilm": minilm_table,
+    "checkpointing": checkpointing_table,
 }
 
 
-def filled(text: str, blocks: Mapping[str, Callable[[], str]] | None = None) -> str:
+def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
+    """Return the blocks of each page."""
+    which = functools.partial(which_table, CHECKPOINTING, MEMORY, VARIANCE / GRID_FILE, BENCHMARKS)
+    return {README: {"which": which}, RESULTS: BLOCKS}
+
+
+def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
     """Return a text with its blocks filled.
 
     Args:
         text: Markdown with markers.
-        blocks: What makes each block; those of README.md by default.
+        blocks: What makes each block.
 
     Returns:
         The same text with what the results say between the markers.
@@ -136,7 +145,7 @@ def filled(text: str, blocks: Mapping[str, Callable[[], str]] | None = None) -> 
     Raises:
         ValueError: If a block has no markers.
     """
-    for name, make in (BLOCKS if blocks is None else blocks).items():
+    for name, make in blocks.items():
         pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
         if not pattern.search(text):
             markers = f"<!-- begin: {name} --> and <!-- end: {name} -->"
@@ -147,25 +156,20 @@ def filled(text: str, blocks: Mapping[str, Callable[[], str]] | None = None) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill or check README.md.
-
-    Args:
-        arguments: Command line, `sys.argv[1:]` by default.
-
-    Returns:
-        0, or 1 if `--check` finds a table that is not the results'.
-    """
+    """Fill or check the pages; the exit status is 1 if `--check` finds a table that is not the results'."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, and fail if something would change")
     check = parser.parse_args(arguments).check
-    text = README.read_text()
-    new = filled(text)
-    if check:
-        if new != text:
-            print("README.md does not say what the results say; run python -m experiments.readme", file=sys.stderr)
-        return int(new != text)
-    README.write_text(new)
-    return 0
+    changed = 0
+    for page, blocks in pages().items():
+        text = page.read_text()
+        new = filled(text, blocks)
+        if not check:
+            page.write_text(new)
+        elif new != text:
+            print(f"{page.name} does not say what the results say; run python -m experiments.readme", file=sys.stderr)
+            changed = 1
+    return changed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""README.md: its code runs, and its tables are what the committed results say."""
+"""README.md and docs/: their code runs, their links lead somewhere, their tables are what the committed results say."""
 
 import re
 import shutil
@@ -14,7 +14,8 @@ from rmm_linear import RMMLinear
 
 transformers = pytest.importorskip("transformers")
 
-BLOCKS = re.findall(r"```python\n(.*?)```", readme.README.read_text(), re.DOTALL)
+PAGES = [readme.README, *sorted((readme.ROOT / "docs").glob("*.md"))]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 def _roberta() -> nn.Module:
@@ -33,7 +34,7 @@ def _examples() -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:the sketched layers promise")
 def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 11
     # one draws a figure
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
@@ -55,9 +56,16 @@ def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
             assert sketched == (converts and "revert_linears(model)" not in block)
 
 
+def test_links_lead_to_files() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
 def test_the_tables_are_what_the_results_say() -> None:
-    text = readme.README.read_text()
-    assert readme.filled(text) == text
+    for page, blocks in readme.pages().items():
+        text = page.read_text()
+        assert readme.filled(text, blocks) == text
     assert readme.main(["--check"]) == 0
 
 
@@ -72,9 +80,9 @@ def test_the_committed_reports_are_what_the_results_say(tmp_path) -> None:
 
 
 def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = tmp_path / "README.md"
-    changed.write_text(readme.README.read_text().replace("<!-- end: layer -->", "| 0.1 |\n<!-- end: layer -->"))
-    monkeypatch.setattr(readme, "README", changed)
+    changed = tmp_path / "results.md"
+    changed.write_text(readme.RESULTS.read_text().replace("<!-- end: layer -->", "| 0.1 |\n<!-- end: layer -->"))
+    monkeypatch.setattr(readme, "RESULTS", changed)
     assert readme.main(["--check"]) == 1
     assert readme.main([]) == 0
     assert readme.main(["--check"]) == 0
@@ -82,7 +90,7 @@ def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_missing_block_is_named() -> None:
     with pytest.raises(ValueError, match="no block 'memory'"):
-        readme.filled("no markers")
+        readme.filled("no markers", readme.BLOCKS)
 
 
 def test_layer_tables_show_the_rows_of_the_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +110,6 @@ def test_the_readme_names_every_sketch_and_knob() -> None:
 
     from rmm_linear import RMMConfig, available_sketches
 
-    text = readme.README.read_text()
+    text = "".join(page.read_text() for page in PAGES)
     for name in (*available_sketches(), *(field.name for field in fields(RMMConfig) if field.init)):
         assert f"`{name}`" in text or f'"{name}"' in text, name

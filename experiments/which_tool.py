@@ -1,0 +1,103 @@
+"""The table "Which tool when" of README.md, from committed results."""
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.checkpointing.baselines import BLOCKS, EAGER
+from experiments.checkpointing.compiled_report import COMPILED, EXACT, INDUCTOR, ROWS_FILE, read_compiled_rows
+from experiments.glue.variance import ALL_ROWS, TO_LONGEST, read_records
+from experiments.memory.report import method_name, read_rows
+
+# The step whose plans are shown, the models whose kept bytes are, and the layer whose time is.
+STEP, KEPT, KEPT_WITH_LORA = "roberta", "roberta-base", "llama-1b-lora"
+LAYER = {"rows": "4096", "in_features": "768", "out_features": "3072", "sketch": "hadamard", "center": "True"}
+# A plan that takes no time takes at most so much of the eager step's.
+NO_TIME = 1.02
+_PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
+
+
+def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmarks: Path) -> str:
+    """Return what each tool takes and saves.
+
+    Args:
+        checkpointing: Folder with the comparison of compiled steps.
+        memory: File of what models keep.
+        noise_records: File of the sketches' noise.
+        benchmarks: Folder with the layer's times.
+
+    Returns:
+        A table, and how it was measured.
+    """
+    rows = [row for row in read_compiled_rows(checkpointing / ROWS_FILE) if row["model"] == STEP]
+    eager = next(row for row in rows if (row["method"], row["setting"]) == (EAGER, ""))
+    blocks = {row["method"]: row for row in rows if row["setting"] == BLOCKS}
+    least_bytes = min(row["peak_bytes"] for row in blocks.values())
+    steps = [
+        ("exact gradients, no time lost", _PLAN, _least(rows, eager["step_s"] * NO_TIME)),
+        ("exact gradients, little memory", _PLAN, _fastest(rows, INDUCTOR, least_bytes)),
+        ("the same, bit for bit", "`checkpoint_model(model, batch, budget=...)`", _fastest(rows, EXACT, least_bytes)),
+        ("(in their place)", "`torch.utils.checkpoint` in each block", blocks[EAGER]),
+        ("(in their place)", "the same under `torch.compile`", blocks[COMPILED]),
+    ]
+    lines = ["| you want | call | memory | time | noise |", "|---|---|---|---|---|"]
+    for want, call, row in steps:
+        peak, took = row["peak_bytes"] / eager["peak_bytes"], row["step_s"] / eager["step_s"]
+        lines.append(f"| {want} | {call} | peak {peak:.0%} | {took:.2f} | none |")
+    kept = {(row["model"], method_name(row)): row["of_exact"] for row in read_rows(memory)}
+    noise = {
+        (row["ratio"], row["storage"]): row["relative_variance"]
+        for row in read_records(noise_records)
+        if (row["task"], row["padding"], row["rows"]) == ("mrpc", TO_LONGEST, ALL_ROWS)
+        and (row["sketch"], row["center"]) == ("hadamard", True)
+    }
+    time = _layer_time(benchmarks, 0.5)
+    layers = [
+        ("eager mode, hardly any noise", '`RMMConfig(ratio=1.0, storage="int8")`', KEPT, 1.0, "int8", "-"),
+        ("eager mode, less memory", '`RMMConfig(ratio=1.0, storage="int4")`', KEPT, 1.0, "int4", "-"),
+        (
+            "eager mode, no time lost",
+            "`convert_linears(model, ratio=0.5)`",
+            KEPT,
+            0.5,
+            None,
+            _layer_time(benchmarks, 0.5),
+        ),
+        ("LoRA", '`RMMConfig(ratio=1.0, storage="int8")` for `lora_A`', KEPT_WITH_LORA, 1.0, "int8", "-"),
+    ]
+    for want, call, model, ratio, storage, time in layers:
+        share = kept[model, method_name({"method": "rmm_linear", "ratio": ratio, "storage": storage})]
+        variance = f"{noise[ratio, storage]:.2g}" if model == KEPT else "-"
+        lines.append(f"| {want} | {call} | keeps {share:.0%} | {time} | {variance} |")
+    config = json.loads(eager["config"])
+    step = f"a RoBERTa of {config['num_hidden_layers']} layers of {config['hidden_size']}"
+    machine = f"batch {eager['batch']} x {eager['size']}, {eager['hardware']}, torch {eager['torch']}"
+    told = (
+        f'Peak and time are of a whole step, over eager mode\'s: {step}, {machine}. "Keeps" is of what {KEPT}'
+        f" ({KEPT_WITH_LORA} with LoRA) keeps for its backward pass. A sketch's time is a 4096 x 768 -> 3072 layer's"
+        " over `nn.Linear`'s, its noise the variance of a layer's weight gradient over its square, on MRPC, mean of 36"
+        " layers. All are measured; [docs/results.md](docs/results.md) has more."
+    )
+    return "\n".join([*lines, "", told])
+
+
+def _least(rows: list[dict[str, Any]], most_s: float) -> Mapping[str, Any]:
+    fast = [row for row in rows if row["method"] == INDUCTOR and (row["step_s"] or math.inf) <= most_s]
+    return min(fast, key=lambda row: row["peak_bytes"])
+
+
+def _fastest(rows: list[dict[str, Any]], method: str, most_bytes: int) -> Mapping[str, Any]:
+    small = [row for row in rows if row["method"] == method and (row["peak_bytes"] or math.inf) <= most_bytes]
+    return min(small, key=lambda row: row["step_s"])
+
+
+def _layer_time(folder: Path, ratio: float) -> str:
+    for path in sorted(folder.rglob("layer-*.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if float(row["ratio"]) == ratio and all(row[name] == value for name, value in LAYER.items()):
+                    return f"{float(row['time_ratio']):.2f}"
+    raise ValueError(f"{folder} has no time of the layer at ratio {ratio}; `make bench` measures it")
