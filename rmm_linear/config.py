@@ -18,11 +18,6 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "fast": {"center": False},
     # Bershatsky et al. 2022: a dense Gaussian for every layer, heads and poolers included.
     "paper": {"sketch": "gaussian", "center": False, "min_rows": 1},
-    "paper_rademacher": {"sketch": "rademacher", "center": False, "min_rows": 1},
-    "paper_dct": {"sketch": "dct", "center": False, "min_rows": 1},
-    "paper_dft": {"sketch": "dft", "center": False, "min_rows": 1},
-    # Liu et al. 2023 (arXiv 2305.15265), with the norms of x alone.
-    "wta_crs": {"sketch": "wta_crs", "ratio": 0.3, "center": False},
 }
 
 
@@ -30,7 +25,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
 class RMMConfig:
     """How a linear layer keeps its input for the backward pass.
 
-    Immutable, hashable, and checked once, when it is made. `to_json` and `from_json` round-trip.
+    Immutable, hashable, and checked once, when it is made. `to_dict` and `from_dict` round-trip.
 
     Example:
         >>> from rmm_linear import RMMConfig
@@ -98,7 +93,7 @@ class RMMConfig:
         object.__setattr__(self, "_kept_rows", KeptRows(self.storage))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _knobs())))
         code = fingerprint(SKETCHES[self.sketch]) if type(self) is RMMConfig else None
-        object.__setattr__(self, "_graph_key", None if code is None else f"{code} {self.to_json()}")
+        object.__setattr__(self, "_graph_key", None if code is None else f"{code} {json.dumps(self.to_dict())}")
 
     def __hash__(self) -> int:
         # of all knobs, once: every call of a layer looks for those that are configured alike
@@ -125,7 +120,7 @@ class RMMConfig:
         Returns:
             A configuration equal to the one whose key it is.
         """
-        return RMMConfig.from_json(key.partition(" ")[2])
+        return RMMConfig.from_dict(json.loads(key.partition(" ")[2]))
 
     @property
     def kept_rows(self) -> KeptRows:
@@ -194,11 +189,7 @@ class RMMConfig:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the knobs by name.
-
-        Returns:
-            A dictionary that `from_dict` takes back.
-        """
+        """Return the knobs by name, ready for JSON: a dictionary that `from_dict` takes back."""
         values = {name: getattr(self, name) for name in _knobs()}
         return values | {"keep_tokens": list(self.keep_tokens)}
 
@@ -212,35 +203,11 @@ class RMMConfig:
         _check_names(values)
         return cls(**values)
 
-    def to_json(self) -> str:
-        """Return the configuration as one line of JSON.
-
-        Returns:
-            Text that `from_json` takes back.
-        """
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> "RMMConfig":
-        """Make a configuration of `to_json`'s output.
-
-        Raises:
-            ValueError: If the text is no JSON object, a name is unknown or a value is bad.
-        """
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a JSON text: {error}; pass what RMMConfig.to_json() returned") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"expected a JSON object, got {text!r}; pass what RMMConfig.to_json() returned")
-        return cls.from_dict(values)
-
     @classmethod
     def from_recipe(cls, name: str, **changes: Any) -> "RMMConfig":
         """Return a named configuration.
 
-        "default"; "fast" (no centering); "paper" (Bershatsky et al. 2022: dense Gaussian) and "paper_rademacher",
-        "paper_dct", "paper_dft"; "wta_crs" (Liu et al. 2023, ratio 0.3).
+        "default"; "fast" (no centering); "paper" (Bershatsky et al. 2022: dense Gaussian).
 
         Args:
             name: Name of the recipe.
@@ -253,11 +220,6 @@ class RMMConfig:
             raise ValueError(f"recipe {name!r} is unknown; choose one of {', '.join(_RECIPES)}")
         _check_names(changes)
         return cls(**{**_RECIPES[name], **changes})
-
-    @staticmethod
-    def recipes() -> tuple[str, ...]:
-        """Return the names that `from_recipe` knows."""
-        return tuple(_RECIPES)
 
 
 def _checked_tokens(tokens: object) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 
 import pytest
@@ -34,25 +35,21 @@ def test_other_bad_knobs_are_named(knobs: dict[str, object], message: str) -> No
         RMMConfig(**knobs)
 
 
-def test_unknown_knobs_recipes_and_texts_are_named() -> None:
+def test_unknown_knobs_and_recipes_are_named() -> None:
     with pytest.raises(ValueError, match="unknown knob 'rho'; RMMConfig has ratio"):
         RMMConfig.from_dict({"rho": 0.5})
     with pytest.raises(ValueError, match="unknown knob 'rho'"):
         RMMConfig().replace(rho=0.5)
     with pytest.raises(ValueError, match="recipe 'best' is unknown; choose one of default"):
         RMMConfig.from_recipe("best")
-    for text in ("ratio=0.5", "[0.5]"):
-        with pytest.raises(ValueError, match="to_json"):
-            RMMConfig.from_json(text)
 
 
-@pytest.mark.parametrize("recipe", RMMConfig.recipes())
+@pytest.mark.parametrize("recipe", ["default", "fast", "paper"])
 def test_recipes_round_trip(recipe: str) -> None:
     config = RMMConfig.from_recipe(recipe, ratio=0.2)
     assert config.ratio == 0.2
     for other in (
-        RMMConfig.from_json(config.to_json()),
-        RMMConfig.from_dict(config.to_dict()),
+        RMMConfig.from_dict(json.loads(json.dumps(config.to_dict()))),
         pickle.loads(pickle.dumps(config)),
         copy.deepcopy(config),
     ):

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import math
 import pickle
 import warnings
@@ -482,6 +483,6 @@ def test_refused(tokens):
 def test_configuration_round_trips():
     config = RMMConfig(ratio=0.25, keep_tokens=[0, -1])
     assert config.keep_tokens == (0, -1)
-    assert RMMConfig.from_json(config.to_json()) == config
-    assert hash(RMMConfig.from_json(config.to_json())) == hash(config)
+    again = RMMConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert (again, hash(again)) == (config, hash(config))
     assert RMMConfig.from_dict({"ratio": 0.25}).keep_tokens == ()

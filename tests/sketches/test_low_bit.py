@@ -301,7 +301,7 @@ def test_checkpointing_replays_the_rounding(preserve_rng_state):
 def test_a_storage_is_a_knob_like_the_others():
     for storage in STORAGES:
         config = RMMConfig(ratio=0.5, storage=storage)
-        assert RMMConfig.from_json(config.to_json()) == config
+        assert RMMConfig.from_dict(config.to_dict()) == config
         assert config.sketch_object == Centered(LowBit(Hadamard(ratio=0.5), storage))
     assert RMMConfig(ratio=1.0, storage="int8", center=False).sketch_object == LowBit(None, "int8")
     assert RMMConfig(ratio=1.0, storage="int8").sketches(4096)
