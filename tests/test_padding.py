@@ -120,7 +120,7 @@ class TestUnbiased:
 
     @pytest.mark.parametrize(
         "changes",
-        [{}, {"storage": "int4", "ratio": 1.0}, {"sketch": "rows_with_replacement"}, {"keep_tokens": (0,)}],
+        [{}, {"storage": "int4", "ratio": 1.0}, {"sketch": "rows_without_replacement"}, {"keep_tokens": (0,)}],
         ids=str,
     )
     def test_a_gradient_on_rows_left_out_is_estimated_without_bias(self, changes: dict[str, object]) -> None:

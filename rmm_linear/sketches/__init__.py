@@ -13,7 +13,7 @@ from rmm_linear.sketches.hadamard import Hadamard
 from rmm_linear.sketches.kept_rows import KeptRows
 from rmm_linear.sketches.low_bit import STORAGES, LowBit
 from rmm_linear.sketches.rademacher import Rademacher
-from rmm_linear.sketches.uniform_rows import RowsWithoutReplacement, RowsWithReplacement
+from rmm_linear.sketches.uniform_rows import RowsWithoutReplacement
 from rmm_linear.sketches.wta_crs import WTACRS
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "KeptRows",
     "LowBit",
     "Rademacher",
-    "RowsWithReplacement",
     "RowsWithoutReplacement",
     "SavedSketch",
     "Sketch",

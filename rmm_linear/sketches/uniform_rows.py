@@ -1,7 +1,6 @@
-"""Uniform row sampling, with and without replacement: the cheapest sketches, and the baseline of all others.
+"""Uniform row sampling without replacement: the cheapest sketch, and the baseline of all others.
 
-Variance. With replacement, r independent draws of n g_i x_i^T: (n s - C) / r. Without replacement, the finite
-population's factor: (n - r) / (r (n - 1)) * (n s - C).
+Variance, with the finite population's factor: (n - r) / (r (n - 1)) * (n s - C).
 """
 
 from dataclasses import dataclass
@@ -12,53 +11,28 @@ from torch import Tensor
 
 from rmm_linear import ops
 from rmm_linear.sketches.base import ObliviousSketch, register
-from rmm_linear.sketches.closed_forms import GradientSums, gradient_sums
+from rmm_linear.sketches.closed_forms import gradient_sums
 
 
-def _spread(sums: GradientSums) -> Tensor:
-    """N s - C; rounding may leave a little less than nothing."""
-    return (sums.rows * sums.row_products - sums.gradient_squared).clamp(min=0)
-
-
+@register
 @dataclass(frozen=True)
-class _UniformRows(ObliviousSketch):
+class RowsWithoutReplacement(ObliviousSketch):
+    """A uniform subset of `rank` rows."""
+
+    name: ClassVar[str] = "rows_without_replacement"
     variance_is_affine_in_inverse_rank: ClassVar[bool] = True
-    replacement: ClassVar[bool]
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         """Return the drawn rows of y - 1 mean^T; see `ObliviousSketch.project`."""
         rank = self.rank(y.shape[0])
-        return ops.uniform_row_sketch(y, seed, mean, rank=rank, replacement=self.replacement, gradient=gradient)
+        return ops.uniform_row_sketch(y, seed, mean, rank=rank, replacement=False, gradient=gradient)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
-        index = ops.uniform_rows(seeds, rows=rows, rank=rank, replacement=self.replacement)
+        index = ops.uniform_rows(seeds, rows=rows, rank=rank, replacement=False)
         dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
         return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
-
-
-@register
-@dataclass(frozen=True)
-class RowsWithReplacement(_UniformRows):
-    """`rank` independent uniform draws of a row."""
-
-    name: ClassVar[str] = "rows_with_replacement"
-    replacement: ClassVar[bool] = True
-
-    def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (n s - C) / r."""
-        sums = gradient_sums(x, g)
-        return _spread(sums) / max(1, self.rank(sums.rows))
-
-
-@register
-@dataclass(frozen=True)
-class RowsWithoutReplacement(_UniformRows):
-    """A uniform subset of `rank` rows."""
-
-    name: ClassVar[str] = "rows_without_replacement"
-    replacement: ClassVar[bool] = False
 
     def is_exact(self, rows: int) -> bool:
         """Tell whether all rows are kept."""
@@ -71,4 +45,5 @@ class RowsWithoutReplacement(_UniformRows):
             return torch.zeros_like(sums.gradient_squared)
         rank = self.rank(sums.rows)
         population = (sums.rows - rank) / (rank * (sums.rows - 1))
-        return population * _spread(sums)
+        # rounding may leave a little less than nothing
+        return population * (sums.rows * sums.row_products - sums.gradient_squared).clamp(min=0)

@@ -161,13 +161,6 @@ def drawn_rows(p, rank, kept=()) -> Outcomes:
         yield probability, s
 
 
-def test_rows_with_replacement():
-    for rows in (1, 2, 3, 5):
-        x, g = pair(rows)
-        for rank in range(1, min(rows, 4) + 1):
-            check("rows_with_replacement", rank / rows, x, g, drawn_rows([1 / rows] * rows, rank))
-
-
 def test_crs():
     """To 1e-9: the library's probabilities are multiples of about 2**-40."""
     for rows in (1, 2, 3, 5):

@@ -13,7 +13,6 @@ from rmm_linear.sketches import (
     Hadamard,
     Rademacher,
     RowsWithoutReplacement,
-    RowsWithReplacement,
 )
 from rmm_linear.sketches.contract import SketchContract
 
@@ -82,15 +81,6 @@ class TestHadamard(SketchContract):
         return Hadamard(ratio=ratio)
 
 
-class TestRowsWithReplacement(SketchContract):
-    reads_every_row = False
-    identity_draws = 240_000
-    gradient_draws = 18_000
-
-    def make(self, ratio):
-        return RowsWithReplacement(ratio=ratio)
-
-
 class TestRowsWithoutReplacement(SketchContract):
     exact_rows = TRIED
     reads_every_row = False
@@ -134,11 +124,6 @@ class TestCenteredDFT(CentringWhatLooksAtNoData, TestDFT):
 
 class TestCenteredHadamard(CentringWhatLooksAtNoData, TestHadamard):
     pass
-
-
-class TestCenteredRowsWithReplacement(CentringWhatLooksAtNoData, TestRowsWithReplacement):
-    exact_by_symmetry = (2,)
-    exact_rows = (1,)
 
 
 class TestCenteredRowsWithoutReplacement(CentringWhatLooksAtNoData, TestRowsWithoutReplacement):

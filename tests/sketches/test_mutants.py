@@ -17,7 +17,6 @@ from rmm_linear.sketches import (
     Hadamard,
     Rademacher,
     RowsWithoutReplacement,
-    RowsWithReplacement,
     SavedSketch,
     Sketch,
 )
@@ -32,7 +31,6 @@ from rmm_linear_kernels.philox.reference import (
     choose_without_replacement,
     random_fractions,
     random_signs,
-    random_words,
 )
 from rmm_linear_kernels.row_gather.reference import row_norms
 from rmm_linear_kernels.row_sampling.reference import integer_weights, winners
@@ -232,27 +230,12 @@ class UnweightedConstantDCT(DenseSketch, DCT):
 # Row sampling.
 
 
-class ModuloBias(DenseSketch, RowsWithReplacement):
-    """A random byte modulo the number of rows."""
-
-    def dense(self, x, seeds):
-        rows, rank = x.shape[0], self.rank(x.shape[0])
-        index = (random_words(seeds, rank, stream=1) & 0xFF) % max(1, rows)
-        dense = torch.zeros(seeds.numel(), rows, rank, dtype=torch.float64)
-        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
-
-
-class LastRowNeverDrawn(DenseSketch, RowsWithReplacement):
-    def dense(self, x, seeds):
-        rows, rank = x.shape[0], self.rank(x.shape[0])
-        index = choose_with_replacement(seeds, max(1, rows - 1), rank)
-        dense = torch.zeros(seeds.numel(), rows, rank, dtype=torch.float64)
-        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
-
-
 class WrongReplacement(DenseSketch, RowsWithoutReplacement):
     def dense(self, x, seeds):
-        return RowsWithReplacement(ratio=self.ratio).dense(x, seeds)
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        index = choose_with_replacement(seeds, max(1, rows), rank)
+        dense = torch.zeros(seeds.numel(), rows, rank, dtype=torch.float64)
+        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
 
 
 def rows_drawn(weights, scale_weights, seeds, rank):
@@ -463,8 +446,6 @@ MUTANTS = {
         ORTHOGONAL,
         [IDENTITY, UNBIASED, LAYER, VARIANCE, EXACT],
     ),
-    "random bytes modulo rows": (ModuloBias, ROWS, [IDENTITY, LAYER, UNBIASED, VARIANCE]),
-    "last row never drawn": (LastRowNeverDrawn, ROWS, [IDENTITY, UNBIASED, LAYER, VARIANCE]),
     "with replacement in place of without": (WrongReplacement, ROWS | ORTHOGONAL, [VARIANCE, EXACT]),
     "scaled by other probabilities": (ScaledByOtherProbabilities, BY_NORM, [IDENTITY]),
     "squared norms": (SquaredNorms, {"identity_draws": 480_000}, [VARIANCE]),
@@ -497,7 +478,6 @@ SCALED_ROW_KNOBS = {
     "hadamard": HADAMARD,
     "dct": ORTHOGONAL,
     "dft": ORTHOGONAL,
-    "rows_with_replacement": ROWS,
     "rows_without_replacement": ORTHOGONAL | {"reads_every_row": False},
     "crs": BY_NORM,
     "wta_crs": BY_NORM | ORTHOGONAL,

@@ -19,7 +19,6 @@ NAMES = (
     "gaussian",
     "hadamard",
     "rademacher",
-    "rows_with_replacement",
     "rows_without_replacement",
     "wta_crs",
 )
