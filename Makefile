@@ -32,7 +32,7 @@ PYTEST_PARALLEL :=
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help venv glue study test machines check lint bench gpu resources readme clean
+.PHONY: help venv glue study test machines check lint bench gpu readme clean
 
 help:
 	@echo "make glue   fine-tune a small Transformer with sketched and exact layers on the demo task; table and figure"
@@ -42,9 +42,8 @@ help:
 	@echo "make check  lint, types and the whole test suite, slow tests included"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the layer against nn.Linear"
-	@echo "make gpu    what only a GPU can say, within 8 minutes: tests, sanitizer, kernels, layer, memory, fine-tuning"
-	@echo "make resources  registers, spills and instructions of the kernels for four GPUs, without one"
-	@echo "make readme fill the tables of both READMEs from the committed results"
+	@echo "make gpu    what only a GPU can say, within 8 minutes: layer, kernels, memory, tests, fine-tuning"
+	@echo "make readme fill the tables of README.md and docs from the committed results"
 	@echo "make clean  remove the virtual environment and the caches"
 
 venv: $(STAMP)
@@ -85,12 +84,8 @@ bench: $(READY)
 gpu: $(READY)
 	$(PY) kernels/benchmarks/gpu.py $(GPU_FLAGS)
 
-resources: $(READY)
-	$(PY) kernels/benchmarks/resources.py
-
 readme: $(READY)
 	$(PY) -m experiments.readme
-	$(PY) kernels/benchmarks/readme_tables.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

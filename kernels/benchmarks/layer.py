@@ -9,48 +9,39 @@ saved tensors and compared with what `RMMConfig.saved_bytes` says.
 
 On CUDA the times are the device's own: the host is given a head start, as it has it in training. Transient memory is
 what a step has at a time beyond what it returns: in the forward pass the output, in the backward pass the gradients.
-The launches themselves, which that head start hides, are timed on an input so small that little else is left: eager,
-under torch.compile, and as a CUDA graph, of a layer by itself and of eight in a row. Of a graph that draws random
-numbers, the host launches two kernels more before each replay, however much is in it: a layer by itself bears both.
 """
 
 import argparse
 import itertools
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from measuring import device_of, hardware_name, milliseconds, quantiles
 from result_files import RESULTS, check_results_folder, commit_name, slug, write_csv
-from roofline import GOALS, limit
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, RMMLinear, __version__, available_sketches
 from rmm_linear.memory import measure_kept_bytes
 
 RATIOS = (0.5, 0.25, 0.1)
-# On a processor: small enough for one of a few cores.
+# (rows, in, out); on a processor small enough for one of a few cores.
+GPU_SHAPES = ((8192, 768, 3072), (16384, 1024, 4096), (8192, 4096, 14336))
 SHAPES = ((4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (8192, 384, 1536))
 # The default without centering, the default, and the paper's; and the storage.
 VARIANTS = (("hadamard", False, None), ("hadamard", True, None), ("gaussian", False, None))
 GPU_VARIANTS = tuple(("hadamard", center, storage) for storage in (None, "int8") for center in (False, True))
-LAUNCH_SHAPE = (128, 64, 64)
-# Ways to launch, and how many layers in a row; the one that takes longest to set up comes last.
-LAUNCH_DEPTHS = {"eager": (1, 8), "graph": (1, 8), "compiled": (1,)}
 _ROTATING = 3
-_LAUNCHED_STEPS = 20
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the results file; times in milliseconds, ratios to nn.Linear within a repetition.
 
-    `goal` is empty where none is set; the transient bytes are, on a processor.
+    The transient bytes are empty on a processor.
     """
 
     hardware: str
@@ -66,8 +57,6 @@ class Row:
     time_ratio: float
     time_ratio_q20: float
     time_ratio_q80: float
-    goal: float | str
-    limit: float
     linear_ms: float
     sketched_ms: float
     kept_bytes: int
@@ -76,35 +65,6 @@ class Row:
     linear_transient_bytes: int | str
     transient_bytes: int | str
     repeats: int
-    kernels: str
-    torch: str
-    rmm_linear: str
-    commit: str
-
-
-@dataclass(frozen=True)
-class LaunchRow:
-    """Time of a step that has next to nothing to compute: microseconds of the wall, each layer's share of them.
-
-    Ratios are taken within a repetition.
-    """
-
-    hardware: str
-    dtype: str
-    rows: int
-    in_features: int
-    out_features: int
-    sketch: str
-    center: bool
-    ratio: float
-    mode: str
-    layers: int
-    time_ratio: float | str
-    time_ratio_q20: float | str
-    time_ratio_q80: float | str
-    linear_us: float | str
-    sketched_us: float | str
-    error: str
     kernels: str
     torch: str
     rmm_linear: str
@@ -188,7 +148,6 @@ def benchmark(
         x = inputs[0][0]
         # x itself is excluded: an exact layer would keep it, and here it lives as an input anyway.
         kept = measure_kept_bytes(layer, x, exclude=[layer, x])
-        has_goal = config.sketch == "hadamard" and config.storage is None
         yield Row(
             hardware=hardware_name(device),
             threads=torch.get_num_threads(),
@@ -203,8 +162,6 @@ def benchmark(
             time_ratio=round(middle, 4),
             time_ratio_q20=round(low, 4),
             time_ratio_q80=round(high, 4),
-            goal=GOALS.get(shape, {}).get(config.ratio, "") if has_goal and device.type == "cuda" else "",
-            limit=round(limit(config.ratio), 4),
             linear_ms=round(float(table[:, 0].median()), 3),
             sketched_ms=round(float(table[:, index].median()), 3),
             kept_bytes=kept,
@@ -213,116 +170,11 @@ def benchmark(
             linear_transient_bytes=linear_transient,
             transient_bytes=_transient_bytes(layer, *inputs[0]),
             repeats=repeats,
-            kernels=_kernels_asked_for(),
+            kernels=os.environ.get("RMM_LINEAR_KERNELS", "auto"),
             torch=torch.__version__,
             rmm_linear=__version__,
             commit=commit_name(),
         )
-
-
-def _kernels_asked_for() -> str:
-    return os.environ.get("RMM_LINEAR_KERNELS", "auto")
-
-
-def _in_a_row(layers: list[nn.Module]) -> nn.Module:
-    return layers[0] if len(layers) == 1 else nn.Sequential(*layers)
-
-
-def _launching(mode: str, layer: nn.Module, x: Tensor, g: Tensor) -> Callable[[], object]:
-    """One step as the mode runs it, warmed up."""
-    run = torch.compile(layer) if mode == "compiled" else layer
-
-    def step() -> None:
-        _forget_gradients(layer, x)
-        run(x).backward(g)
-
-    if mode != "graph":
-        for _ in range(3):
-            step()
-        return step
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    _forget_gradients(layer, x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer(x).backward(g)
-    return graph.replay
-
-
-def _microseconds(step: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one of several steps that follow each other."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(_LAUNCHED_STEPS):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / _LAUNCHED_STEPS * 1e6
-
-
-def launches(
-    modes: list[str], configs: list[RMMConfig], *, device: torch.device, dtype: torch.dtype, repeats: int
-) -> Iterator[LaunchRow]:
-    """Time steps on an input so small that launches are most of it.
-
-    Args:
-        modes: Some of `LAUNCH_DEPTHS`.
-        configs: Configurations of the sketched layers.
-        device: Where to run.
-        dtype: Dtype of parameters and inputs.
-        repeats: Timed repetitions.
-
-    Yields:
-        One row a mode, number of layers and configuration; with the error in it where a mode does not work here.
-    """
-    rows, features, out = LAUNCH_SHAPE
-    options: dict[str, Any] = {"device": device, "dtype": dtype}
-    for mode in modes:
-        for layers, config in itertools.product(LAUNCH_DEPTHS[mode], configs):
-            exact = _in_a_row([nn.Linear(features, out, **options) for _ in range(layers)])
-            layer = _in_a_row([RMMLinear(features, out, config=config, **options) for _ in range(layers)])
-            (x, g), error = _inputs(LAUNCH_SHAPE, 1, device, dtype)[0], ""
-            values: list[float | str] = [""] * 5
-            try:
-                steps = [_launching(mode, module, x, g) for module in (exact, layer)]
-                table = torch.tensor(
-                    [[_microseconds(step, device) for step in steps] for _ in range(repeats)], dtype=torch.float64
-                )
-            except Exception as failure:
-                # Named and gone past: one mode that does not work must not cost the others' figures.
-                error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-            else:
-                low, middle, high = quantiles(table[:, 1] / table[:, 0])
-                values = [round(number, 4) for number in (middle, low, high)]
-                values += [round(float(table[:, column].median()) / layers, 1) for column in (0, 1)]
-            time_ratio, q20, q80, linear_us, sketched_us = values
-            yield LaunchRow(
-                hardware=hardware_name(device),
-                dtype=str(dtype).removeprefix("torch."),
-                rows=rows,
-                in_features=features,
-                out_features=out,
-                sketch=config.sketch,
-                center=config.center,
-                ratio=config.ratio,
-                mode=mode,
-                layers=layers,
-                time_ratio=time_ratio,
-                time_ratio_q20=q20,
-                time_ratio_q80=q80,
-                linear_us=linear_us,
-                sketched_us=sketched_us,
-                error=error,
-                kernels=_kernels_asked_for(),
-                torch=torch.__version__,
-                rmm_linear=__version__,
-                commit=commit_name(),
-            )
 
 
 def _print_row(row: Row) -> None:
@@ -331,20 +183,16 @@ def _print_row(row: Row) -> None:
     size = f"{row.rows} x {row.in_features} -> {row.out_features}"
     transient = f"{row.transient_bytes / 2**20:.1f} MiB" if isinstance(row.transient_bytes, int) else ""
     print(
-        f"{size:24}{name:26}{row.ratio:>6g}{spread:>28}{row.goal:>7}{row.limit:>7.3f}"
-        f"{row.kept_bytes / row.input_bytes:>14.3f}{transient:>12}",
+        f"{size:24}{name:26}{row.ratio:>6g}{spread:>28}{row.kept_bytes / row.input_bytes:>14.3f}{transient:>12}",
         flush=True,
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark and write one CSV file, or two.
+    """Run the benchmark and write one CSV file.
 
     Args:
         arguments: Command line, `sys.argv[1:]` by default.
-
-    Returns:
-        The exit status: 1 where a way to launch did not work.
     """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -353,11 +201,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--all-sketches", action="store_true", help="every registered sketch, not just the usual ones")
-    parser.add_argument(
-        "--launches",
-        metavar="MODES",
-        help=f"ways to launch a tiny step that are timed: some of {','.join(LAUNCH_DEPTHS)}; on CUDA all by default",
-    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if options.repeats < 1:
@@ -366,9 +209,6 @@ def main(arguments: list[str] | None = None) -> int:
     on_gpu = device.type == "cuda"
     dtype_name = options.dtype or ("bfloat16" if on_gpu else "float32")
     dtype = getattr(torch, dtype_name)
-    modes = [mode for mode in (options.launches or (",".join(LAUNCH_DEPTHS) if on_gpu else "")).split(",") if mode]
-    if not set(modes) <= set(LAUNCH_DEPTHS) or ("graph" in modes and not on_gpu):
-        parser.error(f"--launches {options.launches}: some of {', '.join(LAUNCH_DEPTHS)}; graph on CUDA alone")
     check_results_folder(parser, options.results)
     triples = list(GPU_VARIANTS if on_gpu else VARIANTS)
     if options.all_sketches:
@@ -383,33 +223,18 @@ def main(arguments: list[str] | None = None) -> int:
     hardware = hardware_name(device)
     print(f"{hardware}, {torch.get_num_threads()} threads, {dtype_name}, torch {torch.__version__}")
     print(
-        f"{'rows x in -> out':24}{'sketch':26}{'ratio':>6}{'time / nn.Linear (20/80)':>28}{'goal':>7}{'limit':>7}"
+        f"{'rows x in -> out':24}{'sketch':26}{'ratio':>6}{'time / nn.Linear (20/80)':>28}"
         f"{'kept / input':>14}{'transient':>12}"
     )
     path = options.results / f"layer-{slug(hardware)}-{dtype_name}.csv"
-    for shape in GOALS if on_gpu else SHAPES:
+    for shape in GPU_SHAPES if on_gpu else SHAPES:
         for row in benchmark(shape, variants, device=device, dtype=dtype, repeats=options.repeats):
             found.append(row)
             _print_row(row)
         # After each: a run that is ended early has measured something.
         write_csv(path, [asdict(row) for row in found])
     print(f"written to {path}")
-    if not modes:
-        return 0
-    configs = [RMMConfig(ratio=0.25, center=center, min_rows=1) for center in (False, True)]
-    heads = f"{'mode':10}{'in a row':>10}{'nn.Linear us':>14}{'sketched us':>14}{'ratio':>8}"
-    print(f"{'a step of ' + ' x '.join(map(str, LAUNCH_SHAPE)):24}{heads}")
-    path = options.results / f"launches-{slug(hardware)}-{dtype_name}.csv"
-    launched: list[LaunchRow] = []
-    for line in launches(modes, configs, device=device, dtype=dtype, repeats=options.repeats):
-        launched.append(line)
-        name = line.sketch + (" + center" if line.center else "")
-        times = f"{line.linear_us:>14}{line.sketched_us:>14}{line.time_ratio:>8}"
-        print(f"{name:24}{line.mode:10}{line.layers:>10}{times}  {line.error}", flush=True)
-        # After each: setting up the next may outlast the time that is given.
-        write_csv(path, [asdict(line) for line in launched])
-    print(f"written to {path}")
-    return 1 if any(line.error for line in launched) else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -43,34 +43,15 @@ def device_of(parser: argparse.ArgumentParser, name: str) -> torch.device:
     return device
 
 
-def share_of(text: str) -> tuple[int, int]:
-    """Read the value of `--share`.
-
-    Args:
-        text: Such as "2/8".
-
-    Returns:
-        A number from 1 on, and of how many.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none.
-    """
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text}: K/N is needed, of which K is at least 1 and at most N")
-    return int(number), int(count)
-
-
-def milliseconds(call: Callable[[], object], device: torch.device, *, with_launches: bool = False) -> float:
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """Time one call.
 
     On CUDA the device is held up while the host enqueues the call, so that the time is the device's own and not that of
-    launches which come late, unless these are what is asked for.
+    launches which come late.
 
     Args:
         call: What to time.
         device: Where it runs.
-        with_launches: Do not give the host a head start, so that a call of many small kernels shows its launches.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -78,8 +59,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, *, with_launc
         return (time.perf_counter() - began) * 1e3
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
-    if not with_launches:
-        torch.cuda._sleep(_HEAD_START)
+    torch.cuda._sleep(_HEAD_START)
     start.record()
     call()
     end.record()

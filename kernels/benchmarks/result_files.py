@@ -77,9 +77,3 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     os.replace(partial, path)
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """Read a table that `write_csv` wrote."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))

@@ -147,8 +147,7 @@ def reads_codes(rank: int, out: int, in_features: int, kind: str) -> bool:
     The kernel that does so spares the copy that `dequantize` writes and the product reads, and a launch; each of its
     tiles decodes for itself. By the instructions that a decoding takes and the bytes that a copy moves, it should be
     the faster one up to some four tiles of 64 rows of the result, if there are programs enough to fill a GPU, or
-    little to do for each. This is an estimate without a measurement: `kernels/benchmarks/each_kernel.py` compares the
-    two.
+    little to do for each. This is an estimate without a measurement.
 
     Args:
         rank: Rows of both sketches.

@@ -1,4 +1,4 @@
-"""Launches by the short way against Triton's own choice, on the GPU that is none of `benchmarks/pretended_gpu.py`."""
+"""Launches by the short way against Triton's own choice, on the GPU that is none of `pretended_gpu.py`."""
 
 import itertools
 import os
@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 import triton.language as tl
+from pretended_gpu import pretended_gpu
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -58,8 +59,8 @@ CONSTANTS = [
 
 
 @pytest.fixture
-def gpu(benchmark_script, tmp_path_factory):
-    with knobs.cache.scope(), benchmark_script("pretended_gpu").pretended_gpu() as gpu:
+def gpu(tmp_path_factory):
+    with knobs.cache.scope(), pretended_gpu() as gpu:
         knobs.cache.dir = str(tmp_path_factory.getbasetemp() / "compiled")
         yield gpu
 
@@ -374,13 +375,13 @@ def test_wrong_arguments_are_named(gpu):
         launch(_mixed_kernel, grid, (arguments[0], 3), constants)
 
 
-def test_the_pretended_gpu_leaves_nothing_behind(benchmark_script, tmp_path):
+def test_the_pretended_gpu_leaves_nothing_behind(tmp_path):
     before = triton.runtime.driver._active
     case = sums(torch.zeros(64))
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path)
         for target in ("sm_90", "gfx942"):
-            with benchmark_script("pretended_gpu").pretended_gpu(target) as gpu:
+            with pretended_gpu(target) as gpu:
                 launch(*case)
                 launch(*case)
                 assert [launched.kernel for launched in gpu.launches] == ["_sums_kernel"] * 2
@@ -390,10 +391,10 @@ def test_the_pretended_gpu_leaves_nothing_behind(benchmark_script, tmp_path):
     assert not launching._prepared
 
 
-def test_on_amd_the_size_of_the_storage_decides(benchmark_script, runs, tmp_path):
+def test_on_amd_the_size_of_the_storage_decides(runs, tmp_path):
     # not touched, and so not paid for
     large = torch.empty(2**31, dtype=torch.uint8).view(torch.float32)[:64]
-    with knobs.cache.scope(), benchmark_script("pretended_gpu").pretended_gpu("gfx942") as gpu:
+    with knobs.cache.scope(), pretended_gpu("gfx942") as gpu:
         knobs.cache.dir = str(tmp_path)
         assert len(check(gpu, runs, [sums(large), sums(torch.zeros(64))])) == 2
         call, (x, *others) = prepared(sums(large))

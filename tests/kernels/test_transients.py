@@ -1,6 +1,6 @@
 """What a step allocates in the ways of a GPU: no copy of x or g besides outputs and gradients.
 
-The launchers run as they do on a GPU (`benchmarks/pretended_gpu.py`) and launch nothing, so that nothing is compiled;
+The launchers run as they do on a GPU (`pretended_gpu.py`) and launch nothing, so that nothing is compiled;
 allocations are followed.
 """
 
@@ -21,6 +21,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
+
+from pretended_gpu import as_on_a_gpu
 
 from rmm_linear_kernels import launching
 from rmm_linear_kernels.random_projection import kernel as random_projection
@@ -68,12 +70,7 @@ class Allocations(TorchDispatchMode):
         return peak, largest
 
 
-@pytest.fixture
-def host_time(benchmark_script):
-    return benchmark_script("host_time")
-
-
-def allocated(host_time, config: RMMConfig, monkeypatch, *, transposed: bool = False) -> tuple[int, int]:
+def allocated(config: RMMConfig, monkeypatch, *, transposed: bool = False) -> tuple[int, int]:
     """What a step allocates but for output and gradients: at a time, and at most for one tensor."""
     layer = RMMLinear(FEATURES, OUT, config=config).bfloat16()
     if transposed:
@@ -85,9 +82,9 @@ def allocated(host_time, config: RMMConfig, monkeypatch, *, transposed: bool = F
     monkeypatch.setattr("rmm_linear.ops.registration._is_watched", lambda: False)
     launched = []
     monkeypatch.setattr(launching, "_launch_by_triton", lambda plan, *how: launched.append(plan.kernel.__name__))
-    with host_time.as_on_a_gpu(small=False):
+    with as_on_a_gpu():
         # the second of two steps: in the first one, what serves all steps is made
-        host_time.step_of(layer, x, g)()
+        layer(x).backward(g)
         x.grad = None
         layer.zero_grad()
         with Allocations([x, g, *layer.parameters()]) as seen:
@@ -101,12 +98,12 @@ def allocated(host_time, config: RMMConfig, monkeypatch, *, transposed: bool = F
 @pytest.mark.parametrize(("center", "transposed"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("storage", [None, "int8", "int4"])
 def test_nothing_is_larger_than_the_sketch_of_g_and_all_than_two_sketches_each(
-    host_time, storage, center, transposed, ratio, monkeypatch
+    storage, center, transposed, ratio, monkeypatch
 ):
     """What is kept, and what comes and goes, in the bytes of 2 rank (in + out) elements; whatever the strides."""
     config = RMMConfig(ratio=ratio, storage=storage, center=center, min_rows=1)
     rank = int(64 * ratio) * ROWS // 64
-    at_a_time, largest = allocated(host_time, config, monkeypatch, transposed=transposed)
+    at_a_time, largest = allocated(config, monkeypatch, transposed=transposed)
     # there are more outputs than inputs; and even the largest sketch is smaller than x
     assert largest == rank * OUT * ELEMENT < ROWS * FEATURES * ELEMENT
     assert largest <= at_a_time <= 2 * rank * (FEATURES + OUT) * ELEMENT
@@ -115,7 +112,7 @@ def test_nothing_is_larger_than_the_sketch_of_g_and_all_than_two_sketches_each(
 @pytest.mark.parametrize("storage", [None, "int8", "int3"])
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("layout", ["without the first token", "length first", "channels first"])
-def test_no_copy_of_rows_in_runs_but_the_product_s(host_time, layout, center, storage, monkeypatch):
+def test_no_copy_of_rows_in_runs_but_the_product_s(layout, center, storage, monkeypatch):
     """Of an input whose rows no single stride leads through, nn.Linear makes a copy for its product; a sketch none."""
     runs, run = 8, ROWS // 8
     sizes, part, order = {
@@ -127,7 +124,7 @@ def test_no_copy_of_rows_in_runs_but_the_product_s(host_time, layout, center, st
     monkeypatch.setattr(launching, "_launch_by_triton", lambda plan, *how: None)
     config = RMMConfig(ratio=0.5, center=center, storage=storage, min_rows=1)
     found = []
-    with host_time.as_on_a_gpu(small=False):
+    with as_on_a_gpu():
         for layer in (nn.Linear(FEATURES, OUT).bfloat16(), RMMLinear(FEATURES, OUT, config=config).bfloat16()):
             memory = torch.randn(*sizes).bfloat16()
             x = memory[part[0] :, part[1] :, part[2] :].permute(order).requires_grad_()
@@ -147,7 +144,7 @@ def test_no_copy_of_rows_in_runs_but_the_product_s(host_time, layout, center, st
 
 
 @pytest.mark.parametrize("reason", ["none for this dtype", "broken"])
-def test_plain_torch_makes_one_copy_for_the_sketch(reason, host_time, monkeypatch):
+def test_plain_torch_makes_one_copy_for_the_sketch(reason, monkeypatch):
     """Where the twins run on a GPU: one for all of them."""
     monkeypatch.setattr("rmm_linear.ops.registration._is_watched", lambda: False)
     layer = RMMLinear(FEATURES, OUT, config=RMMConfig(ratio=0.5, center=True, min_rows=1))
@@ -159,7 +156,7 @@ def test_plain_torch_makes_one_copy_for_the_sketch(reason, host_time, monkeypatc
 
         return kernel
 
-    with host_time.as_on_a_gpu(small=False), monkeypatch.context() as patch:
+    with as_on_a_gpu(), monkeypatch.context() as patch:
         state = dispatch._State("auto")
         patch.setattr(dispatch, "_state", state)
         if reason == "broken":
@@ -175,12 +172,12 @@ def test_plain_torch_makes_one_copy_for_the_sketch(reason, host_time, monkeypatc
 
 
 @pytest.mark.parametrize("sketch", ["gaussian", "rademacher", "rows_without_replacement", "crs", "wta_crs"])
-def test_no_tensor_of_other_sketches_is_larger(host_time, sketch, monkeypatch):
+def test_no_tensor_of_other_sketches_is_larger(sketch, monkeypatch):
     """But for the parts of a dense projection, of which there are as many as a GPU is busy with, whatever the layer."""
     rank = ROWS // 10
     allowed = 2 * rank * (FEATURES + OUT) * ELEMENT
     if sketch in ("gaussian", "rademacher"):
         tile = random_projection._constants(sketch == "gaussian", torch.bfloat16, False, None)
         allowed = max(allowed, random_projection._PROGRAMS * tile["BLOCK_RANK"] * tile["BLOCK_FEATURES"] * 4)
-    _, largest = allocated(host_time, RMMConfig(ratio=0.1, sketch=sketch, min_rows=1), monkeypatch)
+    _, largest = allocated(RMMConfig(ratio=0.1, sketch=sketch, min_rows=1), monkeypatch)
     assert rank * OUT * ELEMENT <= largest <= allowed

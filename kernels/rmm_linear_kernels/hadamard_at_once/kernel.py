@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..allocation import empty
-from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted, where_first
 from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import (
@@ -254,7 +253,7 @@ def _matrix(order: int, kept: int, dtype: torch.dtype) -> dict[str, Any]:
 # may be, at several ratios: batches of sentences have another one each.
 @lru_cache(maxsize=_MOST_REMEMBERED)
 def _sketch_constants(rows: int, blocks: int, kept: int, dtype: torch.dtype) -> Constants:
-    """Constants of the sketch's kernel; the launcher and `builds` share them."""
+    """Constants of the sketch's kernel."""
     values = _matrix(hadamard.hadamard_order(ceil_div(rows, blocks)), kept, dtype)
     values |= {"TILE": _FEATURES, "STEPS": blocks if IS_INTERPRETED else None, "INTERPRETED": IS_INTERPRETED}
     return _equal(_WARPS, _STAGES, **values)
@@ -262,7 +261,7 @@ def _sketch_constants(rows: int, blocks: int, kept: int, dtype: torch.dtype) -> 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
 def _gradient_constants(rows: int, blocks: int, kept: int, dtype: torch.dtype, mean: bool, bias: bool) -> Constants:
-    """Constants of the gradient's kernel; the launcher and `builds` share them."""
+    """Constants of the gradient's kernel."""
     is_wide = dtype == torch.float32
     values = _matrix(hadamard.hadamard_order(ceil_div(rows, blocks)), kept, dtype)
     values |= {"TILE": reference.tile_of(dtype), "HAS_MEAN": mean, "HAS_BIAS": bias}
@@ -422,67 +421,3 @@ def _gradient_launch(
     bias = None if bias_dtype is None else ((out_features,), bias_dtype)
     results = ((out_features, in_features), out_dtype), bias
     return Prepared(_grad_weight_at_once_kernel, grid, numbers, constants, results)
-
-
-def builds() -> list[Build]:
-    """Return what a training run compiles for a small input: sizes that are multiples of 16, rows next to each other.
-
-    Returns:
-        Both kernels in every dtype, for blocks of 64 rows and the ratios 0.5 and 0.1, for one whose matrix is Paley's,
-        and for the largest ratio; the sketch of rows in runs; the gradient without a mean, and into float32.
-    """
-    found = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for rows, blocks, kept in ((256, 4, 32), (256, 4, 6), (120, 2, 30), (256, 4, 58)):
-            found.append(_sketch_build(dtype, rows, blocks, kept))
-            found.append(_gradient_build(dtype, dtype, rows, blocks, kept, has_mean=True))
-    found.extend(_sketch_build(dtype, 256, 4, 32, in_runs=True) for dtype in (torch.bfloat16, torch.float32))
-    found.append(_gradient_build(torch.bfloat16, torch.bfloat16, 256, 4, 32, has_mean=False))
-    found.append(_gradient_build(torch.bfloat16, torch.float32, 256, 4, 32, has_mean=True))
-    return found
-
-
-def _sketch_build(dtype: torch.dtype, rows: int, blocks: int, kept: int, *, in_runs: bool = False) -> Build:
-    shared = _sketch_constants(rows, blocks, kept, dtype)
-    types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[dtype]}", "REST": "*fp32"}
-    pointers, sizes = tuple(types), ("features", "row_stride", *(["gap"] * in_runs))
-    any_rows = ("rows", "blocks", "shortest", "longer", "kept", *(["run"] * in_runs))
-    return Build(
-        f"sketch_and_mean_at_once {TYPE_NAMES[dtype]} order={shared['ORDER']} kept={kept}{' in runs' * in_runs}",
-        _sketch_and_mean_at_once_kernel,
-        types | dict.fromkeys((*any_rows, *sizes), "i32") | {"scale": "fp32"},
-        {**shared.values, "column_stride": 1, **({} if in_runs else {"run": None, "gap": None})},
-        (*pointers, *sizes),
-        num_warps=shared.num_warps,
-        num_stages=shared.num_stages or 1,
-        uses_tensor_cores=True,
-    )
-
-
-def _gradient_build(
-    dtype: torch.dtype, result: torch.dtype, rows: int, blocks: int, kept: int, *, has_mean: bool
-) -> Build:
-    shared = _gradient_constants(rows, blocks, kept, dtype, has_mean, True)
-    constants: dict[str, Any] = {**shared.values, "g_column": 1, "x_column": 1}
-    of_g, of_result = f"*{TYPE_NAMES[dtype]}", f"*{TYPE_NAMES[result]}"
-    types = {"G": of_g, "SEED": "*i64", "X": of_g, "OUT": of_result, "BIAS": of_g}
-    sizes = ["out_features", "in_features", "g_row", "x_row"]
-    if has_mean:
-        types["MEAN"] = "*fp32"
-        constants["mean_stride"] = 1
-    else:
-        constants["MEAN"] = None
-        sizes.append("mean_stride")
-    pointers = tuple(types)
-    types |= dict.fromkeys(("rows", "blocks", "kept", *sizes), "i32") | {"scale": "fp32", "factor": "fp32"}
-    names = [TYPE_NAMES[dtype], f"to {TYPE_NAMES[result]}", f"order={shared['ORDER']} kept={kept}"]
-    return Build(
-        " ".join(["grad_weight_at_once", *names, *(["centred"] if has_mean else [])]),
-        _grad_weight_at_once_kernel,
-        types,
-        constants,
-        (*pointers, *sizes),
-        num_warps=shared.num_warps,
-        num_stages=shared.num_stages or 1,
-        uses_tensor_cores=True,
-    )

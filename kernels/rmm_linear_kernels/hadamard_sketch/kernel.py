@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backends import compiled_backend
-from ..builds import TYPE_NAMES, Build
 from ..device_functions import awaited, row_begins
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, Prepared, ceil_div, prepared_by
@@ -241,7 +240,7 @@ def _hadamard_sketch_kernel(
 def _constants(
     order: int, kept: int, tile: int, tiles: int, dtype: torch.dtype, mean: bool, sums: bool, rest: bool
 ) -> Constants:
-    """Constants of the kernel for a geometry and a tile; the launcher and `builds` share them."""
+    """Constants of the kernel for a geometry and a tile."""
     kept_2 = max(_LEAST_KEPT, triton.next_power_of_2(kept))
     values: dict[str, Any] = {
         **matrix_constants(order),
@@ -404,67 +403,3 @@ def hadamard_sketch_and_sums(
         return reference.hadamard_sketch_and_sums(x, seed, mean, **how)
     out, sums = prepared(x, seed, mean)
     return out, sums
-
-
-def _build(name: str, x: torch.dtype, out: torch.dtype, constants: Constants, aligned: bool, in_runs: bool) -> Build:
-    optional = {
-        "MEAN": "*fp32" if constants["HAS_MEAN"] else None,
-        "SUMS": "*fp32" if constants["HAS_SUMS"] else None,
-    }
-    types = {"X": f"*{TYPE_NAMES[x]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[out]}"}
-    types |= {name: kind for name, kind in optional.items() if kind is not None}
-    pointers = tuple(types)
-    sizes, runs = ("features", "row_stride", *(["gap"] * in_runs)), ["run"] * in_runs
-    types |= dict.fromkeys((*_ANY_ROWS, *sizes, *runs), "i32") | {"scale": "fp32"}
-    if not in_runs:
-        optional |= {"run": None, "gap": None}
-    absent = {name: None for name, kind in optional.items() if kind is None}
-    return Build(
-        name=name,
-        kernel=_hadamard_sketch_kernel,
-        types=types,
-        constants={**constants.values, **absent, "column_stride": 1},
-        divisible=(*pointers, *sizes) if aligned else pointers,
-        num_warps=constants.num_warps,
-        uses_tensor_cores=True,
-    )
-
-
-def builds() -> list[Build]:
-    """Return the specialisations that training compiles.
-
-    Returns:
-        For ratios 0.5, 0.25 and 0.1 of full blocks: the sketch of x with what is left of its mean, and the one of g
-        with its sums; and the other dtypes, small and large blocks, large ratios, x without centring, x with a mean and
-        its sums, for codes, rows that begin anywhere, and rows in runs.
-    """
-    found = []
-    for kept in (32, 16, 6):
-        found.append(_named("x", torch.bfloat16, 64, kept, 768))
-        found.append(_named("g", torch.bfloat16, 64, kept, 3072))
-    for dtype in (torch.float16, torch.float32):
-        found.append(_named("x", dtype, 64, 32, 768))
-        found.append(_named("g", dtype, 64, 32, 3072))
-    found.extend(_named("x", torch.bfloat16, order, kept, 768) for order, kept in ((64, 58), (60, 30), (128, 2)))
-    found.append(_named("g", torch.float32, 128, 2, 3072))
-    # what takes the most registers: float32 at a large ratio, with programs of several tiles
-    found.extend(_named(of, torch.float32, order, kept, 4096) for of, order, kept in (("x", 64, 58), ("g", 60, 54)))
-    found.append(_named("uncentred x", torch.bfloat16, 64, 32, 768))
-    found.extend(_named("x for codes", torch.bfloat16, 64, kept, 768) for kept in (32, 6))
-    for of in ("x", "g", "uncentred x"):
-        found.append(_named(of, torch.bfloat16, 64, 32, 3001))
-    for of in ("x", "uncentred x", "x for codes"):
-        found.append(_named(of, torch.bfloat16, 64, 32, 768, in_runs=True))
-    found.append(_named("x", torch.float32, 64, 32, 768, in_runs=True))
-    return found
-
-
-def _named(of: str, dtype: torch.dtype, order: int, kept: int, features: int, *, in_runs: bool = False) -> Build:
-    """The sketch of 8192 rows: of x with a mean and what is left of it, with a mean and its sums, or without; of g."""
-    aligned = features % 16 == 0
-    tile, tiles = _tile_of(order, kept, 8192 // order, features, dtype, aligned)
-    has_mean, has_sums = of in ("x", "x for codes"), of != "uncentred x"
-    constants = _constants(order, kept, tile, tiles, dtype, has_mean, has_sums, of == "x")
-    name = f"hadamard_sketch {of} {TYPE_NAMES[dtype]} order={order} kept={kept}{'' if aligned else ' odd width'}"
-    name += " in runs" * in_runs
-    return _build(name, dtype, dtype, constants, aligned, in_runs)

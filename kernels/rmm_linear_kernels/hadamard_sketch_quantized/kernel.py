@@ -9,7 +9,6 @@ rows, and takes off what the codes stand for times S^T 1: its part of what is le
 # a tuple of tiles grows in a loop that the compiler unrolls
 # mypy: disable-error-code="assignment, misc"
 
-import itertools
 import math
 from functools import lru_cache
 from typing import Any
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from ..allocation import empty
 from ..backends import compiled_backend
-from ..builds import TYPE_NAMES, Build
 from ..device_functions import awaited, converted, spread
 from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import entries_of, half_places, sum_of_signs, sylvester_rows, sylvester_words
@@ -43,7 +41,7 @@ from ..philox.kernel import CHOICE_STREAM, ROUNDING_STREAM, SIGN_STREAM, half_of
 from ..quantize_and_mean.kernel import quantize_and_mean
 from ..quantize_and_mean.reference import rounded_dtype
 from ..strides import are_rows_aligned, rows_of
-from .shapes import LIMITS, ORDER, fits, holds
+from .shapes import ORDER, holds
 
 # Features of a program: more than rows are kept of a block, or the warps would share a product otherwise. Fewer of
 # float32, of whose three parts each value takes more registers.
@@ -256,7 +254,7 @@ def _hadamard_sketch_quantized_kernel(
 
 @lru_cache
 def _constants(kept: int, dtype: torch.dtype, kind: str, group: int, mean: bool, aligned: bool) -> Constants:
-    """Constants of the kernel; the launcher and `builds` share them."""
+    """Constants of the kernel."""
     degree, wide = ORDER.bit_length() - 1, dtype == torch.float32
     tile = _WIDE_TILE if wide and kept < _WIDE_TILE else _TILE
     values = {
@@ -354,55 +352,3 @@ def hadamard_sketch_quantized(
     # one part after the other: the same in every run, which atomic additions are not
     left = empty(x, (0,), torch.float32) if rest is None else rest.sum(0)
     return codes, steps, offsets, left
-
-
-def builds() -> list[Build]:
-    """Return what a training run compiles: ratios 0.5 and 0.25 of full blocks.
-
-    Returns:
-        All kinds in bfloat16, with a mean and without, and in float32 with one; int8 and int4 in float16 at one ratio,
-        rows that begin anywhere, and rows in runs. Not all for AMD's GPUs, see `shapes`.
-    """
-    found = []
-    for kind, kept in itertools.product(("int8", low_bit.FP8, "int4"), (32, 16)):
-        found += [_build(kind, kept, torch.bfloat16, centred) for centred in (False, True)]
-        found.append(_build(kind, kept, torch.float32, True))
-    found += [_build(kind, 32, torch.float16, True) for kind in ("int8", "int4")]
-    found += [_build(kind, 32, torch.bfloat16, True, aligned=False) for kind in ("int8", low_bit.FP8, "int4")]
-    found += [_build(*of, torch.float32, True, aligned=False) for of in (("int8", 32), ("int4", 16))]
-    found += [_build(kind, 32, torch.bfloat16, True, in_runs=True) for kind in ("int8", "int4")]
-    found.append(_build("int8", 32, torch.float32, True, in_runs=True))
-    return found
-
-
-def _build(
-    kind: str, kept: int, dtype: torch.dtype, centred: bool, *, aligned: bool = True, in_runs: bool = False
-) -> Build:
-    group = 1024 // low_bit.BITS[kind]
-    types = {"X": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
-    shared = _constants(kept, dtype, kind, group, centred, aligned)
-    constants: dict[str, Any] = {"column_stride": 1, **shared.values}
-    if not in_runs:
-        constants |= {"run": None, "gap": None}
-    if centred:
-        types |= {"MEAN": "*fp32", "REST": "*fp32"}
-        constants["mean_stride"] = 1
-    else:
-        constants |= {"MEAN": None, "REST": None}
-    pointers, sizes = tuple(types), ("features", "width", "row_stride", *(["gap"] * in_runs))
-    options: dict[str, Any] = {"kept": kept, "group": group, "dtype": dtype, "aligned": aligned}
-    types |= dict.fromkeys((*_ANY_ROWS, *sizes, *(["run"] * in_runs)), "i32") | {"scale": "fp32"}
-    if not centred:
-        types["mean_stride"] = "i32"
-    return Build(
-        f"hadamard_sketch_quantized {kind} {TYPE_NAMES[dtype]} kept={kept}{' centred' * centred}"
-        + " odd width" * (not aligned)
-        + " in runs" * in_runs,
-        _hadamard_sketch_quantized_kernel,
-        types,
-        constants,
-        (*pointers, *sizes) if aligned else pointers,
-        num_warps=shared.num_warps,
-        uses_tensor_cores=True,
-        backends=tuple(backend for backend in LIMITS if fits(backend, **options)),
-    )

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..allocation import empty
-from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted, spread
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
@@ -574,55 +573,3 @@ def dequantize(
         )
         launch(_dequantize_kernel, (programs, 1, 1), arguments, constants)
     return values
-
-
-def builds() -> list[Build]:
-    """Return what a training run compiles: rows of 16-byte multiples, next to each other.
-
-    Returns:
-        Every kind in bfloat16; int8 and int4 in the other dtypes and centred as well.
-    """
-    found = []
-    for kind in BITS:
-        group = 1024 // BITS[kind]
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            name = f"{kind} {TYPE_NAMES[dtype]}"
-            for has_mean in (False, True):
-                found.append(_quantize_build(f"quantize {name}{' centred' * has_mean}", kind, group, dtype, has_mean))
-            found.append(_dequantize_build(f"dequantize {name}", kind, group, dtype))
-    return found
-
-
-def _quantize_build(name: str, kind: str, group: int, dtype: torch.dtype, has_mean: bool) -> Build:
-    shared = quantize_constants(kind, group, has_mean, False)
-    types = {"Y": f"*{TYPE_NAMES[dtype]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
-    sizes = ("rows", "features", "width", "y_row")
-    constants = {"y_column": 1, **shared.values}
-    if has_mean:
-        types["MEAN"] = "*fp32"
-        constants["mean_stride"] = 1
-    else:
-        constants["MEAN"] = None
-        types["mean_stride"] = "i32"
-    return Build(
-        name,
-        _quantize_kernel,
-        types | dict.fromkeys(sizes, "i32"),
-        constants,
-        (*types, *sizes[1:]),
-        num_warps=shared.num_warps,
-    )
-
-
-def _dequantize_build(name: str, kind: str, group: int, dtype: torch.dtype) -> Build:
-    constants = _dequantize_constants(kind, group, False)
-    pointers = {"CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[dtype]}"}
-    sizes = ("rows", "features", "width", "codes_row")
-    return Build(
-        name,
-        _dequantize_kernel,
-        pointers | dict.fromkeys(sizes, "i32"),
-        {"codes_column": 1, **constants.values},
-        (*pointers, *sizes[1:]),
-        num_warps=constants.num_warps,
-    )

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..allocation import empty
-from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted, spread
 from ..hadamard_sketch import reference as hadamard
 from ..hadamard_sketch.entries import (
@@ -46,7 +45,7 @@ from ..low_bit.kernel import (
     sums_of_codes,
     values_of_halves,
 )
-from ..low_bit.reference import BITS, FP8, SCALE_DTYPE, packed_width
+from ..low_bit.reference import FP8, SCALE_DTYPE, packed_width
 from ..strides import are_rows_aligned
 from . import reference
 
@@ -252,7 +251,7 @@ def _quantize_and_mean_kernel(
 def _constants(
     kind: str, group: int, order: int, kept: int, share: int, decoded: torch.dtype, has_mean: bool, aligned: bool
 ) -> Constants:
-    """Constants of the kernel; the launcher and `builds` share them. Order 0 stands for S = I."""
+    """Constants of the kernel. Order 0 stands for S = I."""
     shared = quantize_constants(kind, group, has_mean, IS_INTERPRETED)
     matrix = matrix_constants(max(order, 1))
     values = {
@@ -355,42 +354,3 @@ def quantize_and_mean(
     launch(_quantize_and_mean_kernel, (groups * ceil_div(features, constants["BLOCK"]), 1, 1), arguments, constants)
     # one part after the other: the same in every run, which atomic additions are not
     return codes, steps, offsets, rest.sum(0)
-
-
-def builds() -> list[Build]:
-    """Return what a training run compiles: ratio 0.5 of full blocks, for each kind.
-
-    Returns:
-        In bfloat16, fp8 rounded to it; int8 also with sums of many blocks, for small and large blocks, and in float32;
-        and x itself about a mean, in every dtype, of rows that begin anywhere too.
-    """
-    half = torch.bfloat16
-    found = [_build(kind, half, half if kind == FP8 else torch.float32) for kind in BITS]
-    found += [_build("int8", half, torch.float32, order=of, share=share) for of, share in ((64, 32), (60, 2), (512, 1))]
-    found.append(_build("int8", torch.float32, torch.float32))
-    found += [_build("int8", dtype, dtype, order=0) for dtype in _TYPES]
-    found += [_build(kind, half, half, order=0) for kind in BITS if kind != "int8"]
-    return [*found, *(_build(kind, half, half, order=0, aligned=False) for kind in BITS)]
-
-
-def _build(
-    kind: str, y: torch.dtype, decoded: torch.dtype, *, order: int = 64, share: int = 1, aligned: bool = True
-) -> Build:
-    has_mean = order == 0
-    shared = _constants(kind, 1024 // BITS[kind], order, 32, share, decoded, has_mean, aligned)
-    types = {"Y": f"*{TYPE_NAMES[y]}", "SEED": "*i64", "CODES": "*u8", "STEPS": "*i16", "OFFSETS": "*i16"}
-    types |= {"REST": "*fp32"} | ({"MEAN": "*fp32"} if has_mean else {"SUMS": "*fp32"})
-    pointers, sizes = tuple(types), ("features", "width", "y_row")
-    absent: dict[str, Any] = {"SUMS": None, "mean_stride": 1} if has_mean else {"MEAN": None}
-    types |= dict.fromkeys((*_ANY_ROWS, *sizes), "i32") | {"scale": "fp32"}
-    if not has_mean:
-        types["mean_stride"] = "i32"
-    of = f"order={order} share={share}" if order else "of x itself"
-    return Build(
-        f"quantize_and_mean {kind} {TYPE_NAMES[y]} {of}{'' if aligned else ' odd width'}",
-        _quantize_and_mean_kernel,
-        types,
-        {"y_column": 1, **absent, **shared.values},
-        (*pointers, *sizes) if aligned else pointers,
-        num_warps=shared.num_warps,
-    )

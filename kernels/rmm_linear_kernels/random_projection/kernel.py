@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..allocation import empty
 from ..backends import compiled_backend
-from ..builds import TYPE_NAMES, Build
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..philox.kernel import PROJECTION_STREAM, normals_of_cell, words_of_cell
@@ -170,7 +169,7 @@ def _random_projection_kernel(
 
 @lru_cache
 def _constants(gaussian: bool, dtype: torch.dtype, mean: bool, steps: int | None) -> Constants:
-    """What the launcher and `builds` share; `steps` is for the interpreter alone."""
+    """Constants of the kernel; `steps` is for the interpreter alone."""
     wide = dtype == torch.float32
     # Whatever is larger spills registers on one GPU or another, and whatever is smaller makes S more often.
     rank, features, rows, warps = (64, 128, 32, 8) if wide else (64, 256, 16, 4) if gaussian else (128, 128, 64, 4)
@@ -241,41 +240,3 @@ def random_projection(
     launch(_random_projection_kernel, (*grid, splits), arguments, constants)
     # one sum after the other: the same in every run, which atomic additions are not
     return out if splits == 1 else parts.sum(0).to(dtype)
-
-
-def _build(*, gaussian: bool, x: torch.dtype, out: torch.dtype, mean: bool) -> Build:
-    constants = _constants(gaussian, x, mean, None)
-    types = {"X": f"*{TYPE_NAMES[x]}", "SEED": "*i64", "OUT": f"*{TYPE_NAMES[out]}"}
-    types |= {"MEAN": "*fp32"} if mean else {}
-    pointers = tuple(types)
-    types |= dict.fromkeys((*_ANY_ROWS, "features", "row_stride"), "i32") | {"scale": "fp32"}
-    kind = "gaussian" if gaussian else "signs"
-    centred = " centred" if mean else ""
-    absent = {} if mean else {"MEAN": None}
-    return Build(
-        name=f"random_projection {kind} {TYPE_NAMES[x]} to {TYPE_NAMES[out]}{centred}",
-        kernel=_random_projection_kernel,
-        types=types,
-        constants={**constants.values, **absent, "column_stride": 1, "mean_stride": 1},
-        divisible=(*pointers, "features", "row_stride"),
-        num_warps=constants.num_warps,
-        num_stages=_STAGES,
-        uses_tensor_cores=True,
-    )
-
-
-def builds() -> list[Build]:
-    """Return the specialisations that training compiles.
-
-    Returns:
-        Both kinds of entries: the sketch of x in its own dtype and that of g in float32 (in which the parts of a small
-        sketch of x are written as well), with and without a mean.
-    """
-    return [
-        _build(gaussian=gaussian, x=x, out=out, mean=mean)
-        for gaussian in (False, True)
-        for x in (torch.bfloat16, torch.float16, torch.float32)
-        for out in dict.fromkeys((x, torch.float32))
-        for mean in (False, True)
-        if x == torch.bfloat16 or mean
-    ]

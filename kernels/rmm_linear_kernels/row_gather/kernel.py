@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..allocation import empty
-from ..builds import TYPE_NAMES, Build
 from ..launching import Constants, ceil_div, launch
 from . import reference
 
@@ -106,7 +105,7 @@ def _tile(elements: int, features: int, *, lies_in_rows: bool) -> tuple[int, int
 
 @lru_cache
 def _gather_constants(features: int, lies_in_rows: bool, mean: bool, scales: bool) -> Constants:
-    """What the launcher and `builds` share."""
+    """Constants of the kernel."""
     rows, columns = _tile(_TILE, features, lies_in_rows=lies_in_rows)
     values = {"HAS_MEAN": mean, "HAS_SCALES": scales, "BLOCK_ROWS": rows, "BLOCK_FEATURES": columns}
     return Constants(values, num_warps=_WARPS, num_stages=_STAGES)
@@ -114,7 +113,7 @@ def _gather_constants(features: int, lies_in_rows: bool, mean: bool, scales: boo
 
 @lru_cache
 def _norms_constants(features: int, lies_in_rows: bool, mean: bool) -> Constants:
-    """What the launcher and `builds` share."""
+    """Constants of the kernel."""
     rows, columns = _tile(_WIDE_TILE, features, lies_in_rows=lies_in_rows)
     values = {"FEATURES": features, "HAS_MEAN": mean, "BLOCK_ROWS": rows, "BLOCK_FEATURES": columns}
     return Constants(values, num_warps=_WARPS, num_stages=_STAGES)
@@ -185,74 +184,3 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
     grid = (ceil_div(rows, constants["BLOCK_ROWS"]), 1, 1)
     launch(_row_norms_kernel, grid, (x, mean, out, rows, row_stride, column_stride, _stride(mean)), constants)
     return out
-
-
-def _gather_build(
-    x: torch.dtype, out: torch.dtype, index: torch.dtype, *, features: int, mean: bool, scales: bool
-) -> Build:
-    constants = _gather_constants(features, True, mean, scales)
-    types = {"X": f"*{TYPE_NAMES[x]}", "INDEX": f"*{TYPE_NAMES[index]}", "OUT": f"*{TYPE_NAMES[out]}"}
-    types |= ({"MEAN": "*fp32"} if mean else {}) | ({"SCALES": "*fp32"} if scales else {})
-    pointers = tuple(types)
-    types |= dict.fromkeys((*_ANY_ROWS, "features", "row_stride"), "i32") | {"scale": "fp32"}
-    absent = {name: None for name in ("MEAN", "SCALES") if name not in types}
-    parts = f"{' centred' if mean else ''}{' scaled' if scales else ''}"
-    return Build(
-        name=f"gather_rows {TYPE_NAMES[x]} to {TYPE_NAMES[out]} by {TYPE_NAMES[index]}{parts}",
-        kernel=_gather_rows_kernel,
-        types=types,
-        constants={
-            **constants.values,
-            **absent,
-            **dict.fromkeys(("column_stride", "index_stride", "mean_stride", "scales_stride"), 1),
-        },
-        divisible=(*pointers, "features", "row_stride"),
-        num_warps=constants.num_warps,
-        num_stages=_STAGES,
-    )
-
-
-def _norms_build(x: torch.dtype, *, features: int, mean: bool) -> Build:
-    constants = _norms_constants(features, True, mean)
-    types = {"X": f"*{TYPE_NAMES[x]}", "OUT": "*fp64"} | ({"MEAN": "*fp32"} if mean else {})
-    pointers = tuple(types)
-    types |= dict.fromkeys((*_ANY_ROWS, "row_stride"), "i32")
-    return Build(
-        name=f"row_norms {TYPE_NAMES[x]} features={features}{' centred' if mean else ''}",
-        kernel=_row_norms_kernel,
-        types=types,
-        constants={
-            **constants.values,
-            **({} if mean else {"MEAN": None}),
-            **dict.fromkeys(("column_stride", "mean_stride"), 1),
-        },
-        divisible=(*pointers, "row_stride"),
-        num_warps=constants.num_warps,
-        num_stages=_STAGES,
-    )
-
-
-def builds() -> list[Build]:
-    """Return the specialisations that training compiles.
-
-    Returns:
-        The rows of x as they are, those of g in float32 (scaled if they were drawn by importance), each with and
-        without a mean; and the norms of x.
-    """
-    found = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for mean in (False, True):
-            if dtype != torch.bfloat16 and not mean:
-                continue
-            kinds = (
-                (dtype, torch.int32, False),
-                (torch.float32, torch.int32, True),
-                (dtype, torch.int64, False),
-                (torch.float32, torch.int64, False),
-            )
-            # x and g of uniform sampling are one kernel where x is float32
-            for out, index, scales in dict.fromkeys(kinds):
-                found.append(_gather_build(dtype, out, index, features=768, mean=mean, scales=scales))
-            found.append(_norms_build(dtype, features=768, mean=mean))
-    found.append(_norms_build(torch.bfloat16, features=14_336, mean=True))
-    return found

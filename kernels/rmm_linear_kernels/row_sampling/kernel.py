@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..allocation import empty
-from ..builds import Build
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
 from ..philox.kernel import CHOICE_STREAM, words_in_order, words_of_counter
@@ -148,19 +147,19 @@ def _weighted_draws_kernel(
 
 @lru_cache
 def _uniform_constants(replacement: bool) -> Constants:
-    """What the launcher and `builds` share."""
+    """Constants of the kernel."""
     return Constants({"REPLACEMENT": replacement, "DRAWS": _DRAWS}, num_warps=1)
 
 
 @lru_cache
 def _weights_constants(steps: int | None) -> Constants:
-    """What the launcher and `builds` share; `steps` is for the interpreter alone."""
+    """Constants of the kernel; `steps` is for the interpreter alone."""
     return Constants({"STEP": _NORMS, "STEPS": steps}, num_warps=_MANY_WARPS)
 
 
 @lru_cache
 def _weighted_constants(ordered: bool, steps: int | None) -> Constants:
-    """What the launcher and `builds` share; `steps` is for the interpreter alone."""
+    """Constants of the kernel; `steps` is for the interpreter alone."""
     return Constants({"HAS_ORDER": ordered, "DRAWS": _DRAWS, "STEPS": steps}, num_warps=_WARPS)
 
 
@@ -240,59 +239,3 @@ def weighted_draws(
     constants = _weighted_constants(order is not None, steps if IS_INTERPRETED else None)
     launch(_weighted_draws_kernel, (ceil_div(rank, _DRAWS), 1, 1), arguments, constants)
     return index, squared
-
-
-def builds() -> list[Build]:
-    """Return the specialisations that training compiles.
-
-    Returns:
-        Uniform draws of either kind, the weights, and draws by weight with and without an order.
-    """
-    found = []
-    for replacement in (True, False):
-        shared = _uniform_constants(replacement)
-        found.append(
-            Build(
-                name=f"uniform_draws with{'' if replacement else 'out'} replacement",
-                kernel=_uniform_draws_kernel,
-                types={"SEED": "*i64", "OUT": "*i64", "count": "i32", "rows": "i32"},
-                constants=dict(shared.values),
-                divisible=("SEED", "OUT"),
-                num_warps=shared.num_warps,
-            )
-        )
-    shared = _weights_constants(None)
-    types = {"NORMS": "*fp64", "WEIGHTS": "*i64", "ENDS": "*i64", "FACTOR": "*fp64"}
-    pointers = tuple(types)
-    types |= {"rows": "i32", "unit": "fp32", "steps": "i32"}
-    found.append(
-        Build(
-            name="sampling_weights",
-            kernel=_sampling_weights_kernel,
-            types=types,
-            constants={"norms_stride": 1, **shared.values},
-            divisible=pointers,
-            num_warps=shared.num_warps,
-        )
-    )
-    for ordered in (False, True):
-        shared = _weighted_constants(ordered, None)
-        types = dict.fromkeys(("SEED", "WEIGHTS", "ENDS", "ORDER", "SIZE"), "*i64")
-        types |= {"FACTOR": "*fp64", "INDEX": "*i32", "SQUARED": "*fp32"}
-        constants = dict(shared.values)
-        if not ordered:
-            constants |= {"ORDER": None, "SIZE": None}
-            del types["ORDER"], types["SIZE"]
-        pointers = tuple(types)
-        types |= dict.fromkeys(_ANY_ROWS, "i32")
-        found.append(
-            Build(
-                name=f"weighted_draws{' after the heaviest' if ordered else ''}",
-                kernel=_weighted_draws_kernel,
-                types=types,
-                constants=constants,
-                divisible=pointers,
-                num_warps=shared.num_warps,
-            )
-        )
-    return found

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..allocation import empty
-from ..builds import TYPE_NAMES, Build
 from ..device_functions import row_begins
 from ..launching import Constants, ceil_div, launch
 from ..strides import rows_of
@@ -67,7 +66,7 @@ def _sampled_mean_kernel(
 
 @lru_cache
 def _constants(is_whole: bool) -> Constants:
-    """What the launcher and `builds` share."""
+    """Constants of the kernel."""
     return Constants({"IS_WHOLE": is_whole, "COLUMNS": _COLUMNS}, num_warps=_WARPS)
 
 
@@ -87,26 +86,3 @@ def sampled_mean(x: Tensor) -> Tensor:
     grid = (ceil_div(of_x.features, _COLUMNS), 1, 1)
     launch(_sampled_mean_kernel, grid, (x, out, *of_x), _constants(of_x.rows <= reference.SAMPLE))
     return out
-
-
-def _build(dtype: torch.dtype, *, whole: bool, in_runs: bool = False) -> Build:
-    constants = _constants(whole)
-    sizes, runs = ("features", "row_stride", *(["gap"] * in_runs)), ["run"] * in_runs
-    return Build(
-        name=f"sampled_mean {TYPE_NAMES[dtype]}{' of all rows' if whole else ''}{' in runs' if in_runs else ''}",
-        kernel=_sampled_mean_kernel,
-        types={"X": f"*{TYPE_NAMES[dtype]}", "OUT": "*fp32"} | dict.fromkeys((*sizes, "rows", *runs), "i32"),
-        constants={**constants.values, "column_stride": 1, **({} if in_runs else {"run": None, "gap": None})},
-        divisible=("X", "OUT", *sizes),
-        num_warps=constants.num_warps,
-    )
-
-
-def builds() -> list[Build]:
-    """Return the specialisations that training compiles.
-
-    Returns:
-        Every dtype, and bfloat16 of few rows, and of rows in runs.
-    """
-    found = [_build(dtype, whole=False) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    return [*found, _build(torch.bfloat16, whole=True), _build(torch.bfloat16, whole=False, in_runs=True)]

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..allocation import empty
-from ..builds import TYPE_NAMES, Build
 from ..device_functions import converted, where_first
 from ..interpreter import IS_INTERPRETED
 from ..launching import Constants, ceil_div, launch
@@ -382,7 +381,7 @@ def _constants(
     kind: str,
     group: int,
 ) -> Constants:
-    """Constants of either product; the launchers and `builds` share them."""
+    """Constants of either product."""
     values: dict[str, Any] = {"GROUP": group, "BITS": BITS[kind], "IS_FP8": kind == FP8} if kind else {}
     values |= {"PARTS": parts, "HAS_SUMS": sums, "HAS_MEAN": mean, "HAS_BIAS": bias}
     values |= {"BLOCK_M": tile.height, "BLOCK_N": tile.width, "BLOCK_K": tile.depth, "GROUPED": grouped}
@@ -597,100 +596,3 @@ def sketched_grad_weight_low_bit(
     )
     launch(_low_bit_grad_weight_kernel, (tile.programs(out_features, in_features), 1, 1), arguments, constants)
     return grad_weight, empty(sketched_g, (0,), sketched_g.dtype) if bias is None else bias
-
-
-def builds() -> list[Build]:
-    """Return what a training run compiles: sizes that are multiples of 16, rows next to each other.
-
-    Returns:
-        Each tile with and without a mean, into the dtype of the sketches and into float32, the small one in half
-        precision with the sum of g alone as well; each kind of low bits.
-    """
-    found = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for features in (4096, 1536, 768) if dtype != torch.float32 else (768,):
-            tile = _tile_of(dtype, features, features, _WIDEST_BYTES)
-            for result in (dtype, torch.float32) if dtype != torch.float32 else (dtype,):
-                for has_mean in (False, True):
-                    found.append(_build(dtype, result, tile, has_mean))
-    for dtype in _HALVES:
-        found.append(_build(dtype, dtype, _tile_of(dtype, 768, 768, _WIDEST_BYTES), False, has_sums=True))
-    for kind in _UNPACKED_KINDS:
-        for dtype in _HALVES:
-            for features in (4096, 768):
-                tile = _low_bit_tile_of(features, features, 1024 // BITS[kind], _WIDEST_BYTES)
-                found.append(_build(dtype, dtype, tile, True, kind=kind))
-    return [*found, *(_outer_build(dtype, has_mean) for dtype in _HALVES for has_mean in (False, True))]
-
-
-def _outer_build(dtype: torch.dtype, has_mean: bool) -> Build:
-    """As it is launched on a GPU for gradients in half precision, of a weight and a bias in the same."""
-    types = {"SUMS": "*fp32", "BIAS": f"*{TYPE_NAMES[dtype]}"}
-    sizes = ["out_features", "in_features", "sums_row"]
-    shared = _outer_constants(has_mean, None)
-    constants: dict[str, Any] = dict(shared.values)
-    if has_mean:
-        types |= {"MEAN": "*fp32", "OUT": f"*{TYPE_NAMES[dtype]}"}
-        constants["mean_stride"] = 1
-    else:
-        constants |= {"MEAN": None, "OUT": None}
-        sizes.append("mean_stride")
-    return Build(
-        f"outer_product_of_sums {TYPE_NAMES[dtype]}{' centred' * has_mean}",
-        _outer_product_of_sums_kernel,
-        types | dict.fromkeys(sizes, "i32") | {"parts": "i32"},
-        constants,
-        (*types, *sizes),
-        num_warps=shared.num_warps,
-    )
-
-
-def _build(
-    dtype: torch.dtype,
-    result: torch.dtype,
-    tile: _Tile,
-    has_mean: bool,
-    kind: str = "",
-    *,
-    has_sums: bool | None = None,
-) -> Build:
-    # the sum of g is the bias's gradient as well
-    has_sums = has_mean if has_sums is None else has_sums
-    parts, group = tile.most_parts if has_sums else 1, 1024 // BITS[kind] if kind else 0
-    shared = _constants(tile, _GROUPED, parts, None, has_sums, has_mean, has_sums, kind, group)
-    constants: dict[str, Any] = {"g_column": 1, **shared.values}
-    pointers = {"G": f"*{TYPE_NAMES[dtype]}", "OUT": f"*{TYPE_NAMES[result]}"}
-    sizes = ["out_features", "in_features", "g_row"]
-    if kind:
-        pointers |= {"CODES": "*u8", "LOW_STEPS": "*i16", "OFFSETS": "*i16", "SEED": "*i64"}
-        sizes += ["width", "codes_row"]
-        constants["codes_column"] = 1
-    else:
-        pointers["X"] = f"*{TYPE_NAMES[dtype]}"
-        sizes += ["x_row"]
-        constants["x_column"] = 1
-    if has_sums:
-        pointers |= {"SUMS": "*fp32", "BIAS": f"*{TYPE_NAMES[dtype]}"}
-        constants["sums_column"] = 1
-        sizes += ["sums_row"]
-    else:
-        constants |= {"SUMS": None, "BIAS": None}
-        sizes += ["sums_row", "sums_column"]
-    if has_mean:
-        pointers["MEAN"] = "*fp32"
-        constants["mean_stride"] = 1
-    else:
-        constants["MEAN"] = None
-        sizes += ["mean_stride"]
-    shape = f"{tile.height}x{tile.width}x{tile.depth}"
-    names = [TYPE_NAMES[dtype], *([kind] if kind else []), f"to {TYPE_NAMES[result]}", shape]
-    return Build(
-        " ".join(["sketched_grad_weight", *names, *(["centred"] if has_mean else ["with sums"] if has_sums else [])]),
-        _low_bit_grad_weight_kernel if kind else _grad_weight_kernel,
-        pointers | dict.fromkeys(sizes, "i32") | {"rank": "i32", "parts": "i32", "scale": "fp32"},
-        constants,
-        (*pointers, *sizes),
-        num_warps=shared.num_warps,
-        num_stages=shared.num_stages or 1,
-        uses_tensor_cores=dtype != torch.float32,
-    )

@@ -185,11 +185,3 @@ def test_nothing_comes_of_nothing(device):
         assert (sketch.shape, rest.tolist()) == ((sizes["blocks"] * sizes["kept"], features), [0.0] * features)
         found = kernel.grad_weight_at_once(g, seed, sketch, rest, **sizes, bias_dtype=torch.float32)
         assert [part.tolist() for part in found] == [[[0.0] * features] * out, [float(rows)] * out]
-
-
-def test_what_ships_has_a_name_each():
-    names = [build.name for build in kernel.builds()]
-    assert len(set(names)) == len(names)
-    for build in kernel.builds():
-        assert set(build.types) | set(build.constants) == set(build.kernel.arg_names)
-        assert set(build.divisible) <= set(build.types)

@@ -193,11 +193,3 @@ def test_what_is_not_finite_stays_so(kind, device):
 def test_many_elements(kind, device):
     for dtype in DTYPES:
         check_quantize(uneven(701, 257).to(device, dtype), torch.randn(257, device=device), kind=kind, group=128)
-
-
-def test_what_ships_has_a_name_each():
-    names = [build.name for build in kernel.builds()]
-    assert len(set(names)) == len(names)
-    for build in kernel.builds():
-        assert set(build.types) | set(build.constants) == set(build.kernel.arg_names)
-        assert set(build.divisible) <= set(build.types)

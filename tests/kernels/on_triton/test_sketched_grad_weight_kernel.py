@@ -208,11 +208,3 @@ def test_what_is_not_finite_shows_in_its_column(device):
     x[17, 2] = math.nan
     got, _ = kernel.sketched_grad_weight_low_bit(g, *low_bit.quantize(x, seed, None, **how), seed, None, None, **how)
     assert torch.equal(got.isfinite(), torch.tensor([True, True, False, True, True], device=device).expand(3, 5))
-
-
-def test_what_ships_has_a_name_each():
-    names = [build.name for build in kernel.builds()]
-    assert len(set(names)) == len(names)
-    for build in kernel.builds():
-        assert set(build.types) | set(build.constants) == set(build.kernel.arg_names)
-        assert set(build.divisible) <= set(build.types)
