@@ -23,7 +23,7 @@ CASES = [
 ]
 CONFIGS = [
     *(RMMConfig(ratio=0.4, sketch=sketch, center=center) for sketch in ("hadamard", "crs") for center in (False, True)),
-    *(RMMConfig(ratio=0.4, sketch=sketch) for sketch in ("gaussian", "rademacher", "rows_with_replacement", "dct")),
+    *(RMMConfig(ratio=0.4, sketch=sketch) for sketch in ("gaussian", "rademacher", "rows_without_replacement", "dct")),
     *(RMMConfig(ratio=ratio, storage=storage) for storage in ("int8", "int3", "fp8") for ratio in (0.4, 1.0)),
     RMMConfig(ratio=0.4, keep_tokens=(0, -1)),
     RMMConfig(ratio=0.4, storage="int4", keep_tokens=(0, -1)),
