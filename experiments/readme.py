@@ -6,16 +6,16 @@ A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; what is 
 import argparse
 import csv
 import functools
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from experiments.blocks import filled
 from experiments.checkpointing.report import blocks as checkpointing_blocks
 from experiments.glue import allocated
 from experiments.glue.comparison import compare
 from experiments.glue.report import markdown_table, one_sentence
-from experiments.glue.variance import (
+from experiments.glue.sketch_noise import (
     ALL_ROWS,
     GRID_FILE,
     HEADLINE_BUDGETS,
@@ -130,29 +130,6 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     """Return the blocks of each page."""
     which = functools.partial(which_table, CHECKPOINTING, MEMORY, VARIANCE / GRID_FILE, BENCHMARKS)
     return {README: {"which": which}, RESULTS: BLOCKS}
-
-
-def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
-    """Return a text with its blocks filled.
-
-    Args:
-        text: Markdown with markers.
-        blocks: What makes each block.
-
-    Returns:
-        The same text with what the results say between the markers.
-
-    Raises:
-        ValueError: If a block has no markers.
-    """
-    for name, make in blocks.items():
-        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        if not pattern.search(text):
-            markers = f"<!-- begin: {name} --> and <!-- end: {name} -->"
-            raise ValueError(f"the text has no block {name!r}; put {markers} in it")
-        content = make()
-        text = pattern.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
-    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.checkpointing.baselines import BLOCKS, EAGER
 from experiments.checkpointing.compiled_report import COMPILED, EXACT, INDUCTOR, ROWS_FILE, read_compiled_rows
-from experiments.glue.variance import ALL_ROWS, TO_LONGEST, read_records
+from experiments.glue.sketch_noise import ALL_ROWS, TO_LONGEST, read_records
 from experiments.memory.report import method_name, read_rows
 
 # The step whose plans are shown, the models whose kept bytes are, and the layer whose time is.

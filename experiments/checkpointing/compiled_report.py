@@ -11,10 +11,11 @@ from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 
 from experiments import results_by_model
+from experiments.blocks import filled
 from experiments.glue.report import replace_file
 
 from .baselines import BLOCKS, BUDGET, EAGER
-from .report import README, as_percent, by_model, markdown_table, write_readme
+from .report import README, as_percent, by_model, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,7 +192,8 @@ def write_compiled_report(folder: Path) -> str:
     replace_file(folder / "compiled.md", lambda path: path.write_text(text, encoding="utf-8"))
     replace_file(folder / "compiled.png", lambda path: draw_compiled(rows, path))
     if folder.resolve() == (README.parent / "results").resolve():
-        write_readme(folder)
+        new = filled(README.read_text(encoding="utf-8"), {"compiled": lambda: compiled_block(folder)})
+        replace_file(README, lambda path: path.write_text(new, encoding="utf-8"))
     return f"{claims(rows)}\n\n{compiled_table(rows)}\n\nreport: {folder / 'compiled.md'}"
 
 

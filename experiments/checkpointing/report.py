@@ -20,6 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from experiments import results_by_model
+from experiments.blocks import filled
 from experiments.glue.command_line import report_command
 from experiments.glue.errors import HarnessError
 from experiments.glue.report import replace_file
@@ -318,14 +319,10 @@ def blocks(folder: Path) -> dict[str, Callable[[], str]]:
     """Return what makes the blocks of this experiment's README.md.
 
     Returns:
-        For `experiments.readme.filled`.
+        For `experiments.blocks.filled`; `compiled_report` makes the block "compiled".
     """
-    # it takes its helpers from here
-    from .compiled_report import compiled_block
-
     frontiers, rows = read_rows(folder / FRONTIERS_FILE), read_rows(folder / MEASURED_FILE)
     return {
-        "compiled": lambda: compiled_block(folder),
         "exactness": lambda: exactness(rows),
         "planned": lambda: planned_table(frontiers),
         "planned, gradients freed": lambda: planned_table(frontiers, gradients="freed"),
@@ -352,20 +349,13 @@ def write_report(folder: Path) -> str:
         replace_file(folder / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
         replace_file(folder / "figure.png", lambda path: draw_figure(frontiers, rows, path))
         if folder.resolve() == (README.parent / "results").resolve():
-            write_readme(folder)
+            new = filled(README.read_text(encoding="utf-8"), blocks(folder))
+            replace_file(README, lambda path: path.write_text(new, encoding="utf-8"))
     except OSError as error:
         raise HarnessError(
             f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
         ) from error
     return f"{summary(frontiers, rows)}\n\nreport: {folder / 'report.md'}"
-
-
-def write_readme(folder: Path) -> None:
-    """Fill the blocks of this experiment's README.md."""
-    from experiments.readme import filled
-
-    new = filled(README.read_text(encoding="utf-8"), blocks(folder))
-    replace_file(README, lambda path: path.write_text(new, encoding="utf-8"))
 
 
 def draw_figure(frontiers: Rows, rows: Rows, path: Path) -> None:

@@ -39,7 +39,7 @@ from rmm_linear.variance import (
 from rmm_linear.variance.profile import layer_options
 
 from .errors import HarnessError
-from .variance import (
+from .sketch_noise import (
     ALL_ROWS,
     ALLOWANCE,
     HEADLINE_BUDGETS,

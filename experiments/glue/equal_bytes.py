@@ -18,7 +18,7 @@ from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.variance import Allocation, NoiseProfile, allocate_ratios, profile_noise
 
 from .errors import HarnessError
-from .variance import Subject, provenance_columns
+from .sketch_noise import Subject, provenance_columns
 
 FILE = "equal_bytes.csv"
 # the ratios that RMMCallback chooses from, and the uniform ones that are to be beaten

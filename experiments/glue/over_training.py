@@ -20,7 +20,7 @@ from rmm_linear import RMMConfig, SketchedLayer, convert_linears
 from rmm_linear.variance import gradient_noise, paper_quantities
 from rmm_linear.variance.probe import LayerProbe
 
-from .variance import Subject, provenance_columns
+from .sketch_noise import Subject, provenance_columns
 
 FILE, FIGURE = "over_training.csv", "over_training.png"
 # the paper's sketch at a tenth of the bytes, ours, and ours with everything, at no more bytes

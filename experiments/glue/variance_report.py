@@ -22,7 +22,7 @@ from . import allocated, equal_bytes, over_training
 from .command_line import report_command
 from .errors import HarnessError
 from .report import replace_file
-from .variance import (
+from .sketch_noise import (
     ALL_ROWS,
     ALLOWANCE,
     BEST,

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from experiments import readme, results_by_model
+from experiments import results_by_model
+from experiments.blocks import filled
 from experiments.checkpointing import baselines, instruments, models, report, run
+from experiments.checkpointing.compiled_report import compiled_block
 from experiments.glue.errors import HarnessError
 from rmm_linear.checkpointing import Schedule, capture, simulate
 from rmm_linear.planning.strategies.base import Strategy
@@ -303,7 +305,8 @@ def test_the_committed_reports_are_what_the_results_say(tmp_path: Path) -> None:
     report.write_report(tmp_path)
     assert (tmp_path / "report.md").read_text() == (run.RESULTS / "report.md").read_text()
     text = report.README.read_text()
-    assert readme.filled(text, report.blocks(run.RESULTS)) == text
+    made = report.blocks(run.RESULTS) | {"compiled": lambda: compiled_block(run.RESULTS)}
+    assert filled(text, made) == text
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no results are committed")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from experiments import readme
+from experiments.blocks import filled
 from experiments.glue.report import write_report
 from experiments.glue.variance_report import write_report as write_variance_report
 from rmm_linear import RMMLinear
@@ -65,7 +66,7 @@ def test_links_lead_to_files() -> None:
 def test_the_tables_are_what_the_results_say() -> None:
     for page, blocks in readme.pages().items():
         text = page.read_text()
-        assert readme.filled(text, blocks) == text
+        assert filled(text, blocks) == text
     assert readme.main(["--check"]) == 0
 
 
@@ -90,7 +91,7 @@ def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_missing_block_is_named() -> None:
     with pytest.raises(ValueError, match="no block 'memory'"):
-        readme.filled("no markers", readme.BLOCKS)
+        filled("no markers", readme.BLOCKS)
 
 
 def test_layer_tables_show_the_rows_of_the_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

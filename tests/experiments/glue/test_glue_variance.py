@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.glue import allocated, variance
+from experiments.glue import allocated, sketch_noise
 from experiments.glue.errors import HarnessError
-from experiments.glue.variance import (
+from experiments.glue.sketch_noise import (
     ALL_ROWS,
     ALLOWANCE,
     GRID_FILE,
@@ -24,13 +24,13 @@ from experiments.glue.variance import (
     config_of,
     grid,
     kept_share,
-    main,
     measure,
     read_numbers,
     read_records,
     relative_variances,
     write_records,
 )
+from experiments.glue.variance import main
 from experiments.glue.variance_report import main as report_main
 from experiments.glue.variance_report import targets_and_reached, write_report
 from rmm_linear import RMMConfig, available_sketches
@@ -176,8 +176,8 @@ def test_the_table_says_what_is_reached_missed_and_measured() -> None:
 @pytest.mark.usefixtures("tiny_demo")
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid, its best cells measured on the same weights, and the report of both."""
-    monkeypatch.setattr(variance, "_GRID_DRAWS", 1)
-    monkeypatch.setattr(variance, "_HEADLINE_DRAWS", 8)
+    monkeypatch.setattr(sketch_noise, "_GRID_DRAWS", 1)
+    monkeypatch.setattr(sketch_noise, "_HEADLINE_DRAWS", 8)
     output = tmp_path / "variance"
     assert main(["against-bytes", *DEMO, "--tasks", "demo", "--steps", "2", "--output", str(output)]) == 0
     records = read_records(output / GRID_FILE)
