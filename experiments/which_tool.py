@@ -46,7 +46,7 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     lines = ["| you want | call | memory | time | noise |", "|---|---|---|---|---|"]
     for want, call, row in steps:
         peak, took = row["peak_bytes"] / eager["peak_bytes"], row["step_s"] / eager["step_s"]
-        lines.append(f"| {want} | {call} | peak {peak:.0%} | {took:.2f} | none |")
+        lines.append(f"| {want} | {call} | peak {100 * peak:.0f} % | {took:.2f} | none |")
     kept = {(row["model"], method_name(row)): row["of_exact"] for row in read_rows(memory)}
     noise = {
         (row["ratio"], row["storage"]): row["relative_variance"]
@@ -71,7 +71,7 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     for want, call, model, ratio, storage, time in layers:
         share = kept[model, method_name({"method": "rmm_linear", "ratio": ratio, "storage": storage})]
         variance = f"{noise[ratio, storage]:.2g}" if model == KEPT else "-"
-        lines.append(f"| {want} | {call} | keeps {share:.0%} | {time} | {variance} |")
+        lines.append(f"| {want} | {call} | keeps {100 * share:.0f} % | {time} | {variance} |")
     config = json.loads(eager["config"])
     step = f"a RoBERTa of {config['num_hidden_layers']} layers of {config['hidden_size']}"
     machine = f"batch {eager['batch']} x {eager['size']}, {eager['hardware']}, torch {eager['torch']}"
