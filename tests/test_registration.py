@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear import RMMConfig, RMMLinear, available_sketches, ops
-from rmm_linear_kernels.row_gather import reference
+from rmm_linear_kernels.row_sampling import reference
 
 
 class Watch(TorchDispatchMode):

@@ -30,7 +30,6 @@ from rmm_linear_kernels.hadamard_at_once.reference import holds_gradient
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_sketch
 from rmm_linear_kernels.low_bit.reference import BITS, FP8, dequantize, quantize
 from rmm_linear_kernels.quantize_and_mean.reference import mean_less_codes, rounded_dtype
-from rmm_linear_kernels.row_sampling.reference import sampling_weights
 
 # (rows, in, out)
 SHAPES = ((8192, 768, 3072), (16384, 1024, 4096), (8192, 4096, 14336))
@@ -149,7 +148,6 @@ def cases(shapes: tuple[tuple[int, int, int], ...], *, device: torch.device, dty
     for shape in shapes:
         yield from _sketch_cases(shape, normal, seed, dtype)
         yield from _at_once_cases(shape, normal, seed, dtype)
-        yield from _row_cases(shape, normal, seed, dtype)
         yield from _low_bit_cases(shape, normal, seed)
         yield from _quantized_sketch_cases(shape, normal, seed, dtype)
         yield from _product_cases(shape, normal, seed, dtype)
@@ -246,45 +244,6 @@ def _at_once_cases(
         yield Case("hadamard_at_once", "sketch_and_mean_at_once", name, (rows, features), sketched, _first_and_row)
         name, sizes = f"grad_weight_at_once, ratio {ratio:g}", (rows, features, out)
         yield Case("hadamard_at_once", "grad_weight_at_once", name, sizes, gradient, _first_and_column)
-
-
-def _row_cases(
-    shape: tuple[int, int, int], normal: Callable[[int, int], Tensor], seed: Tensor, dtype: torch.dtype
-) -> Iterator[Case]:
-    rows, features, _ = shape
-    x = normal(rows, 1)
-    norms = x[:, 0].double().exp()
-    for ratio in RATIOS:
-
-        def gathered(rank: int = max(1, int(ratio * rows))) -> Arguments:
-            index = torch.randint(rows, (rank,), device=seed.device, dtype=torch.int32)
-            x = normal(rows, features)
-            return {"x": x, "index": index, "mean": None, "scales": None, "scale": 0.5, "dtype": dtype}
-
-        def drawn(rank: int = max(1, int(ratio * rows))) -> Arguments:
-            return {"x": x, "seed": seed, "rank": rank, "replacement": True}
-
-        def drawn_by_weight(rank: int = max(1, int(ratio * rows))) -> Arguments:
-            weights, ends, factor = sampling_weights(x, norms)
-            return {
-                "x": x, "seed": seed, "weights": weights, "ends": ends, "factor": factor, "order": None, "size": None,
-                "rank": rank,
-            }  # fmt: skip
-
-        both = lambda result, arguments: torch.cat((result[0].double(), result[1].double()))  # noqa: E731
-        yield Case("row_gather", "gather_rows", f"gather_rows, ratio {ratio:g}", shape[:2], gathered)
-        yield Case("row_sampling", "uniform_draws", f"uniform_draws, ratio {ratio:g}", (rows,), drawn)
-        yield Case("row_sampling", "weighted_draws", f"weighted_draws, ratio {ratio:g}", (rows,), drawn_by_weight, both)
-    yield Case(
-        "row_sampling",
-        "sampling_weights",
-        "sampling_weights",
-        (rows,),
-        lambda: {"x": x, "norms": norms},
-        lambda result, arguments: torch.cat((result[0], result[1])),
-    )
-    of_x = lambda: {"x": normal(rows, features), "mean": None}  # noqa: E731
-    yield Case("row_gather", "row_norms", "row_norms", shape[:2], of_x)
 
 
 def _stored(y: Tensor, seed: Tensor, kind: str) -> Arguments:

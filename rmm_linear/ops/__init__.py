@@ -43,17 +43,16 @@ from rmm_linear.ops.projections import (
     trigonometric_sketch,
 )
 from rmm_linear.ops.quantized_sketch import hadamard_sketch_quantized, quantize_and_mean
-from rmm_linear.ops.rows import gather_rows, importance_rows, uniform_row_sketch
+from rmm_linear.ops.rows import gather_rows, importance_rows, sample_rows, uniform_row_sketch, uniform_rows
 from rmm_linear.ops.seeds import data_parallel_rank, draw_seed
 from rmm_linear.ops.sources import fingerprint
 from rmm_linear.ops.storage import Codes, dequantize, quantize
-from rmm_linear.ops.whole import hadamard_dense, projection_dense, sample_rows, trigonometric_dense, uniform_rows
+from rmm_linear.ops.whole import hadamard_dense, projection_dense, trigonometric_dense
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_order
 from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
 from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance
-from rmm_linear_kernels.row_gather.reference import row_norms
 from rmm_linear_kernels.row_sampling.reference import integer_weights as row_weights
-from rmm_linear_kernels.row_sampling.reference import winners
+from rmm_linear_kernels.row_sampling.reference import row_norms, winners
 from rmm_linear_kernels.strides import as_matrix, in_runs, number_of_rows
 
 # S itself, and the sampling weights, are for closed forms and tests: no layer calls them.

@@ -20,7 +20,6 @@ from rmm_linear.ops.projections import (
     sampled_mean,
 )
 from rmm_linear.ops.quantized_sketch import codes_and_mean, hadamard_sketch_quantized
-from rmm_linear.ops.rows import gather_rows, importance_rows, sampling_weights, uniform_draws, weighted_draws
 from rmm_linear.ops.storage import Codes, dequantize, quantize
 
 _Call = Callable[[], tuple[Tensor, ...]]
@@ -94,11 +93,8 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
     few_geometry: dict[str, Any] = {"blocks": few.shape[0] // _BLOCK, "kept": _KEPT}
     few_stored = stored[: few.shape[0] // _BLOCK * _KEPT]
     few_options: dict[str, Any] = {"ratio": _KEPT / _BLOCK, "need_bias": True}
-    index = torch.arange(rank, device=device, dtype=torch.int32)
-    norms = normal(rows, dtype=torch.float64).exp()
     with use_kernels("torch"):
         codes = quantize(stored, seed, None, kind=_KIND, group=_GROUP)
-        weights = sampling_weights(x, norms)
     calls: dict[str, _Call] = {
         "hadamard_sketch": lambda: (hadamard_sketch(x, seed, mean, **geometry, gradient=False),),
         "hadamard_sketch_and_mean": lambda: hadamard_sketch_and_mean(x, seed, **geometry),
@@ -111,12 +107,6 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
             *hadamard_sketch_quantized(x, seed, mean, **geometry, **options), seed
         ),
         "random_projection": lambda: (random_projection(x, seed, mean, rank=rank, gaussian=False, gradient=False),),
-        "gather_rows": lambda: (gather_rows(x, index, mean),),
-        # the draws themselves would differ in whole rows where a norm is rounded otherwise
-        "row_norms": lambda: (importance_rows(x, seed, mean, None, rank=rank, winner_take_all=False)[1].mean(),),
-        "uniform_draws": lambda: (uniform_draws(x, seed, rank=rank, replacement=True),),
-        "sampling_weights": lambda: sampling_weights(x, norms),
-        "weighted_draws": lambda: weighted_draws(x, seed, weights, rank=rank),
         "sampled_mean": lambda: (sampled_mean(x),),
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),

@@ -3,67 +3,43 @@
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.dispatch import run
+from rmm_linear.ops.dispatch import is_on_cpu
 from rmm_linear.ops.registration import define, result_dtype
-from rmm_linear_kernels.row_gather import reference as _rows
 from rmm_linear_kernels.row_sampling import cpu as _sampling_on_cpu
 from rmm_linear_kernels.row_sampling import reference as _sampling
 
 
-def uniform_draws(x: Tensor, seed: Tensor, *, rank: int, replacement: bool) -> Tensor:
-    """Draw rows of x uniformly: a part of `uniform_row_sketch`.
+def uniform_rows(seeds: Tensor, *, rows: int, rank: int, replacement: bool) -> Tensor:
+    """Draw row numbers uniformly, for one seed or many.
 
     Args:
-        x: Shape (rows, features).
-        seed: 0-d int64.
+        seeds: Shape (...,), int64.
+        rows: Number of rows to draw from.
         rank: Number of draws.
         replacement: Independent draws if true, else a uniform subset.
 
     Returns:
-        Row numbers, shape (rank,), int64.
+        Row numbers, shape (..., rank), int64.
     """
-    twin, on_cpu = _sampling.uniform_draws, _sampling_on_cpu.uniform_draws
-    return run("uniform_draws", twin, x, seed, rank=rank, replacement=replacement, on_cpu=on_cpu)
+    way = _sampling_on_cpu if is_on_cpu(seeds) else _sampling
+    return way.uniform_rows(seeds, rows=rows, rank=rank, replacement=replacement)
 
 
-def sampling_weights(x: Tensor, norms: Tensor) -> _sampling.Weights:
-    """Return the integer sampling weights of the rows of x: a part of `importance_rows`.
+def sample_rows(norms: Tensor, seeds: Tensor, *, rank: int, winner_take_all: bool) -> tuple[Tensor, Tensor]:
+    """Draw rows by their norms, for one seed or many.
 
     Args:
-        x: Shape (rows, features), at least one row.
-        norms: What they are proportional to, shape (rows,), float64, not negative.
-
-    Returns:
-        Weights and their cumulative sums, (rows,), int64; and what the squared entries of S are to be multiplied by,
-        0-d float64: 1, or NaN where a norm is no finite number.
-    """
-    return run("sampling_weights", _sampling.sampling_weights, x, norms)
-
-
-def weighted_draws(
-    x: Tensor,
-    seed: Tensor,
-    weights: _sampling.Weights,
-    order: Tensor | None = None,
-    size: Tensor | None = None,
-    *,
-    rank: int,
-) -> tuple[Tensor, Tensor]:
-    """Draw rows of x by their weights: a part of `importance_rows`.
-
-    Args:
-        x: Shape (rows, features), at least one row.
-        seed: 0-d int64.
-        weights: What `sampling_weights` returned; weights and sums in falling order where there is one.
-        order: Row numbers in the order of the weights, (rows,), int64, or None.
-        size: With an order: how many of the first are kept as they are, 0-d int64.
+        norms: Row norms up to a common factor, shape (rows,), float64, at least one row.
+        seeds: Shape (...,), int64.
         rank: Number of rows.
+        winner_take_all: Keep the heaviest rows as they are (WTA-CRS) if true, plain CRS otherwise.
 
     Returns:
-        Row numbers (rank,), int32, and squared entries of S (rank,), float32 (float64 for a float64 `x`).
+        Row numbers (..., rank), int64, and squared entries of S, (..., rank), float64.
     """
-    twin, on_cpu = _sampling.weighted_draws, _sampling_on_cpu.weighted_draws
-    return run("weighted_draws", twin, x, seed, *weights, order, size, rank=rank, on_cpu=on_cpu)
+    way = _sampling_on_cpu if is_on_cpu(seeds) else _sampling
+    sample = way.sample_rows_winner_take_all if winner_take_all else way.sample_rows
+    return sample(norms, seeds, rank=rank)
 
 
 @define(
@@ -72,9 +48,9 @@ def weighted_draws(
 def _uniform_row_sketch(
     x: Tensor, seed: Tensor, mean: Tensor | None, rank: int, replacement: bool, gradient: bool
 ) -> Tensor:
-    index = uniform_draws(x, seed, rank=rank, replacement=replacement)
+    index = uniform_rows(seed, rows=x.shape[0], rank=rank, replacement=replacement)
     scale = x.shape[0] / max(1, rank) if gradient else 1.0
-    return run("gather_rows", _rows.gather_rows, x, index, mean, None, scale=scale, dtype=result_dtype(x, gradient))
+    return _sampling.gather_rows(x, index, mean, None, scale=scale, dtype=result_dtype(x, gradient))
 
 
 @torch.library.register_fake("rmm_linear::uniform_row_sketch")
@@ -108,14 +84,11 @@ def uniform_row_sketch(
 def _importance_rows(
     x: Tensor, seed: Tensor, mean: Tensor | None, grad_norms: Tensor | None, rank: int, winner_take_all: bool
 ) -> tuple[Tensor, Tensor]:
-    norms = run("row_norms", _rows.row_norms, x, mean)
+    norms = _sampling.row_norms(x, mean)
     if grad_norms is not None:
         norms = norms * grad_norms.to(norms.dtype)
-    weights = sampling_weights(x, norms)
-    if not winner_take_all:
-        return weighted_draws(x, seed, weights, rank=rank)
-    order, each, ends, size = _sampling.winners(weights[0], rank=rank)
-    return weighted_draws(x, seed, (each, ends, weights[2]), order, size, rank=rank)
+    index, squared = sample_rows(norms, seed, rank=rank, winner_take_all=winner_take_all)
+    return index.to(torch.int32), squared.to(result_dtype(x, True))
 
 
 @torch.library.register_fake("rmm_linear::importance_rows")
@@ -152,9 +125,7 @@ def importance_rows(
 
 @define("gather_rows(Tensor x, Tensor index, Tensor? mean, Tensor? scales) -> Tensor")
 def _gather_rows(x: Tensor, index: Tensor, mean: Tensor | None, scales: Tensor | None) -> Tensor:
-    return run(
-        "gather_rows", _rows.gather_rows, x, index, mean, scales, scale=1.0, dtype=result_dtype(x, scales is not None)
-    )
+    return _sampling.gather_rows(x, index, mean, scales, scale=1.0, dtype=result_dtype(x, scales is not None))
 
 
 @torch.library.register_fake("rmm_linear::gather_rows")

@@ -10,8 +10,6 @@ from rmm_linear_kernels.hadamard_sketch import cpu as _hadamard_on_cpu
 from rmm_linear_kernels.hadamard_sketch import reference as _hadamard
 from rmm_linear_kernels.random_projection import cpu as _projection_on_cpu
 from rmm_linear_kernels.random_projection import reference as _projection
-from rmm_linear_kernels.row_sampling import cpu as _sampling_on_cpu
-from rmm_linear_kernels.row_sampling import reference as _sampling
 from rmm_linear_kernels.trigonometric_sketch import cpu as _trigonometric_on_cpu
 from rmm_linear_kernels.trigonometric_sketch import reference as _trigonometric
 
@@ -69,36 +67,3 @@ def trigonometric_dense(seeds: Tensor, *, rows: int, rank: int, kind: str, dtype
     """
     way = _trigonometric_on_cpu if is_on_cpu(seeds) else _trigonometric
     return way.trigonometric_dense(seeds, rows=rows, rank=rank, kind=kind, dtype=dtype)
-
-
-def uniform_rows(seeds: Tensor, *, rows: int, rank: int, replacement: bool) -> Tensor:
-    """Draw row numbers uniformly, for many seeds.
-
-    Args:
-        seeds: Shape (draws,), int64.
-        rows: Number of rows to draw from.
-        rank: Number of draws.
-        replacement: Independent draws if true, else a uniform subset.
-
-    Returns:
-        Row numbers, shape (draws, rank), int64.
-    """
-    way = _sampling_on_cpu if is_on_cpu(seeds) else _sampling
-    return way.uniform_rows(seeds, rows=rows, rank=rank, replacement=replacement)
-
-
-def sample_rows(norms: Tensor, seeds: Tensor, *, rank: int, winner_take_all: bool) -> tuple[Tensor, Tensor]:
-    """Draw rows by their norms, for many seeds.
-
-    Args:
-        norms: Row norms up to a common factor, shape (rows,), float64, at least one row.
-        seeds: Shape (draws,), int64.
-        rank: Number of rows.
-        winner_take_all: Keep the heaviest rows as they are (WTA-CRS) if true, plain CRS otherwise.
-
-    Returns:
-        Row numbers (draws, rank), int64, and squared entries of S, (draws, rank), float64.
-    """
-    way = _sampling_on_cpu if is_on_cpu(seeds) else _sampling
-    sample = way.sample_rows_winner_take_all if winner_take_all else way.sample_rows
-    return sample(norms, seeds, rank=rank)

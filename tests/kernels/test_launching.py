@@ -26,8 +26,6 @@ from rmm_linear_kernels.launching import Constants, Prepared, ceil_div, launch
 from rmm_linear_kernels.low_bit import kernel as low_bit
 from rmm_linear_kernels.quantize_and_mean import kernel as quantize_and_mean
 from rmm_linear_kernels.random_projection import kernel as random_projection
-from rmm_linear_kernels.row_gather import kernel as row_gather
-from rmm_linear_kernels.row_sampling import kernel as row_sampling
 from rmm_linear_kernels.sampled_mean import kernel as sampled_mean
 from rmm_linear_kernels.sketched_grad_weight import kernel as grad_weight
 from rmm_linear_kernels.strides import are_rows_aligned
@@ -407,24 +405,10 @@ def test_on_amd_the_size_of_the_storage_decides(runs, tmp_path):
 def calls_of_the_launchers():
     """Launchers with what they are called with, as (module, function of no arguments)."""
     half, wide = torch.zeros(40, 33, dtype=torch.bfloat16), torch.zeros(300, 48)
-    seed, index = torch.zeros((), dtype=torch.int64), torch.zeros(7, dtype=torch.int32)
+    seed = torch.zeros((), dtype=torch.int64)
     yield sampled_mean, partial(sampled_mean.sampled_mean, wide)
     for x in (half, half[1:], half.t(), wide[:17, 3:]):
         yield sampled_mean, partial(sampled_mean.sampled_mean, x)
-        mean = torch.zeros(x.shape[1] + 1)
-        for centre in (None, mean[:-1], mean[1:]):
-            yield row_gather, partial(row_gather.row_norms, x, centre)
-    for x, scales in ((half, None), (half, torch.ones(7)), (wide, None)):
-        dtype = x.dtype if scales is None else torch.float32
-        yield row_gather, partial(row_gather.gather_rows, x, index, None, scales, scale=1.0, dtype=dtype)
-    for replacement in (True, False):
-        yield row_sampling, partial(row_sampling.uniform_draws, half, seed, rank=7, replacement=replacement)
-    norms, numbers = torch.ones(40, dtype=torch.float64), torch.arange(40)
-    for each in (norms, torch.ones(41, dtype=torch.float64)[1:], torch.ones(80, dtype=torch.float64)[::2]):
-        yield row_sampling, partial(row_sampling.sampling_weights, half, each)
-    for rest in ((None, None), (numbers, seed)):
-        draws = partial(row_sampling.weighted_draws, half, seed, numbers, numbers, norms[0], *rest, rank=7)
-        yield row_sampling, draws
     for x, kind in ((half, "int8"), (wide[:64], "fp8")):
         yield low_bit, partial(low_bit.quantize, x, seed, None, kind=kind, group=64)
     codes = torch.zeros(40, 16, dtype=torch.uint8)
@@ -488,11 +472,6 @@ def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch, step
         call()
     assert {case[0].__name__ for case in cases} == {
         "_sampled_mean_kernel",
-        "_row_norms_kernel",
-        "_gather_rows_kernel",
-        "_uniform_draws_kernel",
-        "_sampling_weights_kernel",
-        "_weighted_draws_kernel",
         "_quantize_kernel",
         "_dequantize_kernel",
         "_random_projection_kernel",

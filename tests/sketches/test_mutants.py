@@ -32,8 +32,7 @@ from rmm_linear_kernels.philox.reference import (
     random_fractions,
     random_signs,
 )
-from rmm_linear_kernels.row_gather.reference import row_norms
-from rmm_linear_kernels.row_sampling.reference import integer_weights, winners
+from rmm_linear_kernels.row_sampling.reference import integer_weights, row_norms, winners
 
 IDENTITY = "test_mean_of_s_s_transposed_is_identity"
 UNBIASED = "test_gradient_is_unbiased"

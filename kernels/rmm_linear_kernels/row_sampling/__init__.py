@@ -1,1 +1,1 @@
-"""Which rows a sketch keeps: uniform draws, and draws by integer weights."""
+"""Which rows a sketch keeps, by uniform draws or by integer weights; those rows, and the norms of all."""

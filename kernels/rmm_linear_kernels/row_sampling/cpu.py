@@ -5,22 +5,7 @@ from torch import Tensor
 
 from .. import cpu_generator
 from ..philox.reference import CHOICE_STREAM
-from .reference import as_stored, draw_after_winners, draw_by_weight, weights_and_ends
-
-
-def uniform_draws(x: Tensor, seed: Tensor, *, rank: int, replacement: bool) -> Tensor:
-    """Draw rows of x uniformly; see `reference.uniform_draws`.
-
-    Args:
-        x: Shape (rows, features).
-        seed: 0-d int64.
-        rank: Number of draws.
-        replacement: Independent draws if true, else a uniform subset.
-
-    Returns:
-        Row numbers, shape (rank,), int64.
-    """
-    return uniform_rows(seed, rows=x.shape[0], rank=rank, replacement=replacement)
+from .reference import draw_after_winners, draw_by_weight, weights_and_ends
 
 
 def uniform_rows(seed: Tensor, *, rows: int, rank: int, replacement: bool) -> Tensor:
@@ -42,35 +27,6 @@ def uniform_rows(seed: Tensor, *, rows: int, rank: int, replacement: bool) -> Te
         return torch.randperm(rows, generator=generator, device="cpu")[:rank]
 
     return cpu_generator.for_each(seed, CHOICE_STREAM, draw)
-
-
-def weighted_draws(
-    x: Tensor,
-    seed: Tensor,
-    weights: Tensor,
-    ends: Tensor,
-    factor: Tensor,
-    order: Tensor | None,
-    size: Tensor | None,
-    *,
-    rank: int,
-) -> tuple[Tensor, Tensor]:
-    """Draw rows of x by their weights; see `reference.weighted_draws`.
-
-    Args:
-        x: Shape (rows, features), at least one row.
-        seed: 0-d int64.
-        weights: Shape (rows,), int64; in falling order where there is one.
-        ends: Their cumulative sums, (rows,), int64.
-        factor: Of the squared entries of S, 0-d float64.
-        order: Row numbers in the order of the weights, (rows,), int64, or None.
-        size: With an order: how many of the first are kept as they are, 0-d int64.
-        rank: Number of rows.
-
-    Returns:
-        Row numbers, (rank,), int32, and squared entries of S, (rank,), float32 (float64 for a float64 `x`).
-    """
-    return as_stored(x, draw_by_weight(_fractions(seed, rank), (weights, ends, factor), order=order, size=size))
 
 
 def sample_rows(norms: Tensor, seed: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,9 @@
-"""Row sampling in plain torch, without a host synchronisation.
+"""Rows of a matrix, their norms, and draws of them, in plain torch, without a host synchronisation.
 
 Importance sampling runs on integer weights: w_i = round(2**40 * norm_i / max norm), at least 1 where the norm is not
 zero (fewer bits beyond 2**22 rows, so that the sum fits). The probabilities are then exactly p_i = w_i / sum(w), an
 int64 cumulative sum is deterministic on every device (a float one on CUDA is not), and the scales use the very p_i that
 the draws have, so that the rounding costs no bias.
-
-The first three functions are what a layer calls, and have kernels; x tells them dtypes and device.
 """
 
 import torch
@@ -15,80 +13,54 @@ from ..philox.reference import choose_with_replacement, choose_without_replaceme
 
 _WEIGHT_BITS = 40
 _SUM_BITS = 62
+# Elements of x that are widened at a time.
+_SLAB_ELEMENTS = 1 << 20
 
 # What `weights_and_ends` returns, and `draw_by_weight` reads.
 Weights = tuple[Tensor, Tensor, Tensor]
 
 
-def uniform_draws(x: Tensor, seed: Tensor, *, rank: int, replacement: bool) -> Tensor:
-    """Draw rows of x uniformly.
+def gather_rows(
+    x: Tensor, index: Tensor, mean: Tensor | None, scales: Tensor | None, *, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Return scale * scales_j * (x[index_j] - mean), row by row.
 
     Args:
-        x: Shape (rows, features).
-        seed: 0-d int64.
-        rank: Number of draws.
-        replacement: Independent draws if true, else a uniform subset.
+        x: Input, shape (rows, features), any float dtype.
+        index: Row numbers, shape (rank,), any integer dtype.
+        mean: Shape (features,), or None.
+        scales: Factor of each row, shape (rank,), or None for 1.
+        scale: Factor of all rows.
+        dtype: Dtype of the result; formed in float32, or float64 for a float64 `x`.
 
     Returns:
-        Row numbers, shape (rank,), int64.
+        Shape (rank, features).
     """
-    return uniform_rows(seed, rows=x.shape[0], rank=rank, replacement=replacement)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = x.index_select(0, index).to(compute)
+    if mean is not None:
+        out = out - mean.to(compute)
+    if scales is not None:
+        out = out * scales.to(compute).unsqueeze(1)
+    return (out * scale).to(dtype)
 
 
-def sampling_weights(x: Tensor, norms: Tensor) -> Weights:
-    """Return the integer sampling weights of the rows of x; see `weights_and_ends`.
+def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
+    """Return the Euclidean norm of every row of x - 1 mean^T.
 
     Args:
-        x: Shape (rows, features), at least one row.
-        norms: What they are proportional to, shape (rows,), float64, not negative.
+        x: Input, shape (rows, features), any float dtype.
+        mean: Shape (features,), or None.
 
     Returns:
-        What `weights_and_ends` returns.
+        Shape (rows,), float64.
     """
-    return weights_and_ends(norms)
-
-
-def weighted_draws(
-    x: Tensor,
-    seed: Tensor,
-    weights: Tensor,
-    ends: Tensor,
-    factor: Tensor,
-    order: Tensor | None,
-    size: Tensor | None,
-    *,
-    rank: int,
-) -> tuple[Tensor, Tensor]:
-    """Draw rows of x by their weights; see `draw_by_weight`.
-
-    Args:
-        x: Shape (rows, features), at least one row.
-        seed: 0-d int64.
-        weights: Shape (rows,), int64; in falling order where there is one.
-        ends: Their cumulative sums, (rows,), int64.
-        factor: Of the squared entries of S, 0-d float64.
-        order: Row numbers in the order of the weights, (rows,), int64, or None.
-        size: With an order: how many of the first are kept as they are, 0-d int64.
-        rank: Number of rows.
-
-    Returns:
-        Row numbers, (rank,), int32, and squared entries of S, (rank,), float32 (float64 for a float64 `x`).
-    """
-    return as_stored(x, draw_by_weight(random_fractions(seed, rank), (weights, ends, factor), order=order, size=size))
-
-
-def as_stored(x: Tensor, drawn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return what was drawn in the dtypes that are kept of it.
-
-    Args:
-        x: The input, whose dtype decides.
-        drawn: What `draw_by_weight` returned.
-
-    Returns:
-        Row numbers, int32, and squared entries of S, float32 (float64 for a float64 `x`).
-    """
-    index, squared = drawn
-    return index.to(torch.int32), squared.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[0], dtype=torch.float64)
+    # float64: the squares of 1e-30 and 1e30 neither vanish nor overflow. By slabs: a wide copy of x would be large.
+    slabs = x.split(max(1, _SLAB_ELEMENTS // x.shape[1]))
+    wide = (slab.double() if mean is None else slab.double() - mean.double() for slab in slabs)
+    return torch.cat([torch.linalg.vector_norm(slab, dim=1) for slab in wide])
 
 
 def uniform_rows(seed: Tensor, *, rows: int, rank: int, replacement: bool) -> Tensor:

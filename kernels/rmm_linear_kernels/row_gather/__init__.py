@@ -1,1 +1,0 @@
-"""Row sampling: uniform, column-row sampling (CRS) and winner-take-all CRS."""
