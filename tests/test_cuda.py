@@ -127,7 +127,7 @@ def test_a_sketch_of_full_blocks_goes_to_codes_in_one_kernel(storage, tolerance,
             again = gradient()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert launched[:2] == ["sampled_mean", "hadamard_sketch_quantized"]
+    assert launched[0] == "hadamard_sketch_quantized"
     assert torch.equal(found, again)
     with use_kernels("torch"):
         expected = gradient().double()

@@ -206,8 +206,6 @@ def _sketch_cases(
     for of, make in inputs.items():
         name = f"hadamard_sketch of {of} with what is left of its mean, ratio 0.25"
         yield Case("hadamard_sketch", "hadamard_sketch_and_mean", name, shape[:2], make, _first_and_row)
-    of_x = lambda: {"x": normal(rows, features)}  # noqa: E731
-    yield Case("sampled_mean", "sampled_mean", "sampled_mean", shape[:2], of_x)
     for gaussian, ratio in itertools.product((True, False), (0.25, 0.1)):
 
         def projection(rank: int = max(1, int(ratio * rows)), gaussian: bool = gaussian) -> Arguments:

@@ -17,7 +17,6 @@ from rmm_linear.ops.projections import (
     hadamard_sketch_and_mean,
     hadamard_sketch_and_sums,
     random_projection,
-    sampled_mean,
 )
 from rmm_linear.ops.quantized_sketch import codes_and_mean, hadamard_sketch_quantized
 from rmm_linear.ops.storage import Codes, dequantize, quantize
@@ -107,7 +106,6 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, _Cal
             *hadamard_sketch_quantized(x, seed, mean, **geometry, **options), seed
         ),
         "random_projection": lambda: (random_projection(x, seed, mean, rank=rank, gaussian=False, gradient=False),),
-        "sampled_mean": lambda: (sampled_mean(x),),
         "quantize": lambda: quantize(stored, seed, None, kind=_KIND, group=_GROUP),
         "dequantize": lambda: (dequantize(*codes, seed, kind=_KIND, group=_GROUP, dtype=dtype),),
         "quantize_and_mean": lambda: codes_and_mean(

@@ -33,7 +33,6 @@ KERNELS = {
     "sketch_and_mean_at_once": "hadamard_at_once",
     "grad_weight_at_once": "hadamard_at_once",
     "random_projection": "random_projection",
-    "sampled_mean": "sampled_mean",
     "quantize": "low_bit",
     "dequantize": "low_bit",
     "quantize_and_mean": "quantize_and_mean",
@@ -50,7 +49,6 @@ _READING_RUNS = (
     "hadamard_sketch_and_sums",
     "hadamard_sketch_quantized",
     "sketch_and_mean_at_once",
-    "sampled_mean",
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 HALVES = (torch.bfloat16, torch.float16)

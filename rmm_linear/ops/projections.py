@@ -101,7 +101,7 @@ def _hadamard_sketch_and_mean(x: Tensor, seed: Tensor, blocks: int, kept: int) -
     options: dict[str, Any] = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": x.dtype}
     if _at_once.holds_input(rows, blocks):
         return run("sketch_and_mean_at_once", _at_once.sketch_and_mean_at_once, x, seed, key=key, **options)
-    mean = run("sampled_mean", _sampled_mean.sampled_mean, x)
+    mean = _sampled_mean.sampled_mean(x)
     return run("hadamard_sketch_and_mean", _hadamard.hadamard_sketch_and_mean, x, seed, mean, **options)
 
 
@@ -171,7 +171,7 @@ def hadamard_sketch_and_sums(
 
 @define("sampled_mean(Tensor x) -> Tensor")
 def _sampled_mean_of(x: Tensor) -> Tensor:
-    return run("sampled_mean", _sampled_mean.sampled_mean, x)
+    return _sampled_mean.sampled_mean(x)
 
 
 @torch.library.register_fake("rmm_linear::sampled_mean")

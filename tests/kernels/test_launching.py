@@ -26,7 +26,6 @@ from rmm_linear_kernels.launching import Constants, Prepared, ceil_div, launch
 from rmm_linear_kernels.low_bit import kernel as low_bit
 from rmm_linear_kernels.quantize_and_mean import kernel as quantize_and_mean
 from rmm_linear_kernels.random_projection import kernel as random_projection
-from rmm_linear_kernels.sampled_mean import kernel as sampled_mean
 from rmm_linear_kernels.sketched_grad_weight import kernel as grad_weight
 from rmm_linear_kernels.strides import are_rows_aligned
 
@@ -406,9 +405,6 @@ def calls_of_the_launchers():
     """Launchers with what they are called with, as (module, function of no arguments)."""
     half, wide = torch.zeros(40, 33, dtype=torch.bfloat16), torch.zeros(300, 48)
     seed = torch.zeros((), dtype=torch.int64)
-    yield sampled_mean, partial(sampled_mean.sampled_mean, wide)
-    for x in (half, half[1:], half.t(), wide[:17, 3:]):
-        yield sampled_mean, partial(sampled_mean.sampled_mean, x)
     for x, kind in ((half, "int8"), (wide[:64], "fp8")):
         yield low_bit, partial(low_bit.quantize, x, seed, None, kind=kind, group=64)
     codes = torch.zeros(40, 16, dtype=torch.uint8)
@@ -471,7 +467,6 @@ def test_the_launchers_launches_are_those_of_triton(gpu, runs, monkeypatch, step
             monkeypatch.setattr(place, "launch", lambda *case: cases.append(case), raising=False)
         call()
     assert {case[0].__name__ for case in cases} == {
-        "_sampled_mean_kernel",
         "_quantize_kernel",
         "_dequantize_kernel",
         "_random_projection_kernel",

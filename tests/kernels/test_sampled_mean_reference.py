@@ -20,6 +20,17 @@ def test_up_to_256_rows_it_is_the_mean():
     assert not torch.equal(sampled_mean(torch.randn(SAMPLE + 1, 5)), torch.zeros(5))
 
 
+@pytest.mark.parametrize("length", [27, 90, 1000])
+def test_rows_in_runs_are_read_where_they_lie(length):
+    """The same rows as in order, and no copy of all."""
+    x = torch.randn(5, length + 1, 7)[:, 1:]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        found = sampled_mean(x)
+    torch.testing.assert_close(found, sampled_mean(x.reshape(-1, 7)), rtol=1e-5, atol=1e-6)
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert length < 1000 or largest < x.numel() * x.element_size()
+
+
 @pytest.mark.parametrize("rows", [SAMPLE + 1, 300, 509, 4096, 65_537, (1 << 31) - 1])
 def test_each_part_of_the_rows_has_one(rows):
     found = sampled_rows(rows)

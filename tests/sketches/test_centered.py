@@ -200,12 +200,12 @@ class Readers(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("storage", "ratio", "rows", "op", "of_x", "of_g"),
     [
-        (None, 0.3, 600, "hadamard_sketch_and_mean", ["sampled_mean", "hadamard_sketch_and_mean"], SKETCH_OF_G),
-        (None, 0.3, ROWS, "hadamard_sketch_and_mean", ["sampled_mean", "hadamard_sketch_and_mean"], AT_ONCE),
+        (None, 0.3, 600, "hadamard_sketch_and_mean", ["hadamard_sketch_and_mean"], SKETCH_OF_G),
+        (None, 0.3, ROWS, "hadamard_sketch_and_mean", ["hadamard_sketch_and_mean"], AT_ONCE),
         (None, 0.3, 256, "hadamard_sketch_and_mean", ["sketch_and_mean_at_once"], AT_ONCE),
-        ("int4", 0.3, ROWS, "hadamard_sketch_quantized", ["sampled_mean", "hadamard_sketch_and_sums"], SKETCH_OF_G),
-        ("int8", 0.5, 384, "hadamard_sketch_quantized", ["sampled_mean", "hadamard_sketch_quantized"], SKETCH_OF_G),
-        ("int4", 0.25, 384, "hadamard_sketch_quantized", ["sampled_mean", "hadamard_sketch_quantized"], SKETCH_OF_G),
+        ("int4", 0.3, ROWS, "hadamard_sketch_quantized", ["hadamard_sketch_and_sums"], SKETCH_OF_G),
+        ("int8", 0.5, 384, "hadamard_sketch_quantized", ["hadamard_sketch_quantized"], SKETCH_OF_G),
+        ("int4", 0.25, 384, "hadamard_sketch_quantized", ["hadamard_sketch_quantized"], SKETCH_OF_G),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -213,7 +213,6 @@ def test_x_is_read_once(storage, ratio, rows, op, of_x, of_g, dtype, monkeypatch
     """With the twins in the kernels' place: 256 rows for m, one pass for sketch and sum; and so is g."""
     launched = []
     twins = {
-        "sampled_mean": reference.sampled_mean,
         "hadamard_sketch_and_mean": hadamard.hadamard_sketch_and_mean,
         "hadamard_sketch_and_sums": hadamard.hadamard_sketch_and_sums,
         "hadamard_sketch_quantized": quantized.hadamard_sketch_quantized,

@@ -21,7 +21,7 @@ are, and by Cauchy and Schwarz rows (m - mu)^2 is at most rows / 128 of the samp
 import torch
 from torch import Tensor
 
-from ..strides import as_matrix
+from ..strides import as_matrix, number_of_rows
 
 # Rows that are read. All of them, up to so many.
 SAMPLE = 256
@@ -60,11 +60,12 @@ def sampled_mean(x: Tensor) -> Tensor:
     Returns:
         Shape (features,), float32 (float64 for float64).
     """
-    x = as_matrix(x)
-    rows, features = x.shape
+    rows, features = number_of_rows(x), x.shape[-1]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     if rows <= SAMPLE:
-        return x.sum(0, dtype=compute) / max(1, rows)
-    sample = x.index_select(0, sampled_rows(rows, device=x.device)).to(compute)
-    means = sample.view(SAMPLE // GROUPS, GROUPS, features).mean(0)
+        return as_matrix(x).sum(0, dtype=compute) / max(1, rows)
+    index = sampled_rows(rows, device=x.device)
+    # in runs, from where they lie: in order, they would be a copy of x
+    sample = x.index_select(0, index) if x.dim() == 2 else x[index // x.shape[1], index % x.shape[1]]
+    means = sample.to(compute).view(SAMPLE // GROUPS, GROUPS, features).mean(0)
     return means.sort(0).values[GROUPS // 2 - 1 : GROUPS // 2 + 1].mean(0)

@@ -10,7 +10,7 @@ from rmm_linear.sketches import Hadamard
 from rmm_linear_kernels.hadamard_at_once import kernel, reference
 from rmm_linear_kernels.hadamard_sketch import kernel as sketches
 from rmm_linear_kernels.hadamard_sketch.reference import hadamard_dense
-from rmm_linear_kernels.sampled_mean import kernel as sampled_mean
+from rmm_linear_kernels.sampled_mean import reference as sampled_mean
 from rmm_linear_kernels.sketched_grad_weight import kernel as products
 
 pytestmark = pytest.mark.usefixtures("nan_poison")

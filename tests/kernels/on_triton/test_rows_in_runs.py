@@ -15,7 +15,6 @@ from rmm_linear_kernels.hadamard_at_once import kernel as at_once
 from rmm_linear_kernels.hadamard_sketch import kernel as sketches
 from rmm_linear_kernels.hadamard_sketch_quantized import kernel as quantized
 from rmm_linear_kernels.hadamard_sketch_quantized.shapes import holds
-from rmm_linear_kernels.sampled_mean import kernel as means
 from rmm_linear_kernels.strides import in_runs
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -74,15 +73,6 @@ def test_blocks_of_more_rows_than_are_multiplied_at_a_time(layout, device):
     assert torch.equal(found, sketches.hadamard_sketch(x.reshape(-1, x.shape[2]), seed, None, **options))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("length", [27, grid(90)])
-def test_the_mean_of_all_rows_and_of_some(layout, length, device):
-    x = batch(layout, torch.bfloat16, device, (5, length, 21 if length == 27 else 80))
-    found = means.sampled_mean(x)
-    assert torch.equal(found, means.sampled_mean(x.reshape(-1, x.shape[2])))
-    assert not found.isnan().any()
-
-
 @pytest.mark.parametrize("kind", ["int8", grid("int4"), grid("fp8")])
 @pytest.mark.parametrize("layout", ["without the first token", grid("length first"), grid("channels first")])
 def test_codes(kind, layout, device):
@@ -116,7 +106,6 @@ def test_elements_beyond_two_to_the_31(device):
             more = (None,) if kernel is sketches.hadamard_sketch else ()
             found, expected = kernel(x, seed, *more, **options), kernel(in_order, seed, *more, **options)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        assert torch.equal(means.sampled_mean(x), means.sampled_mean(in_order))
 
 
 def test_a_kernel_for_one_length_serves_all():
@@ -125,7 +114,6 @@ def test_a_kernel_for_one_length_serves_all():
         sketches._hadamard_sketch_kernel,
         at_once._sketch_and_mean_at_once_kernel,
         quantized._hadamard_sketch_quantized_kernel,
-        means._sampled_mean_kernel,
     )
     for kernel in kernels:
         # of Triton's interpreter, which compiles nothing, only the source is there
