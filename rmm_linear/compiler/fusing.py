@@ -1,10 +1,10 @@
-"""Which ops Inductor computes inside of the loop of another op, so that their results take no memory.
+"""The ops that Inductor computes inside of the loop of another op: their results take no memory.
 
-An elementwise op is inlined into the op that reads it, if that is elementwise too, or a reduction, and the only one:
-planners see both as one op. A backward loop that reads results of elementwise ops of the forward pass can compute
-them again inside of itself, from what those ops read. That costs no memory and hardly any time, so that it is done
-before anything is planned. Which results it is done for is a minimum cut: the tensors that are kept are those of the
-fewest bytes from which all backward loops can be computed (torch's own partitioner chooses by such a cut too).
+Inductor inlines an elementwise op into its only reader, if the reader is elementwise or a reduction; planners see both
+as one op. A backward loop that reads elementwise results of the forward pass can compute them again inside of itself,
+from their own inputs. That costs no memory and hardly any time, so that it is done before anything is planned. A
+minimum cut chooses the tensors that are kept for backward loops: of all sets from which the loops can be computed, the
+one of the fewest bytes. (torch's own partitioner chooses by such a cut too.)
 """
 
 from collections.abc import Collection
