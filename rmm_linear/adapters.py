@@ -9,27 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear.hooks import take_off_hooks
-from rmm_linear.layer_classes import layer_input
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer, layer_input
+from rmm_linear.padding import take_off_hooks
 from rmm_linear.sharing import current_groups
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Tell whether a module is a layer with adapters.
-
-    Returns:
-        True if it has a base layer, as PEFT's layers do.
-    """
+    """Tell whether a module is a layer with adapters: it has a base layer, as PEFT's layers do."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def adapters_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the adapters of an adapted layer.
-
-    Yields:
-        What its dictionaries of modules hold, one adapter a name.
-    """
+    """Yield the adapters of an adapted layer: what its dictionaries of modules hold, one adapter a name."""
     for child in module.children():
         if isinstance(child, nn.ModuleDict):
             yield from child.values()

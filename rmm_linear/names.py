@@ -1,23 +1,24 @@
-"""Names of modules, as users know them."""
+"""Names of modules, as users know them; and the output head, which a conversion leaves exact unless it is asked for."""
 
 import re
+from collections.abc import Iterator
+
+from torch import nn
 
 # Names that wrappers put in front of, or between, the names of the model they wrap.
 _WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _LEADING_WRAPPER_SEGMENTS = (*_WRAPPER_SEGMENTS, "module")
 # How many names an error or a warning lists before it says how many more there are.
 _LISTED = 12
+# Direct children of a model that hold its output head, by the names that model libraries give them.
+HEAD_NAMES = (
+    "lm_head", "score", "classifier", "classification_head", "qa_outputs", "embed_out", "head", "heads", "cls", "fc",
+    "logits_proj",
+)  # fmt: skip
 
 
 def strip_wrappers(name: str) -> str:
-    """Return a module's name without what torch.compile, DDP, FSDP and checkpoint wrappers add to it.
-
-    Args:
-        name: Dotted name, as `named_modules` gives it.
-
-    Returns:
-        The name in the unwrapped model; "" is the model itself.
-    """
+    """Return a module's name without what torch.compile, DDP, FSDP and checkpoint wrappers add to it."""
     segments = name.split(".")
     while segments and segments[0] in _LEADING_WRAPPER_SEGMENTS:
         segments.pop(0)
@@ -25,19 +26,37 @@ def strip_wrappers(name: str) -> str:
 
 
 def pattern(name: str) -> str:
-    """Return a module's name with its numbers left open: those of a stack's layers are alike.
-
-    Returns:
-        Such as "encoder.layer.*.output"; "(the model)" for "".
-    """
+    """Return a module's name with its numbers left open, "encoder.layer.*.output": layers of a stack are alike."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) or "(the model)"
 
 
 def listed(items: list[str]) -> str:
-    """Join items for an error or a warning, which names a dozen at most.
-
-    Returns:
-        The first of them, and how many more there are.
-    """
+    """Join items for an error or a warning, which names a dozen at most, and says how many more there are."""
     more = len(items) - _LISTED
     return "; ".join(items[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def in_output_head(model: nn.Module) -> set[nn.Module]:
+    """Find the modules of a model's output head."""
+    return {inner for head in _heads(model) for inner in head.modules()}
+
+
+def _heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that make a model's output: by the model's own word, or by their usual names."""
+    for name, module in model.named_modules():
+        is_model = hasattr(module, "get_output_embeddings") or hasattr(module, "get_classifier")
+        if is_model:
+            yield from _named_by_model(module)
+        if is_model or strip_wrappers(name) == "":
+            yield from (child for child_name, child in module.named_children() if child_name in HEAD_NAMES)
+
+
+def _named_by_model(model: nn.Module) -> Iterator[nn.Module]:
+    for method in ("get_output_embeddings", "get_classifier"):
+        try:
+            head = getattr(model, method)()
+        except (AttributeError, NotImplementedError, TypeError):
+            continue
+        for module in head if isinstance(head, (tuple, list)) else (head,):
+            if isinstance(module, nn.Module):
+                yield module

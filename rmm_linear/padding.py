@@ -48,7 +48,6 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.errors import PaddingGradientError
-from rmm_linear.hooks import take_off_hooks
 from rmm_linear.rows import kept_first
 
 _MASK_ARGUMENT = "attention_mask"
@@ -477,6 +476,18 @@ def remove_hooks(model: nn.Module) -> None:
 def _remove_hooks(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         take_off_hooks(module, _is_mask_hook)
+
+
+def take_off_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
+    """Take forward hooks and forward pre-hooks off a module: found by what they are, since copies have no handles."""
+    tables: list[tuple[Any, ...]] = [
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    ]
+    for hooks, *flags in tables:
+        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
+            for table in (hooks, *flags):
+                table.pop(key, None)
 
 
 def _is_mask_hook(hook: object) -> bool:

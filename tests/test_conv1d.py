@@ -13,8 +13,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.pytorch_utils import Conv1D
 
 from rmm_linear import RMMConfig, convert_linears, revert_linears, summary, valid_rows
-from rmm_linear.conv1d import RMMConv1D
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import RMMConv1D, SketchedLayer
 from rmm_linear.memory import MeasuredSaving, SavedTensors, profile
 from rmm_linear.sketches.contract import assert_unbiased
 from rmm_linear.variance.probe import LayerProbe

@@ -26,26 +26,20 @@ ALLOWED = {
     "sharing": set(),
     "producers": set(),
     "names": set(),
-    "padding": {"hooks", "rows", "errors"},
+    "padding": {"rows", "errors"},
     "functional": {"sketches", "config", "rows", "sharing", "producers", "padding", "ops", "errors"},
-    "linear": {"functional", "config", "sharing", "padding", "sketches", "errors"},
-    "hooks": set(),
-    "adapters": {"hooks", "layer_classes", "linear", "sharing"},
-    "conv1d": {"linear", "config"},
-    "layer_classes": {"conv1d", "linear"},
-    "convertible": {"layer_classes", "linear"},
-    "heads": {"names"},
+    "layer": {"functional", "config", "sharing", "padding", "errors"},
+    "adapters": {"layer", "padding", "sharing"},
+    "convertible": {"layer"},
     "memory": {
         "adapters",
         "byte_sizes",
         "convertible",
-        "heads",
         "names",
-        "layer_classes",
         "producers",
         "sharing",
         "functional",
-        "linear",
+        "layer",
         "config",
         "rows",
         "padding",
@@ -54,10 +48,8 @@ ALLOWED = {
     "convert": {
         "adapters",
         "convertible",
-        "heads",
         "names",
-        "layer_classes",
-        "linear",
+        "layer",
         "config",
         "memory",
         "padding",
@@ -65,12 +57,11 @@ ALLOWED = {
     },
     "variance": {
         "functional",
-        "layer_classes",
         "names",
         "producers",
         "sharing",
         "sketches",
-        "linear",
+        "layer",
         "convert",
         "config",
         "memory",
@@ -161,9 +152,9 @@ def test_only_ops_imports_the_kernels():
     }
 
 
-def test_only_the_integrations_and_conv1d_import_transformers():
+def test_only_the_integrations_and_the_layer_import_transformers():
     assert importers_of("transformers", LIBRARY) <= {
-        "rmm_linear/conv1d.py",
+        "rmm_linear/layer.py",
         "rmm_linear/integrations/hf_trainer.py",
         "rmm_linear/integrations/hf_models.py",
     }

@@ -14,17 +14,20 @@ from torch import Tensor, nn
 
 from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.config import RMMConfig
-from rmm_linear.convert.matching import LinearLayer, Matcher, check_overrides, linear_layers
-from rmm_linear.convert.others import other_modules
-from rmm_linear.convert.swapping import LEFT_EXACT, to_exact, to_sketched
-from rmm_linear.convertible import why_not
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.convert.matching import LinearLayer, Matcher, check_overrides, linear_layers, other_modules
+from rmm_linear.convertible import has_foreign_forward, is_sharded_class, why_not
+from rmm_linear.layer import SketchedLayer, convertible_classes, sketched_class
 from rmm_linear.memory import profile
 from rmm_linear.names import listed, pattern
 from rmm_linear.padding import TIME_FIRST, install_hooks, remove_hooks
 
 # Below it, noise over gradient is about 3 and more, an element: its size is about sqrt((1 - ratio) / ratio).
 _SMALL_RATIO = 0.1
+
+# Attribute of a layer that `convert_linears(sample=...)` has left exact: why.
+LEFT_EXACT = "_rmm_left_exact"
+# (FSDP2's class, base, new base) -> the same class with the new base
+_SHARDED_CLASSES: dict[tuple[type, type, type], type] = {}
 
 ALL_LINEAR = "all-linear"
 DEFAULT_RATIO = 0.5
@@ -93,10 +96,9 @@ def convert_linears(
     targets, excluded = Matcher("target_modules", target_modules), Matcher("exclude_modules", exclude_modules or ())
     rules = check_overrides(overrides or {})
 
-    found = list(linear_layers(model))
-    others = list(other_modules(model))
+    found, others = list(linear_layers(model)), list(other_modules(model))
     if not found:
-        instead = "; ".join(["", *(f"{other.layer.name or '(the model)'}: {other.reason}" for other in others[:1])])
+        instead = "; ".join(["", *(f"{other.label}: {reason}" for other, reason in others[:1])])
         raise ValueError(f"{type(model).__name__} has no linear layers; there is nothing to convert{instead}")
 
     def is_meant(layer: LinearLayer) -> bool:
@@ -108,80 +110,80 @@ def convert_linears(
     ]
     if not matched:
         message = _nothing_matched(found, target_modules, exclude_modules, filter_fn)
-        unlike = [f"{other.layer.name}: {other.reason}" for other in others if is_meant(other.layer)]
+        unlike = [f"{other.name}: {reason}" for other, reason in others if is_meant(other)]
         raise ValueError("; ".join([message, *([listed(unlike)] if unlike else [])]))
 
     plan: list[tuple[LinearLayer, RMMConfig | None]] = []
-    skipped: list[str] = []
-    # frozen ones keep no input: there is nothing to miss
-    unusual = dict.fromkeys(
-        f"{pattern(other.layer.name)}: {other.reason}" for other in others if other.trains and is_meant(other.layer)
-    )
-    everything = [*found, *(other.layer for other in others)]
-    unused_rules = [repr(rule.pattern) for rule in rules if not any(rule.matches(layer) for layer in matched)]
-    unused_exclusions = [str(part) for part in excluded.parts() if not any(map(part.matches, everything))]
+    named, skipped = set(), []
     for layer in matched:
         rule = next((rule for rule in rules if rule.matches(layer)), None)
         wanted = default if rule is None else rule.config
         reason = why_not(layer.module, model) if wanted is not None else None
         if reason is not None:
-            skipped.append(f"{layer.name or '(the model)'}: {reason}")
-        else:
-            plan.append((layer, wanted))
+            skipped.append(f"{layer.label}: {reason}")
+            continue
+        plan.append((layer, wanted))
+        if rule is not None:
+            named.add(layer.name)
     if not plan:
         raise ValueError("none of the layers that match can be converted; left exact: " + listed(skipped))
 
-    useless: dict[str, str] = {}
-    if sample is not None:
-        named = {layer.name for layer, _ in plan if any(rule.matches(layer) for rule in rules)}
-        useless = _useless(model, plan, sample)
-        useless = {name: reason for name, reason in useless.items() if name not in named}
-        if len(useless) == len(plan):
-            reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
-            raise ValueError(f"a sketch frees nothing of any of the layers that match: {reasons}")
+    useless = {} if sample is None else _useless(model, plan, sample)
+    useless = {name: reason for name, reason in useless.items() if name not in named}
+    if len(useless) == len(plan):
+        reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
+        raise ValueError(f"a sketch frees nothing of any of the layers that match: {reasons}")
     for layer, wanted in plan:
         vars(layer.module).pop(LEFT_EXACT, None)
         if wanted is None or layer.name in useless:
-            to_exact(layer.module)
+            _to_exact(layer.module)
             if layer.name in useless:
                 setattr(layer.module, LEFT_EXACT, useless[layer.name])
         else:
-            to_sketched(layer.module)
+            _to_sketched(layer.module)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
     watch_adapted_layers(model)
-    if not _announce_padding(model):
-        warnings.warn(
+
+    messages = []
+    if not any(isinstance(module, SketchedLayer) and module.rmm_config.skip_padding for module in model.modules()):
+        remove_hooks(model)
+    elif not install_hooks(model):
+        messages.append(
             "skip_padding=True, but no part of the model takes an attention_mask that is known to speak of all of its"
-            " rows: they are kept, unless rmm_linear.valid_rows(mask) announces which are valid",
-            UserWarning,
-            stacklevel=2,
+            " rows: they are kept, unless rmm_linear.valid_rows(mask) announces which are valid"
         )
     if (may_overflow := _that_may_overflow(plan)) is not None:
-        warnings.warn(may_overflow, UserWarning, stacklevel=2)
+        messages.append(may_overflow)
     if any(wanted is not None and wanted.keep_tokens for _, wanted in plan) and _is_time_first(model):
-        warnings.warn(
+        messages.append(
             f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
-            " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out",
-            UserWarning,
-            stacklevel=2,
+            " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out"
         )
+    # frozen ones keep no input: there is nothing to miss
+    unusual = dict.fromkeys(
+        f"{pattern(other.name)}: {reason}"
+        for other, reason in others
+        if is_meant(other) and any(parameter.requires_grad for parameter in other.module.parameters(recurse=False))
+    )
     if skipped or unusual:
-        warnings.warn("left exact: " + listed([*skipped, *unusual]), UserWarning, stacklevel=2)
-    chosen = [layer.module for layer, wanted in plan if isinstance(layer.module, SketchedLayer)]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if chosen and trained and not any(_trains(module) for module in chosen):
-        warnings.warn(
+        messages.append("left exact: " + listed([*skipped, *unusual]))
+    chosen = [layer.module for layer, _ in plan if isinstance(layer.module, SketchedLayer)]
+    weights = [getattr(layer, "weight", None) for layer in chosen]
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if chosen and is_trained and not any(isinstance(each, Tensor) and each.requires_grad for each in weights):
+        messages.append(
             f"none of the {len(chosen)} layers that are sketched now has a trainable weight: they keep nothing, and"
             " there is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were"
-            " added",
-            UserWarning,
-            stacklevel=2,
+            " added"
         )
-    if unused_exclusions:
-        message = f"exclude_modules that match no linear layer: {listed(unused_exclusions)}"
-        warnings.warn(message, UserWarning, stacklevel=2)
-    if unused_rules:
-        message = f"overrides that match none of the layers to convert: {listed(unused_rules)}"
+    everything = [*found, *(other for other, _ in others)]
+    unused = [str(part) for part in excluded.parts() if not any(map(part.matches, everything))]
+    if unused:
+        messages.append(f"exclude_modules that match no linear layer: {listed(unused)}")
+    unused = [repr(rule.pattern) for rule in rules if not any(map(rule.matches, matched))]
+    if unused:
+        messages.append(f"overrides that match none of the layers to convert: {listed(unused)}")
+    for message in messages:
         warnings.warn(message, UserWarning, stacklevel=2)
     return model
 
@@ -200,10 +202,8 @@ def _useless(model: nn.Module, plan: list[tuple[LinearLayer, RMMConfig | None]],
     try:
         if isinstance(sample, Mapping):
             report = profile(model, **sample)
-        elif isinstance(sample, (tuple, list)):
-            report = profile(model, *sample)
         else:
-            report = profile(model, sample)
+            report = profile(model, *(sample if isinstance(sample, (tuple, list)) else (sample,)))
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
@@ -216,11 +216,6 @@ def _useless(model: nn.Module, plan: list[tuple[LinearLayer, RMMConfig | None]],
         for layer, config in before:
             layer.rmm_config = config
     return report.frees_nothing(configs)
-
-
-def _trains(layer: nn.Module) -> bool:
-    weight = getattr(layer, "weight", None)
-    return isinstance(weight, Tensor) and weight.requires_grad
 
 
 def _is_time_first(model: nn.Module) -> bool:
@@ -248,7 +243,7 @@ def revert_linears(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     for module in model.modules():
-        to_exact(module)
+        _to_exact(module)
         vars(module).pop(LEFT_EXACT, None)
     remove_hooks(model)
     watch_adapted_layers(model)
@@ -267,14 +262,6 @@ def _that_may_overflow(plan: list[tuple[LinearLayer, RMMConfig | None]]) -> str 
         " not be. Keep weights in float32 and train under torch.autocast(dtype=torch.float16) with a GradScaler, which"
         " settles where it does for exact layers; or use bfloat16, a larger ratio, or a smaller loss"
     )
-
-
-def _announce_padding(model: nn.Module) -> bool:
-    """Have the model announce its attention mask, if any layer wants it; tell whether those that want it get it."""
-    if not any(isinstance(module, SketchedLayer) and module.rmm_config.skip_padding for module in model.modules()):
-        remove_hooks(model)
-        return True
-    return install_hooks(model) > 0
 
 
 def _resolve_config(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
@@ -298,5 +285,59 @@ def _nothing_matched(
         wanted += f" without exclude_modules={exclude_modules!r}"
     if filter_fn is not None:
         wanted += " and filter_fn"
-    names = [f"{layer.name or '(the model)'}{' (output head)' if layer.in_head else ''}" for layer in found]
+    names = [f"{layer.label}{' (output head)' if layer.in_head else ''}" for layer in found]
     return f"{wanted} matches none of the model's {len(found)} linear layers: {listed(names)}"
+
+
+def _with_base(kind: type, old: type, new: type) -> type:
+    """Return FSDP2's dynamic class with another base: its unshard and reshard survive."""
+    key = (kind, old, new)
+    if key not in _SHARDED_CLASSES:
+        bases = tuple(new if base is old else base for base in kind.__bases__)
+        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__", "__doc__")}
+        made = type(kind.__name__.replace(old.__name__, new.__name__), bases, own)
+        _SHARDED_CLASSES[key] = made
+        # the way back leads to FSDP2's own class
+        _SHARDED_CLASSES[made, new, old] = kind
+    return _SHARDED_CLASSES[key]
+
+
+def _to_sketched(module: nn.Module) -> None:
+    """Make a layer of which `why_not` says nothing a sketched one, which needs an `rmm_config` then."""
+    for exact in convertible_classes():
+        if isinstance(module, exact) and not isinstance(module, SketchedLayer):
+            _swap(module, exact, sketched_class(exact))
+
+
+def _swap(module: nn.Module, old: type, new: type) -> None:
+    kind: type = type(module)
+    if kind is old:
+        module.__class__ = new
+    elif is_sharded_class(kind) and old in kind.__bases__:
+        module.__class__ = _with_base(kind, old, new)
+    else:
+        return
+    # what accelerate leaves behind when it takes a hook off: the old class's own forward, bound to the instance
+    vars(module).pop("forward", None)
+
+
+def _to_exact(module: nn.Module) -> None:
+    """Make a sketched layer what it was before; other modules are left as they are."""
+    if not isinstance(module, SketchedLayer):
+        return
+    # What replaced an instance's forward holds the class's own, which needs the configuration.
+    if not has_foreign_forward(module):
+        for exact in convertible_classes():
+            _swap(module, sketched_class(exact), exact)
+    if isinstance(module, SketchedLayer):
+        module.rmm_config = module.rmm_config.replace(ratio=1.0, storage=None)
+        warnings.warn(
+            "a sketched layer that was changed after its conversion (a parametrization, or a forward on the instance,"
+            " as accelerate's hooks put there) was made exact by ratio=1.0 instead of being reverted; undo the change"
+            " first to have the layer's own class again",
+            UserWarning,
+            stacklevel=3,
+        )
+    else:
+        vars(module).pop("rmm_config", None)
+        vars(module).pop("_rows_check", None)

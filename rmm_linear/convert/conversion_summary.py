@@ -1,18 +1,17 @@
 """summary: what is sketched, how, and why the rest is not."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.convert.matching import LinearLayer, linear_layers
-from rmm_linear.convert.others import other_modules
-from rmm_linear.convert.swapping import LEFT_EXACT
+from rmm_linear.convert.conversion import LEFT_EXACT
+from rmm_linear.convert.matching import LinearLayer, linear_layers, other_modules
 from rmm_linear.convertible import why_not
-from rmm_linear.layer_classes import features
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer, features
 from rmm_linear.names import pattern
 
 # Rows at which `summary` states a layer's bytes per row: sketches round to whole rows of a block.
@@ -81,18 +80,11 @@ class ConversionSummary:
         return sum(row.kept_bytes_per_row for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the summary as plain values, ready for JSON.
-
-        Returns:
-            `rows`, each a dictionary, `others`, and the totals.
-        """
-        rows = []
-        for row in self.rows:
-            values = asdict(row)
-            values["config"] = None if row.config is None else row.config.to_dict()
-            rows.append(values)
+        """Return `rows`, each a dictionary, `others` and the totals as plain values, ready for JSON."""
         return {
-            "rows": rows,
+            "rows": [
+                {**vars(row), "config": None if row.config is None else row.config.to_dict()} for row in self.rows
+            ],
             "others": dict(self.others),
             "converted": self.converted,
             "sketched": self.sketched,
@@ -119,10 +111,7 @@ class ConversionSummary:
 
     def _lines_of_others(self) -> list[str]:
         """One line a kind: the layers of a stack are alike."""
-        kinds: dict[tuple[str, str], int] = {}
-        for name, reason in self.others.items():
-            kind = pattern(name), reason
-            kinds[kind] = kinds.get(kind, 0) + 1
+        kinds = Counter((pattern(name), reason) for name, reason in self.others.items())
         return [
             f"exact: {name}{f' ({count} of them)' if count > 1 else ''}: {reason}"
             for (name, reason), count in kinds.items()
@@ -149,7 +138,7 @@ def summary(model: nn.Module) -> ConversionSummary:
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     return ConversionSummary(
         tuple(_summarize(layer, model) for layer in linear_layers(model)),
-        {other.layer.name: other.reason for other in other_modules(model)},
+        {other.name: reason for other, reason in other_modules(model)},
     )
 
 
@@ -160,10 +149,8 @@ def _summarize(layer: LinearLayer, model: nn.Module) -> LayerSummary:
     inside, outside = features(module)
     known = not nn.parameter.is_lazy(weight)
     trains = known and weight.requires_grad
-    exact = float(inside * weight.dtype.itemsize) if trains else 0.0
-    kept, is_sketched = exact, False
+    kept = exact = float(inside * weight.dtype.itemsize) if trains else 0.0
     if trains and config is not None:
-        is_sketched = not config.is_exact
         kept = config.saved_bytes(_SUMMARY_ROWS, inside, weight.dtype) / _SUMMARY_ROWS
     return LayerSummary(
         name=layer.name,
@@ -174,18 +161,16 @@ def _summarize(layer: LinearLayer, model: nn.Module) -> LayerSummary:
         exact_bytes_per_row=exact,
         kept_bytes_per_row=kept,
         note=_note(layer, model, frozen=known and not trains),
-        is_sketched=is_sketched,
+        is_sketched=trains and config is not None and not config.is_exact,
     )
 
 
 def _note(layer: LinearLayer, model: nn.Module, *, frozen: bool) -> str:
     notes = []
-    reason = why_not(layer.module, model)
-    if reason is not None:
+    if (reason := why_not(layer.module, model)) is not None:
         notes.append(f"exact: {reason}")
     elif not isinstance(layer.module, SketchedLayer):
-        why = getattr(layer.module, LEFT_EXACT, None)
-        if why is not None:
+        if (why := getattr(layer.module, LEFT_EXACT, None)) is not None:
             notes.append(f"exact: a sketch frees nothing: {why}")
         else:
             notes.append("exact: output head" if layer.in_head else "exact: not targeted, or excluded")

@@ -12,9 +12,9 @@ from torch import nn
 
 from rmm_linear.adapters import adapters_of, is_adapted
 from rmm_linear.config import RMMConfig
-from rmm_linear.heads import in_output_head
-from rmm_linear.layer_classes import is_linear_layer
-from rmm_linear.names import strip_wrappers
+from rmm_linear.convertible import why_no_layer
+from rmm_linear.layer import is_linear_layer
+from rmm_linear.names import in_output_head, strip_wrappers
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class LinearLayer:
     # every name it goes by: shared modules have several, wrapped ones a raw one as well
     aliases: tuple[str, ...]
     in_head: bool
+
+    @property
+    def label(self) -> str:
+        """What a message calls it."""
+        return self.name or "(the model)"
 
 
 class Matcher:
@@ -81,14 +86,7 @@ class Override:
 
 
 def check_overrides(overrides: Mapping[str, RMMConfig | None]) -> list[Override]:
-    """Read the option `overrides`.
-
-    Args:
-        overrides: As `convert_linears` was given it.
-
-    Raises:
-        ValueError: If it is not what it should be.
-    """
+    """Read the option `overrides`, or say what is wrong with it."""
     if not isinstance(overrides, Mapping):
         raise ValueError(f"overrides is a {type(overrides).__name__}; pass a dict of pattern -> RMMConfig or None")
     for pattern, wanted in overrides.items():
@@ -114,3 +112,9 @@ def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_
             # PEFT's "lora_A.default": the name of the adapter is nothing of the layer's
             aliases += [name.rpartition(".")[0] for name in stripped]
         yield LinearLayer(module, stripped[0], tuple(dict.fromkeys(aliases)), module in heads)
+
+
+def other_modules(model: nn.Module) -> Iterator[tuple[LinearLayer, str]]:
+    """Find the modules that a user might expect to be converted, and that can't be; each with the reason."""
+    for layer in linear_layers(model, lambda module: why_no_layer(module) is not None):
+        yield layer, why_no_layer(layer.module) or ""

@@ -20,9 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from rmm_linear.adapters import is_adapted
 from rmm_linear.convertible import why_not
 from rmm_linear.functional import compute_dtype
-from rmm_linear.heads import in_output_head
-from rmm_linear.layer_classes import features, is_linear_layer, layer_input
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer, features, is_linear_layer, layer_input
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
 from rmm_linear.memory.report import (
     CHECKPOINTED,
@@ -39,7 +37,7 @@ from rmm_linear.memory.report import (
     MemoryReport,
 )
 from rmm_linear.memory.unchanged import unchanged
-from rmm_linear.names import strip_wrappers
+from rmm_linear.names import in_output_head, strip_wrappers
 from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import sequences_of
 from rmm_linear.sharing import InputGroups, SharedSketch

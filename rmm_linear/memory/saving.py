@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rmm_linear.layer_classes import layer_input
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer, layer_input
 from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
 from rmm_linear.padding import current_valid_rows
 from rmm_linear.producers import flattens_in_place, is_free_to_keep

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rmm_linear import ops
 from rmm_linear.config import RMMConfig
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer
 from rmm_linear.variance.allocation import Allocation, NoiseProfile, allocate_for_noise, allocate_ratios
 from rmm_linear.variance.probe import LayerProbe
 from rmm_linear.variance.profile import ProfileBuilder

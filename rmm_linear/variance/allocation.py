@@ -28,7 +28,7 @@ from torch import nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import aligned, describe
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer
 from rmm_linear.names import listed, strip_wrappers
 from rmm_linear.variance.gradient_noise import _ratio
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from torch import Tensor, nn
 
 from rmm_linear import ops
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer
 from rmm_linear.variance.gradient_noise import GradientNoise, _ratio, batch_sequences, gradient_noise
 from rmm_linear.variance.probe import LayerProbe
 

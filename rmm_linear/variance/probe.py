@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.functional import compute_dtype
-from rmm_linear.layer_classes import layer_input
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer, layer_input
 from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import current_valid_rows
 from rmm_linear.producers import is_free_to_keep

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.linear import SketchedLayer
+from rmm_linear.layer import SketchedLayer
 from rmm_linear.memory.unchanged import drop_gradients, unchanged
 from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch

@@ -1,6 +1,13 @@
-"""RMMLinear: the module that `convert_linears` turns an `nn.Linear` into; and what all such modules have in common."""
+"""The layers that `convert_linears` makes, `RMMLinear` and `RMMConv1D`, and the classes of those that they are made of.
 
+The `Conv1D` of transformers is a linear layer whose weight is held as (in, out). `RMMConv1D` is made at its first use,
+from the class that transformers has: the library itself does without that package.
+"""
+
+import sys
 import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +18,8 @@ from rmm_linear.errors import TracingError
 from rmm_linear.functional import compute_dtype, linear
 from rmm_linear.padding import RowsCheck, current_valid_rows
 from rmm_linear.sharing import shared_sketch
+
+_MATRIX = 2
 
 
 class SketchedLayer(nn.Module):
@@ -27,12 +36,7 @@ class SketchedLayer(nn.Module):
     _rows_check: RowsCheck | None = None
 
     def _sketched(self, input: Tensor, weight: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Apply the layer in training mode, as it is configured.
-
-        Raises:
-            ValueError: If the input does not fit the weight.
-            TracingError: If the model is traced or exported.
-        """
+        """Apply the layer in training mode, as it is configured."""
         if isinstance(input, torch.fx.Proxy):
             raise TracingError(
                 "torch.fx would trace a sketched linear layer in training mode into an exact one. Use model.eval(),"
@@ -105,21 +109,12 @@ class RMMLinear(SketchedLayer, nn.Linear):
         *,
         config: RMMConfig | None = None,
     ) -> None:
-        """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model.
-
-        Raises:
-            ValueError: If `config` is not an RMMConfig.
-        """
+        """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model."""
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.rmm_config = checked_config(config)
+        self.rmm_config = _checked(config)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer.
-
-        Raises:
-            ValueError: If the input does not fit the weight, in training mode.
-            TracingError: If the model is traced or exported, in training mode.
-        """
+        """Apply the layer; in training mode it raises what `rmm_linear.functional.linear` does, or `TracingError`."""
         if not self.training:
             return F.linear(input, self.weight, self.bias)
         return self._sketched(input, self.weight)
@@ -129,15 +124,89 @@ class RMMLinear(SketchedLayer, nn.Linear):
         return f"{super().extra_repr()}, {self._describe_config()}"
 
 
-def checked_config(config: RMMConfig | None) -> RMMConfig:
-    """Return the configuration of a layer that is made with one.
-
-    Args:
-        config: The configuration, or None.
-
-    Raises:
-        ValueError: If it is something else.
-    """
+def _checked(config: RMMConfig | None) -> RMMConfig:
     if config is not None and not isinstance(config, RMMConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
     return config if config is not None else RMMConfig()
+
+
+def _make_conv1d() -> type[SketchedLayer]:
+    try:
+        from transformers.pytorch_utils import Conv1D
+    except ImportError as error:
+        raise ImportError('RMMConv1D needs transformers: pip install "rmm-linear[hf]"') from error
+
+    class RMMConv1D(SketchedLayer, Conv1D):
+        """A `Conv1D` of transformers that keeps a sketch of its input for the weight gradient, in training mode.
+
+        Parameters, state_dict and output are those of `Conv1D`: weight (in, out), bias (out,). Otherwise it is to
+        `Conv1D` what `RMMLinear` is to `nn.Linear`.
+
+        Attributes:
+            rmm_config: How the layer sketches; may be replaced at any time.
+        """
+
+        weight: nn.Parameter
+        bias: nn.Parameter
+
+        def __init__(self, nf: int, nx: int, *, config: RMMConfig | None = None) -> None:
+            """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model."""
+            super().__init__(nf, nx)
+            self.rmm_config = _checked(config)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Apply the layer; in training mode it raises what `RMMLinear.forward` does."""
+            if not self.training:
+                return super().forward(x)
+            # Conv1D flattens to a matrix; F.linear would take another path for tensors that it can't flatten
+            rows = x if not isinstance(x, Tensor) or x.dim() == _MATRIX else x.contiguous()
+            return self._sketched(x, self.weight.t(), rows)
+
+        def __repr__(self) -> str:
+            return f"RMMConv1D(nf={self.nf}, nx={self.nx}, {self._describe_config()})"
+
+    # where pickle looks for it
+    RMMConv1D.__qualname__ = "RMMConv1D"
+    return RMMConv1D
+
+
+if TYPE_CHECKING:
+    RMMConv1D: type[SketchedLayer]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RMMConv1D":
+        # from here on it is an attribute like any other
+        return globals().setdefault(name, _make_conv1d())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def convertible_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes of exact layers that have a sketched one."""
+    # as long as nobody has imported it no model holds one
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return (nn.Linear,) if conv1d is None else (nn.Linear, conv1d)
+
+
+def sketched_class(exact: type[nn.Module]) -> type[SketchedLayer]:
+    """Return what layers of a class become, which is one of `convertible_classes()`."""
+    # the attribute, and not the name: `__getattr__` makes the class at its first use
+    return RMMLinear if exact is nn.Linear else sys.modules[__name__].RMMConv1D
+
+
+def is_linear_layer(module: nn.Module) -> bool:
+    """Tell whether a module is an `nn.Linear`, a `Conv1D` of transformers, or of a class that inherits from them."""
+    return isinstance(module, convertible_classes())
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """Return the size of the input and of the output of a linear layer."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    values: Any = layer
+    return values.nx, values.nf
+
+
+def layer_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a linear layer is called with, by place or by name; None where there is nothing."""
+    return args[0] if args else kwargs.get("input", kwargs.get("x"))
