@@ -1,0 +1,1 @@
+"""Rewrites of a joint graph: what the backward pass reads is kept in fewer bytes."""

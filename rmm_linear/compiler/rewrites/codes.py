@@ -1,0 +1,220 @@
+"""Codes: a tensor in 8 or 4 bits, from which it is read without bias.
+
+A code of x holds floor(x / s + u), with u uniform in [-1/2, 1/2) and drawn anew in each step (subtractive dither). The
+reading (code + 1/2 - u) s has the mean x and the variance s^2 / 12, whatever x is. The step s belongs to one column of
+a group of rows. The dither is a hash of the element's number and of a key, so that both passes compute it, and nothing
+of it is kept but the seed.
+
+All functions are of plain tensor ops, which Inductor fuses with the ops around them.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BITS = (8, 4)
+# Rows of a column that share a step.
+_GROUP = 128
+# Steps are of columns that are not zero, and a quotient of two float32 numbers must stay within its range.
+_LEAST, _MARGIN = 1e-30, 1 + 1e-6
+# Multipliers of hashes of 32 bits with a small bias (Wellons, "hash function prospector"), as signed numbers.
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32), 0x21F0AAAD, 0x735A2D97)
+_GOLDEN = 0x9E3779B9
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is laid out for its code: groups of rows of equally many columns.
+
+    Attributes:
+        rows: Rows of the tensor.
+        columns: Its columns.
+        groups: Groups of rows, each of `group` rows; the last one may have rows of zeros at its end.
+        group: Rows of a group, an even number.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    group: int
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> "Layout":
+        """Divide rows into groups as equal as can be."""
+        groups = max(1, -(-rows // _GROUP))
+        group = max(1, -(-rows // groups))
+        return cls(rows, columns, groups, group + group % 2)
+
+    def code_bytes(self, bits: int) -> int:
+        """Bytes of a code and its steps."""
+        size = self.groups * self.columns
+        return size * self.group * bits // 8 + 4 * size
+
+    def in_groups(self, x: Tensor) -> Tensor:
+        """Lay a tensor of (rows, columns) out as (groups, group, columns), in float32."""
+        x = x.to(torch.float32)
+        missing = self.groups * self.group - self.rows
+        if missing:
+            x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+        return x.reshape(self.groups, self.group, self.columns)
+
+    def in_rows(self, grouped: Tensor) -> Tensor:
+        """Lay (groups, group or 1, columns) out as (rows, columns)."""
+        x = grouped.expand(self.groups, self.group, self.columns).reshape(-1, self.columns)
+        return x if x.shape[0] == self.rows else x[: self.rows]
+
+
+def encode(x: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Code a tensor.
+
+    Args:
+        x: Shape (rows, columns), of any float dtype.
+        seed: 0-d int64.
+        layout: Its layout.
+        stream: Number of the code: codes of one seed have different dithers.
+        bits: 8 or 4.
+
+    Returns:
+        The code, uint8 of shape (groups, group * bits / 8, columns), and its steps, float32 of shape (groups, 1,
+        columns).
+    """
+    x = layout.in_groups(x)
+    half = _half_range(bits)
+    steps = _steps(x.abs(), half)
+    numbers = torch.floor(x / steps + dither(x.shape, seed, stream)) + (half + 0.5)
+    return pack(numbers.to(torch.uint8), bits), steps
+
+
+def decode(code: Tensor, steps: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int) -> Tensor:
+    """Read a code.
+
+    Returns:
+        Shape (rows, columns), float32: the tensor, with errors that are independent of it.
+    """
+    numbers = unpack(code, bits).to(torch.float32) - _half_range(bits)
+    return layout.in_rows((numbers - dither(numbers.shape, seed, stream)) * steps)
+
+
+def error_variance(steps: Tensor, layout: Layout) -> Tensor:
+    """Variance of each element that is read from a code, shape (rows, columns)."""
+    return layout.in_rows(steps * steps / 12)
+
+
+# Beyond it, a smooth activation is u or 0 to 1e-6, and a code in 4 bits of what is within has steps below 1.
+_TAIL = {8: 126.0, 4: 5.0}
+
+
+def encode_with_tail(
+    x: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int, tail: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Code a tensor cut at +-tail, and its excess above tail in one more symbol: so no outlier makes steps larger.
+
+    The excess is rounded at random to 0 or to the largest one of its column and group, without bias. Elements that have
+    an excess are at the cut, whose number is the highest: a number above that says that the excess is there.
+
+    Args:
+        x: As for `encode`.
+        seed: As for `encode`.
+        layout: As for `encode`.
+        stream: As for `encode`; `stream + 1` is used as well.
+        bits: 8 or 4.
+        tail: Where x is cut.
+
+    Returns:
+        The code and the steps, as `encode` returns them; the largest excesses, shaped as the steps.
+    """
+    x = layout.in_groups(x)
+    half = _half_range(bits) - 1
+    within = x.clamp(-tail, tail)
+    excess = x.clamp_min(tail) - tail
+    most = excess.amax(1, keepdim=True)
+    steps = _steps(within.abs(), half)
+    numbers = torch.floor(within / steps + dither(x.shape, seed, stream)) + (half + 0.5)
+    has_excess = excess > (dither(x.shape, seed, stream + 1) + 0.5) * most
+    return pack((numbers + 2 * has_excess).to(torch.uint8), bits), steps, most
+
+
+def decode_with_tail(
+    code: Tensor, steps: Tensor, most: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int
+) -> tuple[Tensor, Tensor]:
+    """Read a code of `encode_with_tail`.
+
+    Returns:
+        The tensor as it was cut, and the excess; both of shape (rows, columns), float32.
+    """
+    numbers = unpack(code, bits).to(torch.float32)
+    half = _half_range(bits) - 1
+    has_excess = numbers > 2 * half
+    within = (numbers - 2 * has_excess - half - dither(numbers.shape, seed, stream)) * steps
+    return layout.in_rows(within), layout.in_rows(torch.where(has_excess, most, 0.0))
+
+
+def pack(numbers: Tensor, bits: int) -> Tensor:
+    """Put numbers of so many bits, uint8 of shape (groups, group, columns), into bytes."""
+    count = 8 // bits
+    if count == 1:
+        return numbers
+    parts = numbers.view(numbers.shape[0], count, numbers.shape[1] // count, numbers.shape[2])
+    packed = parts[:, 0]
+    for place in range(1, count):
+        packed = packed | (parts[:, place] << (bits * place))
+    return packed
+
+
+def unpack(code: Tensor, bits: int) -> Tensor:
+    """Undo `pack`."""
+    count = 8 // bits
+    if count == 1:
+        return code
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=code.device).view(1, count, 1, 1)
+    parts = (code.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+    return parts.view(code.shape[0], code.shape[1] * count, code.shape[2])
+
+
+def dither(shape: tuple[int, ...], seed: Tensor, stream: int) -> Tensor:
+    """Draw numbers that are uniform in [-1/2, 1/2), on a grid of 2^24 that is symmetric.
+
+    The number of the element is mixed with one half of the key before a round of a hash, and with the other one
+    between two rounds: two keys give two permutations, of which neither is a shift of the other.
+
+    Args:
+        shape: Their shape.
+        seed: 0-d int64.
+        stream: Different streams of a seed are independent.
+
+    Returns:
+        float32.
+    """
+    first = _mixed(seed.to(torch.int32) + _signed(stream * _GOLDEN))
+    second = _mixed((seed >> 32).to(torch.int32) ^ _signed(stream * _MULTIPLIERS[0] + 1))
+    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=seed.device).view(shape)
+    bits = _xorshift(bits * _MULTIPLIERS[2] + first, 15) * _MULTIPLIERS[3] + second
+    bits = _xorshift(bits, 16) * _MULTIPLIERS[0]
+    bits = _xorshift(bits, 15) * _MULTIPLIERS[1]
+    return ((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24
+
+
+def _mixed(key: Tensor) -> Tensor:
+    key = _xorshift(key, 16) * _MULTIPLIERS[0]
+    key = _xorshift(key, 15) * _MULTIPLIERS[1]
+    return _xorshift(key, 16)
+
+
+def _xorshift(bits: Tensor, by: int) -> Tensor:
+    # a shift of a signed number fills up with its sign
+    return bits ^ ((bits >> by) & ((1 << (32 - by)) - 1))
+
+
+def _signed(number: int) -> int:
+    number %= 1 << 32
+    return number - (1 << 32) if number >= 1 << 31 else number
+
+
+def _half_range(bits: int) -> float:
+    return ((1 << bits) - 1) / 2
+
+
+def _steps(magnitudes: Tensor, half: float) -> Tensor:
+    return magnitudes.amax(1, keepdim=True).clamp_min(_LEAST) * (_MARGIN / half)

@@ -1,0 +1,105 @@
+"""Codes: unbiased, with the variance of their closed form, and with a dither that is independent of its neighbours."""
+
+import pytest
+import torch
+
+from rmm_linear.compiler.rewrites.codes import (
+    Layout,
+    decode,
+    decode_with_tail,
+    dither,
+    encode,
+    encode_with_tail,
+    error_variance,
+    pack,
+    unpack,
+)
+
+SEEDS = [torch.tensor(seed) for seed in (0, 1, -1, 2**40, 7_777_777_777_777)]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [0, 1, 3, 128, 200])
+def test_a_reading_has_the_tensor_as_its_mean_and_the_variance_of_the_closed_form(rows, bits):
+    torch.manual_seed(0)
+    layout = Layout.of(rows, 9)
+    x = torch.randn(rows, 9) * torch.logspace(-2, 2, 9)
+    total, squares, draws = torch.zeros(rows, 9), torch.zeros(rows, 9), 600
+    for _ in range(draws):
+        seed = torch.randint(-(2**62), 2**62, ())
+        code, steps = encode(x, seed, layout, stream=3, bits=bits)
+        error = decode(code, steps, seed, layout, stream=3, bits=bits) - x
+        total, squares = total + error, squares + error**2
+    variance = error_variance(steps, layout)
+    assert code.nbytes + steps.nbytes == layout.code_bytes(bits)
+    # 1,800 elements: one of them is beyond 5.6 deviations once in 30,000 runs
+    assert ((total / draws).abs() <= 5.6 * (variance / draws).sqrt()).all()
+    if rows >= 128:
+        assert (squares / draws / variance).mean() == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bits):
+    torch.manual_seed(0)
+    x = torch.randn(256, 4)
+    x[3, 0], x[7, 0], x[200, 1], x[5, 2] = 20.0, 9.0, -30.0, 5.001
+    layout, draws, total = Layout.of(256, 4), 3000, 0
+    for _ in range(draws):
+        seed = torch.randint(-(2**62), 2**62, ())
+        code, steps, most = encode_with_tail(x, seed, layout, stream=3, bits=bits, tail=5.0)
+        total = total + sum(decode_with_tail(code, steps, most, seed, layout, stream=3, bits=bits))
+    assert steps.max() < (0.78 if bits == 4 else 0.04)
+    error = (total / draws - x.clamp_min(-5)).abs()
+    # the excess of 4 is 15 or 0
+    assert error[7, 0] < 5.6 * (4 * 11 / draws) ** 0.5
+    error[7, 0] = 0
+    assert (error <= 5.6 * (steps.max() ** 2 / 12 / draws) ** 0.5).all()
+
+
+def test_what_is_not_finite_stays_so():
+    x = torch.randn(128, 3)
+    x[5, 0], x[9, 1] = torch.nan, torch.inf
+    layout = Layout.of(128, 3)
+    code, steps = encode(x, SEEDS[1], layout, stream=0, bits=8)
+    read = decode(code, steps, SEEDS[1], layout, stream=0, bits=8)
+    assert not read[:, :2].isfinite().any()
+    assert read[:, 2].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_packed_numbers_come_back(bits):
+    numbers = torch.randint(0, 2**bits, (3, 16, 5), dtype=torch.uint8)
+    packed = pack(numbers, bits)
+    assert packed.shape == (3, 2 * bits, 5)
+    assert unpack(packed, bits).equal(numbers)
+
+
+def test_the_dither_is_uniform_and_independent_of_neighbours_columns_streams_and_seeds():
+    rows, columns = 4096, 64
+    drawn = {(s, stream): dither((rows, columns), SEEDS[s], stream) for s in range(5) for stream in range(4)}
+    count = rows * columns
+    for u in drawn.values():
+        assert -0.5 < u.min() < u.max() < 0.5
+        # the mean of n uniform numbers deviates by 0.289 / sqrt(n), their second moment by 0.075 / sqrt(n)
+        assert abs(u.mean()) < 5 * 0.289 / count**0.5
+        assert abs((u**2).mean() - 1 / 12) < 5 * 0.0745 / count**0.5
+        cells = torch.histc(u, 256, -0.5, 0.5)
+        assert ((cells - count / 256) ** 2 / (count / 256)).sum() < 255 + 6 * (2 * 255) ** 0.5
+        for shifted in (u[1:], u[:, 1:]):
+            other = u[: shifted.shape[0], : shifted.shape[1]]
+            assert abs((other * shifted).mean()) < 5 / 12 / shifted.numel() ** 0.5
+    keys = list(drawn)
+    for place, first in enumerate(keys):
+        for second in keys[place + 1 :]:
+            assert abs((drawn[first] * drawn[second]).mean()) < 5 / 12 / count**0.5, (first, second)
+
+
+def test_the_streams_of_two_seeds_are_no_shifts_of_each_other():
+    # 4,096 numbers in a row of one stream are found nowhere in 2^20 numbers of another one, nor in another order
+    size = 1 << 20
+    streams = [dither((size,), seed, stream) for seed in SEEDS[:2] for stream in (0, 1)]
+    for place, first in enumerate(streams):
+        for second in streams[place + 1 :]:
+            shared = torch.isin(first[:4096], second).double().mean()
+            # of 2^24 values, 2^20 numbers hit 6 %
+            assert 0.04 < shared < 0.08
