@@ -136,6 +136,8 @@ def read_joint_graph(
     kinds = {tensor.device.type for tensor in traced.inputs}
     forward_autocast = present_autocast(kinds)
     kept = [None if isinstance(argument, Tensor) else argument for argument in arguments]
+    # of the graph as it was traced: it is changed below
+    fingerprint = _fingerprint(traced.joint)
 
     def has_same_backward(autocast: Autocast) -> bool:
         # fake inputs: the capture must not keep parameters alive that the model no longer has
@@ -143,7 +145,7 @@ def read_joint_graph(
         arguments = [next(fake) if is_tensor else number for is_tensor, number in zip(are_tensors, kept, strict=True)]
         with autocast_as(forward_autocast, kinds):
             again = trace(module, arguments, backward_autocast=autocast, **options)
-        return _fingerprint(again.joint) == _fingerprint(traced.joint)
+        return _fingerprint(again.joint) == fingerprint
 
     are_tensors = [isinstance(argument, Tensor) for argument in arguments]
     parameters = [isinstance(argument, nn.Parameter) for argument in arguments if isinstance(argument, Tensor)]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rmm_linear.checkpointing import capture, checkpoint_model, checkpoint_step
+from rmm_linear.compiler import inductor_program, plans
 from rmm_linear.errors import AutocastBackwardError
 
 X = torch.randn(4, 16, 32)
@@ -84,6 +85,32 @@ def test_a_backward_pass_inside_of_autocast_has_the_plain_bits_where_it_computes
         ours = gradients(model, lambda x: mean_square(model, x), inside)
         assert_same_bits(ours, gradients(reference, lambda x: mean_square(reference, x), inside))
     assert model._compiled_call_impl.planned_runs == 3
+
+
+class TwoBiases(nn.Module):
+    """Two parameters with the same gradient, which is copied for one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.bias = nn.Linear(32, 32), nn.Parameter(torch.zeros(32))
+
+    def forward(self, x):
+        return torch.relu(self.layer(x) + self.bias)
+
+
+@pytest.mark.parametrize("executor", ["exact", "inductor"])
+@pytest.mark.parametrize("kind", [Repeated, TwoBiases])
+def test_what_is_changed_in_the_graph_after_its_trace_lets_no_backward_pass_be_refused(kind, executor, monkeypatch):
+    monkeypatch.setattr(inductor_program, "compile_by_inductor", lambda module, *_, **__: lambda args: module(*args))
+    monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda *_: 1)
+    torch._dynamo.reset()
+    model = kind()
+    reference = copy.deepcopy(model)
+    run = torch.compile(model, backend="rmm_linear", options={"budget": "100%", "executor": executor})
+    ours = gradients(model, lambda x: mean_square(run, x), inside=True)
+    assert len(plans(model)) == 1
+    theirs = gradients(reference, lambda x: mean_square(reference, x), inside=True)
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_a_backward_pass_inside_of_autocast_that_computes_in_other_dtypes_is_refused_by_name():
