@@ -94,8 +94,21 @@ def test_the_dither_is_uniform_and_independent_of_neighbours_columns_streams_and
             assert abs((drawn[first] * drawn[second]).mean()) < 5 / 12 / count**0.5, (first, second)
 
 
-def test_the_streams_of_two_seeds_are_no_shifts_of_each_other():
-    # 4,096 numbers in a row of one stream are found nowhere in 2^20 numbers of another one, nor in another order
+def test_inductor_computes_the_bits_of_eager_mode():
+    # in rows of no multiple of a vector; C++ must not see a signed overflow
+    layout, seed = Layout.of(3, 7), SEEDS[4]
+    code, steps = encode(torch.randn(3, 7), seed, layout, stream=1, bits=4)
+
+    def read(code, steps, seed):
+        return decode(code, steps, seed, layout, stream=1, bits=4), dither((4, 7), seed, 2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(read, fullgraph=True, dynamic=False)
+    for ours, theirs in zip(compiled(code, steps, seed), read(code, steps, seed), strict=True):
+        assert ours.equal(theirs)
+
+
+def test_the_streams_of_two_seeds_have_no_more_numbers_in_common_than_chance_has():
     size = 1 << 20
     streams = [dither((size,), seed, stream) for seed in SEEDS[:2] for stream in (0, 1)]
     for place, first in enumerate(streams):

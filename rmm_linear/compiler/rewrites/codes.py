@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BITS = (8, 4)
 # Rows of a column that share a step.
 _GROUP = 128
 # Steps are of columns that are not zero, and a quotient of two float32 numbers must stay within its range.
 _LEAST, _MARGIN = 1e-30, 1 + 1e-6
 # Multipliers of hashes of 32 bits with a small bias (Wellons, "hash function prospector"), as signed numbers.
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32), 0x21F0AAAD, 0x735A2D97)
-_GOLDEN = 0x9E3779B9
+_GOLDEN, _MASK = 0x9E3779B9, 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,6 @@ def error_variance(steps: Tensor, layout: Layout) -> Tensor:
     return layout.in_rows(steps * steps / 12)
 
 
-# Beyond it, a smooth activation is u or 0 to 1e-6, and a code in 4 bits of what is within has steps below 1.
-_TAIL = {8: 126.0, 4: 5.0}
-
-
 def encode_with_tail(
     x: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int, tail: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,8 +171,8 @@ def unpack(code: Tensor, bits: int) -> Tensor:
 def dither(shape: tuple[int, ...], seed: Tensor, stream: int) -> Tensor:
     """Draw numbers that are uniform in [-1/2, 1/2), on a grid of 2^24 that is symmetric.
 
-    The number of the element is mixed with one half of the key before a round of a hash, and with the other one
-    between two rounds: two keys give two permutations, of which neither is a shift of the other.
+    The number of the element is mixed with one half of the key before a hash, and with the other one within it: two
+    keys give two permutations, of which neither is the other one in another order.
 
     Args:
         shape: Their shape.
@@ -187,29 +182,26 @@ def dither(shape: tuple[int, ...], seed: Tensor, stream: int) -> Tensor:
     Returns:
         float32.
     """
-    first = _mixed(seed.to(torch.int32) + _signed(stream * _GOLDEN))
-    second = _mixed((seed >> 32).to(torch.int32) ^ _signed(stream * _MULTIPLIERS[0] + 1))
-    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=seed.device).view(shape)
-    bits = _xorshift(bits * _MULTIPLIERS[2] + first, 15) * _MULTIPLIERS[3] + second
+    first, second = _key(seed, 2 * stream), _key(seed >> 32, 2 * stream + 1)
+    # a product of the bare number would be part of a loop's index, which must not overflow in C++
+    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=seed.device).view(shape) ^ first
+    bits = _xorshift(bits * _MULTIPLIERS[2], 15) * _MULTIPLIERS[3] + second
     bits = _xorshift(bits, 16) * _MULTIPLIERS[0]
     bits = _xorshift(bits, 15) * _MULTIPLIERS[1]
     return ((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24
 
 
-def _mixed(key: Tensor) -> Tensor:
-    key = _xorshift(key, 16) * _MULTIPLIERS[0]
-    key = _xorshift(key, 15) * _MULTIPLIERS[1]
-    return _xorshift(key, 16)
+def _key(half: Tensor, number: int) -> Tensor:
+    # 32 bits in int64, whose products with multipliers below 2^31 do not overflow
+    key = ((half & _MASK) + number * _GOLDEN) & _MASK
+    for multiplier in (_MULTIPLIERS[0], _MULTIPLIERS[2]):
+        key = ((key ^ (key >> 16)) * multiplier) & _MASK
+    return (key ^ (key >> 15)).to(torch.int32)
 
 
 def _xorshift(bits: Tensor, by: int) -> Tensor:
     # a shift of a signed number fills up with its sign
     return bits ^ ((bits >> by) & ((1 << (32 - by)) - 1))
-
-
-def _signed(number: int) -> int:
-    number %= 1 << 32
-    return number - (1 << 32) if number >= 1 << 31 else number
 
 
 def _half_range(bits: int) -> float:
