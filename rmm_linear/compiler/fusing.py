@@ -4,7 +4,8 @@ Inductor inlines an elementwise op into its only reader, if the reader is elemen
 as one op. A backward loop that reads elementwise results of the forward pass can compute them again inside of itself,
 from their own inputs. That costs no memory and hardly any time, so that it is done before anything is planned. A
 minimum cut chooses the tensors that are kept for backward loops: of all sets from which the loops can be computed, the
-one of the fewest bytes. (torch's own partitioner chooses by such a cut too.)
+one of the fewest bytes, except that no long chain is computed again. (torch's own partitioner chooses by such a cut
+too.)
 """
 
 from collections.abc import Collection
@@ -19,6 +20,8 @@ from rmm_linear.compiler.torch_private import fake_mode_of
 # Elementwise, and without the tag.
 _LOOPS = {torch.ops.aten._to_copy.default, torch.ops.aten.full.default}
 _TANGENTS = "tangents"
+# Chains of ops that are computed again are shorter: each loop runs its own, and Inductor inlines about 30 ops at most.
+_LONGEST = 16
 
 
 def fuse(joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -114,7 +117,20 @@ class _Fusion:
         return inlined
 
     def _recomputed(self) -> set[fx.Node]:
-        """Forward loops whose results backward loops compute again."""
+        """Forward loops whose results backward loops compute again, in chains that are short."""
+        kept: set[fx.Node] = set()
+        while True:
+            again = self._cut(kept)
+            length: dict[fx.Node, int] = {}
+            for node in filter(again.__contains__, self._ops):
+                length[node] = 1 + max((length.get(source, 0) for source in self._sources(node)), default=0)
+            far = [node for node in length if length[node] % _LONGEST == 0]
+            if not far:
+                return again
+            kept.update(far)
+
+    def _cut(self, kept: Collection[fx.Node]) -> set[fx.Node]:
+        """Forward loops that are computed again if the fewest bytes are kept, and some by all means where needed."""
         wanted = {
             source
             for reader in self._ops
@@ -134,7 +150,7 @@ class _Fusion:
             if node in wanted:
                 network.add_edge((node, "kept"), _TANGENTS)
             sources = self._sources(node)
-            if not _is_loop(node) or is_kept or not self._updated.isdisjoint(sources):
+            if not _is_loop(node) or is_kept or node in kept or not self._updated.isdisjoint(sources):
                 network.add_edge("inputs", (node, "computed"))
                 continue
             for source in sources:

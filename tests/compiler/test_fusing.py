@@ -87,6 +87,21 @@ def test_the_fewest_bytes_are_kept_of_random_elementwise_steps(seed):
     assert kept_bytes(captured(step)) == least * SIZE
 
 
+@pytest.mark.parametrize("steps", [40, 80])
+def test_of_a_long_recurrence_each_backward_loop_computes_a_short_part_again(steps):
+    def step(x, first, second, third):
+        h = x @ first
+        for row in range(steps):
+            h = torch.tanh(h * second[0] + x[row % ROWS])
+        return h.sum()
+
+    capture = captured(step)
+    ops = 3 * steps
+    again = sum(len(loop) for op, loop in zip(capture.graph.ops, capture.inlined, strict=True) if op.is_backward)
+    assert again < 20 * ops
+    assert kept_bytes(capture) < SIZE * ops / 8
+
+
 class Scaled(nn.Module):
     """Multiplies by a function of a buffer, and writes into the buffer afterwards."""
 
