@@ -43,14 +43,19 @@ def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bi
     torch.manual_seed(0)
     x = torch.randn(256, 4)
     x[3, 0], x[7, 0], x[200, 1], x[5, 2] = 20.0, 9.0, -30.0, 5.001
-    layout, draws, total = Layout.of(256, 4), 3000, 0
+    layout, draws, total, products, squares = Layout.of(256, 4), 3000, 0, 0, 0
     for _ in range(draws):
         seed = torch.randint(-(2**62), 2**62, ())
         code, steps, most = encode_with_tail(x, seed, layout, stream=3, bits=bits, tail=5.0)
-        total = total + sum(decode_with_tail(code, steps, most, seed, layout, stream=3, bits=bits))
+        within, excess = decode_with_tail(code, steps, most, seed, layout, stream=3, bits=bits)
+        total = total + within + excess
+        error = within - x.clamp(-5, 5)
+        products, squares = products + error * (excess - (x - 5).clamp_min(0)), squares + error**2
     assert steps.max() < (0.78 if bits == 4 else 0.04)
+    assert (squares / draws / error_variance(steps, layout)).mean() == pytest.approx(1, abs=0.01)
+    # the errors of the two parts are independent: 9 has an excess of 4, read as 15 or 0
+    assert abs(products[7, 0] / draws) < 5 * (steps[0, 0, 0] ** 2 / 12 * 4 * 11 / draws) ** 0.5
     error = (total / draws - x.clamp_min(-5)).abs()
-    # the excess of 4 is 15 or 0
     assert error[7, 0] < 5.6 * (4 * 11 / draws) ** 0.5
     error[7, 0] = 0
     assert (error <= 5.6 * (steps.max() ** 2 / 12 / draws) ** 0.5).all()
@@ -58,15 +63,32 @@ def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bi
 
 def test_what_is_not_finite_stays_so():
     x = torch.randn(128, 3)
-    x[5, 0], x[9, 1] = torch.nan, torch.inf
+    x[5, 0], x[9, 1], x[7, 1] = torch.nan, torch.inf, -torch.inf
     layout = Layout.of(128, 3)
     code, steps = encode(x, SEEDS[1], layout, stream=0, bits=8)
     read = decode(code, steps, SEEDS[1], layout, stream=0, bits=8)
-    assert not read[:, :2].isfinite().any()
-    assert read[:, 2].isfinite().all()
+    coded = encode_with_tail(x, SEEDS[1], layout, stream=0, bits=8, tail=5.0)
+    within, _ = decode_with_tail(*coded, SEEDS[1], layout, stream=0, bits=8)
+    for found in (read, within):
+        assert not found[:, :2].isfinite().any()
+        assert found[:, 2].isfinite().all()
 
 
-@pytest.mark.parametrize("bits", [8, 4, 1])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_steps_are_as_small_as_the_range_allows_and_its_ends_are_read_within_half_a_step(bits):
+    x = torch.full((256, 4), 3.0)
+    x[::2] *= -1
+    x[:, 1], x[:, 2] = 0.0, x[:, 0] * 1e-6
+    layout = Layout.of(256, 4)
+    for seed in SEEDS:
+        code, steps = encode(x, seed, layout, stream=0, bits=bits)
+        torch.testing.assert_close(steps[0, 0, [0, 2]], torch.tensor([6.0, 6e-6]) / (2**bits - 1))
+        error = (decode(code, steps, seed, layout, stream=0, bits=bits) - x).abs()
+        assert (error <= 0.5001 * layout.in_rows(steps)).all()
+        assert error[:, 1].max() < 1e-30
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 def test_packed_numbers_come_back(bits):
     numbers = torch.randint(0, 2**bits, (3, 16, 5), dtype=torch.uint8)
     packed = pack(numbers, bits)
@@ -97,20 +119,24 @@ def test_the_dither_is_uniform_and_independent_of_neighbours_columns_streams_and
 def test_inductor_computes_the_bits_of_eager_mode():
     # in rows of no multiple of a vector; C++ must not see a signed overflow
     layout, seed = Layout.of(3, 7), SEEDS[4]
-    code, steps = encode(torch.randn(3, 7), seed, layout, stream=1, bits=4)
+    x = torch.randn(3, 7)
+    code, steps = encode(x, seed, layout, stream=1, bits=4)
 
-    def read(code, steps, seed):
-        return decode(code, steps, seed, layout, stream=1, bits=4), dither((4, 7), seed, 2)
+    def both(x, code, steps, seed):
+        read = decode(code, steps, seed, layout, stream=1, bits=4)
+        return *encode(x, seed, layout, stream=1, bits=4), read, dither((4, 7), seed, 2)
 
     torch._dynamo.reset()
-    compiled = torch.compile(read, fullgraph=True, dynamic=False)
-    for ours, theirs in zip(compiled(code, steps, seed), read(code, steps, seed), strict=True):
+    compiled = torch.compile(both, fullgraph=True, dynamic=False)
+    for ours, theirs in zip(compiled(x, code, steps, seed), both(x, code, steps, seed), strict=True):
         assert ours.equal(theirs)
 
 
 def test_the_streams_of_two_seeds_have_no_more_numbers_in_common_than_chance_has():
     size = 1 << 20
-    streams = [dither((size,), seed, stream) for seed in SEEDS[:2] for stream in (0, 1)]
+    # seeds that have the upper half of their bits in common
+    keys = [(0, 0), (0, 1), (217, 0), (12345, 0), (1242938714, 0)]
+    streams = [dither((size,), torch.tensor(seed), stream) for seed, stream in keys]
     for place, first in enumerate(streams):
         for second in streams[place + 1 :]:
             shared = torch.isin(first[:4096], second).double().mean()

@@ -1,9 +1,9 @@
 """Codes: a tensor in 8 or 4 bits, from which it is read without bias.
 
 A code of x holds floor(x / s + u), with u uniform in [-1/2, 1/2) and drawn anew in each step (subtractive dither). The
-reading (code + 1/2 - u) s has the mean x and the variance s^2 / 12, whatever x is. The step s belongs to one column of
-a group of rows. The dither is a hash of the element's number and of a key, so that both passes compute it, and nothing
-of it is kept but the seed.
+reading (code + 1/2 - u) s has the mean x and the variance s^2 / 12, for magnitudes from 1e-20 to 1e19. The step s is of
+one column of a group of rows. The dither is a hash of the element's number and of a key, so that both passes compute
+it, and nothing of it is kept but the seed.
 
 All functions are of plain tensor ops, which Inductor fuses with the ops around them.
 """
@@ -61,7 +61,8 @@ class Layout:
 
     def in_rows(self, grouped: Tensor) -> Tensor:
         """Lay (groups, group or 1, columns) out as (rows, columns)."""
-        x = grouped.expand(self.groups, self.group, self.columns).reshape(-1, self.columns)
+        x = grouped.expand(self.groups, self.group, self.columns)
+        x = x.reshape(self.groups * self.group, self.columns)
         return x if x.shape[0] == self.rows else x[: self.rows]
 
 
@@ -70,7 +71,7 @@ def encode(x: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int) -
 
     Args:
         x: Shape (rows, columns), of any float dtype.
-        seed: 0-d int64.
+        seed: 0-d int64, on the device of x.
         layout: Its layout.
         stream: Number of the code: codes of one seed have different dithers.
         bits: 8 or 4.
@@ -107,7 +108,8 @@ def encode_with_tail(
     """Code a tensor cut at +-tail, and its excess above tail in one more symbol: so no outlier makes steps larger.
 
     The excess is rounded at random to 0 or to the largest one of its column and group, without bias. Elements that have
-    an excess are at the cut, whose number is the highest: a number above that says that the excess is there.
+    an excess are at the cut, whose number is the highest or the one below: two above it say that the excess is there.
+    A column that has an element that is not finite is read as NaN.
 
     Args:
         x: As for `encode`.
@@ -115,7 +117,7 @@ def encode_with_tail(
         layout: As for `encode`.
         stream: As for `encode`; `stream + 1` is used as well.
         bits: 8 or 4.
-        tail: Where x is cut.
+        tail: Where x is cut, at least 1e-3.
 
     Returns:
         The code and the steps, as `encode` returns them; the largest excesses, shaped as the steps.
@@ -126,6 +128,7 @@ def encode_with_tail(
     excess = x.clamp_min(tail) - tail
     most = excess.amax(1, keepdim=True)
     steps = _steps(within.abs(), half)
+    steps = torch.where(x.abs().amax(1, keepdim=True).isfinite(), steps, torch.nan)
     numbers = torch.floor(within / steps + dither(x.shape, seed, stream)) + (half + 0.5)
     has_excess = excess > (dither(x.shape, seed, stream + 1) + 0.5) * most
     return pack((numbers + 2 * has_excess).to(torch.uint8), bits), steps, most
@@ -171,8 +174,8 @@ def unpack(code: Tensor, bits: int) -> Tensor:
 def dither(shape: tuple[int, ...], seed: Tensor, stream: int) -> Tensor:
     """Draw numbers that are uniform in [-1/2, 1/2), on a grid of 2^24 that is symmetric.
 
-    The number of the element is mixed with one half of the key before a hash, and with the other one within it: two
-    keys give two permutations, of which neither is the other one in another order.
+    The number of the element is mixed with a key before a hash, and with another one within it: two seeds give two
+    permutations, of which neither is the other one in another order.
 
     Args:
         shape: Their shape.
@@ -182,7 +185,9 @@ def dither(shape: tuple[int, ...], seed: Tensor, stream: int) -> Tensor:
     Returns:
         float32.
     """
-    first, second = _key(seed, 2 * stream), _key(seed >> 32, 2 * stream + 1)
+    first = _key(seed, 2 * stream)
+    # of both halves: seeds that have one half in common would otherwise share it
+    second = _key((seed >> 32) + first, 2 * stream + 1)
     # a product of the bare number would be part of a loop's index, which must not overflow in C++
     bits = torch.arange(math.prod(shape), dtype=torch.int32, device=seed.device).view(shape) ^ first
     bits = _xorshift(bits * _MULTIPLIERS[2], 15) * _MULTIPLIERS[3] + second
