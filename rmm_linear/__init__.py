@@ -7,11 +7,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rmm_linear.backend import use_kernels
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import ConversionSummary, convert_linears, revert_linears, summary
 from rmm_linear.errors import DoubleBackwardError, PaddingGradientError, RMMError, TracingError
 from rmm_linear.layer import RMMLinear, SketchedLayer
-from rmm_linear.ops import use_kernels
 from rmm_linear.padding import valid_rows
 from rmm_linear.sketches import Sketch, available_sketches
 

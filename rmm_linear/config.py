@@ -1,13 +1,16 @@
 """RMMConfig: everything that decides how a layer sketches its input, in one frozen, validated object."""
 
+import itertools
 import json
+import uuid
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from rmm_linear.ops import fingerprint
+from rmm_linear.fingerprint import fingerprint
 from rmm_linear.sketches import SKETCHES, Centered, KeptRows, LowBit, Sketch, available_sketches
 
 _LAST_TOKEN = (1 << 31) - 1
@@ -19,6 +22,11 @@ _RECIPES: dict[str, dict[str, Any]] = {
     # Bershatsky et al. 2022: a dense Gaussian for every layer, heads and poolers included.
     "paper": {"sketch": "gaussian", "center": False, "min_rows": 1},
 }
+# Begins the keys whose configurations depend on more than this library's code and their own text.
+_THIS_PROCESS = uuid.uuid4().hex
+# Configurations that their text does not make again: of subclasses, and around sketches outside the registry.
+_OTHERS: dict[str, "RMMConfig"] = {}
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,8 @@ class RMMConfig:
     Attributes:
         ratio: Rows kept over rows, in (0, 1]; the paper's rho. 1.0 makes the layer exact, unless it has a `storage`.
         sketch: Name of the sketch; `rmm_linear.sketches.available_sketches()` lists them.
-        center: Keep the column mean of the input exactly and sketch the rest: less variance for 4 bytes a feature. The
-            Hadamard sketch reads the input once all the same on a GPU; others, and a CPU, once more for the mean.
+        center: Keep the column mean of the input exactly and sketch the rest: less variance for 4 bytes a feature, and
+            a reading of the input and one of the gradient for their means.
         min_rows: Inputs of fewer rows (poolers, classification heads) are kept as they are: there is little to save
             and much noise to add.
         storage: Hold what is kept in "int8", "int4", "int3", "int2" or "fp8", rounded at random and so still unbiased,
@@ -68,7 +76,7 @@ class RMMConfig:
     _sketch_object: Sketch = field(init=False, repr=False, compare=False)
     _kept_rows: KeptRows = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
-    _graph_key: str | None = field(init=False, repr=False, compare=False)
+    _graph_key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
@@ -92,8 +100,13 @@ class RMMConfig:
         object.__setattr__(self, "_sketch_object", Centered(sketch) if self.center else sketch)
         object.__setattr__(self, "_kept_rows", KeptRows(self.storage))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _knobs())))
-        code = fingerprint(SKETCHES[self.sketch]) if type(self) is RMMConfig else None
-        object.__setattr__(self, "_graph_key", None if code is None else f"{code} {json.dumps(self.to_dict())}")
+        of = type(self)
+        code = fingerprint(SKETCHES[self.sketch]) or _THIS_PROCESS
+        if of is not RMMConfig:
+            code = f"{_THIS_PROCESS}/{of.__module__}/{of.__qualname__}"
+        object.__setattr__(self, "_graph_key", f"{code} {json.dumps(self.to_dict())}")
+        if of is not RMMConfig:
+            _OTHERS[self._graph_key] = self
 
     def __hash__(self) -> int:
         # of all knobs, once: every call of a layer looks for those that are configured alike
@@ -105,22 +118,13 @@ class RMMConfig:
         return self._sketch_object
 
     @property
-    def graph_key(self) -> str | None:
-        """What a layer's part in a compiled graph depends on: the code, and the configuration as JSON.
+    def graph_key(self) -> str:
+        """The text by which operators know the configuration (`config_of`): the code, and the knobs as JSON.
 
-        None where that is not all: for sketches that are registered by others, for subclasses, and in Triton's
-        interpreter.
+        No other process finds a compiled graph by the key of a sketch of another package, of a subclass, or in Triton's
+        interpreter: there the code is more than this library's.
         """
         return self._graph_key
-
-    @staticmethod
-    def from_graph_key(key: str) -> "RMMConfig":
-        """Make a configuration of its `graph_key`.
-
-        Returns:
-            A configuration equal to the one whose key it is.
-        """
-        return RMMConfig.from_dict(json.loads(key.partition(" ")[2]))
 
     @property
     def kept_rows(self) -> KeptRows:
@@ -220,6 +224,24 @@ class RMMConfig:
             raise ValueError(f"recipe {name!r} is unknown; choose one of {', '.join(_RECIPES)}")
         _check_names(changes)
         return cls(**{**_RECIPES[name], **changes})
+
+
+@lru_cache(maxsize=4096)
+def config_of(key: str) -> RMMConfig:
+    """Return the configuration whose `graph_key` this is."""
+    return _OTHERS.get(key) or RMMConfig.from_dict(json.loads(key.partition(" ")[2]))
+
+
+def config_around(sketch: Sketch) -> RMMConfig:
+    """Return a configuration around a sketch that need not be in the registry, and that sketches any row count.
+
+    Args:
+        sketch: A sketch with a ratio below 1, or one that is not exact at ratio 1 (low-bit storage).
+    """
+    config = RMMConfig(ratio=sketch.ratio, min_rows=1, storage="int8" if sketch.ratio == 1 else None)
+    object.__setattr__(config, "_sketch_object", sketch)
+    object.__setattr__(config, "_graph_key", f"{_THIS_PROCESS}/{next(_numbers)}")
+    return _OTHERS.setdefault(config.graph_key, config)
 
 
 def _checked_tokens(tokens: object) -> tuple[int, ...]:

@@ -23,32 +23,58 @@ draw it twice.
 
 What happens where:
 
-    producers         says whether what made x keeps it anyway: the layer then keeps x itself
+    linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
+    producers         says whether the operation that made x keeps it anyway: the layer then keeps x itself
     padding           says which rows carry no gradient, and are left out of x and of g; one of them stands for all
     rows              says which rows are kept beside the sketch of the others
     sharing           finds layers that read the same x, which keep one sketch of it
-    linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
     _compiled         the same for compilers, which see one operator
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
-    sketches/         compress(x, seed) and backward(g, saved): the only verbs that are used here
-    ops/              the opaque operators beneath the sketches
+    ops               the opaque operators: draw_seed, compress, grad_weight
+    sketches          what compress and grad_weight do
 """
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rmm_linear import ops
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import RMMConfig, config_of
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
 from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
-from rmm_linear.sketches import SavedSketch
+
+
+class _Kept(NamedTuple):
+    """All that a layer keeps of its input.
+
+    Attributes:
+        config: How the layer sketches.
+        features: Columns of the input.
+        layout: How its rows are dealt out.
+        valid: Rows that are not left out, the ones that are kept beside the sketch first; None for all rows.
+        check: Looks at the gradient of rows that are left out, or None.
+        shared: The group of layers that keep one sketch, or None.
+        seed: The sketch's, 0-d int64.
+        left_out: The number of one row that is left out, the row, and how many there are; or nothing.
+        beside: What is kept of the rows beside the sketch.
+        sketch: What is kept of the rest.
+    """
+
+    config: RMMConfig
+    features: int
+    layout: Layout
+    valid: Tensor | None
+    check: Look | None
+    shared: SharedSketch | None
+    seed: Tensor
+    left_out: tuple[Tensor, ...]
+    beside: tuple[Tensor, ...]
+    sketch: tuple[Tensor, ...]
 
 
 def linear(
@@ -89,10 +115,7 @@ def linear(
 
     Args:
         x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last. Of rows that no single
-            stride leads through, such as those of `x[:, 1:]`, F.linear makes a copy for the product. The Hadamard
-            sketch's kernels read them where they lie if two strides do and the numbers of a row are next to each other.
-            Other sketches, plain torch, and `keep_tokens` and `valid_rows` make a copy of their own before; a compiler
-            makes one for both.
+            stride leads through, such as those of `x[:, 1:]`, F.linear and the sketch make a copy each.
         weight: Shape (out, in), dtype of `x` (or castable to it under autocast).
         bias: Shape (out,), or None.
         config: How to sketch.
@@ -124,19 +147,18 @@ def linear(
     # No checkpoint runs in inference mode.
     if _is_exact(x, weight) or torch.is_inference_mode_enabled():
         return F.linear(x, weight, bias)
-    rows = _number_of_rows(x)
+    rows = x.numel() // max(1, x.shape[-1])
     if not config.sketches(rows):
         return F.linear(x, weight, bias)
     keeps_graph = torch.is_grad_enabled()
     if keeps_graph and torch._C._is_tracing():
         _refuse_tracing()
-    values = x.detach()
     # Under no_grad as well: see the docstring.
-    seed = ops.draw_seed(values) if seed is None else _seed_tensor(seed, x)
+    seed = ops.draw_seed(x.detach()) if seed is None else _seed_tensor(seed, x)
     if shared is not None:
         seed = shared.seed_or(seed)
-    # After the seed: a reentrant checkpoint's first forward knows nobody who made x, and draws one as well.
-    if not keeps_graph or is_free_to_keep(x, dtype):
+    # After the seed: in a reentrant checkpoint's first forward x has no grad_fn, and a seed is drawn there as well.
+    if not keeps_graph or (x.grad_fn is not None and is_free_to_keep(x, dtype)):
         return F.linear(x, weight, bias)
     index = None if valid_rows is None else valid_rows.index_on(x.device, config.keep_tokens)
     layout = layout_of(x.shape, config.keep_tokens, index)
@@ -146,14 +168,17 @@ def linear(
         return F.linear(x, weight, bias)
     if x.dtype != dtype:
         x = x.to(dtype)
-        values = x.detach()
-    left_out, beside, sketch = _made(values, seed, config, layout, index, valid_rows, shared)
+    made = None if shared is None else shared.tensors(seed)
+    if made is None:
+        made = _compressed(x.detach(), seed, config, layout, index, valid_rows)
+        if shared is not None:
+            shared.remember(seed, *made)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    others = config, layout, index, check, shared, len(left_out), len(beside), seed, *left_out, *beside, *sketch
-    # torch.func knows only the class with a setup_context
-    if not torch._C._are_functorch_transforms_active():
-        return _EagerSketchedLinear.apply(x, weight, bias, others)
-    return _TransformedSketchedLinear.apply(x, weight, bias, *others)
+    kept = _Kept(config, x.shape[-1], layout, index, check, shared, seed, *made)
+    # torch.func knows only a class with a setup_context
+    if torch._C._are_functorch_transforms_active():
+        return _TransformedSketchedLinear.apply(x, weight, bias, *_flattened(kept))
+    return _SketchedLinear.apply(x, weight, bias, kept)
 
 
 def _compiled(
@@ -170,51 +195,15 @@ def _compiled(
         return F.linear(x, weight, bias)
     # What is_exporting() returns: asked by the compiler of torch 2.11, that says yes whatever it compiles for.
     if torch.compiler._is_exporting_flag:
-        if torch.is_grad_enabled() and config.sketches(_number_of_rows(x)):
+        if torch.is_grad_enabled() and config.sketches(x.numel() // max(1, x.shape[-1])):
             _refuse_tracing()
         return F.linear(x, weight, bias)
-    x = _cast(x, dtype)
+    x = x.to(dtype)
     # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
     values = _flat((x if valid_rows is None else valid_rows.keep_only_valid(x)).detach())
     mask = None if valid_rows is None else valid_rows.mask
     seed = None if seed is None else _seed_tensor(seed, x)
-    if config.graph_key is None:
-        return _in_graph(x, weight, bias, values, mask, seed, config)
     return torch.ops.rmm_linear.sketched_linear.default(x, weight, bias, values, mask, seed, config.graph_key)
-
-
-def _in_graph(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    values: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    config: RMMConfig,
-) -> Tensor:
-    """What a layer is in a compiled graph."""
-    rows = values.shape[0]
-    layout = layout_of(x.shape, config.keep_tokens, None)
-    if not config.sketches(rows):
-        return F.linear(x, weight, bias)
-    # Dynamo reads this only where a configuration has no key, and knows nobody who made x.
-    if not torch.compiler.is_dynamo_compiling() and is_free_to_keep(x, x.dtype, in_graph=True):
-        return F.linear(x, weight, bias)
-    if seed is None:
-        seed = ops.draw_seed(values, alone=not config.share_sketch)
-    if not torch.is_grad_enabled() or not config.sketches(rows, layout.kept):
-        return F.linear(x, weight, bias)
-    _, beside, sketch = _made(values, seed, config, layout, None, None, None)
-    left_out: tuple[Tensor, ...] = ()
-    if mask is not None:
-        number, times = drawn_row(mask, seed)
-        left_out = number, _flat(x.detach()).index_select(0, number), times
-    sizes = len(left_out), len(beside)
-    tensors = seed, *left_out, *beside, *sketch
-    return _SketchedLinear.apply(x, weight, bias, config, layout, None, None, None, *sizes, *tensors)
-
-
-_config_of = lru_cache(RMMConfig.from_graph_key)
 
 
 def _sketched_linear(
@@ -226,20 +215,35 @@ def _sketched_linear(
     seed: Tensor | None,
     graph_key: str,
 ) -> Tensor:
-    """`_in_graph` as one operator of the graph that Dynamo makes; AOTAutograd, which comes next, sees through it.
+    """A layer as one operator of the graph that Dynamo makes; AOTAutograd, which comes next, sees through it.
 
     Dynamo would follow each function and each attribute in there, layer after layer, which takes most of its time, and
     would have them looked at once more at every step, lest one has changed. The configuration does not change: its key
     is all that has to be looked at, and all that a graph on disk is found by.
     """
-    return _in_graph(x, weight, bias, values, mask, seed, _config_of(graph_key))
+    config = config_of(graph_key)
+    rows = values.shape[0]
+    layout = layout_of(x.shape, config.keep_tokens, None)
+    if not config.sketches(rows) or is_free_to_keep(x, x.dtype, in_graph=True):
+        return F.linear(x, weight, bias)
+    if seed is None:
+        seed = ops.draw_seed(values, alone=not config.share_sketch)
+    if not torch.is_grad_enabled() or not config.sketches(rows, layout.kept):
+        return F.linear(x, weight, bias)
+    _, beside, sketch = _compressed(values, seed, config, layout, None, None)
+    left_out: tuple[Tensor, ...] = ()
+    if mask is not None:
+        number, times = drawn_row(mask, seed)
+        left_out = number, _flat(x.detach()).index_select(0, number), times
+    kept = _Kept(config, x.shape[-1], layout, None, None, None, seed, left_out, beside, sketch)
+    return _SketchedLinear.apply(x, weight, bias, kept)
 
 
 torch.library.define(
     "rmm_linear::sketched_linear",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor values, Tensor? mask, Tensor? seed, str graph_key) -> Tensor",
 )
-# of other operators, for whoever asks: autograd, autocast and fake tensors see those
+# Made of other operators: autograd, autocast and fake tensors see those.
 torch.library.impl("rmm_linear::sketched_linear", "CompositeImplicitAutograd")(_sketched_linear)
 
 
@@ -248,55 +252,31 @@ def _is_exact(x: Tensor, weight: Tensor) -> bool:
     return not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided
 
 
-def _number_of_rows(x: Tensor) -> int:
-    return x.numel() // max(1, x.shape[-1])
-
-
-def _made(
+def _compressed(
     x: Tensor,
     seed: Tensor,
     config: RMMConfig,
     layout: Layout,
     index: Tensor | None,
     valid_rows: ValidRows | None,
-    shared: SharedSketch | None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What is kept of x, which autograd does not follow: a row left out, some others, and the sketch of the rest."""
-    made = None if shared is None else shared.tensors(seed)
-    if made is None:
-        left_out: tuple[Tensor, ...] = ()
-        beside: tuple[Tensor, ...] = ()
-        if layout.kept or index is not None:
-            kept, rest = split(_flat(x), layout, index)
-            if layout.kept:
-                beside = config.kept_rows.compress(kept, seed)
-            if index is not None and valid_rows is not None:
-                number, times = valid_rows.one_left_out(seed)
-                left_out = number, _flat(x).index_select(0, number), times
-        else:
-            rest = ops.in_runs(x) if _is_read_in_runs(x, config) else _flat(x)
-        made = left_out, beside, config.sketch_object.compress(rest, seed).tensors
-        if shared is not None:
-            shared.remember(seed, *made)
-    return made[0], made[1], made[2]
-
-
-def _is_read_in_runs(x: Tensor, config: RMMConfig) -> bool:
-    """Tell whether a kernel sketches rows where they lie, next to each other or not."""
-    if x.dim() == 2 or x.is_contiguous():
-        return False
-    # Numbers of a row that are apart: a copy in order is the faster way, and gone when F.linear makes its own.
-    return x.stride(-1) == 1 and config.sketch_object.takes_runs() and ops.reads_runs(x)
+) -> tuple[tuple[Tensor, ...], ...]:
+    """What is kept of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
+    left_out: tuple[Tensor, ...] = ()
+    beside: tuple[Tensor, ...] = ()
+    rest = _flat(x)
+    if layout.kept or index is not None:
+        kept, rest = split(rest, layout, index)
+        if layout.kept:
+            is_rounding = config.kept_rows.is_rounding(kept.shape[0], kept.dtype)
+            beside = tuple(ops.compress(kept, seed, config.graph_key, True)) if is_rounding else (kept,)
+        if index is not None and valid_rows is not None:
+            number, times = valid_rows.one_left_out(seed)
+            left_out = number, _flat(x).index_select(0, number), times
+    return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key, False))
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The rows of x. A matrix has them as it is: a microsecond less than to ask torch for the same."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, which in eager mode takes its time to return x as it is."""
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -387,54 +367,61 @@ def _is_column_major(x: Tensor) -> bool:
     return True
 
 
+def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # Cast by hand: autocast's weight cache must not learn a cast made here, where gradients are off, or a later
+    # F.linear on the same weight (tied embeddings) would get no weight gradient.
+    output = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    # A view of the matrix product, which is used nowhere else: the output may be changed in place.
+    return torch.ops.aten._unsafe_view.default(output, output.shape) if output.dim() > 2 else output
+
+
+def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> None:
+    parts = kept.left_out, kept.beside, kept.sketch
+    # As nn.Linear does: the weight is needed for grad_input alone.
+    ctx.save_for_backward(
+        weight if x.requires_grad else None, kept.valid, kept.seed, *(t for part in parts for t in part)
+    )
+    # without its tensors
+    ctx.kept = kept.config, kept.features, kept.layout, kept.check, kept.shared, len(kept.left_out), len(kept.beside)
+    ctx.is_column_major = _is_column_major(x)
+    ctx.weight_dtype = weight.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
 class _SketchedLinear(torch.autograd.Function):
     """F.linear forward; in the backward pass the weight gradient comes from the sketch."""
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        config: RMMConfig,
-        layout: Layout,
-        index: Tensor | None,
-        check: Look | None,
-        shared: SharedSketch | None,
-        left_out: int,
-        beside: int,
-        seed: Tensor,
-        *tensors: Tensor,
-    ) -> Tensor:
-        # Cast by hand: autocast's weight cache must not learn a cast made here, where gradients are off, or a later
-        # F.linear on the same weight (tied embeddings) would get no weight gradient.
-        output = F.linear(x, _cast(weight, x.dtype), None if bias is None else _cast(bias, x.dtype))
-        # A view of the matrix product, which nobody else has: what follows may change the output in place.
-        return torch.ops.aten._unsafe_view.default(output, output.shape) if output.dim() > 2 else output
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> Tensor:
+        _save(ctx, x, weight, bias, kept)
+        return _output(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_backward(ctx, g), None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_transform("forward-mode differentiation")
+
+
+class _TransformedSketchedLinear(torch.autograd.Function):
+    """The same for torch.func, whose tensors have to be arguments: the fields of a `_Kept`, and its parts' lengths."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *kept: Any) -> Tensor:
+        return _output(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, config, layout, index, check, shared, left_out, beside, seed, *tensors = inputs
-        # As nn.Linear does: the weight is needed for grad_input alone.
-        ctx.save_for_backward(weight if x.requires_grad else None, index, seed, *tensors)
-        ctx.config = config
-        ctx.layout = layout
-        # how many of the tensors are those of the row that stands for padding, and how many of the rows that are kept
-        ctx.left_out = left_out
-        ctx.beside = beside
-        ctx.check = check
-        ctx.shared = shared
-        ctx.is_column_major = _is_column_major(x)
-        ctx.weight_dtype = weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        x, weight, bias, left_out, beside, *others = inputs
+        fields, tensors = others[:_FIELDS], tuple(others[_FIELDS:])
+        _save(ctx, x, weight, bias, _Kept(*fields, *_parts(tensors, left_out, beside)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         grads = _backward(ctx, g)
         return (*grads, *(None,) * (len(ctx.needs_input_grad) - len(grads)))
-
-
-class _TransformedSketchedLinear(_SketchedLinear):
-    """The same for torch.func; a compiler reads no class with these methods."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -445,27 +432,17 @@ class _TransformedSketchedLinear(_SketchedLinear):
         raise _no_transform("forward-mode differentiation")
 
 
-class _EagerSketchedLinear(torch.autograd.Function):
-    """The same for eager mode.
+# Fields of a `_Kept` in front of its three parts.
+_FIELDS = len(_Kept._fields) - 3
 
-    Of a Function with a setup_context, torch binds the arguments at every call. Of any, it looks at each argument and
-    each gradient: those that have none come in one tuple.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: tuple[Any, ...]) -> Tensor:
-        inputs = x, weight, bias, *others
-        output = _SketchedLinear.forward(*inputs)
-        _SketchedLinear.setup_context(ctx, inputs, output)
-        return output
+def _flattened(kept: _Kept) -> tuple[Any, ...]:
+    tensors = (*kept.left_out, *kept.beside, *kept.sketch)
+    return len(kept.left_out), len(kept.beside), *kept[:_FIELDS], *tensors
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(ctx, g), None)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _no_transform("forward-mode differentiation")
+def _parts(tensors: tuple[Tensor, ...], left_out: int, beside: int) -> tuple[tuple[Tensor, ...], ...]:
+    return tensors[:left_out], tensors[left_out : left_out + beside], tensors[left_out + beside :]
 
 
 def _no_transform(name: str) -> TransformError:
@@ -480,80 +457,72 @@ def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
     # the latter is what autograd.grad(is_grads_batched=True) hands over
     if torch._C._functorch.is_batchedtensor(g) or torch._C._functorch.is_legacy_batchedtensor(g):
         raise _no_transform("torch.vmap over gradients")
-    weight, index, seed, *tensors = ctx.saved_tensors
-    if ctx.shared is not None:
-        ctx.shared.close()
+    shared = ctx.kept[4]
+    if shared is not None:
+        shared.close()
     # off already, but for create_graph=True
     if not torch.is_grad_enabled():
-        return _gradients(ctx, g, weight, index, seed, tensors)
+        return _gradients(ctx, g)
     with torch.no_grad():
-        grads = _gradients(ctx, g, weight, index, seed, tensors)
-    # fine as long as nobody differentiates what comes out once more
+        grads = _gradients(ctx, g)
+    # fine as long as the gradients are not differentiated once more
     wanted = [grad for grad in grads if grad is not None]
-    refused = iter(_RefuseSecondDerivative.apply(g, weight, *wanted))
+    refused = iter(_RefuseSecondDerivative.apply(g, ctx.saved_tensors[0], *wanted))
     return [None if grad is None else next(refused) for grad in grads]
 
 
-def _gradients(
-    ctx: Any, g: Tensor, weight: Tensor | None, index: Tensor | None, seed: Tensor, tensors: list[Tensor]
-) -> list[Tensor | None]:
+def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
     """Those of x, weight and bias, None where they are not wanted."""
+    weight, valid, seed, *tensors = ctx.saved_tensors
+    config, features, layout, check, shared, *lengths = ctx.kept
+    kept = _Kept(config, features, layout, valid, check, shared, seed, *_parts(tuple(tensors), *lengths))
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-    grads: list[Tensor | None] = [None, None, None]
     rows_of_g = _flat(g)
-    if ctx.check is not None:
-        ctx.check(rows_of_g, index)
-    left_out, beside, sketch = _dealt(tensors, ctx.left_out, ctx.beside)
-    saved = SavedSketch(seed, sketch)
-    if index is None and not ctx.layout.kept:
-        dtype = None if left_out else ctx.weight_dtype
-        grad_weight, grad_bias = ctx.config.sketch_object.backward(
-            rows_of_g, saved, need_weight=need_weight, need_bias=need_bias, dtype=dtype
-        )
-    else:
-        # over all rows, in nn.Linear's order
-        grad_bias = rows_of_g.sum(0) if need_bias else None
-        grad_weight = _weight_gradient(ctx, rows_of_g, index, saved, beside) if need_weight else None
-    if grad_weight is not None and left_out:
-        grad_weight = _with_rows_left_out(grad_weight, rows_of_g, *left_out)
+    if check is not None:
+        check(rows_of_g, valid)
+    grad_input = grad_weight = grad_bias = None
+    if need_weight:
+        grad_weight, grad_bias = _weight_gradient(kept, rows_of_g, need_bias, ctx.weight_dtype)
+    elif need_bias:
+        grad_bias = rows_of_g.sum(0)
     if need_input:
         assert weight is not None
-        lowered = _cast(weight, g.dtype)
+        lowered = weight.to(g.dtype)
         # As autograd does for nn.Linear: the transposed product may sum in another order.
         if ctx.is_column_major:
             grad_input = torch.mm(lowered.t(), rows_of_g.t()).t()
         else:
             grad_input = torch.mm(rows_of_g, lowered)
-        grads[0] = grad_input if g.dim() == 2 else grad_input.reshape(*g.shape[:-1], weight.shape[1])
-    if grad_weight is not None:
-        grads[1] = _cast(grad_weight, ctx.weight_dtype)
-    if grad_bias is not None:
-        grads[2] = _cast(grad_bias, ctx.bias_dtype)
-    return grads
+        if g.dim() != 2:
+            grad_input = grad_input.reshape(*g.shape[:-1], features)
+    return [grad_input, grad_weight, None if grad_bias is None else grad_bias.to(ctx.bias_dtype)]
 
 
-def _dealt(tensors: list[Tensor], left_out: int, beside: int) -> tuple[tuple[Tensor, ...], ...]:
-    return tuple(tensors[:left_out]), tuple(tensors[left_out : left_out + beside]), tuple(tensors[left_out + beside :])
+def _weight_gradient(kept: _Kept, g: Tensor, need_bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Of all rows: those left out, those beside the sketch, and the rest; and the sum of g, in nn.Linear's order."""
+    layout, key, features = kept.layout, kept.config.graph_key, kept.features
+    if kept.valid is None and not layout.kept:
+        wanted = None if kept.left_out else dtype
+        found, grad_bias = ops.grad_weight(g, kept.seed, kept.sketch, key, False, features, need_bias, wanted)
+    else:
+        grad_bias = g.sum(0) if need_bias else None
+        beside, rest = split(g, layout, kept.valid)
+        found, _ = ops.grad_weight(rest, kept.seed, kept.sketch, key, False, features, False, None)
+        if layout.kept:
+            # rows that are not rounded have a single tensor, and no operator made it
+            part, _ = ops.grad_weight(beside, kept.seed, kept.beside, key, True, features, False, None)
+            found = part.add_(found)
+    if kept.left_out:
+        found = _with_rows_left_out(found, g, *kept.left_out)
+    return found.to(dtype), grad_bias if need_bias else None
 
 
 def _with_rows_left_out(grad_weight: Tensor, g: Tensor, number: Tensor, row: Tensor, times: Tensor) -> Tensor:
-    """Add the part of the rows left out, for which one of them stands: zero, if all is as it should be."""
+    """Add the part of the rows left out, for which one of them stands: zero, if they carry no gradient."""
     g_row = g.index_select(0, number)
-    # What a row holds that has no gradient is not looked at.
+    # A NaN in a row without a gradient is not looked at.
     row = torch.where(g_row.any(), row, 0).to(grad_weight.dtype)
     return grad_weight.addmm_((g_row.to(grad_weight.dtype) * times).t(), row)
-
-
-def _weight_gradient(
-    ctx: Any, g: Tensor, index: Tensor | None, saved: SavedSketch, beside: tuple[Tensor, ...]
-) -> Tensor:
-    """Of the rows that are kept, and of the sketch of the others. The copy of g ends with this function."""
-    kept, rest = split(g, ctx.layout, index)
-    estimate, _ = ctx.config.sketch_object.backward(rest, saved, need_bias=False)
-    assert estimate is not None
-    if not ctx.layout.kept:
-        return estimate
-    return ctx.config.kept_rows.grad_weight(kept, beside, saved.seed).add_(estimate)
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):

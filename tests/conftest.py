@@ -37,7 +37,7 @@ def seeded() -> None:
 def draws_of_a_gpu() -> Iterator[None]:
     """A CPU draws what a GPU draws, as in a process of Triton's interpreter, to stand in for one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rmm_linear.ops.dispatch.STANDS_IN_FOR_GPU", True)
+        patch.setattr("rmm_linear_kernels.random.STANDS_IN_FOR_GPU", True)
         yield
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import counters
 
-import rmm_linear.ops.sources
+import rmm_linear.fingerprint
 from rmm_linear import RMMConfig, RMMLinear, available_sketches
 from rmm_linear.memory import SavedTensors
 from rmm_linear.sketches import SKETCHES, STORAGES, Hadamard, SavedSketch
@@ -168,7 +168,7 @@ def test_a_graph_on_disk_is_found_again_by_the_same_code_alone(tmp_path: Path, m
     found = {}
     gradients = {}
     for name, code in (("first", "a"), ("again", "a"), ("changed", "b")):
-        monkeypatch.setattr(rmm_linear.ops.sources, "_FINGERPRINT", code)
+        monkeypatch.setattr(rmm_linear.fingerprint, "_FINGERPRINT", code)
         network = _network(RMMConfig(ratio=0.5, min_rows=1))
         torch._dynamo.reset()
         counters.clear()

@@ -1,6 +1,6 @@
 """On a GPU: no host synchronisation, CUDA graphs that draw a new S at every replay, and compiled models.
 
-`tests/kernels/test_ops.py` checks the operators' registrations on a GPU as well.
+`tests/test_ops.py` checks the operators' registrations on a GPU as well.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear import RMMConfig, convert_linears, use_kernels
 from rmm_linear.functional import linear
-from rmm_linear.ops import dispatch
 from rmm_linear.sketches import STORAGES, available_sketches
 from rmm_linear_kernels.low_bit import reference
 
@@ -93,46 +92,6 @@ def test_no_step_waits_for_the_device(config, center, dtype):
 def test_no_step_of_plain_torch_waits_for_the_device(config, dtype):
     with use_kernels("torch"):
         assert_no_step_waits(config, dtype)
-
-
-@gpu
-@pytest.mark.parametrize("ratio", [0.5, 0.25])
-@pytest.mark.parametrize(("storage", "tolerance"), [("int8", 0.002), ("int4", 0.01), ("fp8", 0.006)])
-def test_a_sketch_of_full_blocks_goes_to_codes_in_one_kernel(storage, tolerance, ratio, monkeypatch):
-    """20 blocks of 64 rows, of which 32 or 16 are kept: two groups of int4 and a half, or one and a quarter."""
-    pytest.importorskip("triton")
-    from rmm_linear_kernels.hadamard_sketch_quantized import kernel
-
-    if torch.version.hip is not None and (storage == "int4" or ratio == 0.5):
-        pytest.skip("AMD's GPUs take two kernels")
-
-    def in_two(*arguments, **options):
-        raise AssertionError("the sketch is in memory")
-
-    for name in ("hadamard_sketch", "hadamard_sketch_and_sums", "quantize"):
-        monkeypatch.setattr(kernel, name, in_two)
-    launched, original = [], dispatch._loaded
-    monkeypatch.setattr(dispatch, "_loaded", lambda name: launched.append(name) or original(name))
-    config = RMMConfig(ratio=ratio, storage=storage, min_rows=1)
-    assert config.center
-    x, weight, bias, g = tensors(torch.bfloat16, rows=1280)
-
-    def gradient() -> torch.Tensor:
-        return torch.autograd.grad(linear(x, weight, bias, config=config, seed=7), weight, g)[0]
-
-    with use_kernels("triton"):
-        found = gradient()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            again = gradient()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert launched[0] == "hadamard_sketch_quantized"
-    assert torch.equal(found, again)
-    with use_kernels("torch"):
-        expected = gradient().double()
-    # sums in another order give values next to an edge another code
-    assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
 def converted(config: RMMConfig, dtype: torch.dtype) -> nn.Sequential:

@@ -3,18 +3,21 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rmm_linear import RMMConfig
-from rmm_linear.ops import sources
-from rmm_linear.sketches import SKETCHES, Sketch
+from rmm_linear import fingerprint as sources
+from rmm_linear.config import config_around, config_of
+from rmm_linear.sketches import SKETCHES
 from rmm_linear.sketches.hadamard import Hadamard
 
 
 def _elsewhere(expression: str, **changes: str) -> str:
     """What another process makes of it."""
-    code = f"from rmm_linear.ops import sources\nfrom rmm_linear.sketches.hadamard import Hadamard\nprint({expression})"
+    imports = "from rmm_linear import fingerprint as sources\nfrom rmm_linear.sketches.hadamard import Hadamard"
+    code = f"{imports}\nprint({expression})"
     environment = os.environ | changes
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     return done.stdout.strip()
@@ -34,21 +37,39 @@ def test_nothing_tells_what_sketches_of_others_are_made_of() -> None:
     assert sources.fingerprint(OfSomebody) is None
 
 
-def test_each_file_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of_all = sources._of_library()
     assert of_all == sources.fingerprint(Hadamard)
-    monkeypatch.setattr(sources, "_LIBRARY", ("*.py", "sketches/*.py"))
+    monkeypatch.setattr(sources, "_LIBRARY", ("*.py",))
     assert sources._of_library() != of_all
     monkeypatch.setattr(sources, "_LIBRARY", ())
-    monkeypatch.setattr(sources, "_KERNELS", ())
+    monkeypatch.setattr(sources, "KERNELS_FOLDER", tmp_path)
     assert sources._of_library() is None
 
 
 def test_a_configuration_is_what_its_key_says(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RMMConfig(ratio=0.3, storage="int8", keep_tokens=(0, -1))
-    assert config.graph_key is not None
-    assert RMMConfig.from_graph_key(config.graph_key) == config
+    assert config_of(config.graph_key) == config
     assert config.graph_key == config.replace().graph_key != config.replace(ratio=0.31).graph_key
+    found = sources.fingerprint(Hadamard)
+    assert found is not None
+    assert config.graph_key.startswith(found)
     monkeypatch.setitem(SKETCHES, "hadamard", OfSomebody)
-    assert isinstance(config.replace().sketch_object, Sketch)
-    assert config.replace().graph_key is None
+    # not found on disk by another process
+    assert not config.replace().graph_key.startswith(found)
+    assert isinstance(config_of(config.replace().graph_key).sketch_object.inner.inner, OfSomebody)
+
+
+def test_a_subclass_is_found_by_its_key() -> None:
+    class Half(RMMConfig):
+        """Keeps its methods."""
+
+    config = Half(ratio=0.25)
+    assert config_of(config.graph_key) is config
+    assert config.graph_key != RMMConfig(ratio=0.25).graph_key
+
+
+def test_a_sketch_outside_the_registry_is_found_by_its_key() -> None:
+    config = config_around(OfSomebody(ratio=0.5))
+    assert isinstance(config_of(config.graph_key).sketch_object, OfSomebody)
+    assert config.graph_key != config_around(OfSomebody(ratio=0.5)).graph_key

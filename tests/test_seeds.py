@@ -31,7 +31,7 @@ def test_ranks_that_were_seeded_alike_draw_different_sketches(monkeypatch: pytes
     x, g = torch.randn(200, 8), torch.randn(200, 4)
     gradients = []
     for rank in range(4):
-        monkeypatch.setattr("rmm_linear.ops.seeds.data_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("rmm_linear.ops.data_parallel_rank", lambda rank=rank: rank)
         torch.manual_seed(0)
         layer.zero_grad()
         layer(x).backward(g)
@@ -54,7 +54,7 @@ def test_a_huge_rank_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1)
     seeds = set()
     for rank in (0, 1, 2, 3, 1023, 2**20):
-        monkeypatch.setattr("rmm_linear.ops.seeds.data_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("rmm_linear.ops.data_parallel_rank", lambda rank=rank: rank)
         torch.manual_seed(0)
         seeds.add(int(ops.draw_seed(x)))
     assert len(seeds) == 6
@@ -65,7 +65,7 @@ def test_the_shift_of_rank_0_is_not_added(monkeypatch: pytest.MonkeyPatch) -> No
     x, stride = torch.zeros(1), 0x9E3779B97F4A7C15
     seeds = []
     for rank in range(3):
-        monkeypatch.setattr("rmm_linear.ops.seeds.data_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("rmm_linear.ops.data_parallel_rank", lambda rank=rank: rank)
         torch.manual_seed(0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             seeds.append(int(ops.draw_seed(x)))

@@ -74,7 +74,6 @@ def stages(results: Path) -> list[Stage]:
         Stage("doctor", {"doctor": [sys.executable, "-m", "rmm_linear.cli", "doctor"]}, 40),
         Stage("layer", {"layer": _script("layer.py", "--device", "cuda", "--repeats", "20", *into)}, 80),
         Stage("kernels", {"kernels": _script("each_kernel.py", *into)}, 150, ("triton",)),
-        Stage("peak memory", {"peak memory": _script("peak_memory.py", *into)}, 30),
         Stage("kernel tests", _kernel_tests(), 90, ("pytest", "triton")),
         Stage("gpu tests", _other_tests(), 50, ("pytest",)),
         Stage(

@@ -1,4 +1,4 @@
-"""`rmm-linear doctor`: versions, GPU, and each kernel against its twin: what will run on this machine."""
+"""`rmm-linear doctor`: versions, GPU, and each kernel against its reference: what will run on this machine."""
 
 import argparse
 import importlib.metadata
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import rmm_linear
-from rmm_linear.ops import ENVIRONMENT, KernelCheck, check_kernels, chosen
+from rmm_linear.backend import ENVIRONMENT, chosen
+from rmm_linear.kernel_checks import KernelCheck, check_kernels
 
 HELP = "show what runs on this machine: Triton kernels or plain torch, whether they agree, and how fast they are"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -1,12 +1,17 @@
-"""What a sketch is: an object with two verbs, and the registry of their names.
+"""A sketch: S^T x and a seed in place of x, and the registry of sketches by name.
 
-A sketch replaces x by S^T x and a seed in the forward pass and forms an unbiased estimate of g^T x from S^T x and
-S^T g in the backward pass. The autograd function knows nothing but `compress` and `backward`; planners add
-`saved_bytes`, estimators `variance`, and tests `dense`, which is S itself.
+The forward pass keeps S^T x and the seed (`compress`), the backward pass forms an unbiased estimate of g^T x out of
+them and S^T g (`grad_weight`). Planners ask for `saved_bytes`, estimators for `variance`, and tests for `dense`, which
+is S itself.
+
+The stored sketch of x is S^T x times a storage scale of about sqrt(rank / rows), in x's dtype: its entries then have
+the size of x's own, where S^T x itself would overflow float16. The sketch of g is S^T g over that scale, in float32
+(float64 for float64), where there is room. The product is the same.
 
 Sketches are frozen dataclasses: hashable, comparable, with no state between calls.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -16,12 +21,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
+from rmm_linear import backend
 from rmm_linear.sketches.sizes import larger, smaller
 
 SEED_BYTES = 8
 # Decimal ratios such as 0.3 are meant exactly: 0.3 of 10 rows is 3, although the float is slightly less.
 _RATIO_DENOMINATOR = 10**6
+# Shape and dtype of a tensor.
+Stored = tuple[tuple[int, ...], torch.dtype]
 
 
 class SavedSketch(NamedTuple):
@@ -36,23 +43,6 @@ class SavedSketch(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-class GradientPass(NamedTuple):
-    """What one reading of g gives, for a product with the stored sketch.
-
-    Attributes:
-        sketched: S^T g over the storage scale (see `rmm_linear.ops`), shape (rank, out).
-        sums: Sums of parts of g over their rows, shape (parts, out), float32 (float64 for float64); None where the sum
-            of g was not wanted and is not free.
-        scale: Factor that `sketched` lacks.
-        divisor: What else it lacks, as `ops.sketched_grad_weight` takes it.
-    """
-
-    sketched: Tensor
-    sums: Tensor | None
-    scale: float
-    divisor: int = 1
-
-
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sketches sum: float64 for float64, else float32.
 
@@ -60,30 +50,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
         `torch.float64` or `torch.float32`.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def whole_mean(x: Tensor) -> Tensor:
-    """Return the column mean.
-
-    Args:
-        x: Shape (rows, features), any float dtype.
-
-    Returns:
-        Shape (features,), float32 (float64 for float64); 0 of no rows.
-    """
-    return x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
-
-
-def mean_taken_off(x: Tensor) -> Tensor:
-    """Return m, which centred sketches take off x before they sketch it; see `rmm_linear.sketches.centered`.
-
-    Args:
-        x: Shape (rows, features), any float dtype.
-
-    Returns:
-        Shape (features,), float32 (float64 for float64): the mean itself on a CPU, about that elsewhere.
-    """
-    return whole_mean(x) if ops.is_on_cpu(x) else ops.sampled_mean(x)
 
 
 @dataclass(frozen=True)
@@ -129,63 +95,29 @@ class Sketch(ABC):
         """
         return rows == 0
 
-    def takes_runs(self) -> bool:
-        """Tell whether `compress` and what it calls take x as `ops.in_runs` returns it, too: without a copy.
+    def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
+        """Return the shapes and dtypes of the tensors that `compress` returns; a compiler knows them by this.
 
-        Returns:
-            False, unless a class says otherwise of itself: of others, its subclasses among them, x is a matrix.
+        Args:
+            rows: Rows of x; may be a SymInt.
+            features: Columns of x.
+            dtype: Dtype of x.
         """
-        return False
+        return (((self.rank(rows), features), dtype),)
 
     @abstractmethod
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch the input: the forward pass.
 
         Args:
-            x: Activations, shape (rows, in), any float dtype; or in runs, of a sketch that takes them.
+            x: Activations, shape (rows, in), any float dtype.
             seed: 0-d int64 on x's device.
             mean: Shape (in,): sketch x - 1 mean^T instead of x (see `Centered`).
 
         Returns:
-            What is to be kept for `backward`. Its first tensor is S^T x, of shape (rank, in), and `sketch_gradient`
-            does not read that one: `LowBit` puts other values in its place.
+            What is to be kept for the backward pass. Its first tensor is S^T x, of shape (rank, in), and
+            `sketch_gradient` does not read that one: `LowBit` puts other values in its place.
         """
-
-    def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
-        """Sketch x - 1 m^T, m being about the mean of x, and average x: in one reading of it, where a subclass can.
-
-        Args:
-            x: Activations, shape (rows, in), any float dtype.
-            seed: 0-d int64 on x's device.
-
-        Returns:
-            What `compress` returns of m = `mean_taken_off(x)`; and what the sum of g is to be multiplied by beside
-            S^T g, shape (in,), float32 (float64 for float64): the mean of x itself, where g is centred before it is
-            sketched. Where `one_pass` or `one_pass_backward` sketches g as it is, the mean less X^T (S^T 1) / rows, X
-            being the sketch of x - 1 m^T as it is stored; see `Centered`.
-        """
-        x = ops.as_matrix(x)
-        mean = whole_mean(x)
-        return self.compress(x, seed, mean=mean if ops.is_on_cpu(x) else ops.sampled_mean(x)), mean
-
-    def compress_low_bit(
-        self, x: Tensor, seed: Tensor, *, center: bool, kind: str, group: int
-    ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-        """Sketch the input and round the sketch to a few bits in one pass, where there is one.
-
-        Args:
-            x: Activations, shape (rows, in).
-            seed: 0-d int64, of the sketch and of the rounding.
-            center: Whether about the mean is taken off x, as `compress_with_mean` does.
-            kind: How S^T x is held; see `LowBit`.
-            group: Rows of S^T x that share, in a column, a step and an offset.
-
-        Returns:
-            Codes, steps and offsets (see `ops.quantize`) in place of the first tensor of `compress`, then its others;
-            and, centred, the second result of `compress_with_mean`. None in place of both where the two steps are
-            as good: always, unless a subclass says otherwise.
-        """
-        return None
 
     @abstractmethod
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
@@ -200,46 +132,24 @@ class Sketch(ABC):
             Shape (rank, out), float32 (float64 for float64).
         """
 
-    def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the sketch of x out of what is stored.
-
-        Args:
-            saved: What `compress` returned.
-            dtype: Dtype in which it will be multiplied, for storages that have to be converted anyway; None for
-                float32.
-
-        Returns:
-            Shape (rank, in), any float dtype.
-        """
-        return saved.tensors[0]
-
-    def operand(self, saved: SavedSketch, dtype: torch.dtype) -> Tensor | ops.Codes:
-        """Return the sketch of x as the product with that of g takes it.
-
-        Args:
-            saved: What `compress` returned.
-            dtype: Dtype in which it will be multiplied.
-
-        Returns:
-            `stored_input`, or the codes of it.
-        """
-        return self.stored_input(saved, dtype=dtype)
-
-    def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
-        """Sketch g and sum it over its rows in one reading of it, where that is faster than two.
-
-        A subclass that defines this defines `compress_with_mean` as well, and both go by the same rule: what the
-        forward pass has kept of the mean is for a g that is sketched as it is, or for one that is centred.
+    def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
+        """Estimate (g - 1 mean^T)^T x.
 
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: What `compress` returned.
-            need_sum: Whether the sum is wanted.
+            mean: Shape (out,), or None.
 
         Returns:
-            None where `sketch_gradient` and a sum are as good: always, unless a subclass says otherwise.
+            Shape (out, in), float32 (float64 for float64), memory that the caller may write into.
         """
-        return None
+        sketched = self.sketch_gradient(g, saved, mean=mean)
+        return backend.estimate(sketched, saved.tensors[0], backend.product_dtype(g), self.headroom)
+
+    @property
+    def headroom(self) -> float:
+        """The largest power of 2 up to 2 / ratio: S^T g over the storage scale is larger than g by about 1 / ratio."""
+        return 2.0 ** math.floor(math.log2(2 / self.ratio))
 
     def backward(
         self,
@@ -263,80 +173,10 @@ class Sketch(ABC):
             The estimate of g^T x, shape (out, in); and the exact column sum of g, shape (out,), in g's dtype; None
             where not wanted.
         """
-        if not need_weight:
-            return None, g.sum(0) if need_bias else None
-        dtype = dtype or accumulate_dtype(g.dtype)
-        found = self.one_pass_backward(g, saved, None, need_bias=need_bias, dtype=dtype)
-        if found is not None:
-            return found
-        return self.weight_gradient(g, saved, dtype=dtype), g.sum(0) if need_bias else None
-
-    def weight_gradient(
-        self,
-        g: Tensor,
-        saved: SavedSketch,
-        *,
-        dtype: torch.dtype,
-        mean: Tensor | None = None,
-        total: Tensor | None = None,
-        kept_mean: Tensor | None = None,
-    ) -> Tensor:
-        """Form the estimate of g^T x out of g and what is stored.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            dtype: Dtype of the estimate.
-            mean: Subtracted from every row of g, shape (out,), or None.
-            total: Sum of g, shape (out,), to be multiplied by `kept_mean` and added; or None.
-            kept_mean: Shape (in,), or None.
-
-        Returns:
-            (S^T (g - 1 mean^T))^T X + total kept_mean^T, shape (out, in), for the stored sketch X.
-        """
-        sketched, scale = ops.as_operand(self.sketch_gradient(g, saved, mean=mean), g, self.ratio)
-        stored = self.operand(saved, sketched.dtype)
-        sums = None if total is None else total.unsqueeze(0)
-        return ops.sketched_grad_weight(sketched, stored, sums, kept_mean, scale=scale, dtype=dtype)[0]
-
-    def one_pass_backward(
-        self, g: Tensor, saved: SavedSketch, mean: Tensor | None, *, need_bias: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Form what `backward` returns out of one reading of g, where that is faster than two.
-
-        A subclass that defines this defines `one_pass` as well, which another sketch around it asks, and both go by the
-        same rule.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            mean: What the sum of g is to be multiplied by, as `compress_with_mean` returned it, or None.
-            need_bias: Whether the bias gradient is wanted.
-            dtype: Dtype of the estimate.
-
-        Returns:
-            What `one_pass` and the product make of it; None where that is None, unless a subclass has a way of its own.
-        """
-        read = self.one_pass(g, saved, need_sum=need_bias or mean is not None)
-        if read is None:
-            return None
-        assert mean is None or read.sums is not None
-        stored = self.operand(saved, read.sketched.dtype)
-        sums = read.sums if need_bias or mean is not None else None
-        bias_dtype = g.dtype if need_bias and sums is not None else None
-        grad_weight, bias = ops.sketched_grad_weight(
-            read.sketched,
-            stored,
-            sums,
-            mean,
-            scale=read.scale,
-            dtype=dtype,
-            bias_dtype=bias_dtype,
-            divisor=read.divisor,
-        )
-        if not need_bias:
-            return grad_weight, None
-        return grad_weight, g.sum(0) if bias_dtype is None else bias
+        grad_weight = self.grad_weight(g, saved) if need_weight else None
+        if grad_weight is not None and dtype is not None:
+            grad_weight = grad_weight.to(dtype)
+        return grad_weight, g.sum(0) if need_bias else None
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes that a forward pass keeps, all-in: the sketch, the seed, and whatever goes with them.
@@ -347,8 +187,12 @@ class Sketch(ABC):
             dtype: Dtype of x.
             valid_rows: Rows that are sketched, where others (padding) are left out; all rows by default.
         """
-        kept = self.rank(rows if valid_rows is None else valid_rows)
-        return kept * features * dtype.itemsize + SEED_BYTES
+        stored = self.stored(rows if valid_rows is None else valid_rows, features, dtype)
+        return sum(math.prod(shape) * each.itemsize for shape, each in stored) + SEED_BYTES
+
+    def multiply_adds(self, rows: int) -> int:
+        """Return the multiply-adds of S^T x a column of x, as a FLOP counter counts them: those of products alone."""
+        return 0
 
     @abstractmethod
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
@@ -391,7 +235,7 @@ class ObliviousSketch(Sketch):
 
     @abstractmethod
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T), times or over the storage scale (see `rmm_linear.ops`).
+        """Return S^T (y - 1 mean^T), times or over the storage scale.
 
         Args:
             y: Shape (rows, features), any float dtype.

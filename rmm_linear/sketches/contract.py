@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import config_around
 from rmm_linear.functional import linear
 from rmm_linear.memory import SavedTensors
 from rmm_linear.sketches.base import Sketch, accumulate_dtype
@@ -178,20 +178,6 @@ def structured_pair(rows: int, features: int, outputs: int, *, seed: int) -> tup
     x = x * (1 + 1.0 * (number % 7 == 3)) + 0.5 * normal(features)
     g = g * (1 + 0.5 * (number % 11 == 3)) + 0.5 * normal(outputs)
     return x, g
-
-
-def layer_config(sketch: Sketch) -> RMMConfig:
-    """Return a configuration around a sketch that need not be in the registry, and that sketches any row count.
-
-    Args:
-        sketch: Any sketch with a ratio below 1, or one that is not exact at ratio 1 (low-bit storage).
-
-    Returns:
-        A configuration for `rmm_linear.functional.linear`.
-    """
-    config = RMMConfig(ratio=sketch.ratio, min_rows=1, storage="int8" if sketch.ratio == 1 else None)
-    object.__setattr__(config, "_sketch_object", sketch)
-    return config
 
 
 class Products(NamedTuple):
@@ -392,7 +378,7 @@ class SketchContract:
     def test_layer_gradient_is_the_sketch_s(self) -> None:
         """`functional.linear` with a seed gives what the two verbs give, for inputs of one to four dimensions."""
         for shape in ((24,), (67, 24), (5, 13, 24), (3, 1, 23, 24)):
-            config = layer_config(self.make(0.6))
+            config = config_around(self.make(0.6))
             rows = math.prod(shape[:-1])
             x, g = self._pair(rows)
             weight = torch.zeros(g.shape[1], 24, dtype=torch.float64, device=self.device, requires_grad=True)
@@ -489,7 +475,7 @@ class SketchContract:
         """Output, grad_input and grad_bias of the layer are those of `F.linear` in every dtype."""
         for dtype in _DTYPES:
             for shape in ((67, 24), (5, 13, 24)):
-                config = layer_config(self.make(0.3))
+                config = config_around(self.make(0.3))
                 data, g = (y.to(dtype) for y in self._pair(math.prod(shape[:-1])))
                 x = data.reshape(shape).requires_grad_()
                 parameters = self._pair(20)
@@ -571,7 +557,7 @@ class SketchContract:
                 weight = torch.zeros(g.shape[1], x.shape[1], dtype=dtype, device=self.device, requires_grad=True)
                 bias = torch.zeros(g.shape[1], dtype=dtype, device=self.device, requires_grad=True)
                 with SavedTensors(weight, bias) as seen:
-                    linear(x, weight, bias, config=layer_config(sketch))
+                    linear(x, weight, bias, config=config_around(sketch))
                 assert not seen.holds(x), f"{_at(rows, ratio)}, {dtype}: the layer keeps its input"
                 assert seen.bytes == promised, (
                     f"{_at(rows, ratio)}, {dtype}: autograd keeps {seen.bytes} bytes, {promised} promised"
@@ -585,7 +571,7 @@ class SketchContract:
             weight = torch.zeros(g.shape[1], data.shape[1], dtype=dtype, device=self.device, requires_grad=True)
             # made by an op that does not keep its result
             x = leaf * 1.0
-            output = linear(x, weight, config=layer_config(self.make(0.3)))
+            output = linear(x, weight, config=config_around(self.make(0.3)))
             storage = StorageWeakRef(x.untyped_storage())
             del x
             assert storage.expired(), f"{dtype}: x is alive after the forward pass"
@@ -658,7 +644,7 @@ class SketchContract:
         g = x @ torch.linalg.qr(torch.randn(48, 48, generator=generator, dtype=torch.float64))[0]
         x, g = x.to(self.device), g.to(self.device)
         weight = torch.zeros(48, 48, dtype=torch.float64, device=self.device, requires_grad=True)
-        config = layer_config(self.make(ratio))
+        config = config_around(self.make(ratio))
 
         def draw_gradient() -> Tensor:
             return torch.autograd.grad(linear(x, weight, config=config), weight, g)[0]

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
 from rmm_linear.sketches.base import register
 from rmm_linear.sketches.closed_forms import gradient_sums
 from rmm_linear.sketches.column_row_sampling import ColumnRowSampling
+from rmm_linear.sketches.row_sampling import integer_weights, row_norms, sample_rows
 
 
 @register
@@ -22,18 +22,17 @@ class CRS(ColumnRowSampling):
 
     name: ClassVar[str] = "crs"
     variance_is_affine_in_inverse_rank: ClassVar[bool] = True
-    winner_take_all: ClassVar[bool] = False
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
         """Draw rows; see `ColumnRowSampling.sample`."""
-        return ops.sample_rows(norms, seeds, rank=rank, winner_take_all=False)
+        return sample_rows(norms, seeds, rank=rank)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r."""
         rows = x.shape[0]
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        weights = ops.row_weights(ops.row_norms(x, None)).double()
+        weights = integer_weights(row_norms(x, None)).double()
         sums = gradient_sums(x, g)
         products = sums.x_rows * sums.g_rows
         # A row of weight 0 is a zero row: its product is 0 as well.

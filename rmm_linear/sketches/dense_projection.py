@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
-from rmm_linear.sketches.base import ObliviousSketch, SavedSketch
+from rmm_linear import backend
+from rmm_linear.sketches.base import ObliviousSketch, SavedSketch, accumulate_dtype
 
 
 @dataclass(frozen=True)
@@ -20,28 +20,39 @@ class DenseProjection(ObliviousSketch):
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         rank = self.rank(y.shape[0])
-        return ops.random_projection(y, seed, mean, rank=rank, gaussian=self.gaussian, gradient=gradient)
+        scale, dtype = max(1, y.shape[0]) ** -0.5, y.dtype
+        if gradient:
+            scale, dtype = _gradient_scale(y.shape[0], rank), accumulate_dtype(dtype)
+        return backend.run(
+            "random_projection", y, seed, mean, rank=rank, gaussian=self.gaussian, scale=scale, dtype=dtype
+        )
 
-    def weight_gradient(
-        self,
-        g: Tensor,
-        saved: SavedSketch,
-        *,
-        dtype: torch.dtype,
-        mean: Tensor | None = None,
-        total: Tensor | None = None,
-        kept_mean: Tensor | None = None,
-    ) -> Tensor:
-        """Take the cheaper one of two orders of products on a CPU; see `Sketch.weight_gradient`."""
-        if not ops.is_on_cpu(g) or type(self).sketch_gradient is not DenseProjection.sketch_gradient:
-            others = {"mean": mean, "total": total, "kept_mean": kept_mean}
-            return super().weight_gradient(g, saved, dtype=dtype, **others)
-        grad_weight = ops.projected_grad_weight(g, saved.seed, saved.tensors[0], mean, gaussian=self.gaussian)
-        if total is not None and kept_mean is not None:
-            grad_weight.addr_(total, kept_mean)
-        return grad_weight.to(dtype)
+    def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
+        """Take the cheaper one of two orders of products in plain torch; see `Sketch.grad_weight`."""
+        found = None
+        # a subclass with an S of its own has one order only
+        if type(self).sketch_gradient is DenseProjection.sketch_gradient:
+            sketched_x = saved.tensors[0]
+            found = backend.projected_grad_weight(
+                g,
+                saved.seed,
+                sketched_x,
+                mean,
+                gaussian=self.gaussian,
+                scale=_gradient_scale(g.shape[0], sketched_x.shape[0]),
+            )
+        return super().grad_weight(g, saved, mean=mean) if found is None else found
+
+    def multiply_adds(self, rows: int) -> int:
+        """Return rows * rank; see `Sketch.multiply_adds`."""
+        return rows * self.rank(rows)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
-        return ops.projection_dense(seeds, rows=rows, rank=rank, gaussian=self.gaussian, dtype=torch.float64)
+        return backend.projection_dense(seeds, rows=rows, rank=rank, gaussian=self.gaussian, dtype=torch.float64)
+
+
+def _gradient_scale(rows: int, rank: int) -> float:
+    """The factor of +-1 or normal entries on g, which makes its product with that on x 1 / rank."""
+    return max(1, rows) ** 0.5 / max(1, rank)

@@ -11,6 +11,7 @@ diagonal is 1 in every draw, and the signs make different pairs uncorrelated, bl
     (b - p) / (p (b - 1)) * sum over blocks of (P_k Q_k + C_k - 2 s_k)
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -18,8 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
-from rmm_linear.sketches.base import GradientPass, ObliviousSketch, SavedSketch, register
+from rmm_linear import backend
+from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, register
 from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, product, product_dtype
 from rmm_linear.sketches.sizes import larger
 
@@ -87,77 +88,23 @@ class Hadamard(ObliviousSketch):
         if rows == 0:
             return True
         blocks, kept = self.geometry(rows)
-        return kept == ops.hadamard_order(-(-rows // blocks))
-
-    def takes_runs(self) -> bool:
-        """Take rows where they lie; see `Sketch.takes_runs`."""
-        return type(self) is Hadamard
+        return kept == backend.hadamard_order(-(-rows // blocks))
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
-        blocks, kept = self.geometry(ops.number_of_rows(y))
-        return ops.hadamard_sketch(y, seed, mean, blocks=blocks, kept=kept, gradient=gradient)
+        rows = y.shape[0]
+        blocks, kept = self.geometry(rows)
+        # A combination of the +-1 is larger than x's elements by the root of the rows of a block: x's are stored at
+        # about the size of its elements, by a power of 2, which rounds nothing. The product of both scales is 1 / kept.
+        scale = 2.0 ** round(math.log2((max(1, rows) / max(1, blocks)) ** -0.5))
+        dtype = y.dtype
+        if gradient:
+            scale, dtype = 1 / (kept * scale), accumulate_dtype(dtype)
+        return backend.run("hadamard_sketch", y, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
 
-    def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
-        """Read x once on a GPU; see `Sketch.compress_with_mean`.
-
-        Returns:
-            What `compress` returns, and the mean of x; on a GPU, where g is read once, what is left of it.
-        """
-        if not ops.is_for_kernels(x):
-            return super().compress_with_mean(x, seed)
-        blocks, kept = self.geometry(ops.number_of_rows(x))
-        stored, rest = ops.hadamard_sketch_and_mean(x, seed, blocks=blocks, kept=kept)
-        return SavedSketch(seed, (stored,)), rest
-
-    def compress_low_bit(
-        self, x: Tensor, seed: Tensor, *, center: bool, kind: str, group: int
-    ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-        """Sketch and round on a GPU, without the sketch in memory; see `Sketch.compress_low_bit`."""
-        if not ops.is_for_kernels(x):
-            return None
-        blocks, kept = self.geometry(ops.number_of_rows(x))
-        mean = ops.sampled_mean(x) if center else None
-        *codes, rest = ops.hadamard_sketch_quantized(x, seed, mean, blocks=blocks, kept=kept, kind=kind, group=group)
-        return tuple(codes), rest if center else None
-
-    def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
-        """Read g once on a GPU; see `Sketch.one_pass`."""
-        if not ops.is_for_kernels(g):
-            return None
-        blocks, kept = self.geometry(g.shape[0])
-        half = ops.wants_half(g)
-        scale = ops.product_scale(g.dtype, self.ratio) if half else 1.0
-        sketched, sums = ops.hadamard_sketch_and_sums(g, saved.seed, blocks=blocks, kept=kept, half=half, over=scale)
-        return GradientPass(sketched, sums, scale, kept if half else 1)
-
-    def one_pass_backward(
-        self, g: Tensor, saved: SavedSketch, mean: Tensor | None, *, need_bias: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Read g once on a GPU; see `Sketch.one_pass_backward`.
-
-        Returns:
-            The estimate and the sum of g, by one operator, unless a subclass has its own `one_pass` or `operand`; None
-            on a CPU.
-        """
-        of = type(self)
-        if of.one_pass is not Hadamard.one_pass or of.operand is not Hadamard.operand:
-            return super().one_pass_backward(g, saved, mean, need_bias=need_bias, dtype=dtype)
-        if not ops.is_for_kernels(g):
-            return None
-        blocks, kept = self.geometry(g.shape[0])
-        grad_weight, bias = ops.hadamard_grad_weight(
-            g,
-            saved.seed,
-            saved.tensors[0],
-            mean,
-            blocks=blocks,
-            kept=kept,
-            ratio=self.ratio,
-            dtype=dtype,
-            need_bias=need_bias,
-        )
-        return grad_weight, bias if need_bias else None
+    def multiply_adds(self, rows: int) -> int:
+        """Return rows * kept; see `Sketch.multiply_adds`."""
+        return rows * self.geometry(rows)[1]
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
@@ -166,7 +113,7 @@ class Hadamard(ObliviousSketch):
         if self.is_exact(rows):
             return torch.zeros((), dtype=torch.float64, device=x.device)
         block_rows = -(-rows // blocks)
-        order = ops.hadamard_order(block_rows)
+        order = backend.hadamard_order(block_rows)
         x_gram, g_gram = (_block_grams(y, blocks, block_rows) for y in (x, g))
         x_rows, g_rows = x_gram.diagonal(dim1=1, dim2=2), g_gram.diagonal(dim1=1, dim2=2)
         pairs = x_rows.sum(1) * g_rows.sum(1) + (x_gram * g_gram).sum((1, 2)) - 2 * (x_rows * g_rows).sum(1)
@@ -180,4 +127,4 @@ class Hadamard(ObliviousSketch):
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return S; see `Sketch.dense`."""
         blocks, kept = self.geometry(x.shape[0])
-        return ops.hadamard_dense(seeds, rows=x.shape[0], blocks=blocks, kept=kept, dtype=torch.float64)
+        return backend.hadamard_dense(seeds, rows=x.shape[0], blocks=blocks, kept=kept, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """KeptRows: rows that are not sketched, kept in their dtype or, beside a low-bit sketch, in 8 bits.
 
-They are few, and carry much of the gradient (`rmm_linear.rows`): next to values of 2 or 4 bits, 8 make their noise
+They are few and carry much of the gradient (`rmm_linear.rows`): next to values of 2 or 4 bits, 8 make their noise
 vanish; next to unrounded ones they are exact. Steps and offsets of 8 bits belong to 128 rows of a column: where there
 are so few rows that these take more than the rows do, they are kept as they are.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
-from rmm_linear.sketches.base import SEED_BYTES, SavedSketch, accumulate_dtype
+from rmm_linear import backend
+from rmm_linear.sketches.base import SEED_BYTES, SavedSketch, Stored
 from rmm_linear.sketches.low_bit import LowBit
 
 # Storage of the sketch -> that of the rows beside it.
@@ -23,7 +23,7 @@ _OTHER_SEED = 0x5DEECE66D2B5A1F3
 
 @dataclass(frozen=True)
 class KeptRows:
-    """How rows are kept that no sketch takes.
+    """How the rows beside a sketch are kept.
 
     Attributes:
         storage: Low-bit storage of the sketch of the other rows, or None.
@@ -40,7 +40,7 @@ class KeptRows:
         """Keep rows: the forward pass.
 
         Args:
-            x: Shape (kept, in), any float dtype, memory that nobody changes.
+            x: Shape (kept, in), any float dtype, memory that does not change.
             seed: 0-d int64, the sketch's.
 
         Returns:
@@ -61,10 +61,17 @@ class KeptRows:
             Shape (out, in), float32 (float64 for float64); exact without a storage, unbiased with one.
         """
         if self._low_bit is None or len(tensors) == 1:
-            return ops.sketched_grad_weight(ops.product_operand(g), tensors[0], dtype=accumulate_dtype(g.dtype))[0]
-        found, _ = self._low_bit.backward(g, SavedSketch(seed ^ _OTHER_SEED, tensors), need_bias=False)
-        assert found is not None
-        return found
+            return backend.estimate(g, tensors[0], backend.product_dtype(g))
+        return self._low_bit.grad_weight(g, SavedSketch(seed ^ _OTHER_SEED, tensors))
+
+    def is_rounding(self, rows: int, dtype: torch.dtype) -> bool:
+        """Tell whether so many rows are kept in low bits, and not as they are."""
+        return self._rounding(rows, dtype) is not None
+
+    def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
+        """Return the shapes and dtypes of the tensors that `compress` returns; see `Sketch.stored`."""
+        low_bit = self._rounding(rows, dtype)
+        return (((rows, features), dtype),) if low_bit is None else low_bit.stored(rows, features, dtype)
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype) -> int:
         """Return the bytes of kept rows; the seed is the sketch's."""

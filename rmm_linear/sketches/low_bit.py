@@ -21,12 +21,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
-from rmm_linear.sketches.base import SEED_BYTES, GradientPass, SavedSketch, Sketch, accumulate_dtype
+from rmm_linear import backend
+from rmm_linear.sketches.base import SavedSketch, Sketch, Stored, accumulate_dtype
 from rmm_linear.sketches.centered import Centered
 from rmm_linear.sketches.closed_forms import row_squares
 
-STORAGES = tuple(ops.STORAGE_BITS)
+STORAGES = tuple(backend.STORAGE_BITS)
 # Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2, for
 # 3.125 % more bytes; and 341 of int3, which have 1023 bits, for 3.128 % more.
 _GROUP_BITS = 1024
@@ -66,7 +66,7 @@ class LowBit(Sketch):
             )
         if self.draws < 1:
             raise ValueError(f"draws={self.draws} average nothing; pass at least 1")
-        object.__setattr__(self, "group", _GROUP_BITS // ops.STORAGE_BITS[self.storage])
+        object.__setattr__(self, "group", _GROUP_BITS // backend.STORAGE_BITS[self.storage])
         object.__setattr__(self, "ratio", 1.0 if self.inner is None else self.inner.ratio)
         super().__post_init__()
 
@@ -74,54 +74,42 @@ class LowBit(Sketch):
         """Return the inner sketch's rank; all rows without one."""
         return rows if self.inner is None else self.inner.rank(rows)
 
-    def takes_runs(self) -> bool:
-        """Ask the inner sketch; see `Sketch.takes_runs`."""
-        return type(self) is LowBit and self.inner is not None and self.inner.takes_runs()
+    def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
+        """Return codes, steps, offsets, and what else the inner sketch stores; see `Sketch.stored`."""
+        kept = self.rank(rows)
+        scales = (kept + self.group - 1) // self.group, features
+        codes = (kept, backend.packed_width(features, self.storage)), torch.uint8
+        offsets = (0,) if self.storage == "fp8" else scales
+        rest = () if self.inner is None else self.inner.stored(rows, features, dtype)[1:]
+        return codes, (scales, backend.SCALE_DTYPE), (offsets, backend.SCALE_DTYPE), *rest
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch the input and round it; see `Sketch.compress`."""
         if self.inner is None:
-            return SavedSketch(seed, ops.quantize(x, seed, mean, kind=self.storage, group=self.group))
-        if mean is None:
-            found = self.inner.compress_low_bit(x, seed, center=False, kind=self.storage, group=self.group)
-            if found is not None:
-                return SavedSketch(seed, found[0])
+            return SavedSketch(seed, backend.run("quantize", x, seed, mean, kind=self.storage, group=self.group))
         values, *rest = self.inner.compress(x, seed, mean=mean).tensors
-        codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
+        codes = backend.run("quantize", values, seed, None, kind=self.storage, group=self.group)
         return SavedSketch(seed, (*codes, *rest))
 
-    def compress_with_mean(self, x: Tensor, seed: Tensor) -> tuple[SavedSketch, Tensor]:
-        """Read x as the inner sketch does; see `Sketch.compress_with_mean`.
+    def decoded(self, saved: SavedSketch, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the values that the codes stand for, shape (rank, in).
 
-        Returns:
-            What `compress` returns, and the mean of x. On a GPU, what the inner sketch leaves of it; without an inner
-            sketch, the mean less that of what the codes stand for, which are all there is of x - 1 mean^T.
+        Args:
+            saved: What `compress` returned.
+            dtype: float32, bfloat16 or float16.
         """
-        if self.inner is None:
-            if not ops.is_for_kernels(x):
-                return super().compress_with_mean(x, seed)
-            *parts, left = ops.quantize_and_mean(x, seed, ops.sampled_mean(x), kind=self.storage, group=self.group)
-            return SavedSketch(seed, tuple(parts)), left
-        found = self.inner.compress_low_bit(x, seed, center=True, kind=self.storage, group=self.group)
-        if found is not None:
-            tensors, kept_mean = found
-            assert kept_mean is not None
-            return SavedSketch(seed, tensors), kept_mean
-        inner, kept_mean = self.inner.compress_with_mean(x, seed)
-        values, *rest = inner.tensors
-        codes = ops.quantize(values, seed, None, kind=self.storage, group=self.group)
-        return SavedSketch(seed, (*codes, *rest)), kept_mean
-
-    def stored_input(self, saved: SavedSketch, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values that the codes stand for; see `Sketch.stored_input`."""
         codes, steps, offsets = saved.tensors[:_PARTS]
-        wanted = dtype if dtype in (torch.bfloat16, torch.float16) else None
-        return ops.dequantize(codes, steps, offsets, saved.seed, kind=self.storage, group=self.group, dtype=wanted)
-
-    def operand(self, saved: SavedSketch, dtype: torch.dtype) -> Tensor | ops.Codes:
-        """Return the codes as they are; see `Sketch.operand`."""
-        codes, steps, offsets = saved.tensors[:_PARTS]
-        return ops.Codes(codes, steps, offsets, saved.seed, self.storage, self.group)
+        return backend.run(
+            "dequantize",
+            codes,
+            steps,
+            offsets,
+            saved.seed,
+            kind=self.storage,
+            group=self.group,
+            features=steps.shape[-1],
+            dtype=dtype,
+        )
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`."""
@@ -131,29 +119,19 @@ class LowBit(Sketch):
                 return wide
             # in place on a copy of our own: g in float32 is large enough once
             return wide - mean if wide is g else wide.sub_(mean)
-        # Where the inner sketch looks for its values there are codes now; it needs what comes after them.
+        # Where the inner sketch looks for its values there are codes now; it needs the tensors after them.
         inner = SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:]))
         return self.inner.sketch_gradient(g, inner, mean=mean)
 
-    def one_pass(self, g: Tensor, saved: SavedSketch, *, need_sum: bool = True) -> GradientPass | None:
-        """Read g as the inner sketch does; without one, g is its own sketch. See `Sketch.one_pass`."""
-        if self.inner is not None:
-            inner = SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:]))
-            return self.inner.one_pass(g, inner, need_sum=need_sum)
-        if not ops.is_for_kernels(g):
-            return None
-        sums = g.sum(0, dtype=accumulate_dtype(g.dtype), keepdim=True) if need_sum else None
-        return GradientPass(ops.product_operand(g), sums, 1.0)
+    def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
+        """Estimate (g - 1 mean^T)^T x out of decoded values; see `Sketch.grad_weight`."""
+        sketched, dtype = self.sketch_gradient(g, saved, mean=mean), backend.product_dtype(g)
+        values = self.decoded(saved, torch.float32 if dtype == torch.float64 else dtype)
+        return backend.estimate(sketched, values, dtype, self.headroom)
 
-    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes of codes, steps, offsets, seed, and what else the inner sketch stores."""
-        kept = self.rank(rows if valid_rows is None else valid_rows)
-        width = ops.packed_width(features, self.storage)
-        scales = -(-kept // self.group) * features * ops.SCALE_DTYPE.itemsize
-        rest = SEED_BYTES
-        if self.inner is not None:
-            rest = self.inner.saved_bytes(rows, features, dtype, valid_rows) - kept * features * dtype.itemsize
-        return kept * width + (1 if self.storage == "fp8" else 2) * scales + rest
+    def multiply_adds(self, rows: int) -> int:
+        """Return the inner sketch's; see `Sketch.multiply_adds`."""
+        return 0 if self.inner is None else self.inner.multiply_adds(rows)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the inner sketch's variance and the rounding's, averaged over `draws` draws of S."""
@@ -180,7 +158,7 @@ class LowBit(Sketch):
         return total / self.draws
 
     def _rounding(self, values: Tensor, sketched_g: Tensor) -> Tensor:
-        elements = ops.rounding_variance(values, None, kind=self.storage, group=self.group)
+        elements = backend.rounding_variance(values, None, kind=self.storage, group=self.group)
         return (row_squares(sketched_g) * elements.sum(1)).sum()
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:

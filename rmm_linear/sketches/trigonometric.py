@@ -14,6 +14,7 @@ of row i are, modulo n: the DCT's i and n - 1 - i; the DFT's i and -i and, for a
 alpha makes the rows of M add up to 1. (All |Q_ij|^2 equal to 1 / n gives the Hadamard sketch's form.)
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,9 +22,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
-from rmm_linear.sketches.base import ObliviousSketch
+from rmm_linear import backend
+from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype
 from rmm_linear.sketches.closed_forms import gradient_sums, product_dtype, row_inner_products
+
+# Elements of x that are transformed at a time.
+_SLAB_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,6 @@ class TrigonometricSketch(ObliviousSketch):
     """Random row signs, an orthonormal trigonometric transform over the rows, `rank` random columns of it."""
 
     variance_is_affine_in_inverse_rank: ClassVar[bool] = True
-    kind: ClassVar[str]
 
     def is_exact(self, rows: int) -> bool:
         """Tell whether all columns are kept."""
@@ -39,8 +42,33 @@ class TrigonometricSketch(ObliviousSketch):
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
-        rank = self.rank(y.shape[0])
-        return ops.trigonometric_sketch(y, seed, mean, rank=rank, kind=self.kind, gradient=gradient)
+        (rows, features), rank, compute = y.shape, self.rank(y.shape[0]), accumulate_dtype(y.dtype)
+        scale, dtype = (rows / max(1, rank), compute) if gradient else (1.0, y.dtype)
+        if rows == 0:
+            return y.new_empty((rank, features), dtype=dtype)
+        # The factor goes on the signs: the bare sums of 1e30-sized rows could overflow.
+        signs = backend.random.signs(seed, rows, dtype=compute).mul_(scale).unsqueeze(1)
+        columns = backend.random.subset(seed, rows, rank)
+        out = y.new_empty((rank, features), dtype=dtype)
+        step = max(1, _SLAB_ELEMENTS // rows)
+        for first in range(0, features, step):
+            slab = y[:, first : first + step].to(compute)
+            if mean is not None:
+                slab = slab - mean[first : first + step].to(compute)
+            out[:, first : first + step] = self.transformed(slab * signs, columns)
+        return out
+
+    @abstractmethod
+    def transformed(self, y: Tensor, columns: Tensor) -> Tensor:
+        """Return some rows of Q^T y.
+
+        Args:
+            y: Shape (n, features), float32 or float64, n at least 1.
+            columns: Columns of Q, shape (rank,), int64.
+
+        Returns:
+            Shape (rank, features).
+        """
 
     @abstractmethod
     def partners(self, row: Tensor) -> list[Tensor]:
@@ -74,5 +102,12 @@ class TrigonometricSketch(ObliviousSketch):
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return S; see `Sketch.dense`."""
-        rank = self.rank(x.shape[0])
-        return ops.trigonometric_dense(seeds, rows=x.shape[0], rank=rank, kind=self.kind, dtype=torch.float64)
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        if rows == 0:
+            return torch.zeros((seeds.numel(), 0, rank), dtype=torch.float64, device=x.device)
+        signs = backend.random.signs(seeds, rows, dtype=torch.float64)
+        columns = backend.random.subset(seeds, rows, rank)
+        identity = torch.eye(rows, dtype=torch.float64, device=x.device)
+        transposed = self.transformed(identity, torch.arange(rows, device=x.device))
+        chosen = transposed[columns] * signs.unsqueeze(1) * math.sqrt(rows / rank)  # (draws, rank, rows)
+        return chosen.transpose(1, 2)

@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
-from rmm_linear.sketches.base import ObliviousSketch, register
+from rmm_linear import backend
+from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, register
 from rmm_linear.sketches.closed_forms import gradient_sums
+from rmm_linear.sketches.row_sampling import gather_rows
 
 
 @register
@@ -24,13 +25,16 @@ class RowsWithoutReplacement(ObliviousSketch):
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         """Return the drawn rows of y - 1 mean^T; see `ObliviousSketch.project`."""
-        rank = self.rank(y.shape[0])
-        return ops.uniform_row_sketch(y, seed, mean, rank=rank, replacement=False, gradient=gradient)
+        rows, rank = y.shape[0], self.rank(y.shape[0])
+        index = backend.random.subset(seed, rows, rank)
+        if not gradient:
+            return gather_rows(y, index, mean, dtype=y.dtype)
+        return gather_rows(y, index, mean, scale=rows / max(1, rank), dtype=accumulate_dtype(y.dtype))
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
-        index = ops.uniform_rows(seeds, rows=rows, rank=rank, replacement=False)
+        index = backend.random.subset(seeds, rows, rank)
         dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
         return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
 

@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rmm_linear import ops
 from rmm_linear.sketches.base import register
 from rmm_linear.sketches.closed_forms import gradient_sums
 from rmm_linear.sketches.column_row_sampling import ColumnRowSampling
+from rmm_linear.sketches.row_sampling import integer_weights, row_norms, sample_rows_winner_take_all, winners
 
 
 @register
@@ -25,7 +25,6 @@ class WTACRS(ColumnRowSampling):
     """The heaviest rows as they are, the rest drawn with replacement by their norms."""
 
     name: ClassVar[str] = "wta_crs"
-    winner_take_all: ClassVar[bool] = True
 
     def is_exact(self, rows: int) -> bool:
         """Tell whether all rows are kept."""
@@ -33,15 +32,14 @@ class WTACRS(ColumnRowSampling):
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
         """Draw rows; see `ColumnRowSampling.sample`."""
-        index, squared = ops.sample_rows(norms, seeds, rank=rank, winner_take_all=True)
-        return index.expand(seeds.numel(), rank), squared.expand(seeds.numel(), rank)
+        return sample_rows_winner_take_all(norms, seeds, rank=rank)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the drawn part's variance; see the module's docstring."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        order, weights, _, size = ops.winners(ops.row_weights(ops.row_norms(x, None)), rank=rank)
+        order, weights, _, size = winners(integer_weights(row_norms(x, None)), rank=rank)
         kept = int(size)
         if kept == rank:
             return torch.zeros((), dtype=torch.float64, device=x.device)

@@ -5,16 +5,15 @@ import json
 import pytest
 import torch
 
-from rmm_linear import ops
+from rmm_linear import backend, kernel_checks
 from rmm_linear.cli import main
-from rmm_linear.ops import checks, dispatch
-from rmm_linear_kernels.hadamard_sketch import reference
+from rmm_linear_kernels.hadamard import reference
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(checks, "_ON_CPU", (128, 16, 16))
-    monkeypatch.setattr(dispatch, "_state", dispatch._State("auto"))
+    monkeypatch.setattr(kernel_checks, "_ON_CPU", (128, 16))
+    monkeypatch.setattr(backend, "_state", backend._State("auto"))
 
 
 def doctor(capsys, *arguments, status=0):
@@ -28,7 +27,7 @@ def test_a_cpu_runs_plain_torch_and_says_so(capsys):
     assert torch.__version__ in lines[0]
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 120
-    for name in dispatch.KERNELS:
+    for name in backend.KERNELS:
         assert sum(line.startswith(f"{name} ") and " torch " in line for line in lines) == 1
     assert lines[-1] == "plain torch for all: the tensors are on cpu, and the kernels are for GPUs"
 
@@ -49,11 +48,11 @@ def test_a_wrong_kernel_and_a_broken_one_are_named(capsys, monkeypatch):
         raise RuntimeError("PassManager::run failed")
 
     kernels = {"hadamard_sketch": wrong, "quantize": broken}
-    monkeypatch.setattr(dispatch, "_loaded", kernels.get)
+    monkeypatch.setattr(backend, "_launcher", kernels.get)
     monkeypatch.setattr(
-        dispatch,
+        backend,
         "_reason_against",
-        lambda name, x: None if name in kernels and ops.chosen() != "torch" else "no kernel",
+        lambda name, x: None if name in kernels and backend.chosen() != "torch" else "no kernel",
     )
     text = doctor(capsys, status=1)
     assert "WRONG: hadamard_sketch differ from plain torch by more than rounding. Set RMM_LINEAR_KERNELS=torch" in text
@@ -70,9 +69,9 @@ def test_a_broken_compiler_still_fits_the_screen(capsys, monkeypatch):
 
         return broken
 
-    monkeypatch.setattr(dispatch, "_loaded", loaded)
+    monkeypatch.setattr(backend, "_launcher", loaded)
     monkeypatch.setattr(
-        dispatch, "_reason_against", lambda name, x: "plain torch is asked for" if ops.chosen() == "torch" else None
+        backend, "_reason_against", lambda name, x: "plain torch is asked for" if backend.chosen() == "torch" else None
     )
     lines = doctor(capsys, status=1).splitlines()
     assert len(lines) <= 34
@@ -81,11 +80,11 @@ def test_a_broken_compiler_still_fits_the_screen(capsys, monkeypatch):
     assert len(told) == 3
     assert " ".join(lines).count("ptxas failed a line of its log") == 3
     named = sum(len(line.split(":")[0].split(", ")) for line in told)
-    assert lines[-1] == f"and for {len(dispatch.KERNELS) - named} more kernels, for other reasons: --json has them"
+    assert lines[-1] == f"and for {len(backend.KERNELS) - named} more kernels, for other reasons: --json has them"
 
 
 def test_kernels_that_are_forced_and_cannot_run_are_an_error(capsys, monkeypatch):
-    monkeypatch.setattr(dispatch, "_state", dispatch._State("triton"))
+    monkeypatch.setattr(backend, "_state", backend._State("triton"))
     lines = doctor(capsys, status=1).splitlines()
     assert len(lines) <= 26
     assert "an error for all: the tensors are on cpu, and the kernels are for GPUs" in lines
@@ -94,8 +93,8 @@ def test_kernels_that_are_forced_and_cannot_run_are_an_error(capsys, monkeypatch
 
 def test_nothing_is_left_behind(capsys):
     doctor(capsys)
-    assert dispatch.chosen() == "auto"
-    assert dispatch._state.broken == {}
+    assert backend.chosen() == "auto"
+    assert backend._state.broken == {}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PROCESSES = [FILES[first::5] for first in range(5)]
 
 
 @pytest.mark.parametrize("paths", PROCESSES, ids=lambda paths: paths[0].stem)
-def test_kernels_equal_their_twins(paths, tmp_path):
+def test_kernels_equal_their_references(paths, tmp_path):
     assert " passed" in interpreted(paths, tmp_path, "-m", "not slow and not grid")
 
 
@@ -28,8 +28,8 @@ def test_kernels_equal_their_twins(paths, tmp_path):
 @pytest.mark.parametrize(
     "path", [path for path in FILES if re.search(r"mark\.(slow|grid)", path.read_text())], ids=lambda path: path.stem
 )
-def test_kernels_equal_their_twins_in_more_cases(path, tmp_path):
-    """Without what is drawn thousands of times: it takes an hour there, and is shown of the twins."""
+def test_kernels_equal_their_references_in_more_cases(path, tmp_path):
+    """Without what is drawn thousands of times: it takes an hour there, and is shown of the references."""
     assert " passed" in interpreted([path], tmp_path, "-m", "(slow or grid) and not montecarlo")
 
 

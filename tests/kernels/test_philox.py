@@ -255,27 +255,6 @@ def test_every_subset_is_equally_likely(population, chosen):
     assert chi_square(counts, draws / counts.numel()) <= chi_square_bound(counts.numel() - 1)
 
 
-@pytest.mark.montecarlo
-def test_draws_with_replacement_are_uniform_and_independent():
-    """Chi-square over all pairs of two draws: false-alarm rate 1e-6 for each population, fixed seeds."""
-    draws = 60_000
-    for population in (1, 2, 3, 7, 13):
-        items = philox.choose_with_replacement(many_seeds(draws), population, 2)
-        code = items[:, 0] * population + items[:, 1]
-        counts = torch.bincount(code, minlength=population**2).double()
-        assert counts.numel() == population**2
-        if population > 1:
-            assert chi_square(counts, draws / population**2) <= chi_square_bound(population**2 - 1)
-
-
-def test_draws_with_replacement_reach_both_ends_of_a_large_population():
-    items = philox.choose_with_replacement(many_seeds(2000), (1 << 31) - 1, 500)
-    assert items.min() >= 0
-    assert items.max() < (1 << 31) - 1
-    assert items.min() < 100_000
-    assert items.max() > (1 << 31) - 100_000
-
-
 def test_equal_keys_are_told_apart_by_their_position():
     keys = torch.tensor([[3, 1, 3, 1], [5, 5, 5, 5]])
     assert philox.smallest_keys(keys, 3).tolist() == [[1, 3, 0], [0, 1, 2]]

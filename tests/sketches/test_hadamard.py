@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rmm_linear.sketches import Hadamard
-from rmm_linear_kernels.hadamard_sketch.reference import (
+from rmm_linear_kernels.hadamard.reference import (
     POLYNOMIALS,
     columns_of_words,
     hadamard_dense,

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import DoubleBackwardError, RMMConfig, RMMLinear, convert_linears, summary
+from rmm_linear.config import config_around
 from rmm_linear.functional import linear
 from rmm_linear.memory import measure_kept_bytes
-from rmm_linear.ops.dispatch import near_power_of_2
 from rmm_linear.sketches import CRS, STORAGES, Centered, Hadamard, LowBit, available_sketches
 from rmm_linear.sketches.contract import Estimates, SketchContract, assert_unbiased
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize
@@ -26,14 +26,14 @@ class LowBitContract(SketchContract):
     draws = 4
 
     def stored(self, sketch, x: Tensor, seed: int) -> Tensor:
-        return sketch.stored_input(sketch.compress(x, self._seed(seed))).double()
+        return low_bit_of(sketch).decoded(sketch.compress(x, self._seed(seed))).double()
 
     def scale(self, sketch, rows: int) -> float:
         """What S^T x is stored times: +-1 combinations of the rows times a power of 2."""
         if low_bit_of(sketch).inner is None:
             return 1.0
         blocks, kept = low_bit_of(sketch).inner.geometry(max(1, rows))
-        return kept**0.5 * near_power_of_2((blocks / max(1, rows)) ** 0.5)
+        return kept**0.5 * 2.0 ** round(math.log2(blocks / max(1, rows)) / 2)
 
     def _expected(self, sketch, x, g, seed):
         dense = sketch.dense(x, self._seed(seed).unsqueeze(0))[0]
@@ -229,8 +229,7 @@ def test_crs_with_low_bits_is_unbiased():
     g = g + x
     weight = torch.zeros(32, 32, dtype=torch.float64, requires_grad=True)
     for sketch in (LowBit(CRS(ratio=0.6), "int8"), Centered(LowBit(CRS(ratio=0.6), "int8"))):
-        config = RMMConfig(ratio=0.6, min_rows=1)
-        object.__setattr__(config, "_sketch_object", sketch)
+        config = config_around(sketch)
         assert_unbiased(
             lambda c=config: torch.autograd.grad(linear(x, weight, config=c), weight, g)[0], g.t() @ x, bias=0.02
         )

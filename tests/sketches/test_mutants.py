@@ -23,16 +23,16 @@ from rmm_linear.sketches import (
 from rmm_linear.sketches.base import accumulate_dtype
 from rmm_linear.sketches.closed_forms import gradient_sums
 from rmm_linear.sketches.contract import SketchContract, draw_estimates, structured_pair, z_bound
-from rmm_linear_kernels import cpu_generator
-from rmm_linear_kernels.hadamard_sketch.reference import hadamard_entries, hadamard_order
+from rmm_linear.sketches.row_sampling import integer_weights, row_norms, winners
+from rmm_linear_kernels import random
+from rmm_linear_kernels.hadamard.reference import hadamard_entries, hadamard_order
 from rmm_linear_kernels.philox.reference import (
-    SIGN_STREAM,
-    choose_with_replacement,
+    CHOICE_STREAM,
     choose_without_replacement,
     random_fractions,
     random_signs,
+    random_words,
 )
-from rmm_linear_kernels.row_sampling.reference import integer_weights, row_norms, winners
 
 IDENTITY = "test_mean_of_s_s_transposed_is_identity"
 UNBIASED = "test_gradient_is_unbiased"
@@ -55,6 +55,10 @@ FREED = "test_input_is_freed_before_the_backward_pass"
 KEPT_ROWS = "test_kept_rows_follow_the_ratio"
 CHECKS = tuple(name for name in dir(SketchContract) if name.startswith("test_"))
 TRIED = (1, 2, 12, 37, 64, 67, 128)
+
+
+def choose_with_replacement(seeds, population, chosen):
+    return (random_words(seeds, chosen, stream=CHOICE_STREAM) * population) >> 32
 
 
 class DenseSketch(Sketch):
@@ -202,18 +206,11 @@ class RepeatedColumns(DenseSketch, Rademacher):
 # Trigonometric ones.
 
 
-def drawn_signs(seeds, rows):
-    """The row signs of a trigonometric sketch on a CPU."""
-    return cpu_generator.for_each(
-        seeds, SIGN_STREAM, lambda generator: cpu_generator.random_signs(generator, (rows,), dtype=torch.float64)
-    )
-
-
 class NoSignsDCT(DenseSketch, DCT):
     def dense(self, x, seeds):
         rows, rank = x.shape[0], self.rank(x.shape[0])
         dense = super().dense(x, seeds)
-        return dense * drawn_signs(seeds, rows).unsqueeze(2) if rank else dense
+        return dense * random.signs(seeds, rows, dtype=torch.float64).unsqueeze(2) if rank else dense
 
 
 class UnweightedConstantDCT(DenseSketch, DCT):
@@ -221,7 +218,7 @@ class UnweightedConstantDCT(DenseSketch, DCT):
 
     def dense(self, x, seeds):
         dense = super().dense(x, seeds)
-        signs = drawn_signs(seeds, x.shape[0]).unsqueeze(2)
+        signs = random.signs(seeds, x.shape[0], dtype=torch.float64).unsqueeze(2)
         constant = ((dense * signs).diff(dim=1).abs() < 1e-9).all(1, keepdim=True)
         return torch.where(constant, dense * 2**0.5, dense)
 
@@ -307,8 +304,8 @@ class OneRowScaled(DenseSketch):
 class OnlyInputCentred(Centered):
     """Unbiased, and noisier than it needs to be."""
 
-    def weight_gradient(self, g, saved, *, mean=None, **others):
-        return super().weight_gradient(g, saved, **others)
+    def grad_weight(self, g, saved, *, mean=None):
+        return super().grad_weight(g, saved)
 
 
 class MeanForgotten(Centered):

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear import convert_linears
+from rmm_linear import ops as operators
 from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.convert import why_not
-from rmm_linear.ops import seeds
 
 RANKS, STEPS, MICRO_STEPS = 2, 2, 2
 LEARNING_RATE = 0.1
@@ -136,17 +136,17 @@ def replayed(stack: Stack) -> list[Run]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     torch.manual_seed(0)
     states = [torch.get_rng_state()] * RANKS
-    own_rank, plain = seeds.data_parallel_rank, replace(stack, unsynchronised=lambda model: nullcontext())
+    own_rank, plain = operators.data_parallel_rank, replace(stack, unsynchronised=lambda model: nullcontext())
     for step in range(stack.steps):
         found = []
         for rank, run in enumerate(runs):
             torch.set_rng_state(states[rank])
-            seeds.data_parallel_rank = lambda rank=rank: rank
+            operators.data_parallel_rank = lambda rank=rank: rank
             try:
                 model.zero_grad()
                 run.losses.append(accumulate(plain, model, rank, step, run))
             finally:
-                seeds.data_parallel_rank = own_rank
+                operators.data_parallel_rank = own_rank
             states[rank] = torch.get_rng_state()
             found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         mean = {name: sum(grads[name].float() for grads in found) / RANKS for name in found[0]}

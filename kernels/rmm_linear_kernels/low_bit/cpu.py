@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import cpu_generator
+from .. import random
 from ..philox.reference import ROUNDING_STREAM
 from . import reference
 from .reference import (
@@ -78,7 +78,7 @@ def _dither(seed: Tensor, rows: int, features: int, dtype: torch.dtype) -> tuple
     def draw(generator: torch.Generator) -> Tensor:
         return torch.randint(1 << DITHER_BITS, (rows + features,), generator=generator, device="cpu")
 
-    parts = cpu_generator.for_each(seed, ROUNDING_STREAM, draw).to(dtype).mul_(2.0**-DITHER_BITS)
+    parts = random.for_each(seed, ROUNDING_STREAM, draw).to(dtype).mul_(2.0**-DITHER_BITS)
     # in the middle of the 2**15 intervals
     return parts[:rows].add_(2.0 ** -(DITHER_BITS + 1)).unsqueeze(1), parts[rows:]
 

@@ -19,15 +19,9 @@ ROUNDING_STREAM = tl.constexpr(reference.ROUNDING_STREAM)
 @triton.jit
 def words_of_counter(seed, counter, STREAM: tl.constexpr):
     """The four words of each counter of a stream, uint32; `counter` is int32 or uint32."""
-    return words_of_counters(seed, counter, counter * 0 + STREAM)
-
-
-@triton.jit
-def words_of_counters(seed, counter, stream):
-    """The four words of each counter, uint32, of a stream of its own; both are int32 or uint32."""
     low = counter.to(tl.uint32)
     zero = low * 0
-    return tl.philox(seed, low, stream.to(tl.uint32), zero, zero)
+    return tl.philox(seed, low, zero + STREAM, zero, zero)
 
 
 @triton.jit
@@ -35,19 +29,6 @@ def words_of_cell(seed, group, column, STREAM: tl.constexpr):
     """The four words of each cell of a matrix, uint32 (`reference.cell_counters`); of shapes that broadcast."""
     third, stream = group.to(tl.uint32), tl.full((), STREAM, tl.uint32)
     return tl.philox(seed, third + column.to(tl.uint32), stream, third, stream * 0)
-
-
-@triton.jit
-def words_in_order(seed, counter, stream):
-    """All words of some counters, uint32, the four of a counter next to each other: a lane computes one counter."""
-    first, second, third, fourth = words_of_counters(seed, counter, stream)
-    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (4 * counter.shape[0],))
-
-
-@triton.jit
-def half_of_words(words, index):
-    """16-bit number `index` of a table of words, int32, above other bits."""
-    return (tl.gather(words, index >> 1, 0) >> ((index & 1) * 16).to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit

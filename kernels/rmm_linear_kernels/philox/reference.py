@@ -2,7 +2,7 @@
 
 A counter-based generator has no state: the words of stream `stream` are a pure function of a 64-bit seed and the
 index, so forward and backward, every block of a kernel, and a kernel and its reference agree on S without storing it.
-(A CPU that works for itself draws by `rmm_linear_kernels.cpu_generator`.)
+(A CPU draws by torch's generator: `rmm_linear_kernels.random`.)
 
     word w of a stream  =  output w % 4 of Philox(key = seed, counter = (w // 4, stream, 0, 0))
                         =  lane w % 4 of tl.randint4x(seed, stream << 32 | w // 4)
@@ -199,20 +199,6 @@ def smallest_keys(keys: Tensor, chosen: int) -> Tensor:
         Positions, shape (..., chosen), int64.
     """
     return torch.argsort(keys, dim=-1, stable=True)[..., :chosen]
-
-
-def choose_with_replacement(seed: Tensor, population: int, chosen: int) -> Tensor:
-    """Draw `chosen` items independently and uniformly (the probabilities differ by at most 2**-32 from uniform).
-
-    Args:
-        seed: 64-bit seeds, shape (...,), int64.
-        population: Number of items, below 2**31.
-        chosen: Number of draws.
-
-    Returns:
-        Item numbers, shape (..., chosen), int64.
-    """
-    return (random_words(seed, chosen, stream=CHOICE_STREAM) * population) >> 32
 
 
 def random_halves(seed: Tensor, first: int, count: int, *, stream: int) -> Tensor:

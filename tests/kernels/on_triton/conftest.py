@@ -1,4 +1,4 @@
-"""Every Triton kernel against its plain-torch twin: on the GPU, or in Triton's interpreter on a CPU.
+"""Every Triton kernel against its plain-torch reference: on the GPU, or in Triton's interpreter on a CPU.
 
 TRITON_INTERPRET=1 changes what `triton.jit` makes of a function at import and must not reach the rest of the suite:
 `tests/kernels/test_interpreted.py` runs these files in processes of their own. Where there is a GPU, they are collected

@@ -1,4 +1,4 @@
-"""Codes, steps and offsets of the Triton kernels are those of the plain-torch twin, bit for bit."""
+"""Codes, steps and offsets of the Triton kernels are those of the reference, bit for bit."""
 
 import itertools
 import math
@@ -68,7 +68,7 @@ def check_quantize(y: Tensor, mean: Tensor | None, *, kind: str, group: int = GR
 
 
 @pytest.mark.parametrize(("kind", "dtype"), PAIRS, ids=str)
-def test_codes_steps_and_offsets_are_the_twin_s(kind, dtype, device):
+def test_codes_steps_and_offsets_are_the_reference_s(kind, dtype, device):
     check_quantize(uneven(37, 69).to(device, dtype), None, kind=kind)
 
 
@@ -152,7 +152,7 @@ def test_what_the_codes_stand_for(kind, dtype, device):
         expected = reference.dequantize(codes, steps, offsets, seed, **how)
         got = kernel.dequantize(codes, steps, offsets, seed, **how, dtype=dtype)
         assert got.dtype == dtype
-        # a GPU may round once where the twin rounds twice
+        # a GPU may round once where the reference rounds twice
         size = expected.abs().amax(0) * 2.0**-22 + expected.abs() * torch.finfo(dtype).eps / 2
         assert ((got.double() - expected).abs() <= 1.01 * size + torch.finfo(dtype).tiny * torch.finfo(dtype).eps).all()
 

@@ -1,4 +1,4 @@
-"""Random bits made inside a kernel are those of the plain-torch twin, bit for bit."""
+"""Random bits made inside a kernel are those of the reference, bit for bit."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def run(function, seed, index, stream, dtype, device):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("first", [0, 12_345, (1 << 30) - COUNT])
-def test_words_signs_and_halves_are_the_twin_s(seed, first, device):
+def test_words_signs_and_halves_are_the_reference_s(seed, first, device):
     index = torch.arange(COUNT) + first
     seeds = torch.tensor(seed)
     for stream in (reference.SIGN_STREAM, reference.CHOICE_STREAM, reference.ROUNDING_STREAM):
@@ -68,7 +68,7 @@ def test_words_signs_and_halves_are_the_twin_s(seed, first, device):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("first", [0, (1 << 31) - 16, -8])
-def test_cells_are_the_twin_s(seed, first, device):
+def test_cells_are_the_reference_s(seed, first, device):
     """The words bit for bit; an angle of float32 in [0, 2 pi) is off by 2.4e-7, and the radius is at most 5.7."""
     key, unsigned = torch.tensor(seed, device=device), first % (1 << 32)
     groups = min(32, (1 << 32) - unsigned)
@@ -78,6 +78,6 @@ def test_cells_are_the_twin_s(seed, first, device):
     for normal, dtype in ((False, torch.int64), (True, torch.float32)):
         out = torch.zeros(4, groups, 64, dtype=dtype, device=device)
         _cell_kernel[(1,)](key, out, first, GROUPS=groups, COLUMNS=64, NORMAL=normal)
-        twin = reference.randn4x if normal else reference.randint4x
-        expected = twin(torch.tensor(seed), *counters).view(out.shape)
+        plain = reference.randn4x if normal else reference.randint4x
+        expected = plain(torch.tensor(seed), *counters).view(out.shape)
         assert (out.cpu() - expected).abs().max() <= 3e-6 * normal

@@ -1,1 +1,0 @@
-"""The strided-block Hadamard sketch in low bits, without the sketch itself."""

@@ -1,1 +1,0 @@
-"""Low bits, and the mean of x less what they take of it."""

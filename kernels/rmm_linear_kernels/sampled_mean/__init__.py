@@ -1,1 +1,0 @@
-"""About the mean of all rows, out of a few of them."""

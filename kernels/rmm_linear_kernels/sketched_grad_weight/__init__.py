@@ -1,1 +1,0 @@
-"""The weight gradient out of two sketches."""

@@ -1,1 +1,0 @@
-"""Subsampled randomised trigonometric transforms: DCT and real DFT."""

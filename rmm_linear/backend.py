@@ -1,0 +1,292 @@
+"""Triton or plain torch: the only module that imports the kernels.
+
+"auto" takes the Triton kernels on a GPU that they were made for, and their plain-torch references everywhere else.
+Where a kernel cannot be compiled or started, one warning says so, and its reference computes the same from then on.
+`use_kernels`, or the environment variable RMM_LINEAR_KERNELS, force either. S belongs to a seed and a kind of device,
+whatever is chosen: a forward and a backward pass may differ in that.
+
+Autocast is off in all of these functions: a caller inside an autocast region must not have its float32 sums lowered.
+"""
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear_kernels import random
+from rmm_linear_kernels.hadamard import reference as _hadamard
+from rmm_linear_kernels.hadamard.reference import hadamard_dense, hadamard_order
+from rmm_linear_kernels.interpreter import IS_INTERPRETED
+from rmm_linear_kernels.low_bit import cpu as _low_bit_on_cpu
+from rmm_linear_kernels.low_bit import reference as _low_bit
+from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
+from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance
+from rmm_linear_kernels.projection import reference as _projection
+from rmm_linear_kernels.projection.reference import projection_dense
+
+__all__ = [
+    "CHOICES",
+    "ENVIRONMENT",
+    "IS_INTERPRETED",
+    "KERNELS",
+    "KERNELS_FOLDER",
+    "SCALE_DTYPE",
+    "STORAGE_BITS",
+    "chosen",
+    "estimate",
+    "hadamard_dense",
+    "hadamard_order",
+    "kernel_status",
+    "packed_width",
+    "product_dtype",
+    "projected_grad_weight",
+    "projection_dense",
+    "random",
+    "rounding_variance",
+    "run",
+    "use_kernels",
+]
+
+ENVIRONMENT = "RMM_LINEAR_KERNELS"
+CHOICES = ("auto", "triton", "torch")
+# Kernel -> the folder of `rmm_linear_kernels` whose kernel.py has its launcher.
+KERNELS = {
+    "hadamard_sketch": "hadamard",
+    "random_projection": "projection",
+    "quantize": "low_bit",
+    "dequantize": "low_bit",
+}
+KERNELS_FOLDER = Path(random.__file__).parent
+_REFERENCES: dict[str, Callable[..., Any]] = {
+    "hadamard_sketch": _hadamard.hadamard_sketch,
+    "random_projection": _projection.random_projection,
+    "quantize": _low_bit.quantize,
+    "dequantize": _low_bit.dequantize,
+}
+_ON_CPU = _REFERENCES | {"quantize": _low_bit_on_cpu.quantize, "dequantize": _low_bit_on_cpu.dequantize}
+HALVES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, *HALVES, torch.uint8)
+# bfloat16 on the tensor cores
+_LEAST_CAPABILITY = (8, 0)
+
+
+class _State:
+    """The choice, and what was found out while running."""
+
+    def __init__(self, choice: str) -> None:
+        self.choice = choice
+        # (kernel, dtype, device) -> why its reference runs instead
+        self.broken: dict[tuple[str, torch.dtype, torch.device], str] = {}
+        self.warned: set[str] = set()
+
+
+def _checked(choice: str, source: str) -> str:
+    if choice not in CHOICES:
+        raise ValueError(f"{source}={choice!r} is none of {', '.join(CHOICES)}")
+    return choice
+
+
+_state = _State(_checked(os.environ.get(ENVIRONMENT) or "auto", ENVIRONMENT))
+
+
+class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_enabled is
+    """Choose between the Triton kernels and plain torch, from now on or within a `with` block, in all threads.
+
+    Example:
+        >>> import rmm_linear
+        >>> with rmm_linear.use_kernels("torch"):
+        ...     pass  # forward and backward passes in here run without Triton
+
+    Args:
+        choice: "auto" for kernels where they run; "torch" for plain torch everywhere; "triton" for kernels, or an
+            error. float64, and sketches that have no kernel, run in plain torch whatever is chosen.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+
+    def __init__(self, choice: str) -> None:
+        self._before = _state.choice
+        _state.choice = _checked(choice, "choice")
+
+    def __enter__(self) -> None:
+        """Nothing is left to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Go back to the choice before."""
+        _state.choice = self._before
+
+
+def chosen() -> str:
+    """Return the choice of `use_kernels` or of the environment: "auto", "triton" or "torch"."""
+    return _state.choice
+
+
+def kernel_status(device: torch.device) -> dict[str, str | None]:
+    """Return why the reference of each kernel runs on a device, as far as is known; None if the kernel runs."""
+    x = torch.empty(0, dtype=torch.bfloat16, device=device)
+    return {name: _reason_against(name, x) for name in KERNELS}
+
+
+def _reason_against(name: str, x: Tensor) -> str | None:
+    if _state.choice == "torch":
+        return "plain torch is asked for"
+    if x.dtype not in _DTYPES:
+        return f"there is no kernel for {x.dtype}"
+    if (name, x.dtype, x.device) in _state.broken:
+        return _state.broken[name, x.dtype, x.device]
+    if x.is_cuda:
+        return _unusable(x.device.index or 0)
+    if IS_INTERPRETED and _state.choice == "triton" and x.device.type == "cpu":
+        return None
+    return f"the tensors are on {x.device.type}, and the kernels are for GPUs"
+
+
+@lru_cache
+def _unusable(device: int) -> str | None:
+    """Why no Triton kernel can run on a GPU."""
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a broken installation may raise anything
+        return f"triton cannot be imported ({error}); pip install 'rmm-linear[kernels]'"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < _LEAST_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, and the"
+            " kernels need an NVIDIA GPU of 8.0 or more"
+        )
+    return None
+
+
+def run(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a kernel where it can run, and its reference where it cannot or fails; the device of x and its dtype decide.
+
+    Args:
+        name: A key of `KERNELS`.
+        x: First argument of the kernel.
+        *args: More arguments, as the reference has them.
+        **kwargs: More arguments.
+
+    Raises:
+        ValueError: If Triton is forced, and cannot run.
+        RuntimeError: If a kernel fails while a CUDA graph is captured.
+        OutOfMemoryError: If the kernel finds no memory: no fault of its own.
+    """
+    if torch._C._is_any_autocast_enabled():
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return run(name, x, *args, **kwargs)
+    reference = (_ON_CPU if random.is_drawn_on_cpu(x) else _REFERENCES)[name]
+    if x.is_cpu and _state.choice != "triton":
+        return reference(x, *args, **kwargs)
+    reason = _reason_against(name, x)
+    if reason is None:
+        try:
+            launch = _launcher(name)
+            if x.is_cuda and x.device.index != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    return launch(x, *args, **kwargs)
+            return launch(x, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
+            if _state.choice == "triton":
+                raise
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"the Triton kernel of {name} failed while a CUDA graph was captured; run a step before the"
+                    " capture, so that kernels are compiled and loaded"
+                ) from error
+            reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
+        # Before the verdict: the caller's mistakes, and a GPU that is broken itself, raise in the reference too.
+        found = reference(x, *args, **kwargs)
+        # all of Triton is most often broken, which each kernel finds out by itself
+        if not _state.broken:
+            _warn(f"{reason}; of others that fail, nothing is said")
+        _state.broken[name, x.dtype, x.device] = reason
+        _state.warned.add(reason)
+        return found
+    if x.dtype in _DTYPES:
+        if _state.choice == "triton":
+            raise ValueError(
+                f"the Triton kernel of {name} is asked for and cannot run: {reason}; use_kernels('auto') takes plain"
+                " torch"
+            )
+        if x.is_cuda and _state.choice == "auto":
+            _warn(reason)
+    return reference(x, *args, **kwargs)
+
+
+def _launcher(name: str) -> Callable[..., Any]:
+    # triton is imported when a kernel first runs
+    return getattr(importlib.import_module(f"rmm_linear_kernels.{KERNELS[name]}.kernel"), name)
+
+
+def _warn(reason: str) -> None:
+    if reason not in _state.warned:
+        _state.warned.add(reason)
+        warnings.warn(
+            f"rmm_linear runs in plain torch, right but slower: {reason}. `rmm-linear doctor` tells more;"
+            f" {ENVIRONMENT}=torch silences this",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def projected_grad_weight(g: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Return the weight's gradient of a dense projection by the cheaper order of products, in plain torch.
+
+    See `rmm_linear_kernels.projection.reference`.
+
+    Returns:
+        None where the sketch of g has a kernel.
+    """
+    if torch._C._is_any_autocast_enabled():
+        with torch.autocast(device_type=g.device.type, enabled=False):
+            return projected_grad_weight(g, *args, **kwargs)
+    if _reason_against("random_projection", g) is None:
+        return None
+    return _projection.projected_grad_weight(g, *args, **kwargs)
+
+
+def product_dtype(g: Tensor) -> torch.dtype:
+    """Return the dtype in which the two sketches are multiplied: on a GPU, half precision stays what it is.
+
+    float64 for float64, and float32 for half precision on a CPU, where float32 products are as fast.
+    """
+    if g.dtype in HALVES and g.is_cuda:
+        return g.dtype
+    return torch.float64 if g.dtype == torch.float64 else torch.float32
+
+
+def estimate(sketched_g: Tensor, sketched_x: Tensor, dtype: torch.dtype, headroom: float = 1.0) -> Tensor:
+    """Return (S^T g)^T (S^T x), with sums in float32 or float64.
+
+    Args:
+        sketched_g: S^T g over the storage scale, shape (rank, out), float32 or float64.
+        sketched_x: S^T x times the storage scale, shape (rank, in), any float dtype.
+        dtype: Dtype of the product's factors: `product_dtype`.
+        headroom: A power of 2 that a float16 S^T g is divided by before the product: it exceeds g's size by about that.
+
+    Returns:
+        Shape (out, in), float32 or float64.
+    """
+    if torch._C._is_any_autocast_enabled():
+        with torch.autocast(device_type=sketched_g.device.type, enabled=False):
+            return estimate(sketched_g, sketched_x, dtype, headroom)
+    if dtype not in HALVES:
+        return torch.mm(sketched_g.t().to(dtype), sketched_x.to(dtype))
+    if dtype == torch.bfloat16:
+        headroom = 1.0
+    half = sketched_g.mul(1 / headroom).to(dtype) if headroom != 1 else sketched_g.to(dtype)
+    # by cuBLAS, which sums in float32, without wider copies of the sketches
+    product = torch.mm(half.t(), sketched_x.to(dtype), out_dtype=torch.float32)
+    return product.mul_(headroom) if headroom != 1 else product

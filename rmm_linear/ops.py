@@ -1,0 +1,176 @@
+"""The opaque torch operators: a seed is drawn, an input is compressed, a weight's gradient is formed.
+
+They are defined with `torch.library` so that torch.compile, CUDA graphs, selective checkpointing, FLOP counters and
+fake tensors see one node with a known output shape. Sizes that follow from the number of rows are SymInt: a compiled
+model does not recompile for every sequence length. A configuration comes as text, its `graph_key`. All operators run
+with autocast off.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from rmm_linear.config import config_of
+from rmm_linear.sketches.base import SavedSketch, accumulate_dtype
+
+# Odd multiplier of splitmix64 (Steele et al. 2014): rank r's seeds are shifted by r times it, modulo 2**64.
+_RANK_STRIDE = 0x9E3779B97F4A7C15
+# The largest number is never drawn: a range ends before its end.
+_FROM, _TO = -(1 << 63), (1 << 63) - 1
+_HAS_PROCESS_GROUPS = torch.distributed.is_available()
+
+
+def _define(schema: str, *, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Register the decorated function as an operator for every device, with autocast off; return the operator."""
+    name, _, signature = schema.partition("(")
+    torch.library.define(f"rmm_linear::{name}", "(" + signature, tags=tags)
+    operator = getattr(torch.ops.rmm_linear, name).default
+
+    def without_autocast(x: Tensor, *args: Any) -> Any:
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return operator(x, *args)
+
+    def register(implementation: Callable[..., Any]) -> Any:
+        torch.library.impl(f"rmm_linear::{name}", "default")(implementation)
+        for key in ("AutocastCPU", "AutocastCUDA"):
+            torch.library.impl(f"rmm_linear::{name}", key)(without_autocast)
+        return operator
+
+    return register
+
+
+def data_parallel_rank() -> int:
+    """Return this process's rank, 0 without an initialised process group."""
+    if _HAS_PROCESS_GROUPS and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return 0
+
+
+# without a default: compiled code would hand that over by name, which takes longer
+@_define("draw_seed(Tensor x, Tensor? token) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+def _draw_seed(x: Tensor, token: Tensor | None) -> Tensor:
+    seed = torch.randint(_FROM, _TO, (), dtype=torch.int64, device=x.device)
+    rank = data_parallel_rank()
+    if rank == 0:
+        return seed
+    shift = (rank * _RANK_STRIDE) % (1 << 64)
+    return seed + (shift - (1 << 64) if shift >= 1 << 63 else shift)
+
+
+# Since torch 2.15 compilers merge equal calls of those ops alone that they take for pure, by this. That an op is random
+# and must not run twice, the partitioner reads from the tag.
+torch.ops.rmm_linear.draw_seed.default._nondeterministic_seeded = False
+
+
+@torch.library.register_fake("rmm_linear::draw_seed")
+def _(x: Tensor, token: Tensor | None) -> Tensor:
+    return x.new_empty((), dtype=torch.int64)
+
+
+def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
+    """Draw a sketch's seed from the default generator of `x`'s device.
+
+    `torch.manual_seed`, checkpointing's `preserve_rng_state` and resumed runs therefore govern it. The op is tagged
+    `nondeterministic_seeded`: the AOT partitioner must save the seed, never draw it anew in the backward pass. The
+    process's rank is mixed in, so that data-parallel ranks that were seeded alike still draw different sketches.
+
+    AOTAutograd treats the op as it treats any other. It merges equal calls: layers that are compiled together and draw
+    for the same tensor draw once, equal calls of the sketching op are merged then as well, and they keep one sketch.
+    And it moves what the output does not need into the backward pass, where the arguments are there: a draw and its
+    sketch together, if `x` is what the sketch is made of. Of a tensor that stays when that one goes, the draw would
+    move alone, and the sketch would have another seed.
+
+    Args:
+        x: The tensor that is to be sketched; in eager mode any other will do, since only its device matters.
+        alone: For compilers: make this draw unlike any other.
+
+    Returns:
+        0-d int64 on the device of `x`.
+    """
+    # calls of torch.empty are not merged
+    seed: Tensor = _draw_seed(x, torch.empty((), device=x.device) if alone else None)
+    return seed
+
+
+@_define("compress(Tensor x, Tensor seed, str config, bool beside) -> Tensor[]")
+def compress(x: Tensor, seed: Tensor, config: str, beside: bool) -> list[Tensor]:
+    """Return the tensors that a layer keeps of rows (rows, in): of their sketch or, `beside` one, in low bits."""
+    found = config_of(config)
+    if beside:
+        return list(found.kept_rows.compress(x, seed))
+    return list(found.sketch_object.compress(x, seed).tensors)
+
+
+@torch.library.register_fake("rmm_linear::compress")
+def _(x: Tensor, seed: Tensor, config: str, beside: bool) -> list[Tensor]:
+    found = config_of(config)
+    stored = (found.kept_rows if beside else found.sketch_object).stored(x.shape[0], x.shape[1], x.dtype)
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in stored]
+
+
+@_define(
+    "grad_weight(Tensor g, Tensor seed, Tensor[] tensors, str config, bool beside, SymInt features, bool need_bias,"
+    " ScalarType? dtype) -> (Tensor, Tensor)"
+)
+def grad_weight(
+    g: Tensor,
+    seed: Tensor,
+    tensors: list[Tensor],
+    config: str,
+    beside: bool,
+    features: int,
+    need_bias: bool,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the estimate of g^T x, (out, in), and the column sum of g, (out,), or (0,) if it is not wanted.
+
+    g (rows, out) is the gradient at the rows that `compress` had. Without a dtype, the estimate is float32 (float64 for
+    float64), as it always is `beside` a sketch.
+    """
+    found = config_of(config)
+    if beside:
+        return found.kept_rows.grad_weight(g, tuple(tensors), seed), g.new_empty(0)
+    saved = SavedSketch(seed, tuple(tensors))
+    grad_weight, grad_bias = found.sketch_object.backward(g, saved, need_bias=need_bias, dtype=dtype)
+    assert grad_weight is not None
+    return grad_weight, g.new_empty(0) if grad_bias is None else grad_bias
+
+
+@torch.library.register_fake("rmm_linear::grad_weight")
+def _(
+    g: Tensor,
+    seed: Tensor,
+    tensors: list[Tensor],
+    config: str,
+    beside: bool,
+    features: int,
+    need_bias: bool,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    weight_dtype = accumulate_dtype(g.dtype) if dtype is None else dtype
+    return g.new_empty((g.shape[1], features), dtype=weight_dtype), g.new_empty(g.shape[1] if need_bias else 0)
+
+
+@register_flop_formula(torch.ops.rmm_linear.compress)
+def _(x: tuple[int, int], seed: object, config: str, beside: bool, *args: Any, **kwargs: Any) -> int:
+    """Two a multiply-add, of products alone, as of torch's own operators."""
+    return 0 if beside else 2 * x[1] * config_of(config).sketch_object.multiply_adds(x[0])
+
+
+@register_flop_formula(torch.ops.rmm_linear.grad_weight)
+def _(
+    g: tuple[int, int],
+    seed: object,
+    tensors: object,
+    config: str,
+    beside: bool,
+    features: int,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    sketch = config_of(config).sketch_object
+    rank, own = (g[0], 0) if beside else (sketch.rank(g[0]), sketch.multiply_adds(g[0]))
+    return 2 * g[1] * (own + rank * features)
