@@ -63,6 +63,11 @@ class RMMConfig:
         share_sketch: Keep one sketch for all layers that are called with the same tensor in a forward pass (query, key
             and value) and are configured alike, as an exact model keeps one input; see `rmm_linear.sharing`. Copies of
             a tensor count as that tensor under torch.compile, which merges them.
+        sketch_object: The sketch that the configuration describes, storage and centering included.
+        kept_rows: How the rows of `keep_tokens` are kept.
+        graph_key: The text by which operators know the configuration (`config_of`): the code, and the knobs as JSON. No
+            other process finds a compiled graph by the key of a sketch of another package, of a subclass, or in
+            Triton's interpreter: there the code is more than this library's.
     """
 
     ratio: float = 0.5
@@ -73,10 +78,10 @@ class RMMConfig:
     skip_padding: bool = False
     keep_tokens: tuple[int, ...] = ()
     share_sketch: bool = True
-    _sketch_object: Sketch = field(init=False, repr=False, compare=False)
-    _kept_rows: KeptRows = field(init=False, repr=False, compare=False)
+    sketch_object: Sketch = field(init=False, repr=False, compare=False)
+    kept_rows: KeptRows = field(init=False, repr=False, compare=False)
+    graph_key: str = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
-    _graph_key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
@@ -97,39 +102,20 @@ class RMMConfig:
         sketch: Sketch = SKETCHES[self.sketch](ratio=self.ratio)
         if self.storage is not None:
             sketch = LowBit(sketch if self.ratio < 1 else None, self.storage)
-        object.__setattr__(self, "_sketch_object", Centered(sketch) if self.center else sketch)
-        object.__setattr__(self, "_kept_rows", KeptRows(self.storage))
+        object.__setattr__(self, "sketch_object", Centered(sketch) if self.center else sketch)
+        object.__setattr__(self, "kept_rows", KeptRows(self.storage))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _knobs())))
         of = type(self)
         code = fingerprint(SKETCHES[self.sketch]) or _THIS_PROCESS
         if of is not RMMConfig:
             code = f"{_THIS_PROCESS}/{of.__module__}/{of.__qualname__}"
-        object.__setattr__(self, "_graph_key", f"{code} {json.dumps(self.to_dict())}")
+        object.__setattr__(self, "graph_key", f"{code} {json.dumps(self.to_dict())}")
         if of is not RMMConfig:
-            _OTHERS[self._graph_key] = self
+            _OTHERS[self.graph_key] = self
 
     def __hash__(self) -> int:
         # of all knobs, once: every call of a layer looks for those that are configured alike
         return self._hash
-
-    @property
-    def sketch_object(self) -> Sketch:
-        """The sketch that the configuration describes, centering included."""
-        return self._sketch_object
-
-    @property
-    def graph_key(self) -> str:
-        """The text by which operators know the configuration (`config_of`): the code, and the knobs as JSON.
-
-        No other process finds a compiled graph by the key of a sketch of another package, of a subclass, or in Triton's
-        interpreter: there the code is more than this library's.
-        """
-        return self._graph_key
-
-    @property
-    def kept_rows(self) -> KeptRows:
-        """How the rows of `keep_tokens` are kept."""
-        return self._kept_rows
 
     @property
     def is_exact(self) -> bool:
@@ -146,7 +132,7 @@ class RMMConfig:
         Returns:
             False at ratio 1 without a storage, below `min_rows`, and where no rows are left to sketch.
         """
-        return not self.is_exact and rows >= self.min_rows and rows > kept
+        return rows >= self.min_rows and rows > kept and (self.ratio < 1 or self.storage is not None)
 
     def saved_bytes(
         self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None, sequences: int = 0
@@ -239,8 +225,8 @@ def config_around(sketch: Sketch) -> RMMConfig:
         sketch: A sketch with a ratio below 1, or one that is not exact at ratio 1 (low-bit storage).
     """
     config = RMMConfig(ratio=sketch.ratio, min_rows=1, storage="int8" if sketch.ratio == 1 else None)
-    object.__setattr__(config, "_sketch_object", sketch)
-    object.__setattr__(config, "_graph_key", f"{_THIS_PROCESS}/{next(_numbers)}")
+    object.__setattr__(config, "sketch_object", sketch)
+    object.__setattr__(config, "graph_key", f"{_THIS_PROCESS}/{next(_numbers)}")
     return _OTHERS.setdefault(config.graph_key, config)
 
 

@@ -45,7 +45,7 @@ from rmm_linear.config import RMMConfig, config_of
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
 from rmm_linear.producers import is_free_to_keep
-from rmm_linear.rows import Layout, layout_of, split
+from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
 
 
@@ -144,8 +144,9 @@ def linear(
     dtype = _check(x, weight, bias, config, valid_rows)
     if torch.compiler.is_compiling():
         return _compiled(x, weight, bias, config, seed, valid_rows, dtype)
+    is_plain = x.layout == torch.strided and not x.is_nested
     # No checkpoint runs in inference mode.
-    if _is_exact(x, weight) or torch.is_inference_mode_enabled():
+    if not weight.requires_grad or weight.shape[0] == 0 or not is_plain or torch.is_inference_mode_enabled():
         return F.linear(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if not config.sketches(rows):
@@ -161,7 +162,7 @@ def linear(
     if not keeps_graph or (x.grad_fn is not None and is_free_to_keep(x, dtype)):
         return F.linear(x, weight, bias)
     index = None if valid_rows is None else valid_rows.index_on(x.device, config.keep_tokens)
-    layout = layout_of(x.shape, config.keep_tokens, index)
+    layout = layout_of(x.shape, config.keep_tokens, index) if config.keep_tokens else NO_ROWS_KEPT
     # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
@@ -191,7 +192,7 @@ def _compiled(
     dtype: torch.dtype,
 ) -> Tensor:
     """`linear`, as a compiler reads it: what depends on more than tensors and the configuration's text."""
-    if _is_exact(x, weight):
+    if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
         return F.linear(x, weight, bias)
     # What is_exporting() returns: asked by the compiler of torch 2.11, that says yes whatever it compiles for.
     if torch.compiler._is_exporting_flag:
@@ -247,11 +248,6 @@ torch.library.define(
 torch.library.impl("rmm_linear::sketched_linear", "CompositeImplicitAutograd")(_sketched_linear)
 
 
-def _is_exact(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether there is no weight gradient to estimate, or no rows to sketch."""
-    return not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided
-
-
 def _compressed(
     x: Tensor,
     seed: Tensor,
@@ -263,7 +259,7 @@ def _compressed(
     """What is kept of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
-    rest = _flat(x)
+    rest = x if x.dim() == 2 else _flat(x)
     if layout.kept or index is not None:
         kept, rest = split(rest, layout, index)
         if layout.kept:
@@ -376,14 +372,12 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> None:
-    parts = kept.left_out, kept.beside, kept.sketch
+    tensors = kept.seed, *kept.left_out, *kept.beside, *kept.sketch
     # As nn.Linear does: the weight is needed for grad_input alone.
-    ctx.save_for_backward(
-        weight if x.requires_grad else None, kept.valid, kept.seed, *(t for part in parts for t in part)
-    )
+    ctx.save_for_backward(weight if x.requires_grad else None, kept.valid, *tensors)
     # without its tensors
     ctx.kept = kept.config, kept.features, kept.layout, kept.check, kept.shared, len(kept.left_out), len(kept.beside)
-    ctx.is_column_major = _is_column_major(x)
+    ctx.is_column_major = x.requires_grad and _is_column_major(x)
     ctx.weight_dtype = weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 

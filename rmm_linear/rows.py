@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     places: tuple[int, ...] = ()
 
 
-_NO_ROWS_KEPT = Layout()
+NO_ROWS_KEPT = Layout()
 
 
 def sequences_of(shape: Sequence[int]) -> int:
@@ -75,7 +75,7 @@ def layout_of(shape: Sequence[int], tokens: tuple[int, ...], index: Tensor | Non
     """
     sequences = sequences_of(shape) if tokens else 0
     if not sequences:
-        return _NO_ROWS_KEPT
+        return NO_ROWS_KEPT
     length = shape[-2]
     if index is not None:
         return Layout(min(sequences * len(tokens), index.shape[0]), sequences, length)

@@ -163,6 +163,9 @@ def test_every_dtype_without_a_kernel_has_its_reference(launches):
             with use_kernels(choice), warnings.catch_warnings():
                 warnings.simplefilter("error")
                 assert backend.run("hadamard_sketch", on_a_gpu(dtype)) == "reference"
+
+
+def test_float64_on_a_cpu_runs_though_kernels_are_asked_for():
     with use_kernels("triton"):
         assert sketch(X.double()).shape == (20, 8)
 

@@ -124,7 +124,7 @@ def test_a_layer_is_one_node_of_the_graph_and_its_configuration_one_guard() -> N
         "sketched_linear.default",
     ]
     read = {name.rpartition(".")[2] for name in names if "rmm_config." in name}
-    assert read == {"_graph_key", "skip_padding"}
+    assert read == {"graph_key", "skip_padding"}
 
 
 @pytest.mark.parametrize("bias", [True, False])

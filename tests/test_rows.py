@@ -453,7 +453,7 @@ def test_no_copy_of_the_rows_outlives_their_use(x, weight):
 def test_configurations_from_before_the_field_are_read():
     old = RMMConfig(ratio=0.25, storage="int4")
     state = dict(vars(old))
-    for name in ("keep_tokens", "share_sketch", "_kept_rows", "_sketch_object"):
+    for name in ("keep_tokens", "share_sketch", "kept_rows", "sketch_object"):
         del state[name]
     new = RMMConfig.__new__(RMMConfig)
     new.__setstate__(state)

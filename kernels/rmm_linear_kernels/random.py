@@ -8,7 +8,7 @@ Each use of a seed has a stream of its own: the seed is mixed (the finaliser of 
 number of the use is added, and the sum is mixed again. So a sketch and the rounding of the values that it stores are
 independent, and seeds at any distance have nothing in common, those of data-parallel ranks included. Of the mixed
 number the generator takes the lower 32 bits: one pair of seeds in 2**32 has the same stream. The upper ones are a
-random number that takes no operation.
+random number that takes no operation (`hadamard/reference.py` uses it).
 
 The streams are a promise for one version of this library, one of torch, and one kind of processor: same seed, same S.
 """
@@ -34,22 +34,13 @@ def is_drawn_on_cpu(x: Tensor) -> bool:
 
 def generator_of(seed: int, stream: int) -> torch.Generator:
     """Return a new generator for one use (a number, 0 or more) of a 64-bit seed."""
-    return torch.Generator().manual_seed(_mixed(_mixed(seed) + stream))
-
-
-def number_below(end: int, generator: torch.Generator) -> int:
-    """Return a random number from 0 to before `end` that came with a generator's seed: always the same one.
-
-    The generator draws from other bits. The numbers are equally likely up to `end` / 2**32.
-    """
-    return ((generator.initial_seed() >> 32) * end) >> 32
-
-
-def _mixed(number: int) -> int:
-    mixed = (number + _INCREMENT) & _MASK64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return mixed ^ (mixed >> 31)
+    mixed = seed
+    for added in (_INCREMENT, stream + _INCREMENT):
+        mixed = (mixed + added) & _MASK64
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+        mixed ^= mixed >> 31
+    return torch.Generator().manual_seed(mixed)
 
 
 def for_each(seed: Tensor, stream: int, draw: Callable[[torch.Generator], Tensor]) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rmm_linear.sketches.base import SavedSketch, Sketch, Stored, accumulate_dtype
-from rmm_linear.sketches.sizes import larger
 
 
 def centred(g: Tensor) -> Tensor:
@@ -31,11 +30,6 @@ def centred(g: Tensor) -> Tensor:
     return wide - wide.mean(0) if g.shape[0] else wide
 
 
-def _mean(x: Tensor) -> Tensor:
-    """The column mean, float32 (float64 for float64); 0 of no rows."""
-    return x.sum(0, dtype=accumulate_dtype(x.dtype)) / larger(1, x.shape[0])
-
-
 def centred_input(x: Tensor) -> Tensor:
     """Return x - 1 mean^T: what is sketched of x.
 
@@ -45,7 +39,8 @@ def centred_input(x: Tensor) -> Tensor:
     Returns:
         The same shape, float32 (float64 for float64).
     """
-    return x.to(accumulate_dtype(x.dtype)) - _mean(x)
+    compute = accumulate_dtype(x.dtype)
+    return x.to(compute) - x.sum(0, dtype=compute) / max(1, x.shape[0])
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class Centered(Sketch):
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         """Sketch x - 1 mu^T and keep mu as the last tensor; see `Sketch.compress`."""
         assert mean is None
-        mean = _mean(x)
+        mean = x.sum(0, dtype=accumulate_dtype(x.dtype)) / max(1, x.shape[0])
         return SavedSketch(seed, (*self.inner.compress(x, seed, mean=mean).tensors, mean))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
@@ -109,7 +104,7 @@ class Centered(Sketch):
         compute = accumulate_dtype(g.dtype)
         # The bias gradient is summed as nn.Linear sums it; a half-precision sum is too coarse for the mean's part.
         total = column_sum if column_sum is not None and g.dtype == compute else g.sum(0, dtype=compute)
-        grad_weight = self.grad_weight(g, saved, mean=total / larger(1, g.shape[0]))
+        grad_weight = self.grad_weight(g, saved, mean=total / max(1, g.shape[0]))
         grad_weight.addr_(total, saved.tensors[-1].to(compute))
         return grad_weight if dtype is None else grad_weight.to(dtype), column_sum
 

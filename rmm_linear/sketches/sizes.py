@@ -8,14 +8,10 @@ import torch
 
 def larger(a: int, b: int) -> int:
     """Return the larger of two sizes."""
-    return torch.sym_max(a, b) if _is_symbol(a) or _is_symbol(b) else max(a, b)
+    # to a compiler, a symbol is an int: `max` becomes torch.sym_max then by itself
+    return torch.sym_max(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else max(a, b)
 
 
 def smaller(a: int, b: int) -> int:
     """Return the smaller of two sizes."""
-    return torch.sym_min(a, b) if _is_symbol(a) or _is_symbol(b) else min(a, b)
-
-
-def _is_symbol(size: int) -> bool:
-    # to the one who traces, a symbol is an int: `max` becomes torch.sym_max then by itself
-    return isinstance(size, torch.SymInt)
+    return torch.sym_min(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else min(a, b)

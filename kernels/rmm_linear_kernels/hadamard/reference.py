@@ -161,7 +161,7 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
     order = hadamard_order(block_rows)
     # Row j * blocks + k is row j of block k; the last stride reaches the blocks before this one.
     first_short = rows - (block_rows - 1) * blocks
-    if not random.is_drawn_on_cpu(seed):
+    if not seed.is_cpu or random.STANDS_IN_FOR_GPU:
         stride = sign_stride(block_rows)
         words = order if order & (order - 1) else 1
         signs, keys = signs_and_keys(seed, blocks * stride, words, dtype=dtype)
@@ -171,7 +171,18 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
         return hadamard_entries(columns, order=order, width=block_rows, dtype=dtype).unsqueeze(-3) * signs
 
     def draw(generator: torch.Generator) -> Tensor:
-        chosen = _rows_of_matrix(generator, order, kept, block_rows, dtype)
+        if order > _MOST_REMEMBERED_ORDER:
+            columns = torch.randperm(order, generator=generator, device="cpu")[:kept]
+            chosen = hadamard_entries(columns, order=order, width=block_rows, dtype=dtype)
+        elif kept == order:
+            chosen = _matrix(order, dtype)
+        elif order & (order - 1):
+            chosen = _matrix(order, dtype)[torch.randperm(order, generator=generator, device="cpu")[:kept]]
+        else:
+            # equally likely up to (order - 1) / 2**32, and of other bits than the generator's numbers
+            first = ((generator.initial_seed() >> 32) * (order - 1)) >> 32
+            chosen = _powers(order, dtype)[first : first + kept]
+        chosen = chosen[:, :block_rows]
         bits = torch.empty((blocks, 1, block_rows), dtype=dtype, device="cpu").random_(0, 2, generator=generator)
         if first_short < blocks:
             # half a bit makes 0
@@ -179,21 +190,6 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
         return torch.addcmul(chosen, chosen, bits, value=-2)
 
     return random.for_each(seed, SIGN_STREAM, draw)
-
-
-def _rows_of_matrix(generator: torch.Generator, order: int, kept: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The first entries of random rows of H, (kept, width)."""
-    if order > _MOST_REMEMBERED_ORDER:
-        columns = torch.randperm(order, generator=generator, device="cpu")[:kept]
-        return hadamard_entries(columns, order=order, width=width, dtype=dtype)
-    if kept == order:
-        chosen = _matrix(order, dtype)
-    elif order & (order - 1):
-        chosen = _matrix(order, dtype)[torch.randperm(order, generator=generator, device="cpu")[:kept]]
-    else:
-        first = random.number_below(order - 1, generator)
-        chosen = _powers(order, dtype)[first : first + kept]
-    return chosen if width == order else chosen[:, :width]
 
 
 @lru_cache
