@@ -81,7 +81,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 class _State:
-    """The choice, and what was found out while running."""
+    """The choice, and the kernels that have failed."""
 
     def __init__(self, choice: str) -> None:
         self.choice = choice
@@ -184,7 +184,7 @@ def run(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: If a kernel fails while a CUDA graph is captured.
         OutOfMemoryError: If the kernel finds no memory: no fault of its own.
     """
-    if torch._C._is_any_autocast_enabled():
+    if torch._C._is_any_autocast_enabled() and not x.is_meta:
         with torch.autocast(device_type=x.device.type, enabled=False):
             return run(name, x, *args, **kwargs)
     reference = _REFERENCES[name]
@@ -254,7 +254,7 @@ def projected_grad_weight(g: Tensor, *args: Any, **kwargs: Any) -> Tensor | None
     Returns:
         None where the sketch of g has a kernel.
     """
-    if torch._C._is_any_autocast_enabled():
+    if torch._C._is_any_autocast_enabled() and not g.is_meta:
         with torch.autocast(device_type=g.device.type, enabled=False):
             return projected_grad_weight(g, *args, **kwargs)
     if _reason_against("random_projection", g) is None:
@@ -284,7 +284,7 @@ def estimate(sketched_g: Tensor, sketched_x: Tensor, dtype: torch.dtype, headroo
     Returns:
         Shape (out, in), float32 or float64.
     """
-    if torch._C._is_any_autocast_enabled():
+    if torch._C._is_any_autocast_enabled() and not sketched_g.is_meta:
         with torch.autocast(device_type=sketched_g.device.type, enabled=False):
             return estimate(sketched_g, sketched_x, dtype, headroom)
     if dtype not in HALVES:

@@ -61,8 +61,8 @@ class _Kept(NamedTuple):
         shared: The group of layers that keep one sketch, or None.
         seed: The sketch's, 0-d int64.
         left_out: The number of one row that is left out, the row, and how many there are; or nothing.
-        beside: What is kept of the rows beside the sketch.
-        sketch: What is kept of the rest.
+        beside: Tensors of the rows beside the sketch.
+        sketch: Tensors of the sketch of the rest.
     """
 
     config: RMMConfig
@@ -98,7 +98,7 @@ def linear(
 
     Under `torch.no_grad` a seed is drawn all the same, and not used: reentrant checkpointing runs its first forward so,
     and the dropout after this layer must find the generator in the same state in both of its passes. Compilers drop
-    draws that are not used, and move others: checkpoint what is compiled with use_reentrant=False.
+    draws that are not used, and move others: checkpoint compiled code with use_reentrant=False.
 
     Warning:
         Noise inflates the gradient's norm by sqrt(1 + relative variance). Clipping at a fixed norm then clips more
@@ -163,7 +163,7 @@ def linear(
         return F.linear(x, weight, bias)
     index = None if valid_rows is None else valid_rows.index_on(x.device, config.keep_tokens)
     layout = layout_of(x.shape, config.keep_tokens, index) if config.keep_tokens else NO_ROWS_KEPT
-    # After the seed: a checkpoint's second forward, which may not know what is valid, draws one as well.
+    # After the seed: a checkpoint's second forward, which may not know the valid rows, draws one as well.
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
@@ -256,7 +256,7 @@ def _compressed(
     index: Tensor | None,
     valid_rows: ValidRows | None,
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """What is kept of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
+    """The kept tensors of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
     rest = x if x.dim() == 2 else _flat(x)
@@ -281,7 +281,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     Returns:
         The dtype.
     """
-    # the common answer, in less time; not for a compiler, which would make a node of the question
+    # Fast path; not while compiling, where the question would enter the graph.
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return x.dtype
     device_type = x.device.type

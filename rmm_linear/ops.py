@@ -79,8 +79,8 @@ def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
 
     AOTAutograd treats the op as it treats any other. It merges equal calls: layers that are compiled together and draw
     for the same tensor draw once, equal calls of the sketching op are merged then as well, and they keep one sketch.
-    And it moves what the output does not need into the backward pass, where the arguments are there: a draw and its
-    sketch together, if `x` is what the sketch is made of. Of a tensor that stays when that one goes, the draw would
+    And it moves nodes that the output does not need into the backward pass, if their arguments are there: a draw and
+    its sketch move together if the sketch is made of this `x`. If `x` were another tensor that is kept, the draw would
     move alone, and the sketch would have another seed.
 
     Args:

@@ -23,8 +23,8 @@ That g is zero at the rows left out is the model's doing, and some models break 
 mean over all positions, labels at padded positions, left padding where the first position is read. So:
 
 - Each layer looks at its backward passes until one has shown that all is well: rows were left out, the others had a
-  gradient, and these had none. A gradient on a row left out raises `PaddingGradientError` until then. Nobody looks
-  later, unless `valid_rows(mask, check=True)` asks for it.
+  gradient, and these had none. A gradient on a row left out raises `PaddingGradientError` until then. No later
+  pass is checked, unless `valid_rows(mask, check=True)` asks for it.
 - The estimate is unbiased, whatever g is. Of the n rows left out, one is drawn by the sketch's seed and kept as it is:
   n times its g_i x_i^T has their part of g^T x as its mean, and is zero if none of them carries any. Noise is the price
   if one does, as it may later (a gate that starts at zero): n times the sum of their ||g_i||^2 ||x_i||^2.
@@ -33,7 +33,8 @@ What rows left out hold is not looked at where they carry no gradient: a NaN the
 would in an exact layer's.
 
 Under `torch.compile` shapes are static: the rows are set to zero instead of left out. The variance falls (not quite as
-far: centering takes the mean over all rows), the bytes do not. Nobody looks there; the estimate is unbiased as well.
+far: centering takes the mean over all rows), the bytes do not. No pass is checked there; the estimate is unbiased as
+well.
 """
 
 import inspect
@@ -60,7 +61,7 @@ _OTHER_SEQUENCES = (
     "pixel_values", "image", "images", "inputs", "input_features", "input_values",
 )  # fmt: skip
 _MASK_DIMENSIONS = 2
-# What looks at a gradient, shape (rows, out), and at the numbers of the rows that were kept.
+# Checks a gradient, shape (rows, out), given the numbers of the rows that were kept.
 Look = Callable[[Tensor, Tensor], None]
 
 
@@ -153,7 +154,7 @@ class ValidRows:
         return rows.index_select(0, seed.remainder(rows.shape[0]).reshape(1)), times
 
     def keep_only_valid(self, x: Tensor) -> Tensor:
-        """Return x with its other rows set to zero: what a compiler, which can't have fewer rows, has instead.
+        """Return x with its other rows set to zero: a compiled graph has static shapes.
 
         Args:
             x: Shape (..., features).
@@ -187,7 +188,7 @@ class ValidRows:
                 )
         else:
             self._check_count(valid, self._count)
-        # in order, and without a word from the device
+        # in order, and without a device sync
         order = torch.argsort((~valid).to(torch.uint8), stable=True)
         left_out = order[self._count :].to(device, torch.int32)
         self._left_out[device] = left_out, torch.full((), left_out.shape[0], dtype=torch.int32, device=device)
@@ -220,7 +221,7 @@ def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Scope:
-    """What is announced while one module's forward runs."""
+    """The announcement that holds while one module's forward runs."""
 
     def __init__(
         self,
@@ -276,7 +277,7 @@ _announced = _Announced()
 
 
 def current_valid_rows(x: Tensor) -> ValidRows | None:
-    """Return what is announced about the rows of `x` while a forward pass runs.
+    """Return the announced valid rows of `x`, while a forward pass runs.
 
     Args:
         x: Input of a linear layer, shape (..., in).
@@ -334,7 +335,7 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         scope = self._entered.pop()
-        # what a forward that was broken off has left lies above it
+        # a forward that was broken off may have left scopes above it
         del _announced.scopes[_announced.scopes.index(scope) :]
         if kind is None and scope.asked and not scope.fitted:
             assert scope.rows is not None
@@ -358,7 +359,7 @@ class RowsCheck:
     def see(self, g: Tensor, index: Tensor) -> None:
         """Look at one gradient. Waits for the device.
 
-        What is not finite is let pass: after an overflow it is everywhere, and a `GradScaler` skips the step.
+        Values that are not finite pass: after an overflow they are everywhere, and a `GradScaler` skips the step.
 
         Args:
             g: Gradient of a layer's output, shape (rows, out).
@@ -397,7 +398,7 @@ class MaskHook:
         memory, of_memory = (self._argument(name, args, kwargs) for name in _MEMORY_ARGUMENTS)
         mask = self._argument(_MASK_ARGUMENT, args, kwargs)
         if mask is None and memory is None and _announced.scopes:
-            # what is announced around the model holds in it as well
+            # an announcement around the model holds in it as well
             rows = _announced.scopes[-1].rows
         else:
             rows = self._rows(module, mask)
@@ -441,7 +442,7 @@ class MaskHook:
 
 
 def needed_check(rows: ValidRows, check: RowsCheck | None) -> Look | None:
-    """Return what is to look at the next backward pass.
+    """Return the check of the next backward pass.
 
     Args:
         rows: The valid rows.
@@ -479,7 +480,7 @@ def _remove_hooks(modules: Iterable[nn.Module]) -> None:
 
 
 def take_off_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
-    """Take forward hooks and forward pre-hooks off a module: found by what they are, since copies have no handles."""
+    """Take forward hooks and forward pre-hooks off a module: found by their type, since copies have no handles."""
     tables: list[tuple[Any, ...]] = [
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),

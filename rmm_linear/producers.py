@@ -1,13 +1,13 @@
-"""Does what made a tensor keep it for its own backward pass? Then a linear layer keeps it too, exact and for free.
+"""Does the operation that made a tensor keep it for its own backward pass? Then a layer keeps it too, exact and free.
 
 ReLU, tanh and softmax have their gradient from their own output, and so does a fused attention. A sketch of such an
 output frees nothing, since the output stays, and comes on top. So a layer whose input is one of these keeps the input
 itself, as nn.Linear does: no memory, no noise, nothing to compute.
 
-Autograd knows who made a tensor, in eager mode and while AOTAutograd traces. Reading what a node has saved would run
-the hooks of checkpoints and of offloading; what is read here is what they have put in its place.
+`grad_fn` is that operation, in eager mode and while AOTAutograd traces. Reading a node's saved tensor would run the
+hooks of checkpoints and of offloading; the packed object, which they have put in its place, is read here.
 
-A compiler chooses for itself what it keeps. Where an output is needed it keeps that, and forms a sketch of it in the
+A compiler chooses its saved tensors by itself. Where an output is needed it keeps that, and forms a sketch of it in the
 backward pass, if it is given one: the same bytes, more noise, more work. Of ReLU's output it keeps a byte an element,
 and there a sketch does pay.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 # The operations that keep their first output, by their autograd nodes, and what these call it.
 KEEPS_OUTPUT = {
     "ReluBackward0": "result",
-    # in place: what they were given is gone
+    # in place: their input is gone
     "LeakyReluBackward1": "result",
     # ELU, CELU and SELU
     "EluBackward1": "result",
@@ -78,7 +78,7 @@ def flattens_in_place(x: Tensor) -> bool:
 
 
 def keeping_producer(x: Tensor) -> str | None:
-    """Find the operation that made a tensor, or what the tensor is a view of, if it keeps it.
+    """Find the operation that made a tensor, or the base that it is a view of, if the operation keeps it.
 
     Within a checkpoint that both are a part of, nothing is kept, and all of it is there in the second forward pass: the
     answer is the same in both. Where hooks on saved tensors have put something else in the tensor's place (a checkpoint
@@ -104,7 +104,7 @@ def keeping_producer(x: Tensor) -> str | None:
 
 
 def _is_held(packed: object, x: Tensor) -> bool:
-    """Tell whether hooks that look at what is saved have left it as it is: pass it on, alone or with something else."""
+    """Tell whether hooks on saved tensors have passed the tensor on, alone or in a tuple."""
     parts = packed if isinstance(packed, tuple) else (packed,)
     # others may have made it sparse, which lies in no one place
     dense = [part for part in parts if isinstance(part, Tensor) and part.layout == torch.strided]

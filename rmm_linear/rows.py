@@ -25,7 +25,7 @@ _SEQUENCE_DIMENSIONS = 3
 
 
 class Layout(NamedTuple):
-    """How the rows of an input are dealt out; what is not a tensor of it.
+    """How the rows of an input are dealt out, in plain numbers.
 
     Attributes:
         kept: Number of rows that are kept as they are.

@@ -4,7 +4,7 @@ An exact model keeps an input that three layers share once. Three sketches of it
 exact model above a ratio of 1/3. So layers that are given the same tensor in one forward pass keep one sketch, with one
 S. The estimate of each weight gradient is what it would be alone; only the errors of the members are correlated.
 
-Who shares is found out while the model runs, and not by names: layers share if they are called with the same tensor
+Groups are found while the model runs, and not by names: layers share if they are called with the same tensor
 object, unchanged since (its version counter tells), are configured alike and compute in one dtype. A group takes new
 members only between the first member's forward and the first backward of any: as long as its sketch is kept by a graph,
 and nothing has been learnt with its S. After that, for a layer that comes back to the tensor, and for layers with one
@@ -14,8 +14,8 @@ PEFT casts an input for each adapter anew, if the model has another dtype. Such 
 were made of: `adapters.py` tells which tensor an adapted layer is given, and the graph whether the adapter's input is a
 copy of it. (So where that tensor has no gradient, each adapter keeps its own sketch.)
 
-What a version counter does not see, a change through `x.data` or through memory that numpy shares, in between two
-layers of one forward pass, is not seen here either: the later layer's gradient is that of the earlier values.
+A version counter does not count changes through `x.data` or through memory that numpy shares: after one in between two
+layers of one forward pass, the later layer's gradient is that of the earlier values.
 
 Under torch.compile none of this runs. There the compiler merges what is equal: one draw of a seed for a tensor that
 several layers of one graph read, and one sketch (see `rmm_linear.ops.draw_seed`). So does it with copies of one tensor
@@ -24,9 +24,8 @@ have one there. Each estimate is unbiased as before; their errors go together, a
 `share_sketch=False` keeps them apart. Layers of different graphs keep their own.
 
 Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly, and lives as long as a
-graph that was made with it. Every layer draws a seed,
-and leaves it where it shares: the random generator is in the same state whoever shares, in both passes of a checkpoint
-as well.
+graph that was made with it. Every layer draws a seed, also one that uses its group's: the random generator is in the
+same state with and without sharing, in both passes of a checkpoint as well.
 """
 
 import threading
@@ -42,7 +41,7 @@ _COPY = "ToCopyBackward0"
 
 
 class SharedSketch:
-    """What the members of a group share: a seed, and what was made of the input with it.
+    """A seed, and the tensors that the first member of a group made of the input with it.
 
     Attributes:
         seed: The first member's seed; None before.
@@ -57,7 +56,7 @@ class SharedSketch:
 
     @property
     def is_over(self) -> bool:
-        """Whether there was a sketch, and is none to share any more."""
+        """Whether the group is closed: its sketch is gone, or a backward pass has used it."""
         return self.seed is not None and self.tensors(self.seed) is None
 
     def seed_or(self, seed: Tensor) -> Tensor:
@@ -74,13 +73,13 @@ class SharedSketch:
         return self.seed
 
     def tensors(self, seed: Tensor) -> tuple[tuple[Tensor, ...], ...] | None:
-        """Return what was remembered.
+        """Return the remembered tensors.
 
         Args:
             seed: As `seed_or` returned it.
 
         Returns:
-            The tensors, or None where nothing was, some of it is gone, or the group is closed.
+            The tensors; None if there are none, some are gone, or the group is closed.
         """
         if self._parts is None or seed is not self.seed:
             return None
@@ -93,18 +92,13 @@ class SharedSketch:
         return tuple(found)
 
     def remember(self, seed: Tensor, *parts: tuple[Tensor, ...]) -> None:
-        """Remember what was made, without keeping it alive.
-
-        Args:
-            seed: The seed that it was made with.
-            *parts: Tensors.
-        """
+        """Remember the tensors that were made with a seed, without keeping them alive."""
         if seed is self.seed:
-            # which hold while a graph has the tensors, whether or not Python does
+            # these hold while a graph has the tensors, whether or not Python does
             self._parts = [tuple(map(weakref.ref, part)) for part in parts]
 
     def close(self) -> None:
-        """Let nobody join any more: a backward pass has used this S."""
+        """Close the group: a backward pass has used this S."""
         self._parts = None
 
 
@@ -143,7 +137,7 @@ class _Input(weakref.ref[Tensor]):
                 members[:] = [member for member in members if member() is not None]
                 members.append(own)
                 return shared
-            # others whose sketch is gone are of no use to anybody
+            # without the closed ones
             self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
         shared = SharedSketch()
         self.groups[key] = weakref.ref(shared), [own]
@@ -172,7 +166,7 @@ class InputGroups:
         # by id: a tensor's own comparison is element by element
         self._inputs: dict[int, _Input] = {}
         self._forget = partial(_forget, self._inputs)
-        # what the adapted layers that are running were given, the innermost last, and its version
+        # inputs of the adapted layers that are running, the innermost last, and their versions
         self._given: list[tuple[Tensor, int]] = []
 
     def __len__(self) -> int:
@@ -228,7 +222,7 @@ class InputGroups:
         return known.readers[dtype][0]() if known and known.is_still(source) and dtype in known.readers else None
 
     def _source_of(self, x: Tensor) -> Tensor:
-        """Find what a tensor is a copy of in another dtype: the copy's gradient goes to where its source's does."""
+        """Find the tensor of another dtype that this one is a copy of: gradients of both go to one node."""
         if x._version or x.grad_fn is None or x.grad_fn.name() != _COPY:
             return x
         node, output = x.grad_fn.next_functions[0]
@@ -252,30 +246,12 @@ _current = _Current()
 
 
 def shared_sketch(x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
-    """Return the group that a layer shares its sketch with; see `InputGroups.find`.
-
-    Args:
-        x: The tensor that the layer is called with.
-        layer: The layer.
-        key: Equal for layers that may share.
-        dtype: The dtype that it computes in.
-
-    Returns:
-        The group, or None.
-    """
+    """Return the group that a layer shares its sketch with; see `InputGroups.find`."""
     return _current.groups.find(x, layer, key, dtype)
 
 
 def first_reader(x: Tensor, dtype: torch.dtype) -> nn.Module | None:
-    """Return the first layer of those that share an input; see `InputGroups.first_reader`.
-
-    Args:
-        x: The tensor that a layer was called with.
-        dtype: The dtype that it computes in.
-
-    Returns:
-        The layer, or None.
-    """
+    """Return the first layer of those that share an input; see `InputGroups.first_reader`."""
     return _current.groups.first_reader(x, dtype)
 
 

@@ -36,7 +36,7 @@ class SavedSketch(NamedTuple):
 
     Attributes:
         seed: 0-d int64; S is a function of it (and, for some sketches, of x).
-        tensors: What the sketch stores, most often one tensor S^T x of shape (rank, in).
+        tensors: Most often one tensor S^T x of shape (rank, in).
     """
 
     seed: Tensor
@@ -115,7 +115,7 @@ class Sketch(ABC):
             mean: Shape (in,): sketch x - 1 mean^T instead of x (see `Centered`).
 
         Returns:
-            What is to be kept for the backward pass. Its first tensor is S^T x, of shape (rank, in), and
+            The seed and the tensors to keep for the backward pass. The first tensor is S^T x, of shape (rank, in), and
             `sketch_gradient` does not read that one: `LowBit` puts other values in its place.
         """
 

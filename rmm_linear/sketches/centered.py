@@ -18,7 +18,7 @@ from rmm_linear.sketches.base import SavedSketch, Sketch, Stored, accumulate_dty
 
 
 def centred(g: Tensor) -> Tensor:
-    """Return g - 1 mean^T: what is sketched of g.
+    """Return g - 1 mean^T, which is sketched in the place of g.
 
     Args:
         g: Shape (rows, features), any float dtype.
@@ -31,7 +31,7 @@ def centred(g: Tensor) -> Tensor:
 
 
 def centred_input(x: Tensor) -> Tensor:
-    """Return x - 1 mean^T: what is sketched of x.
+    """Return x - 1 mean^T, which is sketched in the place of x.
 
     Args:
         x: Shape (rows, in), any float dtype.

@@ -1,4 +1,4 @@
-"""What CRS and WTA-CRS share: rows drawn by importance, kept with their numbers and the squared entries of S."""
+"""The base of CRS and WTA-CRS: rows drawn by importance, kept with their numbers and the squared entries of S."""
 
 from abc import abstractmethod
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the Gaussian and the Rademacher sketch share: a dense S of independent entries, generated slab by slab."""
+"""The base of the Gaussian and the Rademacher sketch: a dense S of independent entries, generated slab by slab."""
 
 from dataclasses import dataclass
 from typing import ClassVar

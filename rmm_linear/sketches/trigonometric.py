@@ -1,4 +1,4 @@
-"""What the DCT and the DFT sketches share: S = sqrt(n / r) D Q[:, columns], Q orthonormal, and its variance.
+"""The base of the DCT and the DFT sketches: S = sqrt(n / r) D Q[:, columns], Q orthonormal, and its variance.
 
 Variance. Let A = S S^T without the signs, f = n (n - r) / (r (n - 1)) and M_ij = sum_c Q_ic^2 Q_jc^2. Drawing r of the
 n columns without replacement gives, with G = g g^T and X = x x^T,

@@ -1,4 +1,4 @@
-"""The strided-block Hadamard sketch in plain torch: what the GPU kernel has to match.
+"""The strided-block Hadamard sketch in plain torch, which the GPU kernel has to match.
 
 The rows are split into K blocks by stride: block k holds rows k, k + K, k + 2K, ... (neighbours in a sequence are
 alike, so that contiguous blocks would have more variance). In block k
@@ -268,7 +268,7 @@ def _mixed_slab(
         body, wanted = body[first:end], wanted[first:end]
         ones = None if ones is None else ones[first:end]
     body = body if body.dtype == compute else body.to(compute)
-    # the product alone, for its factor: with beta=0 what it would be added to is not read
+    # the product alone, for its factor: with beta=0 the first argument is not read
     part = torch.baddbmm(body.new_empty(()), wanted, body, beta=0, alpha=scale)
     if is_ragged:
         # The last stride reaches the first blocks only.

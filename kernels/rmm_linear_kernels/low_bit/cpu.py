@@ -90,19 +90,7 @@ def _uniform(dither: tuple[Tensor, Tensor], tile: _Tile) -> Tensor:
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T to 8, 4, 3 or 2 bits an element; see `reference.quantize`.
-
-    Args:
-        y: Shape (rows, features), any float dtype; NaN and infinities leave no finite value in their group.
-        seed: 0-d int64.
-        mean: Shape (features,), subtracted from every row, or None.
-        kind: "int8", "int4", "int3", "int2" or "fp8".
-        group: Rows of a column that share a step and an offset.
-
-    Returns:
-        Codes (rows, ceil(features * bits / 8)), uint8; steps (groups, features), bfloat16; offsets like the steps, (0,)
-        for fp8.
-    """
+    """Round y - 1 mean^T to 8, 4, 3 or 2 bits an element; see `reference.quantize`."""
     if kind == FP8:
         return reference.quantize(y, seed, mean, kind=kind, group=group)
     rows, features = y.shape
@@ -113,7 +101,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     compute = torch.float64 if y.dtype == torch.float64 else torch.float32
     mean = None if mean is None else mean.to(compute)
     low, high = (extreme.to(compute) for extreme in _extremes(y, group))
-    # what is taken off all values is taken off the least and the largest, to the bit
+    # the mean is taken off the extremes as off all values, to the bit
     steps, offsets = integer_scales(*((low, high) if mean is None else (low - mean, high - mean)), kind)
     # halves: the difference of 3e38 and -3e38 overflows
     over_half_step = over(steps.to(compute), 2.0).unsqueeze(1)
@@ -140,21 +128,7 @@ def dequantize(
     features: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return what the codes stand for; see `reference.dequantize`.
-
-    Args:
-        codes: As `quantize` returns them.
-        steps: As `quantize` returns them.
-        offsets: As `quantize` returns them.
-        seed: The seed that `quantize` had, 0-d int64.
-        kind: "int8", "int4", "int3", "int2" or "fp8".
-        group: Rows that share a step.
-        features: Columns of y.
-        dtype: Dtype of the result; the arithmetic is that of float32.
-
-    Returns:
-        Shape (rows, features).
-    """
+    """Return the values of codes; see `reference.dequantize`."""
     if kind == FP8:
         options: dict[str, Any] = {"kind": kind, "group": group, "features": features, "dtype": dtype}
         return reference.dequantize(codes, steps, offsets, seed, **options)

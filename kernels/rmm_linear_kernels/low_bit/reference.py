@@ -83,14 +83,7 @@ def _rounded(value: Tensor, *, up: bool) -> Tensor:
 
 
 def over_range(kind: str) -> float:
-    """Return what half of the extent of a group is multiplied by for its step.
-
-    Args:
-        kind: A key of `BITS`.
-
-    Returns:
-        Two over the steps that there are, but for the margins; over the largest number for fp8.
-    """
+    """Return a group's step over half of its extent: 2 over the steps but for the margins, over 448 for fp8."""
     return 2 / (_LARGEST_FP8 if kind == FP8 else LEVELS[kind] - 2 * MARGIN)
 
 
@@ -103,16 +96,7 @@ def _scales(group: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def integer_scales(low: Tensor, high: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return steps and offsets of groups.
-
-    Args:
-        low: Their least values, any shape, float32 or float64.
-        high: Their largest values.
-        kind: An integer kind.
-
-    Returns:
-        Steps and offsets of the same shape, bfloat16.
-    """
+    """Return steps and offsets, bfloat16, of groups with these least and largest values, of an integer kind."""
     offset = _rounded(low, up=False)
     # halves: the difference of 3e38 and -3e38 overflows
     spread = high * 0.5 - offset.to(low.dtype) * 0.5
@@ -124,12 +108,7 @@ def _never_tiny(step: Tensor) -> Tensor:
 
 
 def over(step: Tensor, numerator: float) -> Tensor:
-    """Return the numerator over the step, 0 where that is: a group without spread is its offset, whatever its codes.
-
-    Args:
-        step: Any shape, float32 or float64.
-        numerator: A number.
-    """
+    """Return numerator / step, 0 where the step is: a group without spread is its offset, whatever its codes."""
     return torch.where(step == 0, 0.0, numerator / step)
 
 
@@ -180,15 +159,7 @@ def _uniform(dither: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def packed_width(features: int, kind: str) -> int:
-    """Return the bytes that the codes of one row take.
-
-    Args:
-        features: Columns of y.
-        kind: A key of `BITS`.
-
-    Returns:
-        ceil(features * bits / 8).
-    """
+    """Return the bytes that the codes of one row take: ceil(features * bits / 8)."""
     return (features * BITS[kind] + 7) // 8
 
 
@@ -206,15 +177,7 @@ def _slabs(rows: int, group: int, features: int) -> Iterator[tuple[int, int, int
 
 
 def packed(codes: Tensor, kind: str) -> Tensor:
-    """Return codes next to each other, without the bits that they do not need; the module's docstring tells where.
-
-    Args:
-        codes: One a byte, shape (..., features), uint8.
-        kind: A key of `BITS`.
-
-    Returns:
-        Shape (..., `packed_width(features, kind)`), uint8.
-    """
+    """Pack codes that come one a byte, shape (..., features): see the module's docstring for their places."""
     if kind not in _FOLDS:
         return codes
     width = packed_width(codes.shape[-1], kind)
@@ -227,16 +190,7 @@ def packed(codes: Tensor, kind: str) -> Tensor:
 
 
 def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
-    """Return codes one a byte.
-
-    Args:
-        codes: As `packed` returns them.
-        features: Number of codes of a row.
-        kind: A key of `BITS`.
-
-    Returns:
-        Shape (..., features), uint8.
-    """
+    """Return packed codes one a byte, shape (..., features), uint8."""
     if kind not in _FOLDS:
         return codes
     word, folds = _FOLDS[kind]
@@ -308,7 +262,7 @@ def dequantize(
     features: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return what the codes stand for.
+    """Return the values that the codes stand for.
 
     Args:
         codes: As `quantize` returns them.
