@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from rmm_linear.backend import KERNELS
+from rmm_linear.backend import STORAGE_BITS as BITS
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.uint8: "u8"}
 TYPES[torch.int16] = "i16"
@@ -44,15 +45,17 @@ def compile_for(capability, kernel, *args, grid, warmup, num_warps=4, num_stages
 def launches(dtype):
     """Calls of each launcher: (name, arguments, options)."""
     x = X.to(dtype)
-    for ratio in (32, 16):
-        how = {"blocks": 32, "kept": ratio, "scale": 1.0, "dtype": dtype}
-        yield "hadamard_sketch", (x, SEED, MEAN), how
+    # both sizes of a result, a matrix of Paley's, and blocks of more than 64 rows
+    for rows, blocks, kept in ((2048, 32, 32), (2048, 32, 58), (300, 5, 20), (2048, 4, 2)):
+        how = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": dtype}
+        yield "hadamard_sketch", (x[:rows], SEED, MEAN), how
     for gaussian in (False, True):
         yield "random_projection", (x, SEED, MEAN), {"rank": 512, "gaussian": gaussian, "scale": 1.0, "dtype": dtype}
-    for kind, group in (("int8", 128), ("int4", 256), ("fp8", 128)):
+    for kind, bits in BITS.items():
+        group = 1024 // bits
         yield "quantize", (x, SEED, MEAN), {"kind": kind, "group": group}
-        codes = torch.zeros(2048, 768 if kind != "int4" else 384, dtype=torch.uint8)
-        scales = torch.zeros(2048 // group, 768, dtype=torch.bfloat16)
+        codes = torch.zeros(2048, 96 * bits, dtype=torch.uint8)
+        scales = torch.zeros(-(-2048 // group), 768, dtype=torch.bfloat16)
         yield (
             "dequantize",
             (codes, scales, scales, SEED),

@@ -167,7 +167,9 @@ def hadamard_sketch(
     order = reference.hadamard_order(block_rows)
     prime = reference.paley_prime(order)
     degree = order.bit_length() - 1
-    chunk = max(_LEAST, triton.next_power_of_2(min(order, _CHUNK)))
+    # float32 takes three products of tf32 parts, and as many registers
+    is_wide = x.dtype == torch.float32
+    chunk = max(_LEAST, triton.next_power_of_2(min(order, _CHUNK // 2 if is_wide else _CHUNK)))
     _hadamard_sketch_kernel[blocks, triton.cdiv(features, _TILE)](
         x,
         seed,
@@ -190,9 +192,8 @@ def hadamard_sketch(
         CHUNK=chunk,
         CHUNKS=triton.cdiv(order, chunk),
         TILE=_TILE,
-        # float32 takes three products of tf32 parts
-        PRECISION="tf32x3" if x.dtype == torch.float32 else "ieee",
+        PRECISION="tf32x3" if is_wide else "ieee",
         INTERPRETED=IS_INTERPRETED,
-        num_warps=4,
+        num_warps=8 if is_wide else 4,
     )
     return out

@@ -318,8 +318,8 @@ def dequantize(
     """Return the values that the codes stand for, (rows, features), in float32, bfloat16 or float16."""
     rows = codes.shape[0]
     values = codes.new_empty((rows, features), dtype=dtype)
-    # of fp8 and int3, 64 rows would take too many registers
-    chunk = min(triton.next_power_of_2(group), 32 if kind in (FP8, "int3") else 64)
+    # of the other kinds, 64 rows would take too many registers
+    chunk = min(triton.next_power_of_2(group), 64 if kind in ("int8", "int4") else 32)
     programs = triton.cdiv(rows, group) * triton.cdiv(group, chunk) * triton.cdiv(features, _DECODED_COLUMNS)
     if programs:
         _dequantize_kernel[(programs,)](
