@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from rmm_linear.compiler.autocasting import present_autocast
 from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
+from rmm_linear.compiler.rewrites import Bits
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transformed
 from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints
@@ -57,6 +58,8 @@ class Options:
         schedule: A given schedule, which is used in place of a planned one.
         loss_alone: Whether a scalar among a graph's results is taken for the loss, and the only result that is
             differentiated. If a gradient arrives at another one, later steps are planned for all of them.
+        bits: 8 or 4 for a backward pass that reads codes of so many bits, without bias, where it can; a dict for each
+            kind of ops ("norm", "activation", "attention", "linear"); None for exact gradients.
     """
 
     budget: int | float | str | None = None
@@ -66,8 +69,10 @@ class Options:
     gradients: str = "kept"
     schedule: Schedule | None = None
     loss_alone: bool = True
+    bits: Any = None
 
     def __post_init__(self) -> None:
+        Bits.of(self.bits)
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor={self.executor!r} is unknown; choose one of {', '.join(EXECUTORS)}")
         if self.gradients not in ("kept", "freed"):
@@ -368,6 +373,7 @@ class PlannedGraph:
                 gradients=options.gradients,
                 loss_alone=self._group.loss_alone,
                 for_inductor=options.executor == "inductor",
+                bits=Bits.of(options.bits),
             )
         except NothingToTrainError:
             if self._group.capture_only:

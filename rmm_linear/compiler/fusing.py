@@ -18,7 +18,13 @@ from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.torch_private import fake_mode_of
 
 # Elementwise, and without the tag.
-_LOOPS = {torch.ops.aten._to_copy.default, torch.ops.aten.full.default}
+_LOOPS = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.full.default,
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start_step,
+    torch.ops.aten.constant_pad_nd.default,
+}
 _TANGENTS = "tangents"
 # Chains of ops that are computed again are shorter: each loop runs its own, and Inductor inlines about 30 ops at most.
 _LONGEST = 16
@@ -60,7 +66,7 @@ class _Fusion:
                 continue
             self._ops.append(node)
             self._readers[node] = []
-            if self._backward or node in after:
+            if self._backward or node in after or "is_backward" in node.meta:
                 self._backward.add(node)
             for source in self._sources(node):
                 self._readers.setdefault(source, []).append(node)

@@ -31,6 +31,7 @@ from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autoc
 from rmm_linear.compiler.costs import cost_of, unit_of
 from rmm_linear.compiler.fake_memory import real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
+from rmm_linear.compiler.rewrites import Bits, Coding, code_step
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError, NothingToTrainError
@@ -51,6 +52,7 @@ _BY_ROWS = {
 }
 # Seed and offset of a GPU's generator.
 _DEVICE_STATE_BYTES = 16
+_EXACT = Bits()
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -74,6 +76,7 @@ class Capture:
         returned: What the traced graph returns, in order.
         module: The joint graph, with the constants that it needs.
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
+        coding: Which tensors the backward pass reads from codes.
         eager_peak_bytes: The most that the graph, run op by op in eager mode, has in memory at any time; None if that
             was not asked for, or could not be found out.
     """
@@ -92,6 +95,7 @@ class Capture:
     returned: tuple[Returned, ...]
     module: fx.GraphModule
     has_same_backward: Callable[[Autocast], bool]
+    coding: Coding
     eager_peak_bytes: int | None = None
 
     @property
@@ -108,6 +112,7 @@ def read_joint_graph(
     gradients: str = "kept",
     loss_alone: bool = True,
     for_inductor: bool = False,
+    bits: Bits = _EXACT,
 ) -> Capture:
     """Trace a graph of Dynamo forward and backward, and turn it into a graph for planners.
 
@@ -123,6 +128,7 @@ def read_joint_graph(
         loss_alone: Whether a scalar among the results is the only one that is differentiated.
         for_inductor: Whether Inductor will compile the ops. Then random ops draw by seeds, and no op that draws runs
             twice; and ops are those that Inductor fuses others into.
+        bits: Bits of the codes that the backward pass reads in the place of tensors.
 
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
@@ -157,6 +163,7 @@ def read_joint_graph(
             for_inductor=for_inductor,
             frees_gradients=gradients == "freed",
             has_same_backward=has_same_backward,
+            bits=bits,
         )
         return reading.capture()
     except ValueError:
@@ -180,7 +187,9 @@ class _Reading:
         for_inductor: bool,
         frees_gradients: bool,
         has_same_backward: Callable[[Autocast], bool],
+        bits: Bits,
     ) -> None:
+        self._bits = bits
         self._traced, self._joint, self._are_parameters = traced, traced.joint, are_parameters
         self._for_inductor = for_inductor
         self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
@@ -202,6 +211,9 @@ class _Reading:
         }
         self._refuse_unknown(placeholders, (PlainAOTInput, TangentAOTInput), "takes")
         self._refuse_sparse()
+        coding = Coding()
+        if self._bits != _EXACT:
+            coding = code_step(self._joint, list(tangents.values()), self._traced.blocks, self._bits)
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
@@ -248,6 +260,7 @@ class _Reading:
             returned=self._traced.returned,
             module=self._joint,
             has_same_backward=self._has_same_backward,
+            coding=coding,
         )
 
     def _refuse_sparse(self) -> None:
@@ -340,6 +353,8 @@ class _Reading:
             if any(source in depends_on_tangents for source in node.all_input_nodes):
                 depends_on_tangents.add(node)
                 is_backward = True
+            # what reads a code may come before the first op of a gradient
+            is_backward = is_backward or "is_backward" in node.meta
             if node.target is operator.getitem:
                 continue
             if node in self._loop_of:
@@ -467,7 +482,7 @@ class _Reading:
             and not (reads_updated and target not in _UPDATES_BUFFERS),
             is_random=is_random,
             state_bytes=state_bytes,
-            block=self._traced.blocks.get(node, ""),
+            block=self._traced.blocks.get(node, node.meta.get("block", "")),
             kind=name.removesuffix(".default"),
         )
 

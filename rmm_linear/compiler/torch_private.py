@@ -214,8 +214,8 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
         require(joint_graph, "constant_fold_uniform_value")(joint)
         require(replace_random, "replace_random_passes")(joint)
     joint.recompile()
-    if not before.issuperset(joint.graph.nodes):
-        # the passes give new nodes values that share no memory with the values of other nodes
+    if before != set(joint.graph.nodes):
+        # the values of new nodes, and of views of copies that are gone, share no memory with the values of other nodes
         FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*values)
 
 

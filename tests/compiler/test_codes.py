@@ -5,9 +5,13 @@ import torch
 
 from rmm_linear.compiler.rewrites.codes import (
     Layout,
+    _hash,
+    _hashed_again,
+    _uniform,
     decode,
     decode_with_tail,
     dither,
+    draw_keys,
     encode,
     encode_with_tail,
     error_variance,
@@ -16,6 +20,7 @@ from rmm_linear.compiler.rewrites.codes import (
 )
 
 SEEDS = [torch.tensor(seed) for seed in (0, 1, -1, 2**40, 7_777_777_777_777)]
+KEYS = [draw_keys(seed, 4) for seed in SEEDS]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -26,9 +31,9 @@ def test_a_reading_has_the_tensor_as_its_mean_and_the_variance_of_the_closed_for
     x = torch.randn(rows, 9) * torch.logspace(-2, 2, 9)
     total, squares, draws = torch.zeros(rows, 9), torch.zeros(rows, 9), 600
     for _ in range(draws):
-        seed = torch.randint(-(2**62), 2**62, ())
-        code, steps = encode(x, seed, layout, stream=3, bits=bits)
-        error = decode(code, steps, seed, layout, stream=3, bits=bits) - x
+        key = draw_keys(torch.randint(-(2**62), 2**62, ()), 4)[3]
+        code, steps = encode(x, key, layout, bits=bits)
+        error = decode(code, steps, key, layout, bits=bits) - x
         total, squares = total + error, squares + error**2
     variance = error_variance(steps, layout)
     assert code.nbytes + steps.nbytes == layout.code_bytes(bits)
@@ -45,9 +50,9 @@ def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bi
     x[3, 0], x[7, 0], x[200, 1], x[5, 2] = 20.0, 9.0, -30.0, 5.001
     layout, draws, total, products, squares = Layout.of(256, 4), 3000, 0, 0, 0
     for _ in range(draws):
-        seed = torch.randint(-(2**62), 2**62, ())
-        code, steps, most = encode_with_tail(x, seed, layout, stream=3, bits=bits, tail=5.0)
-        within, excess = decode_with_tail(code, steps, most, seed, layout, stream=3, bits=bits)
+        key = draw_keys(torch.randint(-(2**62), 2**62, ()), 4)[3]
+        code, steps, most = encode_with_tail(x, key, layout, bits=bits, tail=5.0)
+        within, excess = decode_with_tail(code, steps, most, key, layout, bits=bits)
         total = total + within + excess
         error = within - x.clamp(-5, 5)
         products, squares = products + error * (excess - (x - 5).clamp_min(0)), squares + error**2
@@ -65,10 +70,10 @@ def test_what_is_not_finite_stays_so():
     x = torch.randn(128, 3)
     x[5, 0], x[9, 1], x[7, 1] = torch.nan, torch.inf, -torch.inf
     layout = Layout.of(128, 3)
-    code, steps = encode(x, SEEDS[1], layout, stream=0, bits=8)
-    read = decode(code, steps, SEEDS[1], layout, stream=0, bits=8)
-    coded = encode_with_tail(x, SEEDS[1], layout, stream=0, bits=8, tail=5.0)
-    within, _ = decode_with_tail(*coded, SEEDS[1], layout, stream=0, bits=8)
+    code, steps = encode(x, KEYS[1][0], layout, bits=8)
+    read = decode(code, steps, KEYS[1][0], layout, bits=8)
+    coded = encode_with_tail(x, KEYS[1][0], layout, bits=8, tail=5.0)
+    within, _ = decode_with_tail(*coded, KEYS[1][0], layout, bits=8)
     for found in (read, within):
         assert not found[:, :2].isfinite().any()
         assert found[:, 2].isfinite().all()
@@ -80,10 +85,10 @@ def test_steps_are_as_small_as_the_range_allows_and_its_ends_are_read_within_hal
     x[::2] *= -1
     x[:, 1], x[:, 2] = 0.0, x[:, 0] * 1e-6
     layout = Layout.of(256, 4)
-    for seed in SEEDS:
-        code, steps = encode(x, seed, layout, stream=0, bits=bits)
+    for keys in KEYS:
+        code, steps = encode(x, keys[0], layout, bits=bits)
         torch.testing.assert_close(steps[0, 0, [0, 2]], torch.tensor([6.0, 6e-6]) / (2**bits - 1))
-        error = (decode(code, steps, seed, layout, stream=0, bits=bits) - x).abs()
+        error = (decode(code, steps, keys[0], layout, bits=bits) - x).abs()
         assert (error <= 0.5001 * layout.in_rows(steps)).all()
         assert error[:, 1].max() < 1e-30
 
@@ -96,9 +101,12 @@ def test_packed_numbers_come_back(bits):
     assert unpack(packed, bits).equal(numbers)
 
 
-def test_the_dither_is_uniform_and_independent_of_neighbours_columns_streams_and_seeds():
+def test_the_dither_is_uniform_and_independent_of_neighbours_columns_keys_and_seeds():
     rows, columns = 4096, 64
-    drawn = {(s, stream): dither((rows, columns), SEEDS[s], stream) for s in range(5) for stream in range(4)}
+    drawn = {(s, place): dither((rows, columns), KEYS[s][place]) for s in range(5) for place in range(4)}
+    for s, keys in enumerate(KEYS):
+        # the second number of each element, by which an excess is rounded
+        drawn[s, "again"] = _uniform(_hashed_again(_hash((rows, columns), keys[0])))
     count = rows * columns
     for u in drawn.values():
         assert -0.5 < u.min() < u.max() < 0.5
@@ -119,24 +127,26 @@ def test_the_dither_is_uniform_and_independent_of_neighbours_columns_streams_and
 def test_inductor_computes_the_bits_of_eager_mode():
     # in rows of no multiple of a vector; C++ must not see a signed overflow
     layout, seed = Layout.of(3, 7), SEEDS[4]
+    key = KEYS[4][1]
     x = torch.randn(3, 7)
-    code, steps = encode(x, seed, layout, stream=1, bits=4)
+    code, steps = encode(x, key, layout, bits=4)
 
-    def both(x, code, steps, seed):
-        read = decode(code, steps, seed, layout, stream=1, bits=4)
-        return *encode(x, seed, layout, stream=1, bits=4), read, dither((4, 7), seed, 2)
+    def both(x, code, steps, key, seed):
+        read = decode(code, steps, key, layout, bits=4)
+        with_tail = encode_with_tail(x, key, layout, bits=4, tail=1.0)
+        return *encode(x, key, layout, bits=4), read, *with_tail, draw_keys(seed, 5)
 
     torch._dynamo.reset()
     compiled = torch.compile(both, fullgraph=True, dynamic=False)
-    for ours, theirs in zip(compiled(x, code, steps, seed), both(x, code, steps, seed), strict=True):
+    for ours, theirs in zip(compiled(x, code, steps, key, seed), both(x, code, steps, key, seed), strict=True):
         assert ours.equal(theirs)
 
 
-def test_the_streams_of_two_seeds_have_no_more_numbers_in_common_than_chance_has():
+def test_the_dithers_of_two_keys_have_no_more_numbers_in_common_than_chance_has():
     size = 1 << 20
     # seeds that have the upper half of their bits in common
     keys = [(0, 0), (0, 1), (217, 0), (12345, 0), (1242938714, 0)]
-    streams = [dither((size,), torch.tensor(seed), stream) for seed, stream in keys]
+    streams = [dither((size,), draw_keys(torch.tensor(seed), 2)[place]) for seed, place in keys]
     for place, first in enumerate(streams):
         for second in streams[place + 1 :]:
             shared = torch.isin(first[:4096], second).double().mean()

@@ -3,7 +3,7 @@
 A code of x holds floor(x / s + u), with u uniform in [-1/2, 1/2) and drawn anew in each step (subtractive dither). The
 reading (code + 1/2 - u) s has the mean x and the variance s^2 / 12, for magnitudes from 1e-20 to 1e19. The step s is of
 one column of a group of rows. The dither is a hash of the element's number and of a key, so that both passes compute
-it, and nothing of it is kept but the seed.
+it, and nothing of it is kept but the key.
 
 All functions are of plain tensor ops, which Inductor fuses with the ops around them.
 """
@@ -52,8 +52,7 @@ class Layout:
         return size * self.group * bits // 8 + 4 * size
 
     def in_groups(self, x: Tensor) -> Tensor:
-        """Lay a tensor of (rows, columns) out as (groups, group, columns), in float32."""
-        x = x.to(torch.float32)
+        """Lay a tensor of (rows, columns) out as (groups, group, columns)."""
         missing = self.groups * self.group - self.rows
         if missing:
             x = torch.nn.functional.pad(x, (0, 0, 0, missing))
@@ -66,14 +65,13 @@ class Layout:
         return x if x.shape[0] == self.rows else x[: self.rows]
 
 
-def encode(x: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, key: Tensor, layout: Layout, *, bits: int) -> tuple[Tensor, Tensor]:
     """Code a tensor.
 
     Args:
         x: Shape (rows, columns), of any float dtype.
-        seed: 0-d int64, on the device of x.
+        key: A row of `draw_keys`, on the device of x: each code has its own.
         layout: Its layout.
-        stream: Number of the code: codes of one seed have different dithers.
         bits: 8 or 4.
 
     Returns:
@@ -82,19 +80,19 @@ def encode(x: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int) -
     """
     x = layout.in_groups(x)
     half = _half_range(bits)
-    steps = _steps(x.abs(), half)
-    numbers = torch.floor(x / steps + dither(x.shape, seed, stream)) + (half + 0.5)
+    steps = _steps(x.abs().amax(1, keepdim=True).to(torch.float32), half)
+    numbers = torch.floor(x.to(torch.float32) / steps + dither(x.shape, key)) + (half + 0.5)
     return pack(numbers.to(torch.uint8), bits), steps
 
 
-def decode(code: Tensor, steps: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int) -> Tensor:
+def decode(code: Tensor, steps: Tensor, key: Tensor, layout: Layout, *, bits: int) -> Tensor:
     """Read a code.
 
     Returns:
         Shape (rows, columns), float32: the tensor, with errors that are independent of it.
     """
     numbers = unpack(code, bits).to(torch.float32) - _half_range(bits)
-    return layout.in_rows((numbers - dither(numbers.shape, seed, stream)) * steps)
+    return layout.in_rows((numbers - dither(numbers.shape, key)) * steps)
 
 
 def error_variance(steps: Tensor, layout: Layout) -> Tensor:
@@ -103,7 +101,7 @@ def error_variance(steps: Tensor, layout: Layout) -> Tensor:
 
 
 def encode_with_tail(
-    x: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int, tail: float
+    x: Tensor, key: Tensor, layout: Layout, *, bits: int, tail: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Code a tensor cut at +-tail, and its excess above tail in one more symbol: so no outlier makes steps larger.
 
@@ -113,9 +111,8 @@ def encode_with_tail(
 
     Args:
         x: As for `encode`.
-        seed: As for `encode`.
+        key: As for `encode`.
         layout: As for `encode`.
-        stream: As for `encode`; `stream + 1` is used as well.
         bits: 8 or 4.
         tail: Where x is cut, at least 1e-3.
 
@@ -124,18 +121,26 @@ def encode_with_tail(
     """
     x = layout.in_groups(x)
     half = _half_range(bits) - 1
+    greatest, least = (each(1, keepdim=True).to(torch.float32) for each in (x.amax, x.amin))
+    most = greatest.clamp_min(tail) - tail
+    magnitude = torch.maximum(greatest, -least)
+    steps = torch.where(magnitude.isfinite(), _steps(magnitude.clamp_max(tail), half), torch.nan)
+    x = x.to(torch.float32)
     within = x.clamp(-tail, tail)
     excess = x.clamp_min(tail) - tail
-    most = excess.amax(1, keepdim=True)
-    steps = _steps(within.abs(), half)
-    steps = torch.where(x.abs().amax(1, keepdim=True).isfinite(), steps, torch.nan)
-    numbers = torch.floor(within / steps + dither(x.shape, seed, stream)) + (half + 0.5)
-    has_excess = excess > (dither(x.shape, seed, stream + 1) + 0.5) * most
+    drawn = _hash(x.shape, key)
+    numbers = torch.floor(within / steps + _uniform(drawn)) + (half + 0.5)
+    has_excess = excess > (_uniform(_hashed_again(drawn)) + 0.5) * most
     return pack((numbers + 2 * has_excess).to(torch.uint8), bits), steps, most
 
 
+def largest_step(bits: int, tail: float) -> float:
+    """Return the largest step that a code with a tail can have."""
+    return tail * _MARGIN / (_half_range(bits) - 1)
+
+
 def decode_with_tail(
-    code: Tensor, steps: Tensor, most: Tensor, seed: Tensor, layout: Layout, *, stream: int, bits: int
+    code: Tensor, steps: Tensor, most: Tensor, key: Tensor, layout: Layout, *, bits: int
 ) -> tuple[Tensor, Tensor]:
     """Read a code of `encode_with_tail`.
 
@@ -145,7 +150,7 @@ def decode_with_tail(
     numbers = unpack(code, bits).to(torch.float32)
     half = _half_range(bits) - 1
     has_excess = numbers > 2 * half
-    within = (numbers - 2 * has_excess - half - dither(numbers.shape, seed, stream)) * steps
+    within = (numbers - 2 * has_excess - half - dither(numbers.shape, key)) * steps
     return layout.in_rows(within), layout.in_rows(torch.where(has_excess, most, 0.0))
 
 
@@ -171,37 +176,63 @@ def unpack(code: Tensor, bits: int) -> Tensor:
     return parts.view(code.shape[0], code.shape[1] * count, code.shape[2])
 
 
-def dither(shape: tuple[int, ...], seed: Tensor, stream: int) -> Tensor:
+def draw_keys(seed: Tensor, count: int) -> Tensor:
+    """Make keys of dithers, which are independent of each other.
+
+    Args:
+        seed: 0-d int64.
+        count: How many.
+
+    Returns:
+        int32, shape (count, 2).
+    """
+    numbers = torch.arange(count, device=seed.device)
+    # a seed is mixed first: seeds nearby have no key in common
+    first = _mixed(_mixed(seed) ^ numbers)
+    # of both halves: seeds that have one half in common would otherwise share it
+    second = _mixed(_mixed((seed >> 32) + first) ^ first)
+    return torch.stack([first, second], 1).to(torch.int32)
+
+
+def dither(shape: tuple[int, ...], key: Tensor) -> Tensor:
     """Draw numbers that are uniform in [-1/2, 1/2), on a grid of 2^24 that is symmetric.
 
-    The number of the element is mixed with a key before a hash, and with another one within it: two seeds give two
-    permutations, of which neither is the other one in another order.
+    The number of the element is mixed with one part of the key before a hash, and with the other one within it: two
+    keys give two permutations, of which neither is the other one in another order.
 
     Args:
         shape: Their shape.
-        seed: 0-d int64.
-        stream: Different streams of a seed are independent.
+        key: A row of `draw_keys`.
 
     Returns:
         float32.
     """
-    first = _key(seed, 2 * stream)
-    # of both halves: seeds that have one half in common would otherwise share it
-    second = _key((seed >> 32) + first, 2 * stream + 1)
+    return _uniform(_hash(shape, key))
+
+
+def _hash(shape: tuple[int, ...], key: Tensor) -> Tensor:
+    first, second = key[0], key[1]
     # a product of the bare number would be part of a loop's index, which must not overflow in C++
-    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=seed.device).view(shape) ^ first
+    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=key.device).view(shape) ^ first
     bits = _xorshift(bits * _MULTIPLIERS[2], 15) * _MULTIPLIERS[3] + second
     bits = _xorshift(bits, 16) * _MULTIPLIERS[0]
-    bits = _xorshift(bits, 15) * _MULTIPLIERS[1]
+    return _xorshift(bits, 15) * _MULTIPLIERS[1]
+
+
+def _hashed_again(bits: Tensor) -> Tensor:
+    return _xorshift(_xorshift(bits, 16) * _MULTIPLIERS[0], 15) * _MULTIPLIERS[3]
+
+
+def _uniform(bits: Tensor) -> Tensor:
     return ((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24
 
 
-def _key(half: Tensor, number: int) -> Tensor:
+def _mixed(half: Tensor) -> Tensor:
     # 32 bits in int64, whose products with multipliers below 2^31 do not overflow
-    key = ((half & _MASK) + number * _GOLDEN) & _MASK
+    key = (half & _MASK) + _GOLDEN
     for multiplier in (_MULTIPLIERS[0], _MULTIPLIERS[2]):
-        key = ((key ^ (key >> 16)) * multiplier) & _MASK
-    return (key ^ (key >> 15)).to(torch.int32)
+        key = (((key & _MASK) ^ ((key & _MASK) >> 16)) * multiplier) & _MASK
+    return key ^ (key >> 15)
 
 
 def _xorshift(bits: Tensor, by: int) -> Tensor:
@@ -213,5 +244,5 @@ def _half_range(bits: int) -> float:
     return ((1 << bits) - 1) / 2
 
 
-def _steps(magnitudes: Tensor, half: float) -> Tensor:
-    return magnitudes.amax(1, keepdim=True).clamp_min(_LEAST) * (_MARGIN / half)
+def _steps(magnitude: Tensor, half: float) -> Tensor:
+    return magnitude.clamp_min(_LEAST) * (_MARGIN / half)

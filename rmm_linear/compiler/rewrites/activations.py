@@ -1,0 +1,347 @@
+"""Codes of the inputs of smooth elementwise functions: one code of u for f(u), and for gradient * f'(u).
+
+Any chain of elementwise ops of one tensor u is such a function f, and so is the chain of the backward pass, which is
+linear in the gradient that arrives. A reading u~ is uniform in an interval of one step s around u: the mean of f(u~) is
+f smoothed by a box of width s. A series of central differences undoes the box, 1 - d^2 / 24 + 3 d^4 / 640 - ..., with
+d^2 f = f(u + s) - 2 f(u) + f(u - s), of which one or two terms are taken. Nothing of f must be known for that; in
+contrast to a series of derivatives, it diverges for no s.
+
+The steps are bounded: u is cut at +-T, and where u is above T the excess is coded apart and read along the slope of f.
+So f must be linear above T, and constant below -T. Before a function is coded, all of this is checked: the mean of what
+will be read is compared with the function on a grid of u, for the largest step that can be.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from rmm_linear.compiler.rewrites import codes
+from rmm_linear.compiler.rewrites.coded import Code, Shape
+from rmm_linear.compiler.rewrites.editing import Editor
+from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.step import Read, Step, shape_of
+
+aten = torch.ops.aten
+_CASTS = {aten._to_copy.default, aten.detach.default}
+# Where u may be cut; the first one is taken that is biased by less than the bound, else the least biased one.
+_TAILS = {8: (32.0, 24.0, 16.0, 12.0, 8.0), 4: (5.0, 6.0, 7.0, 8.0, 10.0)}
+_BOUNDS = {8: 2e-4, 4: 2e-3}
+# What is biased by more is kept exactly.
+_MOST_BIASED = 1e-2
+# Weights of f(u - k s), ..., f(u + k s): the first terms of the series.
+_WEIGHTS = {
+    8: (-1 / 24, 1 + 2 / 24, -1 / 24),
+    4: (3 / 640, -1 / 24 - 12 / 640, 1 + 2 / 24 + 18 / 640, -1 / 24 - 12 / 640, 3 / 640),
+}
+_RANGE, _POINTS, _DRAWS = 40.0, 1601, 64
+# Values of the grid beside which a function is no longer distinguished from its limit.
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A chain of elementwise ops of u, and perhaps of a gradient; equal to others of the same ops.
+
+    Attributes:
+        u: The input.
+        gradient: The gradient; None for a function of u alone.
+        nodes: The ops, in order; the last one computes the result.
+    """
+
+    u: fx.Node
+    gradient: fx.Node | None
+    nodes: tuple[fx.Node, ...]
+
+    def __call__(self, u: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """Run it on other tensors, without its casts."""
+        made: dict[fx.Node | None, Any] = {self.u: u, self.gradient: gradient}
+        for node in self.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            is_cast = node.target in (aten._to_copy.default, aten.detach.default)
+            made[node] = args[0] if is_cast else node.target(*args, **kwargs)  # type: ignore[operator]
+        result: Tensor = made[self.result]
+        return result
+
+    @property
+    def result(self) -> fx.Node:
+        """The node that computes the result."""
+        return self.nodes[-1] if self.nodes else self.u
+
+    def _identity(self) -> Any:
+        place = {self.u: "u", self.gradient: "gradient"} | {node: str(i) for i, node in enumerate(self.nodes)}
+        return tuple((node.target, str(fx.node.map_arg((node.args, node.kwargs), place.get))) for node in self.nodes)
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self._identity() == other._identity()
+
+
+class Limits(NamedTuple):
+    """How well a function is read.
+
+    Attributes:
+        bias: The most that the mean of a reading differs from the function, relative to the function within +-1.
+        slope: The slope of the function where the excess begins; 0 where it does not matter.
+    """
+
+    bias: float
+    slope: float
+
+
+@dataclass(eq=False)
+class Region:
+    """Backward ops that compute a gradient times functions of u.
+
+    Attributes:
+        reads: What they read of u and of functions of it.
+        functions: The functions that other ops read.
+    """
+
+    reads: list[Read]
+    functions: list[Function]
+
+
+@dataclass(eq=False)
+class Activation(Rewrite):
+    """Functions of a tensor.
+
+    Attributes:
+        regions: What the backward pass computes of them.
+        outputs: Functions of the tensor alone, with the slopes of their excesses.
+        slopes: The same of the regions' functions.
+    """
+
+    regions: list[Region] = field(kw_only=True)
+    outputs: list[tuple[Function, float]] = field(kw_only=True)
+    slopes: dict[Function, float] = field(kw_only=True)
+
+    def provide(self, readings: Readings) -> None:
+        """Let the functions be read."""
+        for function, slope in self.outputs:
+
+            def read(editor: Editor, before: fx.Node, function: Function = function, slope: float = slope) -> fx.Node:
+                return self._read(editor, before, function, slope)
+
+            readings.provide(function.result, Provided(frozenset([self.code]), read))
+
+    def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
+        """Compute what a region hands on from the code."""
+        for region in self.regions:
+            if reader is region.reads[0].reader:
+                for function in region.functions:
+                    new = self._read(editor, function.result, function, self.slopes[function])
+                    editor.replace(function.result, new)
+
+    def _read(self, editor: Editor, before: fx.Node, function: Function, slope: float) -> fx.Node:
+        gradient = [] if function.gradient is None else [editor.now(function.gradient)]
+        found: fx.Node = editor.insert(
+            _read,
+            *self.code.sources,
+            *gradient,
+            before=before,
+            block_of=function.result,
+            is_backward=True,
+            function=function,
+            slope=slope,
+            shape=self.code.shape,
+            bits=self.code.bits,
+            dtype=function.result.meta["val"].dtype,
+        )
+        return found
+
+
+def candidates(step: Step, bits: int) -> Iterator[Activation]:
+    """Find elementwise functions whose input can be coded.
+
+    Args:
+        step: The step.
+        bits: Bits of the codes.
+    """
+    limits = _Limits(bits)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in step.joint.graph.nodes:
+        if node in step.gradients or node.op == "output":
+            continue
+        roots[node] = root = _root(node, roots)
+        if root is not node:
+            members.setdefault(root, []).append(node)
+    reads: dict[fx.Node, list[Read]] = {}
+    for read in step.reads:
+        reads.setdefault(roots[read.source], []).append(read)
+    for root, functions in members.items():
+        is_trivial = all(node.target in _CASTS for node in functions)
+        if is_trivial or root not in reads or not step.is_float(root) or not step.memories(root):
+            continue
+        shape = Shape.of(root.meta["val"])
+        if shape is not None:
+            found = _activation(step, root, functions, shape, limits)
+            if found is not None:
+                yield found
+
+
+def _activation(
+    step: Step, u: fx.Node, members: Sequence[fx.Node], shape: Shape, limits: "_Limits"
+) -> Activation | None:
+    regions = _regions(step, u, members)
+    needed = [function for region in regions for function in region.functions]
+    if not needed:
+        return None
+    bits = limits.bits
+    tails = {tail: max(limits.of(function, tail).bias for function in needed) for tail in _TAILS[bits]}
+    tail = next((tail for tail in tails if tails[tail] <= _BOUNDS[bits]), min(tails, key=tails.__getitem__))
+    if not tails[tail] <= _MOST_BIASED:
+        return None
+    outputs = []
+    bias = tails[tail]
+    for node in members:
+        function = _function(u, None, [node], {u, *members})
+        found = limits.of(function, tail)
+        if step.is_float(node) and found.bias <= _MOST_BIASED:
+            outputs.append((function, found.slope))
+            bias = max(bias, found.bias)
+    slopes = {function: limits.of(function, tail).slope for function in needed}
+    serves = [read for region in regions for read in region.reads]
+    code = Code(u, "activation", bits, shape, tail)
+    return Activation(code, serves, bias, regions=regions, outputs=outputs, slopes=slopes)
+
+
+def _root(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The tensor that a node is an elementwise function of: of another one, or itself."""
+    sources = node.all_input_nodes
+    if not sources or not _is_elementwise(node):
+        return node
+    first = roots[sources[0]]
+    is_one = all(roots[each] is first and shape_of(each) == shape_of(node) for each in sources)
+    return first if is_one else node
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    is_random = torch.Tag.nondeterministic_seeded in tags
+    return (
+        isinstance(node.meta.get("val"), Tensor)
+        and not is_random
+        and (torch.Tag.pointwise in tags or node.target in _CASTS)
+    )
+
+
+def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]:
+    sources = {u, *members}
+    # a member's reader may itself be read by ops that read no member
+    regions: list[tuple[fx.Node, list[fx.Node]]] = []
+    first = min((step.number[read.reader] for read in step.reads if read.source in sources), default=0)
+    inside: dict[fx.Node, int] = {}
+    for node in list(step.number)[first:]:
+        if node not in step.gradients or not _is_elementwise(node):
+            continue
+        gradients = {each for each in node.all_input_nodes if each in step.gradients}
+        others = set(node.all_input_nodes) - gradients
+        if not others <= sources or any(shape_of(each) != shape_of(u) for each in (node, *gradients)):
+            continue
+        places = {inside[each] for each in gradients if each in inside}
+        if len(places) == 1:
+            place = places.pop()
+            if all(each is regions[place][0] or inside.get(each) == place for each in gradients):
+                inside[node] = place
+                regions[place][1].append(node)
+                continue
+        if not others or len(gradients) != 1:
+            continue
+        (gradient,) = gradients
+        place = next((i for i, region in enumerate(regions) if region[0] is gradient), len(regions))
+        if place == len(regions):
+            regions.append((gradient, []))
+        inside[node] = place
+        regions[place][1].append(node)
+    found = []
+    for place, (gradient, nodes) in enumerate(regions):
+        exits = [node for node in nodes if any(inside.get(user) != place for user in node.users)]
+        functions = [_function(u, gradient, [node], {*sources, *nodes}) for node in exits]
+        reads = [Read(node, each) for node in nodes for each in node.all_input_nodes if each in sources]
+        found.append(Region(reads, functions))
+    return found
+
+
+def _function(u: fx.Node, gradient: fx.Node | None, ends: list[fx.Node], inside: set[fx.Node]) -> Function:
+    found: set[fx.Node] = set()
+    waiting = [end for end in ends if end is not u]
+    while waiting:
+        node = waiting.pop()
+        found.add(node)
+        waiting += [each for each in node.all_input_nodes if each in inside and each is not u and each not in found]
+    order = {node: number for number, node in enumerate(u.graph.nodes)}
+    return Function(u, gradient, tuple(sorted(found, key=order.__getitem__)))
+
+
+class _Limits:
+    """Compares the means of readings with functions, on a grid of their input."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self._known: dict[tuple[Function, float], Limits] = {}
+
+    def of(self, function: Function, tail: float) -> Limits:
+        """Tell how well a function is read from a code with a tail."""
+        if (function, tail) not in self._known:
+            try:
+                self._known[function, tail] = self._found(function, tail)
+            except (RuntimeError, TypeError, KeyError):
+                # an op of other tensors, or one that double precision does not have
+                self._known[function, tail] = Limits(math.inf, 0.0)
+        return self._known[function, tail]
+
+    def _found(self, function: Function, tail: float) -> Limits:
+        u = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
+        step = codes.largest_step(self.bits, tail)
+        draws = (torch.arange(_DRAWS, dtype=torch.float64) + 0.5) / _DRAWS - 0.5
+        within = (u.clamp(-tail, tail) + step * draws[:, None]).flatten()
+        ends = torch.tensor([tail, _RANGE], dtype=torch.float64)
+        ones = [None if function.gradient is None else torch.ones_like(each) for each in (u, within, ends)]
+        exact = function(u, ones[0])
+        if ones[0] is not None and not torch.allclose(function(u, -2 * ones[0]), -2 * exact):
+            return Limits(math.inf, 0.0)
+        slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
+        slope = slope if abs(slope) > _LEAST else 0.0
+        read = _unsmoothed(function, within, torch.full_like(within, step), ones[1], self.bits)
+        read = read.view(_DRAWS, -1).mean(0) + slope * (u - tail).clamp_min(0)
+        bias = ((read - exact).abs().max() / exact[u.abs() <= 1].abs().max()).item()
+        return Limits(bias if math.isfinite(bias) else math.inf, slope)
+
+
+def _unsmoothed(function: Callable[..., Tensor], u: Tensor, step: Tensor, gradient: Tensor | None, bits: int) -> Tensor:
+    weights = _WEIGHTS[bits]
+    total = None
+    for place, weight in enumerate(weights):
+        value = function(u + (place - len(weights) // 2) * step, gradient) * weight
+        total = value if total is None else total + value
+    assert total is not None
+    return total
+
+
+def _read(
+    code: Tensor,
+    steps: Tensor,
+    most: Tensor,
+    key: Tensor,
+    *gradient: Tensor,
+    function: Function,
+    slope: float,
+    shape: Shape,
+    bits: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    layout = shape.layout
+    within, excess = codes.decode_with_tail(code, steps, most, key, layout, bits=bits)
+    of_gradient = shape.rows_of(gradient[0]).to(torch.float32) if gradient else None
+    read = _unsmoothed(function, within, layout.in_rows(steps), of_gradient, bits)
+    if slope:
+        read = read + (slope * excess if of_gradient is None else slope * excess * of_gradient)
+    return shape.tensor_of(read).to(dtype)

@@ -1,0 +1,117 @@
+"""Codes of attention: queries, keys, values and output of the fused ops, and the probabilities of the op by op form.
+
+The gradient of a fused op is linear in the values and in the output. Queries and keys go through an exponential, which
+is read as if it was linear: the bias is of the order of the errors' variance, which 8 bits make negligible. With 4 bits
+the normalisation that the forward pass kept is not that of the queries and keys that are read, so that output and
+normalisation are computed again from them.
+
+The gradient of a softmax, p (g - sum(p g)), reads p twice: g_i s_i^2 / 12 is added, where s_i is the step of the code.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rmm_linear.compiler.rewrites import codes
+from rmm_linear.compiler.rewrites.coded import Code, Shape
+from rmm_linear.compiler.rewrites.editing import Editor
+from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.step import Step
+
+aten = torch.ops.aten
+# Backward ops of fused attention, and the places of query, key, value and output among their arguments.
+FUSED = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 2, 3, 4),
+    aten._scaled_dot_product_flash_attention_backward.default: (1, 2, 3, 4),
+    aten._scaled_dot_product_cudnn_attention_backward.default: (1, 2, 3, 4),
+    aten._scaled_dot_product_efficient_attention_backward.default: (1, 2, 3, 5),
+}
+# The one whose forward op can run again with no more than the backward op has.
+_AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(eq=False)
+class Softmax(Rewrite):
+    """The probabilities of an attention that runs op by op."""
+
+    def provide(self, readings: Readings) -> None:
+        """Let the probabilities be read."""
+        readings.provide(self.code.node, Provided(frozenset([self.code]), self.code.read))
+
+    def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
+        """Replace the softmax's backward op."""
+        new = editor.insert(
+            _softmax_backward,
+            reader.args[0],
+            *self.code.sources,
+            before=reader,
+            block_of=reader,
+            is_backward=True,
+            shape=self.code.shape,
+            bits=self.code.bits,
+            dtype=reader.meta["val"].dtype,
+        )
+        editor.replace(reader, new)
+
+
+def candidates(step: Step, bits: int) -> Iterator[Softmax]:
+    """Find softmaxes whose backward ops can read codes.
+
+    Args:
+        step: The step.
+        bits: Bits of the codes.
+    """
+    for read in step.reads:
+        node, dim = read.reader, read.reader.args[2] if len(read.reader.args) > 2 else None
+        if node.target is not aten._softmax_backward_data.default or read.source is not node.args[1]:
+            continue
+        base = step.base[read.source]
+        is_whole = base.meta["val"].stride() == read.source.meta["val"].stride() if step.is_float(base) else False
+        shape = Shape.of(base.meta["val"]) if is_whole and step.memories(base) else None
+        if shape is not None and dim in (-1, base.meta["val"].dim() - 1):
+            yield Softmax(Code(base, "attention", bits, shape), [read])
+
+
+def is_computed_again(reader: fx.Node, source: fx.Node) -> bool:
+    """Tell whether an attention's backward op reads its own output, which can be computed again."""
+    return reader.target is _AGAIN and source is reader.args[4] and source not in reader.args[1:4]
+
+
+def compute_again(reader: fx.Node, editor: Editor) -> None:
+    """Let an attention's backward op read the output and the normalisation of the queries and keys that it reads."""
+    where: Any = {"before": reader, "block_of": reader, "is_backward": True}
+    mask = [reader.kwargs["attn_mask"]] if reader.kwargs.get("attn_mask") is not None else []
+    output, logsumexp = editor.insert(
+        _attention,
+        *reader.args[1:4],
+        *mask,
+        dropout=reader.args[6],
+        is_causal=reader.args[7],
+        scale=reader.kwargs.get("scale"),
+        **where,
+    )
+    reader.args = (*reader.args[:4], output, logsumexp, *reader.args[6:])
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, dropout: float, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    found: tuple[Tensor, Tensor] = op(
+        query, key, value, dropout, is_causal, attn_mask=mask[0] if mask else None, scale=scale
+    )
+    return found
+
+
+def _softmax_backward(
+    gradient: Tensor, code: Tensor, steps: Tensor, key: Tensor, *, shape: Shape, bits: int, dtype: torch.dtype
+) -> Tensor:
+    p = shape.tensor_of(codes.decode(code, steps, key, shape.layout, bits=bits))
+    variance = shape.tensor_of(codes.error_variance(steps, shape.layout))
+    gradient = gradient.to(torch.float32)
+    product = p * gradient
+    return (product - p * product.sum(-1, keepdim=True) + variance * gradient).to(dtype)

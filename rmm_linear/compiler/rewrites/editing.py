@@ -1,0 +1,122 @@
+"""Puts functions of torch into a joint graph: traced, and in the place of an op or beside it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.rewrites.step import Step
+
+_Traced = tuple[fx.Graph, Any]
+
+
+class Editor:
+    """Changes the joint graph of a step.
+
+    Args:
+        step: The step.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._graph, self._mode, self._blocks = step.joint.graph, step.mode, step.blocks
+        self._traced: dict[Any, _Traced] = {}
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        self._devices = {
+            tensor.device.type for node in step.number if isinstance(tensor := node.meta.get("val"), Tensor)
+        }
+
+    def insert(
+        self,
+        function: Callable[..., Any],
+        /,
+        *sources: Any,
+        before: fx.Node,
+        block_of: fx.Node,
+        is_backward: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Put a function of tensors into the graph.
+
+        Args:
+            function: The function; functions of one name and equal options are the same.
+            sources: Its tensors.
+            before: The node that it goes before.
+            block_of: A node of the module that it belongs to.
+            is_backward: Whether it belongs to the backward pass.
+            options: Its other arguments, hashable.
+
+        Returns:
+            The node of its result, or a list of nodes if the function returns a tuple.
+        """
+        values = [node.meta["val"] for node in sources]
+        shapes = tuple((value.shape, value.stride(), value.dtype, value.device) for value in values)
+        key = (function, shapes, tuple(options.items()))
+        if key not in self._traced:
+            self._traced[key] = self._trace(function, values, options)
+        traced, results = self._traced[key]
+        placeholders = [node for node in traced.nodes if node.op == "placeholder"]
+        made = dict(zip(placeholders, sources, strict=True))
+        for node in traced.nodes:
+            if node.op == "call_function":
+                made[node] = self.copy(node, made, before=before, block_of=block_of, is_backward=is_backward)
+        return fx.node.map_arg(results, made.__getitem__)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let all readers of a node read another one."""
+        old.replace_all_uses_with(new)
+        self._replaced[old] = new
+        memory = old.meta["val"].untyped_storage()._cdata
+        waiting = list(new.users)
+        while waiting:
+            # views of the old node are views of the new one
+            node = waiting.pop()
+            is_view = any(tensor.untyped_storage()._cdata == memory for tensor in tensors_of(node))
+            if is_view and node.op == "call_function":
+                node.meta["val"] = self._value(node)
+                waiting += node.users
+
+    def now(self, node: fx.Node) -> fx.Node:
+        """Return the node that has taken a node's place, if one has."""
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
+    def copy(
+        self, node: fx.Node, made: dict[fx.Node, fx.Node], *, before: fx.Node, block_of: fx.Node, is_backward: bool
+    ) -> fx.Node:
+        """Copy a node with other inputs.
+
+        Args:
+            node: The node.
+            made: The nodes that replace inputs of it.
+            before: See `insert`.
+            block_of: See `insert`.
+            is_backward: See `insert`.
+
+        Returns:
+            The copy.
+        """
+        with self._graph.inserting_before(before):
+            copy = self._graph.node_copy(node, lambda each: made.get(each, each))
+        copy.meta = {"val": self._value(copy), "block": block_of.meta.get("block", self._blocks.get(block_of, ""))}
+        if is_backward:
+            copy.meta["is_backward"] = True
+        return copy
+
+    def _value(self, node: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        with self._mode, torch.no_grad():
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _trace(self, function: Callable[..., Any], values: Sequence[Tensor], options: dict[str, Any]) -> _Traced:
+        with autocast_as((), self._devices), self._mode, torch.no_grad():
+            inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+            module = make_fx(lambda *tensors: function(*tensors, **options))(*inputs)
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        constants = [node for node in module.graph.nodes if node.op == "get_attr"]
+        assert not constants, f"{function} makes constants"
+        return module.graph, output.args[0]

@@ -1,0 +1,71 @@
+"""Codes of tensors that the backward pass reads linearly: in matrix products, for weight gradients, and in products."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from rmm_linear.compiler.rewrites.attention import FUSED
+from rmm_linear.compiler.rewrites.coded import Code, Shape
+from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.step import Read, Step, ancestors, shape_of
+
+aten = torch.ops.aten
+_LINEAR = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mul.Tensor,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+}
+
+
+@dataclass(eq=False)
+class Linear(Rewrite):
+    """A tensor with a code of its own, which ops read that are linear in it."""
+
+    def provide(self, readings: Readings) -> None:
+        """Let the tensor be read."""
+        readings.provide(self.code.node, Provided(frozenset([self.code]), self.code.read))
+
+
+def is_linear(read: Read) -> bool:
+    """Tell whether an op is linear in a tensor that it reads; fused attention is taken to be so."""
+    reader, source = read
+    if reader.target in FUSED:
+        return sum(arg is source for arg in reader.args) == 1 and any(
+            reader.args[place] is source for place in FUSED[reader.target]
+        )
+    return reader.target in _LINEAR and sum(arg is source for arg in reader.args) == 1
+
+
+def candidates(step: Step, reads: Iterable[Read], bits: int, attention_bits: int) -> Iterator[Linear]:
+    """Find tensors that could have codes of their own.
+
+    Args:
+        step: The step.
+        reads: The reads to be served.
+        bits: Bits of the codes.
+        attention_bits: Bits of codes that attention reads.
+    """
+    found: dict[fx.Node, list[Read]] = {}
+    for read in reads:
+        if is_linear(read) and step.is_float(read.source) and step.memories(read.source) == {step.base[read.source]}:
+            found.setdefault(_whole(step, read.source), []).append(read)
+    for node, own in found.items():
+        is_attention = any(read.reader.target in FUSED for read in own)
+        shape = Shape.of(node.meta["val"])
+        if shape is not None:
+            kind, size = ("attention", attention_bits) if is_attention else ("linear", bits)
+            yield Linear(Code(node, kind, size, shape))
+
+
+def _whole(step: Step, source: fx.Node) -> fx.Node:
+    """The first tensor that the source is a view of, and that has no more elements."""
+    whole = source
+    for node in ancestors(step, source):
+        if step.is_float(node) and shape_of(node).numel() == shape_of(source).numel():
+            whole = node
+    return whole

@@ -1,0 +1,158 @@
+"""What the backward pass reads in the place of a tensor: computed from codes, with the tensor as its mean.
+
+A tensor that has a code is read from it. A tensor that follows from such tensors by ops that are linear in them is
+computed again from what is read of them: views, casts, products with a number, a parameter, a mask or a statistic of
+rows, sums. So is a product of two tensors whose codes are different ones, for their errors are independent.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from rmm_linear.compiler.rewrites.coded import Code
+from rmm_linear.compiler.rewrites.editing import Editor
+from rmm_linear.compiler.rewrites.step import Step, node_at, shape_of
+
+aten = torch.ops.aten
+# Linear in their first argument, whatever the others are, which are no tensors.
+_LINEAR = {
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.neg.default,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+# A tensor with so many times fewer elements than another one costs nothing.
+_SMALL = 16
+
+
+class Provided(NamedTuple):
+    """How a tensor is read.
+
+    Attributes:
+        codes: The codes that it is read from.
+        read: (editor, before) -> the node that takes the tensor's place, in its shape and dtype.
+    """
+
+    codes: frozenset[Code]
+    read: Callable[[Editor, fx.Node], fx.Node]
+
+
+class Readings:
+    """Tells which tensors can be read from codes, and reads them.
+
+    Args:
+        step: The step.
+
+    Attributes:
+        provided: Tensors that are read directly.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.provided: dict[fx.Node, Provided] = {}
+        self._codes: dict[fx.Node, frozenset[Code] | None] = {}
+        self._read: dict[fx.Node, fx.Node] = {}
+
+    def provide(self, node: fx.Node, provided: Provided) -> None:
+        """Let a tensor be read directly."""
+        self.provided[node] = provided
+        self._codes.clear()
+
+    def codes_of(self, node: fx.Node) -> frozenset[Code] | None:
+        """Return the codes that a tensor is read from.
+
+        Args:
+            node: The tensor.
+
+        Returns:
+            The codes; None if it can't be read.
+        """
+        if node not in self._codes:
+            self._codes[node] = None
+            self._codes[node] = self._found(node)
+        return self._codes[node]
+
+    def read(self, node: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
+        """Read a tensor; where it is read before, it must not have been read later."""
+        if node in self.provided:
+            if node not in self._read:
+                self._read[node] = self.provided[node].read(editor, before)
+            return self._read[node]
+        if node not in self._read and node.target is operator.getitem:
+            self._read[node] = self._dropped(node_at(node, 0), editor, before)
+        if node not in self._read:
+            made = {each: self.read(each, editor, before) for each in node.all_input_nodes if self.codes_of(each)}
+            if node.target in _VIEWS:
+                # what is read may be laid out otherwise
+                self._read[node] = editor.insert(
+                    _reshaped,
+                    made[node_at(node, 0)],
+                    before=before,
+                    block_of=node,
+                    is_backward=True,
+                    shape=tuple(shape_of(node)),
+                )
+            else:
+                self._read[node] = editor.copy(node, made, before=before, block_of=node, is_backward=True)
+        return self._read[node]
+
+    def _found(self, node: fx.Node) -> frozenset[Code] | None:
+        if node in self.provided:
+            return self.provided[node].codes
+        if node.op != "call_function" or node in self._step.gradients or not self._step.is_float(node):
+            return None
+        if node.target is operator.getitem:
+            op = node_at(node, 0)
+            is_dropped = op.target is aten.native_dropout.default and node.args[1] == 0
+            return self.codes_of(node_at(op, 0)) if is_dropped else None
+        sources = node.all_input_nodes
+        is_view = len(sources) == 1 and self._step.base[node] is not node
+        if is_view or node.target in _LINEAR or _is_first_power(node):
+            return self.codes_of(sources[0]) if self._step.is_float(sources[0]) else None
+        found = {each: self.codes_of(each) for each in sources}
+        exact = [each for each, codes in found.items() if codes is None]
+        if not all(self._is_at_hand(each, node) for each in exact):
+            return None
+        parts = [codes for codes in found.values() if codes is not None]
+        if not parts:
+            return None
+        if node.target in _SUMS:
+            return frozenset().union(*parts)
+        if node.target is aten.div.Tensor and len(parts) == 1 and found[sources[0]] is not None:
+            return parts[0]
+        if node.target is aten.mul.Tensor and len(sources) == sum(isinstance(arg, fx.Node) for arg in node.args):
+            together = frozenset().union(*parts)
+            return together if len(together) == sum(map(len, parts)) else None
+        return None
+
+    def _dropped(self, dropout: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
+        mask = next(each for each in dropout.users if each.args[1] == 1)
+        x, p = self.read(node_at(dropout, 0), editor, before), dropout.args[1]
+        found: fx.Node = editor.insert(_dropped, x, mask, before=before, block_of=dropout, is_backward=True, p=p)
+        return found
+
+    def _is_at_hand(self, source: fx.Node, node: fx.Node) -> bool:
+        """Tell whether a tensor is there in the backward pass, or can be kept for hardly any bytes."""
+        if not self._step.memories(source) or shape_of(source).numel() * _SMALL <= shape_of(node).numel():
+            return True
+        # a mask is read exactly by the gradient of its own op
+        is_number = self._step.is_float(source)
+        return not is_number and any(each.source is source for each in self._step.reads)
+
+
+def _is_first_power(node: fx.Node) -> bool:
+    return node.target is aten.pow.Tensor_Scalar and node.args[1] in (1, 1.0)
+
+
+def _dropped(x: Tensor, mask: Tensor, *, p: float) -> Tensor:
+    return x * mask * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def _reshaped(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
+    return x.reshape(shape)

@@ -1,0 +1,39 @@
+"""What a rewrite says of itself: which reads of the backward pass it serves, by which codes, and how."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from rmm_linear.compiler.rewrites.coded import Code
+from rmm_linear.compiler.rewrites.editing import Editor
+from rmm_linear.compiler.rewrites.readings import Readings
+from rmm_linear.compiler.rewrites.step import Read
+
+
+@dataclass(eq=False)
+class Rewrite(ABC):
+    """One code, and the reads that an op has a formula of its own for.
+
+    Attributes:
+        code: The code.
+        serves: The reads.
+        bias: A bound of what is biased, relative to the largest value of the function that is read; 0 if nothing is.
+    """
+
+    code: Code
+    serves: Sequence[Read] = field(default_factory=list)
+    bias: float = 0.0
+
+    @abstractmethod
+    def provide(self, readings: Readings) -> None:
+        """Say which tensors can be read from the code."""
+
+    def encode(self, editor: Editor) -> None:
+        """Write the code into the forward pass."""
+        self.code.encode(editor)
+
+    def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
+        """Let an op of `serves` read from the code; ops come in the order of the graph."""
+        raise NotImplementedError

@@ -1,0 +1,137 @@
+"""A training step as rewrites see it: which ops of the backward pass read which tensors of the forward pass."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from rmm_linear.compiler.fake_memory import tensors_of
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Read(NamedTuple):
+    """An op that depends on gradients reads a tensor that does not.
+
+    Attributes:
+        reader: The op.
+        source: The tensor: of the forward pass, or computed from such tensors in the backward pass.
+    """
+
+    reader: fx.Node
+    source: fx.Node
+
+
+class Step:
+    """A joint graph, and what its backward pass reads.
+
+    Args:
+        joint: The joint graph.
+        tangents: Placeholders of the gradients of its results.
+        blocks: The module that each node belongs to.
+
+    Attributes:
+        joint: The joint graph.
+        blocks: The module that each node belongs to.
+        gradients: Nodes that depend on a tangent.
+        number: The place of each node in the graph.
+        base: For each node, the node that writes the memory in which its value lies.
+        reads: What ops that depend on gradients read, in the order of the ops.
+    """
+
+    def __init__(self, joint: fx.GraphModule, tangents: Collection[fx.Node], blocks: Mapping[fx.Node, str]) -> None:
+        self.joint, self.blocks = joint, blocks
+        self.gradients: set[fx.Node] = set(tangents)
+        self.number = {node: number for number, node in enumerate(joint.graph.nodes)}
+        self.base: dict[fx.Node, fx.Node] = {}
+        self.reads: list[Read] = []
+        self._begin = len(self.number)
+        self._memories: dict[fx.Node, frozenset[fx.Node]] = {}
+        writer: dict[int, fx.Node] = {}
+        returned: set[fx.Node] = set()
+        for node in joint.graph.nodes:
+            if node.op == "output":
+                returned = {each for each in node.all_input_nodes if each not in self.gradients}
+                break
+            value = node.meta.get("val")
+            is_tensor = isinstance(value, Tensor)
+            self.base[node] = writer.setdefault(value.untyped_storage()._cdata, node) if is_tensor else node
+            if any(source in self.gradients for source in node.all_input_nodes):
+                self.gradients.add(node)
+                self._begin = min(self._begin, self.number[node])
+                self.reads += [Read(node, each) for each in node.all_input_nodes if each not in self.gradients]
+        # the caller keeps results
+        self._kept_anyway = {self.base[node] for node in returned}
+
+    @property
+    def mode(self) -> torch._subclasses.FakeTensorMode:
+        """The mode of the fake tensors."""
+        return next(node.meta["val"].fake_mode for node in self.number if hasattr(node.meta.get("val"), "fake_mode"))
+
+    def memories(self, source: fx.Node) -> frozenset[fx.Node]:
+        """Return the nodes of the forward pass whose memory must be kept if the backward pass reads a tensor exactly.
+
+        Args:
+            source: The tensor.
+        """
+        if source not in self._memories:
+            base = self.base[source]
+            if base.op != "call_function" or base in self._kept_anyway:
+                found: frozenset[fx.Node] = frozenset()
+            elif self.number[base] < self._begin:
+                found = frozenset([base])
+            else:
+                found = frozenset().union(*map(self.memories, base.all_input_nodes))
+            self._memories[source] = found
+        return self._memories[source]
+
+    def is_float(self, node: fx.Node) -> bool:
+        """Tell whether a node is a tensor of a dtype that codes know."""
+        value = node.meta.get("val")
+        return isinstance(value, Tensor) and value.dtype in _FLOATS
+
+    def leads_to(self, first: fx.Node, last: fx.Node) -> bool:
+        """Tell whether an op depends on another one through gradients."""
+        waiting, seen = [first], {first}
+        while waiting:
+            for user in waiting.pop().users:
+                if user is last:
+                    return True
+                if user not in seen and self.number.get(user, math.inf) < self.number[last]:
+                    seen.add(user)
+                    waiting.append(user)
+        return False
+
+
+def node_at(node: fx.Node, place: int) -> fx.Node:
+    """Return an argument of a node that is a node too."""
+    argument = node.args[place]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def size_bytes(node: fx.Node) -> int:
+    """Return the bytes of the memory of a node's values."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(node)}.values())
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    """Return the shape of a node that is a tensor."""
+    shape: torch.Size = node.meta["val"].shape
+    return shape
+
+
+def ancestors(step: Step, node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes in whose memory a view lies, from the node itself to the one that wrote it."""
+    while True:
+        yield node
+        if step.base[node] is node:
+            return
+        node = next(each for each in node.all_input_nodes if _shares(step, each, node))
+
+
+def _shares(step: Step, source: fx.Node, node: fx.Node) -> bool:
+    memory = node.meta["val"].untyped_storage()._cdata
+    return any(tensor.untyped_storage()._cdata == memory for tensor in tensors_of(source))
