@@ -59,7 +59,8 @@ class Options:
         loss_alone: Whether a scalar among a graph's results is taken for the loss, and the only result that is
             differentiated. If a gradient arrives at another one, later steps are planned for all of them.
         bits: 8 or 4 for a backward pass that reads codes of so many bits, without bias, where it can; a dict for each
-            kind of ops ("norm", "activation", "attention", "linear"); None for exact gradients.
+            kind of ops ("norm", "activation", "attention", "linear"); None for exact gradients. Without a budget,
+            nothing is computed again.
     """
 
     budget: int | float | str | None = None
@@ -81,7 +82,7 @@ class Options:
             raise ValueError(
                 'gradients="freed" needs executor="exact": Inductor\'s backward graph returns all gradients at its end'
             )
-        if self.schedule is None:
+        if self.schedule is None and self.budget is not None:
             Budget.of(self.budget)
             get_strategy(self.strategy)
 
@@ -97,7 +98,7 @@ class Options:
         for name in given:
             if name not in known:
                 raise ValueError(f"option {name!r} is unknown; choose among {', '.join(known)}")
-        if given.get("budget") is None and given.get("schedule") is None:
+        if given.get("budget") is None and given.get("schedule") is None and given.get("bits") is None:
             raise ValueError('the option "budget" is missing: pass options={"budget": "60%"}, or bytes such as "8GiB"')
         return cls(**given)
 
@@ -350,7 +351,7 @@ class PlannedGraph:
 
     def _is_budget_relative(self) -> bool:
         options = self._group.options
-        return options.schedule is not None or Budget.of(options.budget).is_relative
+        return options.schedule is not None or options.budget is None or Budget.of(options.budget).is_relative
 
     def _take_all_gradients(self) -> None:
         """Plan later steps for gradients of all results."""
@@ -384,7 +385,8 @@ class PlannedGraph:
             return None
         if self._group.capture_only:
             capture = replace(capture, eager_peak_bytes=eager_peak_of(self._module, arguments))
-        plan = replace(self._plan(capture), eager_peak_bytes=capture.eager_peak_bytes)
+        plan = self._plan(capture)
+        plan = replace(plan, eager_peak_bytes=capture.eager_peak_bytes, coding=capture.coding)
         if self.has_checkpoints:
             warnings.warn(
                 "the step checkpoints modules itself (torch.utils.checkpoint): the plan takes the checkpoints' place,"
@@ -403,7 +405,10 @@ class PlannedGraph:
         self, capture: Capture, plan: CheckpointPlan, tensors: Sequence[Tensor]
     ) -> tuple[CheckpointPlan, Program]:
         # after what an exact program needs: Inductor takes seconds to import
-        from rmm_linear.compiler.inductor_program import program_within
+        from rmm_linear.compiler.inductor_program import measured_plain, program_within
+
+        if self._group.options.budget is None and self._group.options.schedule is None:
+            return measured_plain(capture, plan, tensors)
 
         def replan(budget_bytes: int) -> CheckpointPlan:
             return plan_graph(capture.graph, Budget.of(budget_bytes), self._group.options.strategy)
@@ -414,7 +419,7 @@ class PlannedGraph:
         graph, options = capture.graph, self._group.options
         if options.schedule is not None:
             return CheckpointPlan.of(graph, options.schedule)
-        if self._group.plans_nothing:
+        if self._group.plans_nothing or options.budget is None:
             return CheckpointPlan.of(graph, Schedule.plain(graph))
         plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
         try:

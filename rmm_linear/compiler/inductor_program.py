@@ -12,6 +12,7 @@ seeds, so that they can run again in the backward graph; a seed itself is drawn 
 
 import hashlib
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -58,8 +59,7 @@ def program_within(
         MissingCompilerError: If Inductor finds no C++ compiler.
     """
     budget_bytes = target = plan.budget_bytes
-    if is_profiled() or any(getattr(node.target, "namespace", "") in COLLECTIVES for node in capture.nodes):
-        # another profiler would end the user's, and other processes may not run the step now
+    if not _is_measurable(capture):
         return plan, compiled_program(capture, plan.schedule, target)
     tries: list[tuple[int, CheckpointPlan, Program]] = []
     while not tries or (tries[-1][0] > budget_bytes and len(tries) < _MOST_TRIES):
@@ -80,6 +80,28 @@ def program_within(
             stacklevel=2,
         )
     return replace(plan, measured_peak_bytes=measured, budget_bytes=budget_bytes), program
+
+
+def measured_plain(capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tensor]) -> tuple[CheckpointPlan, Program]:
+    """Compile a step without a budget: Inductor is free in all that it fuses.
+
+    Args:
+        capture: A captured step.
+        plan: Its plain plan.
+        inputs: As for `program_within`.
+
+    Returns:
+        The plan, with the measured peak, and its program.
+    """
+    program = compiled_program(capture, plan.schedule, sys.maxsize)
+    if _is_measurable(capture):
+        plan = replace(plan, measured_peak_bytes=measured_peak_bytes(capture, program, inputs))
+    return plan, program
+
+
+def _is_measurable(capture: Capture) -> bool:
+    # another profiler would end the user's, and other processes may not run the step now
+    return not is_profiled() and not any(getattr(n.target, "namespace", "") in COLLECTIVES for n in capture.nodes)
 
 
 def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> Program:

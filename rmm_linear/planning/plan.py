@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rmm_linear.byte_sizes import Unit, unit_for
+from rmm_linear.planning.coding import Coding
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import Simulation, simulate
@@ -29,6 +30,7 @@ class CheckpointPlan:
             of `plain.peak_bytes`: often less, since a captured step frees everything after its last use, and sometimes
             more, since it writes nothing in place.
         measured_peak_bytes: The peak that was measured of a schedule that Inductor compiled; None where none was.
+        coding: Which tensors are kept as codes.
     """
 
     graph: Graph
@@ -38,6 +40,7 @@ class CheckpointPlan:
     budget_bytes: int
     eager_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    coding: Coding = Coding()
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
@@ -173,6 +176,7 @@ class CheckpointPlan:
                 for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))
             ]
             yield f"sketches in it: {self._sizes(*sketches)}"
+        yield from self.coding.lines(self._unit)
 
     def _table(self) -> Iterator[str]:
         rows = [("block", f"kept, {self._unit.name}", "planned", "computed again")]

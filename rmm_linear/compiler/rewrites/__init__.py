@@ -24,8 +24,7 @@ from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.readings import Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, size_bytes
-
-KINDS = ("norm", "activation", "attention", "linear")
+from rmm_linear.planning.coding import KINDS, CodedTensor, Coding, ExactTensor
 
 
 @dataclass(frozen=True)
@@ -61,59 +60,6 @@ class Bits:
             if bits not in (8, 4, None) or isinstance(bits, bool):
                 raise ValueError(f"bits={bits!r} is none of 8, 4 and None (exact); pass {{{kind!r}: 8}}, or 8 for all")
         return cls(**{kind: bits or 0 for kind, bits in each.items()})
-
-
-@dataclass(frozen=True)
-class CodedTensor:
-    """A tensor that is kept as a code.
-
-    Attributes:
-        name: The node that computes it.
-        block: The module that it belongs to.
-        kind: One of `KINDS`.
-        bits: Bits of an element.
-        tensor_bytes: Bytes of the tensor.
-        code_bytes: Bytes of the code.
-        bias: A bound of the bias of what is read, relative to the function that is read; 0 if it is unbiased.
-    """
-
-    name: str
-    block: str
-    kind: str
-    bits: int
-    tensor_bytes: int
-    code_bytes: int
-    bias: float
-
-
-@dataclass(frozen=True)
-class ExactTensor:
-    """A tensor that the backward pass reads as it is.
-
-    Attributes:
-        name: The node that computes it.
-        block: The module that it belongs to.
-        tensor_bytes: Bytes of the tensor.
-        reader: The op that reads it.
-    """
-
-    name: str
-    block: str
-    tensor_bytes: int
-    reader: str
-
-
-@dataclass(frozen=True)
-class Coding:
-    """What became of the tensors that a backward pass reads.
-
-    Attributes:
-        coded: Tensors that are kept as codes.
-        exact: Tensors that the backward pass reads as they are; some may be computed again there.
-    """
-
-    coded: tuple[CodedTensor, ...] = ()
-    exact: tuple[ExactTensor, ...] = ()
 
 
 def code_step(

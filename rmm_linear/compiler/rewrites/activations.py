@@ -12,7 +12,7 @@ will be read is compared with the function on a grid of u, for the largest step 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,19 +28,24 @@ from rmm_linear.compiler.rewrites.step import Read, Step, shape_of
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default, aten.detach.default}
-# Where u may be cut; the first one is taken that is biased by less than the bound, else the least biased one.
-_TAILS = {8: (32.0, 24.0, 16.0, 12.0, 8.0), 4: (5.0, 6.0, 7.0, 8.0, 10.0)}
-_BOUNDS = {8: 2e-4, 4: 2e-3}
+# Weights of f(u - k s), ..., f(u + k s): no, one or two terms of the series.
+_WEIGHTS = (
+    (1.0,),
+    (-1 / 24, 1 + 2 / 24, -1 / 24),
+    (3 / 640, -1 / 24 - 12 / 640, 1 + 2 / 24 + 18 / 640, -1 / 24 - 12 / 640, 3 / 640),
+)
+# Ways to read: how many terms are taken, and where u is cut. The first one is taken that is biased by less than the
+# bound, else the least biased one. Small steps need no term: 8 bits up to 16 are biased by 5e-4.
+_WAYS = {
+    8: ((0, 16.0), (1, 32.0), (1, 16.0)),
+    4: tuple((terms, tail) for terms in (1, 2) for tail in (4.0, 5.0, 6.0, 7.0, 8.0, 10.0)),
+}
+_BOUND = 2.5e-3
 # What is biased by more is kept exactly.
 _MOST_BIASED = 1e-2
-# Weights of f(u - k s), ..., f(u + k s): the first terms of the series.
-_WEIGHTS = {
-    8: (-1 / 24, 1 + 2 / 24, -1 / 24),
-    4: (3 / 640, -1 / 24 - 12 / 640, 1 + 2 / 24 + 18 / 640, -1 / 24 - 12 / 640, 3 / 640),
-}
 _RANGE, _POINTS, _DRAWS = 40.0, 1601, 64
-# Values of the grid beside which a function is no longer distinguished from its limit.
-_LEAST = 1e-6
+# Slopes so near to 0 or 1 are taken for 0 or 1.
+_LEAST = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +121,13 @@ class Activation(Rewrite):
         regions: What the backward pass computes of them.
         outputs: Functions of the tensor alone, with the slopes of their excesses.
         slopes: The same of the regions' functions.
+        terms: How many terms of the series are taken.
     """
 
     regions: list[Region] = field(kw_only=True)
     outputs: list[tuple[Function, float]] = field(kw_only=True)
     slopes: dict[Function, float] = field(kw_only=True)
+    terms: int = field(kw_only=True)
 
     def provide(self, readings: Readings) -> None:
         """Let the functions be read."""
@@ -152,6 +159,7 @@ class Activation(Rewrite):
             slope=slope,
             shape=self.code.shape,
             bits=self.code.bits,
+            terms=self.terms,
             dtype=function.result.meta["val"].dtype,
         )
         return found
@@ -195,22 +203,23 @@ def _activation(
     if not needed:
         return None
     bits = limits.bits
-    tails = {tail: max(limits.of(function, tail).bias for function in needed) for tail in _TAILS[bits]}
-    tail = next((tail for tail in tails if tails[tail] <= _BOUNDS[bits]), min(tails, key=tails.__getitem__))
-    if not tails[tail] <= _MOST_BIASED:
+    ways = {way: max(limits.of(function, way).bias for function in needed) for way in _WAYS[bits]}
+    way = next((way for way in ways if ways[way] <= _BOUND), min(ways, key=ways.__getitem__))
+    if not ways[way] <= _MOST_BIASED:
         return None
+    terms, tail = way
     outputs = []
-    bias = tails[tail]
+    bias = ways[way]
     for node in members:
         function = _function(u, None, [node], {u, *members})
-        found = limits.of(function, tail)
+        found = limits.of(function, way)
         if step.is_float(node) and found.bias <= _MOST_BIASED:
             outputs.append((function, found.slope))
             bias = max(bias, found.bias)
-    slopes = {function: limits.of(function, tail).slope for function in needed}
+    slopes = {function: limits.of(function, way).slope for function in needed}
     serves = [read for region in regions for read in region.reads]
     code = Code(u, "activation", bits, shape, tail)
-    return Activation(code, serves, bias, regions=regions, outputs=outputs, slopes=slopes)
+    return Activation(code, serves, bias, regions=regions, outputs=outputs, slopes=slopes, terms=terms)
 
 
 def _root(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -286,19 +295,19 @@ class _Limits:
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
-        self._known: dict[tuple[Function, float], Limits] = {}
+        self._known: dict[tuple[Function, tuple[int, float]], Limits] = {}
 
-    def of(self, function: Function, tail: float) -> Limits:
-        """Tell how well a function is read from a code with a tail."""
-        if (function, tail) not in self._known:
+    def of(self, function: Function, way: tuple[int, float]) -> Limits:
+        """Tell how well a function is read in a way."""
+        if (function, way) not in self._known:
             try:
-                self._known[function, tail] = self._found(function, tail)
+                self._known[function, way] = self._found(function, *way)
             except (RuntimeError, TypeError, KeyError):
                 # an op of other tensors, or one that double precision does not have
-                self._known[function, tail] = Limits(math.inf, 0.0)
-        return self._known[function, tail]
+                self._known[function, way] = Limits(math.inf, 0.0)
+        return self._known[function, way]
 
-    def _found(self, function: Function, tail: float) -> Limits:
+    def _found(self, function: Function, terms: int, tail: float) -> Limits:
         u = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
         step = codes.largest_step(self.bits, tail)
         draws = (torch.arange(_DRAWS, dtype=torch.float64) + 0.5) / _DRAWS - 0.5
@@ -309,18 +318,20 @@ class _Limits:
         if ones[0] is not None and not torch.allclose(function(u, -2 * ones[0]), -2 * exact):
             return Limits(math.inf, 0.0)
         slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
-        slope = slope if abs(slope) > _LEAST else 0.0
-        read = _unsmoothed(function, within, torch.full_like(within, step), ones[1], self.bits)
+        slope = next((near for near in (0.0, 1.0) if abs(slope - near) < _LEAST), slope)
+        read = _unsmoothed(function, within, torch.full_like(within, step), ones[1], terms)
         read = read.view(_DRAWS, -1).mean(0) + slope * (u - tail).clamp_min(0)
         bias = ((read - exact).abs().max() / exact[u.abs() <= 1].abs().max()).item()
         return Limits(bias if math.isfinite(bias) else math.inf, slope)
 
 
-def _unsmoothed(function: Callable[..., Tensor], u: Tensor, step: Tensor, gradient: Tensor | None, bits: int) -> Tensor:
-    weights = _WEIGHTS[bits]
+def _unsmoothed(function: Function, u: Tensor, step: Tensor, gradient: Tensor | None, terms: int) -> Tensor:
+    weights = _WEIGHTS[terms]
     total = None
     for place, weight in enumerate(weights):
-        value = function(u + (place - len(weights) // 2) * step, gradient) * weight
+        shift = place - len(weights) // 2
+        value = function(u + shift * step if shift else u, gradient)
+        value = value if weight == 1 else value * weight
         total = value if total is None else total + value
     assert total is not None
     return total
@@ -336,12 +347,14 @@ def _read(
     slope: float,
     shape: Shape,
     bits: int,
+    terms: int,
     dtype: torch.dtype,
 ) -> Tensor:
     layout = shape.layout
     within, excess = codes.decode_with_tail(code, steps, most, key, layout, bits=bits)
     of_gradient = shape.rows_of(gradient[0]).to(torch.float32) if gradient else None
-    read = _unsmoothed(function, within, layout.in_rows(steps), of_gradient, bits)
+    read = _unsmoothed(function, within, layout.in_rows(steps), of_gradient, terms)
     if slope:
-        read = read + (slope * excess if of_gradient is None else slope * excess * of_gradient)
+        excess = excess if slope == 1 else slope * excess
+        read = read + (excess if of_gradient is None else excess * of_gradient)
     return shape.tensor_of(read).to(dtype)

@@ -81,7 +81,7 @@ def encode(x: Tensor, key: Tensor, layout: Layout, *, bits: int) -> tuple[Tensor
     x = layout.in_groups(x)
     half = _half_range(bits)
     steps = _steps(x.abs().amax(1, keepdim=True).to(torch.float32), half)
-    numbers = torch.floor(x.to(torch.float32) / steps + dither(x.shape, key)) + (half + 0.5)
+    numbers = torch.floor(x.to(torch.float32) * (1 / steps) + dither(x.shape, key)) + (half + 0.5)
     return pack(numbers.to(torch.uint8), bits), steps
 
 
@@ -129,9 +129,9 @@ def encode_with_tail(
     within = x.clamp(-tail, tail)
     excess = x.clamp_min(tail) - tail
     drawn = _hash(x.shape, key)
-    numbers = torch.floor(within / steps + _uniform(drawn)) + (half + 0.5)
+    numbers = torch.floor(within * (1 / steps) + _uniform(drawn)) + (half + 0.5)
     has_excess = excess > (_uniform(_hashed_again(drawn)) + 0.5) * most
-    return pack((numbers + 2 * has_excess).to(torch.uint8), bits), steps, most
+    return pack((numbers + torch.where(has_excess, 2.0, 0.0)).to(torch.uint8), bits), steps, most
 
 
 def largest_step(bits: int, tail: float) -> float:
@@ -150,7 +150,7 @@ def decode_with_tail(
     numbers = unpack(code, bits).to(torch.float32)
     half = _half_range(bits) - 1
     has_excess = numbers > 2 * half
-    within = (numbers - 2 * has_excess - half - dither(numbers.shape, key)) * steps
+    within = (numbers - torch.where(has_excess, 2.0 + half, half) - dither(numbers.shape, key)) * steps
     return layout.in_rows(within), layout.in_rows(torch.where(has_excess, most, 0.0))
 
 
@@ -215,8 +215,7 @@ def _hash(shape: tuple[int, ...], key: Tensor) -> Tensor:
     # a product of the bare number would be part of a loop's index, which must not overflow in C++
     bits = torch.arange(math.prod(shape), dtype=torch.int32, device=key.device).view(shape) ^ first
     bits = _xorshift(bits * _MULTIPLIERS[2], 15) * _MULTIPLIERS[3] + second
-    bits = _xorshift(bits, 16) * _MULTIPLIERS[0]
-    return _xorshift(bits, 15) * _MULTIPLIERS[1]
+    return _xorshift(bits, 16) * _MULTIPLIERS[0]
 
 
 def _hashed_again(bits: Tensor) -> Tensor:
