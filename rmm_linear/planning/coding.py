@@ -83,11 +83,12 @@ class Coding:
         kinds: dict[tuple[str, int], int] = {}
         for tensor in self.coded:
             kinds[tensor.kind, tensor.bits] = kinds.get((tensor.kind, tensor.bits), 0) + 1
+        sizes = f"{unit.of(self.tensor_bytes)} -> {unit.of(self.code_bytes)} {unit.name}"
         told = ", ".join(f"{count} {kind} in {bits} bits" for (kind, bits), count in kinds.items())
         bias = max(tensor.bias for tensor in self.coded)
         yield (
-            f"codes of {len(self.coded)} tensors, {unit.of(self.tensor_bytes)} -> {unit.of(self.code_bytes)} {unit.name}:"
-            f" {told}; readings of functions are biased by {100 * bias:.2f} % at most"
+            f"codes of {len(self.coded)} tensors, {sizes}: {told};"
+            f" readings of functions are biased by {100 * bias:.2f} % at most"
         )
         largest = sorted(self.exact, key=lambda tensor: -tensor.tensor_bytes)[:_MOST_NAMED]
         if largest:

@@ -40,7 +40,7 @@ class CheckpointPlan:
     budget_bytes: int
     eager_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    coding: Coding = Coding()
+    coding: Coding = field(default_factory=Coding)
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
