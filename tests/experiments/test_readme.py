@@ -94,18 +94,6 @@ def test_a_missing_block_is_named() -> None:
         filled("no markers", readme.BLOCKS)
 
 
-def test_layer_tables_show_the_rows_of_the_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {
-        "hardware": "a chip", "threads": 2, "dtype": "float32", "rows": 4, "in_features": 2, "out_features": 3,
-        "sketch": "hadamard", "center": True, "ratio": 0.5, "time_ratio": 0.912, "time_ratio_q20": 0.9,
-        "time_ratio_q80": 0.95, "repeats": 7, "torch": "2", "commit": "abc",
-    }  # fmt: skip
-    (tmp_path / "layer-a.csv").write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
-    monkeypatch.setattr(readme, "BENCHMARKS", tmp_path)
-    assert "| 4 x 2 -> 3 | hadamard, centered | 0.91 (0.90-0.95) |" in readme.layer_tables()
-    assert "a chip" in readme.layer_tables()
-
-
 def test_the_readme_names_every_sketch_and_knob() -> None:
     from dataclasses import fields
 

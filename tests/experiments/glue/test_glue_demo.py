@@ -14,8 +14,6 @@ from experiments.glue.demo import (
     POSSIBLE_NEIGHBOURS,
     VERB_FORMS,
     Grammar,
-    Word,
-    as_text,
     demo_splits,
     demo_tokenizer,
     has_possible_order,
@@ -104,21 +102,16 @@ class Reader:
         return self.errors
 
 
-def test_good_sentences_parse_without_an_error(splits: DatasetDict) -> None:
-    good = [row["sentence"] for row in splits["train"] if row["label"] == 1]
-    assert len(good) == 1000
-    assert sum(Reader(sentence).sentence() for sentence in good) == 0
-
-
-def test_broken_agreement_has_exactly_one_error(splits: DatasetDict) -> None:
-    broken = [splits["train"][at]["sentence"] for at in range(1, 2000, 4)]
-    assert {Reader(sentence).sentence() for sentence in broken} == {1}
-
-
-def test_broken_order_does_not_parse(splits: DatasetDict) -> None:
-    for at in range(3, 2000, 4):
-        with pytest.raises((AssertionError, IndexError)):
-            Reader(splits["train"][at]["sentence"]).sentence()
+def test_good_sentences_parse_and_broken_ones_have_one_error_or_no_order(splits: DatasetDict) -> None:
+    rows = [*splits["train"], *splits["validation"]]
+    assert len({row["sentence"] for row in rows}) == len(rows) == 2400
+    for at, row in enumerate(splits["train"]):
+        assert row["label"] == (at + 1) % 2
+        if at % 4 == 3:
+            with pytest.raises((AssertionError, IndexError)):
+                Reader(row["sentence"]).sentence()
+        else:
+            assert Reader(row["sentence"]).sentence() == (at % 4 == 1)
 
 
 def test_every_neighbourhood_of_the_grammar_is_known_to_be_possible() -> None:
@@ -131,16 +124,6 @@ def test_every_neighbourhood_of_the_grammar_is_known_to_be_possible() -> None:
         seen |= set(itertools.pairwise(kinds))
     # and none is called possible that never occurs, or shuffled sentences would be refused for nothing
     assert seen == POSSIBLE_NEIGHBOURS
-
-
-def test_labels_are_balanced_and_broken_in_both_ways(splits: DatasetDict) -> None:
-    for split in splits.values():
-        assert sum(split["label"]) * 2 == len(split)
-
-
-def test_no_sentence_occurs_twice(splits: DatasetDict) -> None:
-    sentences = [*splits["train"]["sentence"], *splits["validation"]["sentence"]]
-    assert len(set(sentences)) == len(sentences) == 2400
 
 
 def _accuracy_of_counts(words_in_a_row: int) -> float:
@@ -163,38 +146,10 @@ def test_words_alone_do_not_solve_the_task_and_pairs_of_words_only_partly() -> N
     assert 0.70 < _accuracy_of_counts(2) < 0.82
 
 
-def test_the_label_does_not_follow_from_the_length(splits: DatasetDict) -> None:
-    lengths = {label: [len(r["sentence"].split()) for r in splits["train"] if r["label"] == label] for label in (0, 1)}
-    means = {label: sum(values) / len(values) for label, values in lengths.items()}
-    # broken order needs a few words to shuffle, nothing else makes a difference
-    assert abs(means[0] - means[1]) < 1.0
-
-
 def test_the_data_is_the_same_in_every_call_and_version() -> None:
     texts = "\n".join(demo_splits(200, 50)["train"]["sentence"])
     assert texts == "\n".join(demo_splits(200, 50)["train"]["sentence"])
     assert hashlib.sha256(texts.encode()).hexdigest()[:12] == "f947dfa90ea5"
-
-
-def test_broken_agreement_changes_one_word_only() -> None:
-    grammar = Grammar(11)
-    for _ in range(200):
-        good = grammar.sentence()
-        broken = grammar.break_agreement(good)
-        assert sum(one.text != other.text for one, other in zip(good, broken, strict=True)) == 1
-
-
-def test_broken_order_keeps_the_words() -> None:
-    grammar = Grammar(12)
-    for _ in range(200):
-        good = grammar.sentence()
-        broken = grammar.break_order(good)
-        assert sorted(word.text for word in broken) == sorted(word.text for word in good)
-        assert broken != good
-
-
-def test_a_sentence_is_written_out_with_a_full_stop() -> None:
-    assert as_text([Word("we", "pronoun"), Word("laugh", "lone verb", "plural")]) == "we laugh ."
 
 
 def test_the_tokenizer_is_reproducible_and_loses_nothing(splits: DatasetDict) -> None:
@@ -205,12 +160,6 @@ def test_the_tokenizer_is_reproducible_and_loses_nothing(splits: DatasetDict) ->
     assert tokenizer.batch_decode(ids, skip_special_tokens=True) == [f" {sentence}" for sentence in sentences[:50]]
     assert all(each[0] == tokenizer.bos_token_id and each[-1] == tokenizer.eos_token_id for each in ids)
     assert max(len(each) for each in tokenizer(sentences)["input_ids"]) <= tokenizer.model_max_length
-
-
-def test_every_word_of_the_grammar_has_its_kind() -> None:
-    grammar = Grammar(13)
-    for _ in range(500):
-        assert all(word.text in demo.WORDS_OF_KIND[word.kind] for word in grammar.sentence())
 
 
 def test_pretraining_is_reproducible_and_leaves_the_random_state_alone(
@@ -227,21 +176,6 @@ def test_pretraining_is_reproducible_and_leaves_the_random_state_alone(
     demo_pretraining._pretrain.cache_clear()
     again = demo_pretraining.pretrained_weights(tokenizer)
     assert all(torch.equal(again[name], value) for name, value in first.items())
-
-
-def test_pretraining_marks_the_replaced_words(splits: DatasetDict) -> None:
-    tokenizer = demo_tokenizer(list(splits["train"]["sentence"]))
-    tokens, replaced = next(demo_pretraining._batches(tokenizer, held_out=frozenset()))
-    is_word = replaced != demo_pretraining._IGNORED
-    assert not is_word[tokens == tokenizer.pad_token_id].any()
-    assert not is_word[tokens == tokenizer.bos_token_id].any()
-    # one in five, less those replaced by themselves; 400 words leave a standard error of 0.02
-    share = float((replaced == 1).sum() / is_word.sum())
-    assert 0.08 < share < 0.26
-    # a sentence without a mark is grammatical
-    for row, marks in zip(tokens, replaced, strict=True):
-        if not (marks == 1).any():
-            assert Reader(tokenizer.decode(row, skip_special_tokens=True).strip()).sentence() == 0
 
 
 def test_pretraining_sees_no_sentence_of_the_validation_split(splits: DatasetDict) -> None:

@@ -50,13 +50,6 @@ def test_pair_columns_are_not_swapped(tmp_path: Path) -> None:
     assert row == {"sentence1": 'He said "4', "sentence2": 'sentence 4 was "odd".', "label": 0}
 
 
-def test_mnli_reads_the_matched_development_file(tmp_path: Path) -> None:
-    folder = write_official_folder(tmp_path, "mnli")
-    (folder / "dev_matched.tsv").rename(folder / "dev_mismatched.tsv")
-    with pytest.raises(HarnessError, match="dev_matched.tsv does not exist"):
-        load_task(TASKS["mnli"], str(tmp_path))
-
-
 def test_texts_that_look_like_missing_values_stay_texts(tmp_path: Path) -> None:
     folder = write_official_folder(tmp_path, "sst2")
     (folder / "train.tsv").write_text("sentence\tlabel\nNA\t1\nnull\t0\n", encoding="utf-8")

@@ -20,20 +20,16 @@ from experiments.glue.sketch_noise import (
     Captured,
     Cell,
     Subject,
-    best_within,
     config_of,
-    grid,
     kept_share,
     measure,
     read_numbers,
     read_records,
     relative_variances,
-    write_records,
 )
 from experiments.glue.variance import main
-from experiments.glue.variance_report import main as report_main
 from experiments.glue.variance_report import targets_and_reached, write_report
-from rmm_linear import RMMConfig, available_sketches
+from rmm_linear import RMMConfig
 from rmm_linear.variance import gradient_noise
 
 WIDTHS = [384, 384, 1536]
@@ -81,9 +77,9 @@ def _record(**changes: Any) -> dict[str, Any]:
     return record | changes
 
 
-@pytest.mark.parametrize("sketched", [4096, 1700, 301])
-@pytest.mark.parametrize("storage", [None, "int8", "fp8", "int4", "int3", "int2"])
-@pytest.mark.parametrize("sketch", ["gaussian", "hadamard", "wta_crs"])
+@pytest.mark.parametrize("sketched", [4096, 301])
+@pytest.mark.parametrize("storage", [None, "int4"])
+@pytest.mark.parametrize("sketch", ["gaussian", "hadamard"])
 def test_a_cell_stays_within_its_budget_and_takes_what_it_can(sketch: str, storage: str | None, sketched: int) -> None:
     for budget in (0.05, 0.1, 0.25):
         config = config_of(Cell(sketch, True, storage, budget), WIDTHS, rows=4096, sketched=sketched)
@@ -96,20 +92,6 @@ def test_a_cell_stays_within_its_budget_and_takes_what_it_can(sketch: str, stora
         else:
             # hadamard rounds to whole rows of its blocks
             assert share >= 0.8 * budget
-
-
-def test_a_budget_that_nothing_fits_has_no_cell() -> None:
-    assert config_of(Cell("hadamard", True, "int4", 0.05), [8], rows=16, sketched=16) is None
-
-
-def test_the_grid_has_every_sketch_and_every_treatment() -> None:
-    for padding in (TO_LONGEST, TO_OWN):
-        plain = {(cell.sketch, cell.center) for cell in grid(padding, ALL_ROWS, trained=True) if cell.storage is None}
-        assert plain == {(sketch, center) for sketch in available_sketches() for center in (False, True)}
-    cross = grid(TO_LONGEST, REAL_ROWS, trained=True)
-    assert {(cell.sketch, cell.center) for cell in cross if cell.storage == "int4"} == plain
-    assert {cell.storage for cell in cross if cell.sketch == "wta_crs"} == {None, "int8", "fp8", "int4", "int2"}
-    assert len(cross) == len(set(cross))
 
 
 @pytest.mark.parametrize("storage", [None, "int4"])
@@ -140,19 +122,6 @@ def test_padding_that_has_a_gradient_is_not_left_out() -> None:
     x, g = Captured(masked, real).chosen(REAL_ROWS)["layer.2"]
     assert x.shape == (int(real.sum()), 24)
     assert torch.equal(g.t() @ x, masked["layer.2"][1][real].t() @ layers["layer.2"][0][real])
-
-
-def test_the_best_is_within_the_budget() -> None:
-    records = [
-        _record(bytes=0.1041, relative_variance=0.1),
-        _record(bytes=0.1039, relative_variance=0.3, ratio=0.2),
-        _record(bytes=0.09, relative_variance=0.3, ratio=0.3),
-        _record(bytes=0.01, relative_variance=0.4),
-    ]
-    best = best_within(records, 0.1)
-    assert best is not None
-    assert best["ratio"] == 0.3
-    assert best_within(records, 0.009) is None
 
 
 def test_the_table_says_what_is_reached_missed_and_measured() -> None:
@@ -216,11 +185,8 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["against-bytes", "--data", "demo"], "the following arguments are required: --model"),
-        (["against-bytes", *DEMO, "--tasks", "mrcp"], "unknown task 'mrcp'"),
         (["against-bytes", *DEMO, "--tasks", "mrpc"], "does not fit --data demo"),
-        (["against-bytes", *DEMO, "--steps", "-1"], "--steps -1 is below 0"),
         (["headline", *DEMO, "--draws", "1"], "--draws 1 is below 2"),
         (["headline", *DEMO], "against_bytes.csv can't be read"),
     ],
@@ -228,29 +194,11 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 def test_a_mistake_is_one_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = ["--output", str(tmp_path / "none")] if arguments else []
-    assert main([*arguments, *output]) == 2
+    assert main([*arguments, "--output", str(tmp_path / "none")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "task,step,padding,rows,bytes,seed\nmrpc,x,a,b,0.1,0\n"])
-def test_another_file_is_not_taken_for_a_grid(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / GRID_FILE).write_text(text, encoding="utf-8")
-    assert report_main([str(tmp_path)]) == 2
-    assert "is no results file of this experiment" in capsys.readouterr().err
-
-
-def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    records = [_record(), _record(storage="int4", center=False, relative_variance=1.25e-7)]
-    write_records(tmp_path / GRID_FILE, records)
-    assert read_records(tmp_path / GRID_FILE) == records
-    with (tmp_path / GRID_FILE).open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == 2
-    write_report(tmp_path)
-    assert "some-model, rmm_linear 0.1.0 (commit 0123456)" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 def test_noise_over_training_and_at_equal_bytes_end_in_one_report(
@@ -338,32 +286,6 @@ def test_what_may_choose_from_more_is_no_worse_where_it_was_chosen() -> None:
     assert all(allocated.choose(known, way, 0.001, whole=whole) is None for way in allocated.WAYS)
 
 
-def test_a_batch_that_the_split_lacks_is_refused(tiny_demo: None) -> None:
-    subject = Subject("demo", model="demo", data="demo", batch_size=8)
-    with pytest.raises(HarnessError, match="too few for 100001 batches of 8"):
-        subject.capture(TO_OWN, batch=100_000)
-
-
-def test_a_summary_adds_layers_up_before_it_divides() -> None:
-    from experiments.glue import over_training
-
-    def layer(step: int, scale: float, ratio: float) -> dict[str, Any]:
-        return {
-            "step": step,
-            "sequence_variance": scale,
-            "row_variance": 0.5 * scale,
-            **dict.fromkeys(over_training.CONFIGS, 3 * scale if scale > 1 else 0.0),
-            "paper_ratio": ratio,
-            "paper_bound": 2.0,
-        }
-
-    (row,) = over_training.summary([layer(0, 9.0, 1.0), layer(0, 1.0, 3.0)])
-    for label in over_training.CONFIGS:
-        assert row[label] == pytest.approx(2.7)
-    assert row["rows over sequences"] == pytest.approx(0.5)
-    assert (row["broken"], row["layers"]) == (1, 2)
-
-
 def test_what_is_no_file_of_numbers_is_named(tmp_path: Path) -> None:
     path = tmp_path / "over_training.csv"
     path.write_text("task,step,commit,alpha\nmrpc,zero,abc,1\n")
@@ -372,5 +294,3 @@ def test_what_is_no_file_of_numbers_is_named(tmp_path: Path) -> None:
     path.write_text("a,b\n1,2\n")
     with pytest.raises(HarnessError, match="make it anew"):
         write_report(tmp_path)
-    with pytest.raises(HarnessError, match="holds no results"):
-        write_report(tmp_path / "empty")
