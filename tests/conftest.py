@@ -1,5 +1,6 @@
 """Fixtures for the whole suite: devices, seeds, offline transformers, and memory that is not zero by luck."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -88,6 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         config.hook.pytest_deselected(items=needing)
         items[:] = [item for item in items if item not in needing]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: collections, of which compilers cause many, need not look at it. A fifth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

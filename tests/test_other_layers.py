@@ -25,34 +25,14 @@ class PackedLinear(nn.Module):
         return x @ self.codes.to(x.dtype).t() * self.scale
 
 
-class QuantizedLinear(nn.Linear):
-    """As bitsandbytes has it: a class that inherits from nn.Linear, with a forward of its own."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).clone()
-
-
-class TinyExperts(nn.Module):
-    """As transformers has it: all experts' weights in one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down_proj = nn.Parameter(torch.randn(4, 8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("ni,eio->no", x, self.down_proj)
-
-
 def others(model: nn.Module) -> dict[str, str]:
     return dict(summary(model).others)
 
 
-def test_a_layer_of_another_library_is_named_with_its_class() -> None:
-    model = nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8)})
-    assert others(model) == {"two": f"its class is {__name__}.PackedLinear, not nn.Linear"}
-
-
-def test_frozen_ones_are_no_reason_to_warn_and_others_are() -> None:
+def test_frozen_ones_are_named_and_trained_ones_warned_of() -> None:
+    assert others(nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8)})) == {
+        "two": f"its class is {__name__}.PackedLinear, not nn.Linear"
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert_linears(nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8)}), config=CONFIG)
@@ -63,34 +43,10 @@ def test_frozen_ones_are_no_reason_to_warn_and_others_are() -> None:
         warnings.simplefilter("error")
         convert_linears(trained, config=CONFIG, exclude_modules=["two"])
         convert_linears(trained, config=CONFIG, target_modules=["one"])
-
-
-def test_a_model_of_nothing_else_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"matches none of .* 1 linear layers: one; two: its class is .*PackedLinear"):
+        convert_linears(trained, config=CONFIG, target_modules=["two"])
     with pytest.raises(ValueError, match=r"no linear layers; there is nothing to convert; 0: its class is .*PackedLin"):
         convert_linears(nn.Sequential(PackedLinear(8, 8)), config=CONFIG)
-
-
-def test_naming_one_says_why_it_is_not_converted() -> None:
-    model = nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8)})
-    with pytest.raises(ValueError, match=r"matches none of .* 1 linear layers: one; two: its class is .*PackedLinear"):
-        convert_linears(model, config=CONFIG, target_modules=["two"])
-
-
-def test_a_class_that_inherits_from_linear_is_left_and_named() -> None:
-    model = nn.ModuleDict({"one": nn.Linear(8, 8), "two": QuantizedLinear(8, 8)})
-    with pytest.warns(UserWarning, match=r"two: its class is .*QuantizedLinear, not nn.Linear"):
-        convert_linears(model, config=CONFIG)
-    row = summary(model).rows[1]
-    assert (row.config, row.note) == (None, f"exact: its class is {__name__}.QuantizedLinear, not nn.Linear")
-
-
-def test_experts_are_named() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), TinyExperts())
-    reason = "TinyExperts holds down_proj of 4 experts as parameters of 3 dimensions, not as nn.Linear"
-    assert others(model)["1"].startswith(reason)
-    with pytest.warns(UserWarning, match=rf"left exact: \*: {reason}"):
-        convert_linears(model, config=CONFIG)
-    assert f"exact: *: {reason}" in str(summary(model))
 
 
 def test_models_without_such_layers_have_none() -> None:
@@ -100,7 +56,7 @@ def test_models_without_such_layers_have_none() -> None:
     assert others(model) == {}
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.grid)])
 def test_the_experts_of_transformers_are_named(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
@@ -234,14 +190,6 @@ class TestAdapters:
         model = peft.get_peft_model(self.llama(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
         with pytest.warns(UserWarning, match=r"none of the 14 layers that are sketched now has a trainable weight"):
             convert_linears(model, config=CONFIG)
-
-
-def test_a_sample_that_does_not_fit_is_named() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    for sample in ("text", {"wrong": torch.zeros(4, 8)}, torch.zeros(4, 9), iter([1])):
-        with pytest.raises(ValueError, match=f"can't be run on sample, a {type(sample).__name__} "):
-            convert_linears(model, config=CONFIG, sample=sample)
-    assert type(model[0]) is nn.Linear
 
 
 def test_a_subclass_of_conv1d_is_named_as_one() -> None:

@@ -29,22 +29,17 @@ def rows():
     return {row.name: row for row in summary(model()).rows}
 
 
-def test_every_linear_layer_has_a_row():
+def test_a_row_tells_how_a_layer_is_sketched_and_what_a_row_keeps():
     assert list(rows()) == ["wide", "narrow", "frozen", "left", "attention.out_proj", "classifier"]
-
-
-def test_a_row_tells_how_a_layer_is_sketched():
-    row = rows()["wide"]
-    assert row.config == RMMConfig(ratio=0.25, center=False)
-    assert (row.in_features, row.out_features, row.dtype, row.note) == (64, 32, "float32", "")
-
-
-def test_bytes_a_row_are_those_of_the_config_in_the_dtype_of_the_weight():
-    wide, narrow = rows()["wide"], rows()["narrow"]
+    wide, narrow, frozen = (rows()[name] for name in ("wide", "narrow", "frozen"))
+    assert wide.config == RMMConfig(ratio=0.25, center=False)
+    assert (wide.in_features, wide.out_features, wide.dtype, wide.note) == (64, 32, "float32", "")
+    # in the dtype of the weight
     assert wide.exact_bytes_per_row == 64 * 4
     assert wide.kept_bytes_per_row == RMMConfig(ratio=0.25, center=False).saved_bytes(4096, 64, torch.float32) / 4096
     assert wide.kept_bytes_per_row == pytest.approx(64 * 4 * 0.25, rel=0.01)
     assert narrow.exact_bytes_per_row == narrow.kept_bytes_per_row == 16 * 2
+    assert (frozen.exact_bytes_per_row, frozen.kept_bytes_per_row) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +59,6 @@ def test_a_row_tells_why_a_layer_is_exact(name, note):
     assert rows()[name].note == note
 
 
-def test_a_frozen_layer_keeps_nothing_either_way():
-    row = rows()["frozen"]
-    assert (row.exact_bytes_per_row, row.kept_bytes_per_row) == (0, 0)
-
-
 def test_the_table_is_printed_once_and_aligned(capsys):
     print(summary(model()))
     lines = capsys.readouterr().out.splitlines()
@@ -82,36 +72,13 @@ def test_the_table_is_printed_once_and_aligned(capsys):
     assert lines[-1].startswith("at most: ")
 
 
-def test_the_totals_are_the_sums_of_the_rows():
+def test_the_totals_are_the_sums_of_the_rows_and_go_through_json():
     result = summary(model())
-    assert result.converted == 3
     assert result.exact_bytes_per_row == sum(row.exact_bytes_per_row for row in result.rows)
     assert result.kept_bytes_per_row < result.exact_bytes_per_row
-
-
-def test_the_summary_goes_through_json():
-    result = summary(model())
     values = json.loads(json.dumps(result.to_dict()))
     assert values["rows"][0]["config"] == RMMConfig(ratio=0.25, center=False).to_dict()
     assert (values["converted"], values["sketched"]) == (3, 1)
-
-
-def test_a_model_that_is_a_layer_has_a_row():
-    assert "(the model)" in str(summary(convert_linears(nn.Linear(8, 8))))
-
-
-def test_a_lazy_layer_has_a_row():
-    result = summary(nn.Sequential(nn.LazyLinear(4)))
-    assert "LazyLinear" in result.rows[0].note
-
-
-def test_a_model_without_linear_layers_says_so():
-    assert str(summary(nn.ReLU())) == "no linear layers"
-
-
-def test_something_that_is_no_module_is_refused():
-    with pytest.raises(ValueError, match="model is a list"):
-        summary([nn.Linear(2, 2)])
 
 
 def test_frozen_layers_are_not_counted_as_sketched():
@@ -119,3 +86,11 @@ def test_frozen_layers_are_not_counted_as_sketched():
     net[:2].requires_grad_(False)
     assert (summary(net).converted, summary(net).sketched) == (3, 1)
     assert "1 of 3 linear layers are sketched" in str(summary(net))
+
+
+def test_odd_models_have_a_summary_and_others_are_refused():
+    assert "(the model)" in str(summary(convert_linears(nn.Linear(8, 8))))
+    assert "LazyLinear" in summary(nn.Sequential(nn.LazyLinear(4))).rows[0].note
+    assert str(summary(nn.ReLU())) == "no linear layers"
+    with pytest.raises(ValueError, match="model is a list"):
+        summary([nn.Linear(2, 2)])

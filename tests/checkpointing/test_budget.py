@@ -38,9 +38,7 @@ def test_a_budget_is_read(budget, size_bytes):
     assert budget_in_bytes(budget, PLAIN) == size_bytes
 
 
-@pytest.mark.parametrize(
-    "budget", [0.0, -0.5, 1.5, float("nan"), float("inf"), True, None, "", "1.2.3", "0%", "3PB"]
-)
+@pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, float("nan"), float("inf"), True, None, "", "1.2.3", "0%", "3PB"])
 def test_what_is_no_budget_is_refused(budget):
     with pytest.raises(ValueError, match=re.escape(f"budget={budget!r} is no budget")):
         Budget.of(budget)
@@ -99,7 +97,7 @@ _DOORS = {
             (
                 door,
                 "20%",
-                r"within 20% = ([\d.]+ KiB); the least that was found takes ([\d.]+)% = ([\d.]+ KiB), of the [\d.]+ KiB",
+                r"within 20% = ([\d.]+ KiB); the least that was found takes ([\d.]+)% = ([\d.]+ KiB), of the [\d.]+ ",
             )
             for door in _DOORS
         ),

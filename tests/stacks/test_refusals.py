@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations
 
-from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
+from rmm_linear import RMMConfig, RMMLinear, convert_linears
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
@@ -30,10 +30,6 @@ def loss_of(model: nn.Module, x: Tensor):
     return lambda parameters: functional_call(model, parameters, (x,)).square().sum()
 
 
-def notes(model: nn.Module) -> dict[str, str]:
-    return {row.name: row.note for row in summary(model).rows}
-
-
 def test_double_backward_raises(x):
     model = network()
     gradients = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
@@ -44,33 +40,29 @@ def test_double_backward_raises(x):
         grad(lambda p: sum(g.square().sum() for g in grad(loss_of(model, x))(p).values()))(parameters)
 
 
-@pytest.mark.parametrize("randomness", ["error", "same", "different"])
-def test_vmap_raises(x, randomness):
-    model = network()
-    with pytest.raises(TransformError, match="one sketch stands for all rows"):
-        vmap(model, randomness=randomness)(x.view(4, 40, 16))
-    parameters = dict(model.named_parameters())
-    per_sample = vmap(
-        lambda p, x: grad(loss_of(model, x))(p), in_dims=(None, 0), randomness=randomness
-    )  # fmt: skip
-    with pytest.raises(TransformError, match="one sketch stands for all rows"):
-        per_sample(parameters, x.view(4, 40, 16))
-
-
-@pytest.mark.parametrize("transform", [jacrev, hessian])
-def test_transforms_that_map_over_gradients_raise(x, transform):
-    model = network()
-    with pytest.raises(TransformError, match="one sketch stands for all rows"):
-        transform(loss_of(model, x) if transform is hessian else lambda p: functional_call(model, p, (x,)).sum(0))(
-            dict(model.named_parameters())
-        )
-
-
-def test_batched_gradients_raise(x):
-    model = network()
+def batched_gradients(model: nn.Module, x: Tensor) -> None:
     output = model(x)
+    torch.autograd.grad(output, list(model.parameters()), torch.randn(3, *output.shape), is_grads_batched=True)
+
+
+MAPPED = {
+    **{
+        f"vmap, {randomness}": lambda model, x, r=randomness: vmap(model, randomness=r)(x.view(4, 40, 16))
+        for randomness in ("error", "same", "different")
+    },
+    "gradients of each sample": lambda model, x: vmap(
+        lambda p, x: grad(loss_of(model, x))(p), in_dims=(None, 0), randomness="different"
+    )(dict(model.named_parameters()), x.view(4, 40, 16)),
+    "jacrev": lambda model, x: jacrev(lambda p: functional_call(model, p, (x,)).sum(0))(dict(model.named_parameters())),
+    "hessian": lambda model, x: hessian(loss_of(model, x))(dict(model.named_parameters())),
+    "batched gradients": batched_gradients,
+}
+
+
+@pytest.mark.parametrize("way", MAPPED)
+def test_what_maps_over_rows_or_gradients_raises(x, way):
     with pytest.raises(TransformError, match="one sketch stands for all rows"):
-        torch.autograd.grad(output, list(model.parameters()), torch.randn(3, *output.shape), is_grads_batched=True)
+        MAPPED[way](network(), x)
 
 
 def test_forward_mode_raises_for_inputs(x):
@@ -140,32 +132,6 @@ def test_a_leaf_module_is_traced_as_itself(x):
         traced(x).square().sum().backward()
         gradients.append(model[0].weight.grad.clone())
     assert not torch.equal(*gradients)
-
-
-class Quantized(nn.Linear):
-    """As bitsandbytes, torchao and GPTQ derive theirs."""
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda layer: parametrizations.weight_norm(layer), "its weight is parametrized"),
-        (lambda layer: parametrizations.spectral_norm(layer), "its weight is parametrized"),
-        (lambda layer: weight_norm(layer), "computed by a hook"),
-        (lambda layer: Quantized(16, 16), "Quantized, not nn.Linear"),
-        (lambda layer: layer.to(torch.complex64), "dtype torch.complex64"),
-    ],
-    ids=["parametrized", "spectral_norm", "old weight_norm", "quantized", "complex"],
-)
-def test_what_is_left_exact_is_named_in_the_warning_and_in_the_summary(change, reason):
-    model = network(convert=False)
-    model[0] = change(model[0])
-    with pytest.warns(UserWarning, match=f"left exact: 0: .*{reason}"):
-        convert_linears(model, config=CONFIG, target_modules=".*")
-    assert f"exact: {'its' if 'its' in reason else ''}" in notes(model)["0"]
-    assert reason in notes(model)["0"]
-    assert isinstance(model[2], RMMLinear)
 
 
 def test_a_parametrization_after_the_conversion_is_sketched(x):

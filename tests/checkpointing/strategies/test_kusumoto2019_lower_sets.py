@@ -12,7 +12,7 @@ from network_shapes import dense_blocks, residual_chain, transformer
 from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
-from rmm_linear.planning.simulate import peak_and_cost, simulate
+from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
     Kusumoto2019Approximate,
