@@ -35,9 +35,15 @@ def _network(config: RMMConfig) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("sketch", "center"),
     [
-        *((sketch, True) for sketch in available_sketches()),
-        ("hadamard", False),
-        *(grid(sketch, False) for sketch in available_sketches() if sketch != "hadamard"),
+        *(("hadamard", center) for center in (True, False)),
+        ("gaussian", True),
+        ("wta_crs", True),
+        *(
+            grid(sketch, center)
+            for sketch in available_sketches()
+            for center in (True, False)
+            if sketch != "hadamard" and (sketch not in ("gaussian", "wta_crs") or not center)
+        ),
     ],
 )
 def test_one_frame_over_twenty_steps_and_at_most_two_over_five_lengths(sketch: str, center: bool) -> None:
@@ -60,9 +66,8 @@ def test_one_frame_over_twenty_steps_and_at_most_two_over_five_lengths(sketch: s
 @pytest.mark.parametrize(
     ("storage", "ratio"),
     [
-        *((storage, 0.4) for storage in STORAGES),
-        ("int4", 1.0),
-        *(grid(storage, 1.0) for storage in STORAGES if storage != "int4"),
+        *(("int4", ratio) for ratio in (0.4, 1.0)),
+        *(grid(storage, ratio) for storage in STORAGES for ratio in (0.4, 1.0) if storage != "int4"),
     ],
 )
 def test_low_bit_storage_is_one_frame_and_keeps_its_bytes(storage: str, ratio: float) -> None:
@@ -244,37 +249,3 @@ def test_compiled_weight_gradient_is_unbiased(backend: str) -> None:
         return torch.cat([(one / other.norm()).flatten() for one, other in zip(found, exact, strict=True)])
 
     assert_unbiased(lambda: relative(gradients(compiled)), relative(exact), draws=1200, bias=0.04)
-
-
-def test_compiled_layers_keep_the_sketch_and_let_the_input_go() -> None:
-    # The input of the second layer is an activation of no other use: with the exact layer it would be kept.
-    class Squares(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * x
-
-    def kept_bytes(config: RMMConfig) -> int:
-        torch._dynamo.reset()
-        torch.manual_seed(2)
-        first, second, third = (RMMLinear(*shape, config=config) for shape in ((16, 64), (64, 64), (64, 4)))
-        network = nn.Sequential(first, Squares(), second, third)
-        compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
-        x = torch.randn(512, 16)
-        storages: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = compiled(x)
-        output.sum().backward()
-        return sum(storages.values())
-
-    exact = kept_bytes(CONFIG.replace(ratio=1.0))
-    sketched = kept_bytes(CONFIG.replace(ratio=0.125, center=False))
-    # Exact: x (16), the first output (64) for the square, and the inputs of the other two (64 each), in columns of 4
-    # bytes. Sketched: the first output, and an eighth of the three inputs.
-    row = 512 * 4
-    assert exact == (16 + 3 * 64) * row
-    assert abs(sketched - (64 + (16 + 2 * 64) / 8) * row) <= 64

@@ -491,7 +491,7 @@ def test_a_model_of_transformers_is_saved_as_a_plain_one_and_keeps_its_tied_head
         ({"target_modules": "layers.(0"}, "not a regular expression"),
         ({"target_modules": [1, 2]}, "neither a string nor a list"),
         ({"target_modules": []}, "matches none"),
-        ({"target_modules": "query"}, "matches none"),
+        ({"target_modules": r"layers\.\d\.attention\.q"}, "matches none"),
         ({"target_modules": ["qeury"]}, r"matches none of the model's 10 linear layers: layers\.0"),
         ({"exclude_modules": r".*"}, "matches none"),
         ({"filter_fn": lambda module, name: False}, "filter_fn"),

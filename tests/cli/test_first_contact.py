@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = transformers.GPT2Config(
-        vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=4096, architectures=["GPT2LMHeadModel"]
+        vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=4096, architectures=["GPT2LMHeadModel"]
     )
     config.save_pretrained(tmp_path / "gpt2-small")
     (tmp_path / "empty").mkdir()
@@ -74,12 +74,8 @@ def test_names_on_the_hub_stay_as_they_are(name):
     [
         ["profile", "./none"],
         ["profile", "gpt2", "--ratio", "x"],
-        ["profile", "gpt2", "--ratio", "7"],
-        ["profile", "gpt2", "--seq", "0"],
         ["plan", "./none"],
         ["plan", "gpt2", "--budget", "much"],
-        ["plan", "gpt2", "--strategy", "magic"],
-        ["plan", "gpt2", "--ratio", "7"],
         ["plan", "gpt2", "--layers", "0"],
         ["plan", "gpt2", "--figure", "nowhere/plan.png"],
         ["plan", "gpt2", "--figure", "plan.what"],
@@ -153,8 +149,8 @@ def test_shapes_alone_estimate_fused_attention(folder, capsys):
     for more in ([], ["--attention", "eager"]):
         assert main(["profile", name, *options, *more, "--json"]) == 0
         kept[bool(more)] = json.loads(capsys.readouterr().out)["columns"][0]["bytes"]
-    # scores of 2 sequences, 2 heads and 2 layers, once at least
-    assert kept[True] - kept[False] > 2 * 2 * 2 * 2048**2 * 4
+    # scores of 2 sequences and 2 heads, once at least
+    assert kept[True] - kept[False] > 2 * 2 * 2048**2 * 4
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
