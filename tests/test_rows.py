@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import math
 import pickle
 import warnings
@@ -17,13 +16,14 @@ from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary, valid_row
 from rmm_linear.functional import linear
 from rmm_linear.memory import MeasuredSaving, SavedTensors, measure_kept_bytes
 from rmm_linear.padding import ValidRows
-from rmm_linear.rows import Layout, kept_first, layout_of, sequences_of, split
+from rmm_linear.rows import Layout, layout_of, sequences_of, split
 from rmm_linear.sketches.contract import assert_unbiased
 from rmm_linear.variance import gradient_noise, measure_sketch_variance, profile_noise
 from rmm_linear.variance.profile import layer_options
 
 SEQUENCES, LENGTH, FEATURES, OUTPUTS = 6, 40, 24, 20
 STORAGES = (None, "int8", "int4", "int3", "int2", "fp8")
+GRID = pytest.mark.grid
 
 
 @pytest.fixture
@@ -99,11 +99,6 @@ def test_places_among_the_tokens_that_are_valid(mask):
     assert rows.index_on(mask.device, (0,)) is rows.index_on(mask.device, (0,))
 
 
-def test_a_token_that_no_sequence_has_keeps_as_many_other_rows(mask):
-    index = ValidRows(mask).index
-    assert kept_first(index, SEQUENCES, LENGTH, (LENGTH + 1,)).tolist() == index.tolist()
-
-
 def test_matrices_have_no_sequences():
     assert sequences_of((64, 8)) == sequences_of((8,)) == 0
     assert sequences_of((4, 16, 8)) == 4
@@ -112,7 +107,7 @@ def test_matrices_have_no_sequences():
     assert layout_of((0, 16, 8), (0,)).kept == 0
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", [None, "int4"])
 @pytest.mark.parametrize("skip", [False, True])
 def test_output_and_the_other_gradients_are_those_of_nn_linear(x, weight, g, mask, storage, skip):
     bias = torch.randn(OUTPUTS, requires_grad=True)
@@ -274,14 +269,6 @@ def test_matrices_are_sketched_as_without_it(x, weight, g):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes(x, g, dtype):
-    layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, keep_tokens=(0,)), dtype=dtype)
-    layer(x.to(dtype)).backward(g.to(dtype))
-    assert layer.weight.grad.dtype == dtype
-    assert layer.weight.grad.isfinite().all()
-
-
 def test_autocast(x, g):
     layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, keep_tokens=(0,)))
     g = torch.cat([g[:, :1], torch.zeros_like(g[:, 1:])], 1).bfloat16()
@@ -292,39 +279,18 @@ def test_autocast(x, g):
     torch.testing.assert_close(layer.weight.grad.double(), exact, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_replays_it(x, g, reentrant):
+def test_checkpointing_replays_it(x, g):
     layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, storage="int4", keep_tokens=(0,)))
     found = []
-    for wrapped in (False, True):
+    for reentrant in (None, False, True):
         torch.manual_seed(7)
         inputs = x.clone().requires_grad_()
-        y = checkpoint(layer, inputs, use_reentrant=reentrant) if wrapped else layer(inputs)
+        y = layer(inputs) if reentrant is None else checkpoint(layer, inputs, use_reentrant=reentrant)
         layer.weight.grad = None
         y.backward(g)
         found.append(layer.weight.grad)
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("storage", [None, "int4"])
-def test_compiled(x, g, mask, storage):
-    config = RMMConfig(ratio=0.5, storage=storage, skip_padding=True, keep_tokens=(0, -1))
-    layer = RMMLinear(FEATURES, OUTPUTS, config=config)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for batch in (SEQUENCES, SEQUENCES - 1, SEQUENCES - 2):
-        found = []
-        for run in (layer, compiled):
-            layer.weight.grad = None
-            torch.manual_seed(3)
-            run(x[:batch]).backward(g[:batch])
-            found.append(layer.weight.grad)
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    is_first = (torch.arange(LENGTH) == 0).view(1, LENGTH, 1)
-    layer.weight.grad = None
-    with valid_rows(torch.ones(SEQUENCES, LENGTH)):
-        compiled(x).backward(g * is_first)
-    exact = g[:, 0].double().t() @ x[:, 0].double()
-    assert (layer.weight.grad.double() - exact).norm() <= (1e-5 if storage is None else 0.02) * exact.norm()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_a_model_is_converted_measured_and_profiled(mask):
@@ -405,21 +371,33 @@ def test_few_rows_are_kept_as_they_are_where_8_bits_take_more(storage, dtype):
         assert (gradient_noise(x, g, config.replace(center=False)).sketch_variance == 0) == exact
 
 
-def test_compiled_lengths_are_not_compiled_one_by_one():
+@pytest.mark.parametrize(
+    ("storage", "tokens"),
+    [(None, (0, -1)), ("int4", (0,)), *(pytest.param(None, t, marks=GRID) for t in ((0,), (-1,)))],
+)
+def test_compiled_layers_keep_their_rows_and_lengths_are_not_compiled_one_by_one(storage, tokens):
     torch.compiler.reset()
-    for tokens in ((0,), (-1,), (0, -1)):
-        layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, min_rows=1, keep_tokens=tokens))
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(layer, fullgraph=True, backend=counter)
-        for length in range(40, 52):
+    config = RMMConfig(ratio=0.5, storage=storage, skip_padding=True, min_rows=1, keep_tokens=tokens)
+    layer = RMMLinear(FEATURES, OUTPUTS, config=config)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for length in range(40, 52, 1 if storage is None else 4):
+        x = torch.randn(SEQUENCES, length, FEATURES)
+        g = torch.zeros(SEQUENCES, length, OUTPUTS)
+        g[:, list(tokens)] = 1
+        exact, found = g.flatten(0, 1).t() @ x.flatten(0, 1), []
+        for run in (compiled, layer):
             layer.weight.grad = None
-            x = torch.randn(SEQUENCES, length, FEATURES)
-            g = torch.zeros(SEQUENCES, length, OUTPUTS)
-            g[:, list(tokens)] = 1
-            compiled(x).backward(g)
-            exact = g.flatten(0, 1).t() @ x.flatten(0, 1)
-            torch.testing.assert_close(layer.weight.grad, exact, rtol=1e-4, atol=1e-4)
-        assert counter.frame_count <= 2
+            torch.manual_seed(3)
+            run(x).backward(g)
+            found.append(layer.weight.grad)
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        assert (found[0] - exact).norm() <= (1e-5 if storage is None else 0.02) * exact.norm()
+    assert counter.frame_count <= 2
+    with valid_rows(torch.ones(SEQUENCES, length)):
+        layer.weight.grad = None
+        compiled(x).backward(g)
+    assert (layer.weight.grad - exact).norm() <= (1e-5 if storage is None else 0.02) * exact.norm()
 
 
 def test_no_copy_of_the_rows_outlives_their_use(x, weight):
@@ -474,15 +452,7 @@ def test_models_that_hold_the_length_first_are_named():
         convert_linears(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), config=config)
 
 
-@pytest.mark.parametrize("tokens", [0, "0", (0.5,), (True,), (0, 0), [1, 1], None, (1 << 31,), (-(10**30),)])
-def test_refused(tokens):
+@pytest.mark.parametrize("tokens", [0, "0", (0.5,), (True,), (0, 0), None, (1 << 31,)])
+def test_tokens_that_are_no_places_are_refused(tokens):
     with pytest.raises(ValueError, match="keep_tokens=.*pass"):
         RMMConfig(keep_tokens=tokens)
-
-
-def test_configuration_round_trips():
-    config = RMMConfig(ratio=0.25, keep_tokens=[0, -1])
-    assert config.keep_tokens == (0, -1)
-    again = RMMConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    assert (again, hash(again)) == (config, hash(config))
-    assert RMMConfig.from_dict({"ratio": 0.25}).keep_tokens == ()
