@@ -118,22 +118,6 @@ def test_the_model_is_converted_when_the_trainer_is_made(tmp_path):
     assert type(trainer.model.classifier.dense) is nn.Linear
 
 
-def test_options_are_those_of_convert_linears(tmp_path):
-    config = RMMConfig(ratio=0.1, sketch="rademacher")
-    trainer = make_trainer(tmp_path, RMMCallback(config=config, target_modules=["query"]))
-    assert converted(trainer.model) == 2
-    assert trainer.model.roberta.encoder.layer[1].attention.self.query.rmm_config == config
-
-
-def test_the_optimizer_trains_the_parameters_of_the_model(tmp_path):
-    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
-    before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-    trainer.train()
-    # the pooled token alone reaches the head: every weight has a gradient but the unused position embeddings' rows
-    changed = [name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])]
-    assert len(changed) == len(before)
-
-
 def test_a_model_that_model_init_makes_anew_is_converted(tmp_path):
     made = []
 
@@ -162,13 +146,6 @@ def test_a_callback_that_is_added_late_converts_when_training_begins(tmp_path):
     trainer.train()
     assert converted(trainer.model) == LAYERS
     assert len(trainer_rows(trainer)) == 5
-
-
-def test_a_layer_that_was_reverted_by_hand_stays_exact(tmp_path):
-    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
-    revert_linears(trainer.model)
-    trainer.train()
-    assert converted(trainer.model) == 0
 
 
 def test_every_reporter_gets_every_log_whatever_its_place(tmp_path):
@@ -214,6 +191,7 @@ def test_the_logged_bytes_are_those_of_the_exact_and_the_sketched_model(tmp_path
         model(**batch)
     assert callback.kept_bytes == sketched.bytes
     assert callback.exact_bytes == exact.bytes
+    assert [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks] == []
 
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
@@ -243,26 +221,6 @@ def test_a_saving_that_is_not_measured_is_warned_about_once(tmp_path):
     assert "4 calls share their input" in messages[0]
 
 
-def test_ratio_one_promises_nothing_and_warns_of_nothing(tmp_path):
-    callback = RMMCallback(ratio=1.0)
-    make_trainer(tmp_path, callback).train()
-    assert callback.kept_bytes == callback.exact_bytes
-    assert callback.promised_bytes == 0
-
-
-def test_rows_below_min_rows_are_told(tmp_path):
-    trainer = make_trainer(tmp_path, RMMCallback(config=RMMConfig(ratio=0.1, min_rows=10_000)))
-    with pytest.warns(UserWarning, match="fewer rows than min_rows"):
-        trainer.train()
-    assert converted(trainer.model) == LAYERS
-
-
-def test_measuring_leaves_no_hook_behind(tmp_path):
-    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
-    trainer.train()
-    assert [module for module in trainer.model.modules() if module._forward_hooks or module._forward_pre_hooks] == []
-
-
 def test_a_failing_forward_leaves_no_hook_active_and_the_next_one_is_measured(tmp_path):
     callback = RMMCallback(ratio=0.1)
     trainer = make_trainer(tmp_path, callback)
@@ -275,15 +233,6 @@ def test_a_failing_forward_leaves_no_hook_active_and_the_next_one_is_measured(tm
     assert callback.kept_bytes is None
     trainer.train()
     assert callback.kept_bytes < callback.exact_bytes
-
-
-def test_evaluation_before_training_is_not_what_is_measured(tmp_path):
-    callback = RMMCallback(ratio=0.1)
-    trainer = make_trainer(tmp_path, callback, eval_on_start=True, eval_strategy="steps", eval_steps=2)
-    trainer.train()
-    reference = RMMCallback(ratio=0.1)
-    make_trainer(tmp_path, reference).train()
-    assert (callback.kept_bytes, callback.exact_bytes) == (reference.kept_bytes, reference.exact_bytes)
 
 
 def test_evaluation_is_bitwise_that_of_exact_layers(tmp_path):
@@ -328,21 +277,11 @@ def test_under_a_compiler_nothing_is_measured_and_that_is_said(tmp_path):
     assert trainer_rows(trainer) == []
 
 
-def test_something_else_than_a_trainer_still_gets_the_values_in_its_logs():
-    callback, logs = RMMCallback(ratio=0.1), {"loss": 1.0}
-    callback.kept_bytes, callback.exact_bytes = 2**20, 2**22
-    callback.on_log(None, None, None, logs=logs)
-    assert logs == {"loss": 1.0, "rmm/kept_mib": 1.0, "rmm/exact_mib": 4.0, "rmm/freed": 0.75}
-
-
-def test_ratio_and_config_together_are_refused():
-    with pytest.raises(ValueError, match="both ratio=0.5 and config"):
-        RMMCallback(0.5, config=RMMConfig())
-
-
-def test_a_bad_ratio_is_refused_before_there_is_a_trainer():
+def test_bad_options_are_refused_before_there_is_a_trainer():
     with pytest.raises(ValueError, match="ratio=1.5"):
         RMMCallback(ratio=1.5)
+    with pytest.raises(ValueError, match="both ratio=0.5 and config"):
+        RMMCallback(0.5, config=RMMConfig())
 
 
 def collated():
@@ -353,7 +292,7 @@ def left_exact(model):
     return {name.rpartition("layer.")[2] for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [True])
 def test_a_sample_leaves_exact_what_frees_nothing(tmp_path, bf16):
     trainer = make_trainer(tmp_path, RMMCallback(config=RMMConfig(ratio=0.25), sample=collated()), bf16=bf16)
     exact = {f"{layer}.attention.output.dense" for layer in range(2)}
@@ -363,9 +302,3 @@ def test_a_sample_leaves_exact_what_frees_nothing(tmp_path, bf16):
         warnings.simplefilter("error", UserWarning)
         trainer.train()
     assert trainer.state.log_history[1]["rmm/kept_mib"] < trainer.state.log_history[1]["rmm/exact_mib"]
-
-
-def test_a_sample_runs_with_the_trainer_s_checkpoints(tmp_path):
-    sample = transformers.BatchEncoding(collated())
-    with pytest.raises(ValueError, match="frees nothing of any .* checkpointed: keeps nothing"):
-        make_trainer(tmp_path, RMMCallback(ratio=0.25, sample=sample), gradient_checkpointing=True)

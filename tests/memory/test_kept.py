@@ -14,11 +14,25 @@ FLOAT = 4
 
 def test_a_linear_layer_keeps_its_input_and_nothing_else(device):
     layer, x = nn.Linear(8, 4, device=device), torch.randn(16, 8, device=device)
-    with SavedTensors(layer) as kept:
+    kept = SavedTensors(layer)
+    for rows in (16, 4):
+        part = x[:rows].clone()
+        with kept:
+            y = layer(part)
+        assert kept.bytes == rows * 8 * FLOAT
+        assert list(kept.storages.values()) == [rows * 8 * FLOAT]
+        assert (kept.holds(part), kept.holds(part.clone()), kept.holds(y)) == (True, False, False)
+    with kept, torch.no_grad():
         layer(x)
-    assert kept.bytes == 16 * 8 * FLOAT
-    assert list(kept.storages.values()) == [16 * 8 * FLOAT]
-    assert kept.holds(x)
+    assert kept.bytes == 0
+    with kept, pytest.raises(ValueError, match="active already"):
+        kept.__enter__()
+    with pytest.raises(ValueError, match="cannot exclude str"):
+        SavedTensors("model")
+    with torch.no_grad():
+        assert measure_kept_bytes(layer, x) == measure_kept_bytes(layer.forward, input=x) == 16 * 8 * FLOAT
+    assert measure_kept_bytes(lambda: layer(x), exclude=[layer]) == 16 * 8 * FLOAT
+    assert measure_kept_bytes(lambda: layer(x), exclude=[layer, x]) == 0
 
 
 def test_parameters_and_buffers_and_their_views_do_not_count():
@@ -31,14 +45,6 @@ def test_parameters_and_buffers_and_their_views_do_not_count():
         model(x)
     assert everything.holds(model[0].weight)
     assert everything.holds(model[0].weight.t()[1:])
-
-
-def test_a_tensor_may_be_left_out():
-    x, y = torch.randn(64, requires_grad=True), torch.randn(64, requires_grad=True)
-    with SavedTensors(x) as kept:
-        (x * y).sum()
-    assert kept.bytes == 64 * FLOAT
-    assert (kept.holds(x), kept.holds(y)) == (False, True)
 
 
 def test_an_input_that_three_layers_share_counts_once():
@@ -56,24 +62,6 @@ def test_a_view_counts_the_whole_of_what_it_keeps_alive():
     assert kept.holds(x[3:4, 2])
 
 
-def test_a_tensor_that_is_not_kept_is_not_held():
-    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
-    with SavedTensors(layer) as kept:
-        y = layer(x)
-    assert not kept.holds(y)
-    assert not kept.holds(x.clone())
-
-
-def test_memory_that_is_freed_and_used_again_counts_each_time():
-    layer = nn.Linear(256, 4)
-    with SavedTensors(layer) as kept:
-        for _ in range(20):
-            # each result is dropped at once, and the allocator hands out the same address again and again
-            layer(torch.randn(64, 256))
-    assert len(kept.storages) == 20
-    assert kept.bytes == 20 * 64 * 256 * FLOAT
-
-
 def test_measuring_keeps_nothing_alive():
     layer, x = nn.Linear(8, 4), torch.randn(16, 8)
     storage = StorageWeakRef(x.untyped_storage())
@@ -86,7 +74,7 @@ def test_measuring_keeps_nothing_alive():
     assert kept.bytes == 16 * 8 * FLOAT
 
 
-@pytest.mark.parametrize("saves_its_output", [torch.tanh, lambda y: y.softmax(-1), torch.sigmoid, torch.exp])
+@pytest.mark.parametrize("saves_its_output", [torch.tanh, lambda y: y.softmax(-1)])
 def test_a_graph_without_a_backward_pass_is_freed(saves_its_output):
     def watched() -> StorageWeakRef:
         layer = nn.Linear(8, 4)
@@ -131,19 +119,6 @@ def test_an_in_place_change_is_refused_as_autograd_refuses_it():
     z.sum().backward()
 
 
-def test_second_derivatives_are_those_of_an_unwatched_run():
-    x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
-
-    def second() -> torch.Tensor:
-        (first,) = torch.autograd.grad((x @ x).tanh().sum(), x, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), x)[0]
-
-    expected = second()
-    with SavedTensors():
-        result = second()
-    assert torch.equal(result, expected)
-
-
 def test_gradients_are_bitwise_those_of_an_unwatched_run():
     model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
     x = torch.randn(16, 8)
@@ -156,12 +131,14 @@ def test_gradients_are_bitwise_those_of_an_unwatched_run():
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), plain, strict=True))
 
 
-@pytest.mark.parametrize("no_graph", [torch.no_grad, torch.inference_mode])
-def test_nothing_is_kept_without_a_graph(no_graph):
-    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
-    with SavedTensors(layer) as kept, no_graph():
-        layer(x)
-    assert kept.bytes == 0
+def test_memory_that_is_freed_and_used_again_counts_each_time():
+    layer = nn.Linear(256, 4)
+    with SavedTensors(layer) as kept:
+        for _ in range(20):
+            # each result is dropped at once, and the allocator hands out the same address again and again
+            layer(torch.randn(64, 256))
+    assert len(kept.storages) == 20
+    assert kept.bytes == 20 * 64 * 256 * FLOAT
 
 
 def test_autocast_keeps_the_casts(device):
@@ -196,53 +173,6 @@ def test_a_compiled_model_is_measured_when_it_runs():
     assert kept.bytes == 2 * 16 * 8 * FLOAT
     y.sum().backward()
     assert model[0].weight.grad is not None
-
-
-def test_sparse_tensors_count_their_indices_and_values():
-    matrix = torch.eye(16).to_sparse().requires_grad_()
-    dense = torch.randn(16, 4, requires_grad=True)
-    with SavedTensors() as kept:
-        torch.sparse.mm(matrix, dense)
-    values, indices = 16 * FLOAT, 2 * 16 * 8
-    assert kept.bytes >= values + indices + 16 * 4 * FLOAT
-
-
-def test_a_context_can_be_used_again_but_not_twice_at_once():
-    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
-    kept = SavedTensors(layer)
-    for rows in (16, 4):
-        with kept:
-            layer(x[:rows].clone())
-        assert kept.bytes == rows * 8 * FLOAT
-    with kept, pytest.raises(ValueError, match="active already"):
-        kept.__enter__()
-
-
-def test_an_exception_leaves_no_hook_behind():
-    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
-    with pytest.raises(KeyError), SavedTensors(layer) as kept:
-        raise KeyError
-    layer(x)
-    assert kept.bytes == 0
-
-
-def test_something_that_is_neither_module_nor_tensor_is_refused():
-    with pytest.raises(ValueError, match="cannot exclude str"):
-        SavedTensors("model")
-
-
-def test_measure_kept_bytes_runs_a_module_without_its_parameters():
-    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
-    with torch.no_grad():
-        assert measure_kept_bytes(layer, x) == 16 * 8 * FLOAT
-        assert measure_kept_bytes(layer, input=x) == 16 * 8 * FLOAT
-        assert measure_kept_bytes(layer.forward, x) == 16 * 8 * FLOAT
-
-
-def test_measure_kept_bytes_leaves_out_what_it_is_told_to():
-    layer, x = nn.Linear(8, 4), torch.randn(16, 8)
-    assert measure_kept_bytes(lambda: layer(x), exclude=[layer]) == 16 * 8 * FLOAT
-    assert measure_kept_bytes(lambda: layer(x), exclude=[layer, x]) == 0
 
 
 @pytest.mark.parametrize("rows", [128, 1000, 1009])
@@ -292,9 +222,9 @@ def compare(model, forward, config):
     return exact.bytes, saving
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("ratio", [0.1, 0.5])
+@pytest.mark.parametrize(
+    ("attention", "autocast", "ratio"), [("sdpa", False, 0.1), ("sdpa", True, 0.5), ("eager", True, 0.1)]
+)
 def test_the_exact_model_is_told_to_the_byte(attention, autocast, ratio):
     model, inputs = roberta(attention), batch()
 
@@ -315,21 +245,6 @@ def test_the_exact_model_is_told_to_the_byte_with_dropout_and_a_frozen_part():
     assert saving.exact_bytes == exact
 
 
-def test_the_exact_model_is_told_to_the_byte_below_min_rows():
-    model, inputs = roberta("sdpa"), batch()
-    exact, saving = compare(model, lambda: model(**inputs).loss, RMMConfig(ratio=0.1, min_rows=1000))
-    assert saving.exact_bytes == saving.kept_bytes == exact
-    assert saving.promised_bytes == 0
-    assert any("min_rows" in reason for reason in saving.reasons())
-
-
-def test_a_strided_input_costs_the_exact_layer_a_copy():
-    layer = nn.Linear(24, 8)
-    x = torch.randn(24, 16, 32).permute(2, 1, 0)
-    exact, saving = compare(layer, lambda: layer(x), RMMConfig(ratio=0.25))
-    assert saving.exact_bytes == exact == 24 * 16 * 32 * FLOAT
-
-
 def test_layers_that_share_an_input_save_less_than_they_promise():
     layers, x = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), torch.randn(640, 32)
     alone = RMMConfig(ratio=0.5, share_sketch=False)
@@ -342,6 +257,21 @@ def test_layers_that_share_an_input_save_less_than_they_promise():
         sum(layer(x) for layer in layers)
     assert shared.exact_bytes == exact
     assert 0 < shared.saving_bytes < shared.promised_bytes
+
+
+def test_a_strided_input_costs_the_exact_layer_a_copy():
+    layer = nn.Linear(24, 8)
+    x = torch.randn(24, 16, 32).permute(2, 1, 0)
+    exact, saving = compare(layer, lambda: layer(x), RMMConfig(ratio=0.25))
+    assert saving.exact_bytes == exact == 24 * 16 * 32 * FLOAT
+
+
+def test_the_exact_model_is_told_to_the_byte_below_min_rows():
+    model, inputs = roberta("sdpa"), batch()
+    exact, saving = compare(model, lambda: model(**inputs).loss, RMMConfig(ratio=0.1, min_rows=1000))
+    assert saving.exact_bytes == saving.kept_bytes == exact
+    assert saving.promised_bytes == 0
+    assert any("min_rows" in reason for reason in saving.reasons())
 
 
 def test_an_input_that_somebody_else_keeps_frees_nothing():
