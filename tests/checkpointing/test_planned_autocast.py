@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rmm_linear.checkpointing import capture, checkpoint_model, checkpoint_step
+from rmm_linear.checkpointing import checkpoint_model, checkpoint_step
 from rmm_linear.compiler import inductor_program, plans
 from rmm_linear.errors import AutocastBackwardError
 
@@ -74,7 +74,12 @@ def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(kind):
     for _ in range(2):
         ours = gradients(model, step, inside=False)
         assert_same_bits(ours, gradients(reference, lambda x: mean_square(reference, x), inside=False))
-    assert step.planned_runs == 2
+    # without autocast the step is another variant
+    torch.manual_seed(6)
+    ours = step(X)
+    torch.manual_seed(6)
+    assert torch.equal(ours, mean_square(reference, X))
+    assert (len(step.plans), step.planned_runs) == (2, 3)
 
 
 def test_a_backward_pass_inside_of_autocast_has_the_plain_bits_where_it_computes_the_same():
@@ -161,13 +166,3 @@ def test_inputs_that_are_leaves_are_cast_once_and_others_for_each_use():
             loss.backward()
             found.append(leaf.grad)
         assert torch.equal(*found)
-
-
-def test_a_model_on_no_device_is_captured_under_autocast_as_on_a_cpu():
-    graphs = []
-    for device in ("meta", "cpu"):
-        model, x = nn.Linear(8, 8, device=device), torch.empty(4, 8, device=device)
-        with torch.autocast("cpu", torch.bfloat16):
-            graphs.append(capture(model, (x,)).graph)
-    assert graphs[0].fingerprint == graphs[1].fingerprint
-    assert "aten._to_copy" in {op.kind for op in graphs[0].ops}

@@ -118,13 +118,3 @@ def test_the_variant_that_was_not_used_for_longest_is_forgotten(monkeypatch):
     assert kept[0] is first
     assert second not in kept
     assert len(kept) == 2
-
-
-def test_a_folder_below_home_is_found(tmp_path, graph, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    monkeypatch.setenv("RMM_LINEAR_PLANS", "~/plans")
-    monkeypatch.chdir(tmp_path)
-    store_plan(graph, "chen2016_sqrt", 10**9, Schedule.plain(graph))
-    assert [path.name for path in tmp_path.iterdir()] == ["plans"]
-    assert stored_plan(graph, "chen2016_sqrt", 10**9) == Schedule.plain(graph)

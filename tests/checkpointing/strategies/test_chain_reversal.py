@@ -6,8 +6,6 @@ from rmm_linear.planning.strategies.chain_reversal import (
     balanced_cuts,
     crossing_bytes,
     segments_of_cuts,
-    some_counts,
-    written_bytes,
 )
 
 
@@ -35,12 +33,6 @@ def test_every_backward_op_belongs_to_one_stage_and_keeps_its_turn():
         assert backward == list(range(graph.forward_count, len(graph.ops)))
 
 
-def test_only_what_the_backward_pass_reads_is_written_for_it():
-    graph = with_backward(chain([3, 5, 7]))
-    assert written_bytes(graph) == [3, 5, 7]
-    assert written_bytes(chain([3, 5, 7])) == [0, 0, 0]
-
-
 def test_cuts_are_balanced_and_move_to_cheap_places_within_their_slack():
     flat = [0] * 13
     assert balanced_cuts([1] * 12, flat, 4, slack=0.0) == (3, 6, 9)
@@ -52,8 +44,3 @@ def test_cuts_are_balanced_and_move_to_cheap_places_within_their_slack():
     assert balanced_cuts([1] * 12, prices, 2, slack=0.5) == (7,)
     # too far away
     assert balanced_cuts([1] * 12, prices, 4, slack=0.3) == (3, 6, 9)
-
-
-def test_counts_are_all_or_a_factor_apart():
-    assert some_counts(5, all_up_to=5, number=3) == [1, 2, 3, 4, 5]
-    assert some_counts(1000, all_up_to=5, number=4) == [1, 10, 100, 1000]

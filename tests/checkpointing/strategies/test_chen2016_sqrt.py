@@ -5,7 +5,6 @@ import random
 import pytest
 
 from rmm_linear.planning.generators import chain, random_layers, with_backward
-from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
 from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts, orders_of_cuts
 
@@ -39,48 +38,6 @@ def test_greedy_segments_keep_their_cap():
         assert [op for segment in segments for op in segment] == list(range(len(sizes)))
         for segment in segments:
             assert len(segment) == 1 or sum(sizes[op] for op in segment) <= cap
-
-
-def test_greedy_cuts_where_the_cap_is_reached_if_all_places_cost_the_same():
-    assert greedy_cuts([1] * 10, [0] * 11, 4) == (4, 8)
-    assert greedy_cuts([1] * 10, [9, 9, 9, 1, 9, 9, 9, 9, 9, 9, 9], 4)[0] == 3
-    assert greedy_cuts([5, 1, 1, 7, 1], [0] * 6, 4) == (1, 3, 4)
-
-
-def hourglasses(number):
-    """Forward graphs of two wide halves with a narrow neck between them, after each other."""
-    sizes, edges, last = [], [], None
-    for _ in range(number):
-        start = len(sizes)
-        sizes += [40, 40, 1, 40]
-        edges += [(start, start + 1), (start, start + 2), (start + 1, start + 2), (start + 2, start + 3)]
-        if last is not None:
-            edges.append((last, start))
-        last = start + 3
-    return Graph.from_edges([1.0] * len(sizes), sizes, edges)
-
-
-def test_moving_cuts_to_narrow_places_saves_memory():
-    graph = with_backward(hourglasses(8))
-    leanest = ChenSqrt().frontier(graph)[-1].peak_bytes
-    # every segment of four ops from one neck to the next, the necks kept
-    count = graph.forward_count
-    rigid = min(
-        ChenSqrt().frontier(graph)[0].peak_bytes,
-        *(
-            peak(graph, cuts)
-            for step in range(2, count)
-            for cuts in [tuple(range(step, count, step))]
-            if any(cut % 4 != 3 for cut in cuts)
-        ),
-    )
-    assert leanest < rigid
-
-
-def peak(graph, cuts):
-    from rmm_linear.planning.simulate import peak_and_cost
-
-    return min(peak_and_cost(graph, order)[0] for order in orders_of_cuts(graph, cuts))
 
 
 def test_the_last_segment_is_not_computed_again_where_nothing_is_gained():

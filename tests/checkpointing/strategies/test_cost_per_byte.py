@@ -23,15 +23,6 @@ def test_dear_ops_are_computed_once_and_segments_go_further():
     assert frontier[-1].peak_bytes <= 0.3 * plain
 
 
-def test_dear_ops_run_once_where_the_price_is_between():
-    graph = convolutions(8)
-    frontier = get_strategy("cost_per_byte").frontier(graph)
-    dear = {position for position, op in enumerate(graph.ops) if op.cost == 90.0 and not op.is_backward}
-    # the order in which all that is cheap is computed again, and nothing else
-    spared = [point for point in frontier if all(point.order.count(op) == 1 for op in dear)]
-    assert min(point.peak_bytes for point in spared) <= 0.5 * frontier[0].peak_bytes
-
-
 def test_a_detour_over_thousands_of_ops_is_planned():
     # of one op a segment, each of which needs the one before: recursion would end after a thousand
     graph = with_backward(chain([64] * 4000, [1.0] * 3999 + [50.0]))

@@ -6,11 +6,9 @@ from network_shapes import dense_blocks, residual_chain, transformer
 from rmm_linear.planning.generators import chain, random_layers, u_shape, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
-from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import Kusumoto2019Approximate
 from rmm_linear.planning.strategies.nested_lower_sets import NestedLowerSets, order_of_nested_segments
-from rmm_linear.planning.strategies.segments import order_of_segments
 
 
 def cut(graph: Graph, fine: int, coarse: int) -> list[list[list[int]]]:
@@ -35,12 +33,6 @@ def test_forward_ops_of_a_chain_run_at_most_three_times() -> None:
     counts = [order.count(op) for op in range(27)]
     # twice where the coarse run leaves its inner boundary behind, once where a boundary or the last segment is kept
     assert counts == [3, 3, 2, 3, 3, 2, 2, 2, 1] * 2 + [3, 3, 2, 3, 3, 2, 1, 1, 1]
-
-
-def test_one_coarse_segment_for_each_fine_one_is_one_level() -> None:
-    graph = with_backward(chain([1] * 12))
-    order = order_of_nested_segments(graph, cut(graph, 3, 1))
-    assert max(order.count(op) for op in range(12)) == 2
 
 
 def test_what_the_backward_pass_does_not_read_is_not_computed_again() -> None:
@@ -68,16 +60,6 @@ def test_two_levels_lower_the_peak_of_a_long_chain() -> None:
     two = get_strategy("nested_lower_sets").frontier(graph)[-1]
     assert two.peak_bytes < 0.9 * one.peak_bytes
     assert two.cost < 1.25 * one.cost
-
-
-@pytest.mark.slow
-def test_two_levels_lower_the_peak_of_a_transformer() -> None:
-    graph, blocks = transformer()
-    bar, _ = peak_and_cost(graph, order_of_segments(graph, blocks))
-    frontier = get_strategy("nested_lower_sets").frontier(graph)
-    for proposal in frontier:
-        validate(graph, Schedule.from_order(graph, proposal.order))
-    assert frontier[-1].peak_bytes < 0.85 * bar
 
 
 @pytest.mark.parametrize("without", ["plans_of_program", "plans_of_chen"])
