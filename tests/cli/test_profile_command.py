@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.cli import main
@@ -112,12 +111,6 @@ def test_the_text_and_its_options(folder, capsys):
         assert any(row.startswith(name) for row in text.splitlines())
 
 
-def test_a_json_file_is_a_configuration(folder, capsys):
-    (folder / "mine.json").write_text((folder / "bare" / "config.json").read_text())
-    out = run(capsys, str(folder / "mine.json"), "--batch", "2", "--seq", "16", "--json")
-    assert json.loads(out)["columns"][0]["bytes"] > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,18 +144,6 @@ def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "rmm_linear.integrations.hf_models", raising=False)
     assert main(["profile", "some/model"]) == 2
     assert 'pip install "rmm-linear[hf]"' in capsys.readouterr().err
-
-
-def test_a_model_that_takes_something_else_is_named():
-    config = transformers.Wav2Vec2Config(
-        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        conv_dim=(32, 32), conv_stride=(2, 2), conv_kernel=(3, 3), num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-    )  # fmt: skip
-    model = transformers.Wav2Vec2Model(config)
-    with pytest.raises(ValueError, match="takes 'input_values'; only models of tokens and of images"):
-        hf_models.random_batch(model, batch=2, length=64)
-    assert torch.is_grad_enabled()
 
 
 def test_attention_that_is_not_fused_here_is_named(folder, capsys):

@@ -25,15 +25,6 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# two ranks, below, are what `make test` shows
-@pytest.mark.slow
-def test_accelerate_launch_trains_a_converted_model(tmp_path):
-    run("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(SCRIPT), str(tmp_path), "--launched")
-    found = torch.load(tmp_path / "0.pt", weights_only=False)
-    assert (found["ranks"], found["sketched"]) == (1, 12)
-    assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5])
-
-
 @pytest.mark.slow
 def test_two_launched_ranks_learn_and_hold_the_same_weights(tmp_path):
     run(str(SCRIPT), str(tmp_path))
@@ -60,13 +51,10 @@ def test_hooks_before_the_conversion_are_refused_by_name():
         convert_linears(model, config=CONFIG, target_modules=".*")
 
 
-@pytest.mark.parametrize("remove", [False, True])
-def test_hooks_after_the_conversion_call_the_sketched_forward(remove):
+def test_hooks_after_the_conversion_call_the_sketched_forward():
     model, x = convert_linears(two_layers(), config=CONFIG, target_modules=".*"), torch.randn(160, 16)
     for layer in model:
         accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.ModelHook())
-        if remove:
-            accelerate.hooks.remove_hook_from_module(layer)
     gradients = []
     for _ in range(2):
         model.zero_grad()

@@ -211,12 +211,6 @@ def test_times_are_told_apart_only_where_the_noise_allows(
     assert words in one_sentence(compare(tmp_path))
 
 
-def test_one_seed_of_doubt_takes_a_speed_up_back(tmp_path: Path) -> None:
-    _fake_results(tmp_path)
-    _edited(tmp_path, "demo-hadamard-0.5-centered-seed2", lambda r: r["steps"].update(seconds=[0.02] * 50))
-    assert "no sketch's step time can be told from exact's" in one_sentence(compare(tmp_path))
-
-
 def test_times_of_a_busy_machine_are_left_out_everywhere(tmp_path: Path) -> None:
     _fake_results(tmp_path, timing=False)
     text = write_report(tmp_path)
@@ -285,30 +279,6 @@ def test_runs_that_differ_in_more_than_method_and_seed_share_no_table(
         return
     with pytest.raises(HarnessError, match=message):
         compare(tmp_path)
-
-
-def test_times_of_different_hardware_are_not_compared(tmp_path: Path) -> None:
-    _fake_results(tmp_path)
-    _edited(tmp_path, "demo-gaussian-0.1-seed1", lambda r: r["hardware"].update(cpu="Another"))
-    rows = {row.label: row for row in compare(tmp_path).rows}
-    assert rows["gaussian-0.1"].step_time is None
-    assert rows["hadamard-0.1-centered"].step_time is not None
-    assert len([line for line in write_report(tmp_path).splitlines() if line.startswith("- Ran with")]) == 2
-
-
-def test_low_bit_storage_has_a_column_of_its_own_where_there_is_any(tmp_path: Path) -> None:
-    _fake_results(tmp_path, seeds=(0, 1))
-    assert "storage" not in markdown_table(compare(tmp_path))
-    for path in sorted(tmp_path.glob("demo-hadamard-0.1-*.json")):
-        result = json.loads(path.read_text())
-        result["config"]["storage"] = "int4"
-        result["name"] = result["name"].replace("-seed", "-int4-seed")
-        (tmp_path / f"{result['name']}.json").write_text(json.dumps(result))
-    comparison = compare(tmp_path)
-    assert [row.storage for row in comparison.rows] == [None, None, None, None, None, "int4"]
-    assert "| hadamard | 0.1 | yes | int4 |" in markdown_table(comparison)
-    assert "centered hadamard at 0.1 in int4 scores" in one_sentence(comparison)
-    assert "in int4" in write_report(tmp_path)
 
 
 @pytest.mark.parametrize("exists", [True, False])

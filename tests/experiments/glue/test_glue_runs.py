@@ -20,7 +20,6 @@ from experiments.glue.report import write_report
 from experiments.glue.run import main
 from experiments.glue.settings import RunSettings
 from experiments.glue.training import PreparedRun, execute, result_path
-from rmm_linear import RMMLinear
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 # 80 sentences in batches of 16 are 5 steps an epoch
@@ -211,23 +210,6 @@ def test_a_finished_run_is_not_run_again_unless_forced_nor_mistaken_for_another(
     assert _comparable(again) == _comparable(result)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny_demo")
-def test_a_result_of_another_model_of_that_name_is_not_mistaken_for_this_run(tmp_path: Path) -> None:
-    tokenizer = demo.demo_tokenizer(list(demo.demo_splits(80, 40)["train"]["sentence"]))
-    for folder, seed in (("v1", 1), ("v2", 2)):
-        torch.manual_seed(seed)
-        model = demo.demo_model(len(tokenizer), num_outputs=2, is_regression=False)
-        model.save_pretrained(tmp_path / folder / "checkpoint")
-        tokenizer.save_pretrained(tmp_path / folder / "checkpoint")
-    first, second = (
-        RunSettings(**TWO_EPOCHS, max_steps=1, model=str(tmp_path / folder / "checkpoint")) for folder in ("v1", "v2")
-    )
-    execute(first, tmp_path / "results")
-    with pytest.raises(HarnessError, match=r"other settings \(model files '\w{12}' instead of '\w{12}'\)"):
-        execute(second, tmp_path / "results")
-
-
 @pytest.mark.usefixtures("tiny_demo")
 def test_a_diverged_run_says_so_and_is_in_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few, folder = ["--max-steps", "2", "--batch-size", "16"], str(tmp_path / "results")
@@ -260,16 +242,6 @@ def test_a_model_without_layers_to_sketch_is_one_line(tmp_path: Path, capsys: py
     tokenizer.save_pretrained(tmp_path / "gpt2")
     assert "has no padding token" in _error_of(arguments, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
-
-
-def test_excluded_layers_stay_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "HIDDEN_SIZE", 32)
-    monkeypatch.setattr(demo_pretraining, "STEPS", 1)
-    prepared = PreparedRun(RunSettings(method="hadamard", ratio=0.2, exclude_modules=("attention.output.dense",)))
-    prepared._trainer(tmp_path, lambda: None, ())
-    sketched = {name for name, module in prepared.model.named_modules() if isinstance(module, RMMLinear)}
-    assert len(sketched) == 2 * 5
-    assert not any(name.endswith("attention.output.dense") for name in sketched)
 
 
 def test_a_result_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,16 +301,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 ) -> None:
     assert message in _error_of([*MISTAKES[message], "--results", str(tmp_path / "results")], capsys)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("tiny_demo")
-def test_an_unwritable_results_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "file"
-    file.write_text("in the way")
-    for results in (file, file / "below"):
-        error = _error_of(["--results", str(results)], capsys)
-        assert f"the results folder {results} can't be written to" in error
-    assert file.read_text() == "in the way"
 
 
 @pytest.mark.usefixtures("tiny_demo")

@@ -84,13 +84,6 @@ def test_a_grid_is_narrowed_by_what_is_asked_for() -> None:
         demo.grid(ratio=0.7)
 
 
-def test_each_seed_starts_with_another_method_and_runs_them_all() -> None:
-    runs = load_named_config("demo").grid()
-    labels = {seed: [run.method_label for run in runs if run.seed == seed] for seed in (0, 1)}
-    assert labels[0][0] == EXACT != labels[1][0]
-    assert sorted(labels[0]) == sorted(labels[1])
-
-
 def test_a_config_of_ones_own_is_a_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     with pytest.raises(HarnessError, match=r"unknown config .*mine\.json'; choose one of demo, .* a \.json file"):
@@ -137,10 +130,3 @@ def test_named_configs_spell_out_a_grid_of_different_runs(name: str) -> None:
     assert len(runs) == len(config.tasks) * len(config.methods) * len(config.seeds)
     assert {run.method for run in runs} >= {EXACT, "gaussian", "hadamard"}
     assert {run.center for run in runs if run.method == "gaussian"} == {False}
-
-
-def test_the_demo_grid_is_what_make_glue_promises() -> None:
-    runs = load_named_config("demo").grid(seed=0)
-    labels = {run.method_label for run in runs}
-    sketched = {f"{name}-{ratio}" for name in ("gaussian", "hadamard") for ratio in ("0.5", "0.2", "0.1")}
-    assert {label.removesuffix("-centered") for label in labels} == {EXACT, CHECKPOINTING} | sketched

@@ -18,10 +18,7 @@ from experiments.glue.sketch_noise import (
     TO_LONGEST,
     TO_OWN,
     Captured,
-    Cell,
     Subject,
-    config_of,
-    kept_share,
     measure,
     read_numbers,
     read_records,
@@ -75,23 +72,6 @@ def _record(**changes: Any) -> dict[str, Any]:
         "commit": "0123456",
     }
     return record | changes
-
-
-@pytest.mark.parametrize("sketched", [4096, 301])
-@pytest.mark.parametrize("storage", [None, "int4"])
-@pytest.mark.parametrize("sketch", ["gaussian", "hadamard"])
-def test_a_cell_stays_within_its_budget_and_takes_what_it_can(sketch: str, storage: str | None, sketched: int) -> None:
-    for budget in (0.05, 0.1, 0.25):
-        config = config_of(Cell(sketch, True, storage, budget), WIDTHS, rows=4096, sketched=sketched)
-        assert config is not None
-        share = kept_share(config, WIDTHS, rows=4096, sketched=sketched)
-        assert share <= ALLOWANCE * budget
-        if config.ratio == 1:
-            # nothing larger exists
-            assert config.is_exact or config.sketch_object.rank(sketched) == sketched
-        else:
-            # hadamard rounds to whole rows of its blocks
-            assert share >= 0.8 * budget
 
 
 @pytest.mark.parametrize("storage", [None, "int4"])
@@ -253,37 +233,6 @@ def test_every_lever_together(tmp_path: Path, tiny_demo: None, monkeypatch: pyte
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "# Every lever together" in report
     assert "; measured " in report
-
-
-def test_what_may_choose_from_more_is_no_worse_where_it_was_chosen() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def captured() -> Captured:
-        layers = {}
-        for name in "abc":
-            x, g = (torch.randn(8 * 40, 24, generator=generator) for _ in range(2))
-            g.view(8, 40, 24)[:, 0] *= 10
-            layers[name] = (x, g)
-        return Captured(layers, torch.ones(8 * 40, dtype=torch.bool))
-
-    one = captured()
-    known = allocated._profile([captured(), captured()], one, skips=False, sequences=8)
-    whole = allocated._whole(one)
-    assert whole == 3 * 8 * 40 * 24 * 2
-    found = {}
-    for way in allocated.WAYS:
-        chosen = allocated.choose(known, way, 0.25, whole=whole)
-        assert chosen is not None
-        configs, kept = chosen
-        assert kept == sum(config.saved_bytes(320, 24, torch.bfloat16, sequences=8) for config in configs.values())
-        assert kept <= ALLOWANCE * 0.25 * whole
-        by_name = {layer.name: {option.config: option.variance for option in layer.options} for layer in known.layers}
-        found[way] = sum(by_name[name][config] for name, config in configs.items())
-    all_of, first, own, both = found.values()
-    assert own <= all_of * (1 + 1e-9)
-    assert both <= min(first, own) * (1 + 1e-9)
-    assert first < 0.7 * all_of
-    assert all(allocated.choose(known, way, 0.001, whole=whole) is None for way in allocated.WAYS)
 
 
 def test_what_is_no_file_of_numbers_is_named(tmp_path: Path) -> None:
