@@ -70,22 +70,28 @@ def test_names_on_the_hub_stay_as_they_are(name):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["profile", "./none"],
-        ["profile", "gpt2", "--ratio", "x"],
-        ["plan", "./none"],
-        ["plan", "gpt2", "--budget", "much"],
-        ["plan", "gpt2", "--layers", "0"],
-        ["plan", "gpt2", "--figure", "nowhere/plan.png"],
-        ["plan", "gpt2", "--figure", "plan.what"],
+        ("profile ./none", "there is no file or folder"),
+        ("profile gpt2 --ratio x", "is no list of numbers"),
+        ("profile gpt2 --ratio 1.5", "ratio=1.5 is not in (0, 1]"),
+        ("profile gpt2 --layers 0", "--layers 0 is below 1"),
+        ("profile gpt2 --seq 0", "--seq 0 is below 1"),
+        ("plan ./none", "there is no file or folder"),
+        ("plan gpt2 --budget much", "budget='much' is no budget"),
+        ("plan gpt2 --strategy magic", "strategy='magic' is unknown"),
+        ("plan gpt2 --batch 0", "--batch 0 is below 1"),
+        ("plan gpt2 --ratio 7", "ratio=7.0 is not in"),
+        ("plan gpt2 --figure nowhere/plan.png", "there is no folder"),
+        ("plan gpt2 --figure plan.what", "choose a name that ends in one of"),
     ],
 )
-def test_bad_arguments_are_refused_before_transformers_is_loaded(arguments, monkeypatch, capsys):
+def test_a_mistake_is_one_line_before_transformers_is_loaded(arguments, message, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rmm_linear.integrations.hf_models", None)
-    assert main(arguments) == 2
+    assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("rmm-linear: error: ")
+    assert message in error
     assert error.count("\n") == 1
     assert "transformers" not in error
 

@@ -296,27 +296,6 @@ def test_what_the_output_does_not_depend_on_is_counted_and_guessed():
     assert [call.status for call in report.linears] == [KEPT, KEPT]
 
 
-def test_a_hugging_face_model_with_lora_like_layers():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("q_proj" in name or "down_proj" in name)
-    ids = torch.randint(0, 50, (4, 40))
-    report = profile(model, input_ids=ids, labels=ids)
-    assert report.total_bytes == kept_by(model, input_ids=ids, labels=ids)
-    statuses = {call.layer.rpartition(".")[2]: call.status for call in report.linears}
-    assert statuses["q_proj"] == statuses["down_proj"] == KEPT
-    assert statuses["k_proj"] == statuses["up_proj"] == FROZEN
-    sketched = RMMConfig(ratio=0.25)
-    predicted = report.predict(sketched)
-    convert_linears(model, config=sketched)
-    assert kept_by(model, input_ids=ids, labels=ids) == predicted
-
-
 def test_the_report_as_text_figure_and_json(tmp_path):
     report = profile(stack(3), batch(requires_grad=True))
     text = str(report)

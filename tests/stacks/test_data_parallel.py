@@ -98,10 +98,9 @@ def test_a_flat_parameter_is_refused_by_name_after_wrapping_and_sketched_before(
         assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("budget", ["100%", "80%"])
-def test_gradients_of_a_planned_step_are_reduced_while_its_backward_pass_runs(ranks, budget):
+def test_gradients_of_a_planned_step_are_reduced_while_its_backward_pass_runs(ranks):
     for rank in ranks:
-        plain, ours = rank["planned"][None], rank["planned"][budget]
+        plain, ours = rank["planned"][None], rank["planned"]["80%"]
         assert all(torch.equal(a, b) for a, b in zip(plain["gradients"], ours["gradients"], strict=True))
         assert ours["runs"] == 3
         assert len(plain["launched"]) == len(ours["launched"]) == 6
@@ -114,7 +113,7 @@ def test_gradients_of_a_planned_step_are_reduced_while_its_backward_pass_runs(ra
 def test_blocks_that_are_planned_before_they_are_sharded_run_by_plan(ranks):
     for rank in ranks:
         plain, ours = rank["planned shards"][False], rank["planned shards"][True]
-        assert ours["runs"] == [3, 3, 3]
+        assert ours["runs"] == [3, 3]
         assert torch.equal(plain["losses"], ours["losses"])
         assert all(torch.equal(a, b) for a, b in zip(plain["weights"], ours["weights"], strict=True))
         assert "plan the blocks before you shard them" in plain["planned after"]

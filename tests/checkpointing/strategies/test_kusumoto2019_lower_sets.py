@@ -273,7 +273,7 @@ def test_explain_names_what_is_kept() -> None:
 
 def test_transformer_is_no_worse_than_block_by_block() -> None:
     """The bar that users know, one segment a block: a point of the frontier is below it in peak and in cost."""
-    graph, blocks = transformer(3, rows=128, width=32, heads=2, length=32)
+    graph, blocks = transformer()
     peak, cost = peak_and_cost(graph, order_of_segments(graph, blocks))
     frontier = get_strategy("kusumoto2019_approximate").frontier(graph)
     assert any(proposal.peak_bytes <= peak and proposal.cost < cost for proposal in frontier)

@@ -6,9 +6,11 @@ from network_shapes import dense_blocks, residual_chain, transformer
 from rmm_linear.planning.generators import chain, random_layers, u_shape, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
+from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import Kusumoto2019Approximate
 from rmm_linear.planning.strategies.nested_lower_sets import NestedLowerSets, order_of_nested_segments
+from rmm_linear.planning.strategies.segments import order_of_segments
 
 
 def cut(graph: Graph, fine: int, coarse: int) -> list[list[list[int]]]:
@@ -19,7 +21,7 @@ def cut(graph: Graph, fine: int, coarse: int) -> list[list[list[int]]]:
 
 def test_nested_orders_can_run_on_all_shapes() -> None:
     graphs = [with_backward(random_layers(17, seed=seed, width=4)) for seed in range(10)]
-    graphs += [with_backward(u_shape(6)), dense_blocks(2, 3), residual_chain(4), transformer(2)[0], chain([1, 2, 3])]
+    graphs += [with_backward(u_shape(6)), dense_blocks(2, 3), residual_chain(4), transformer()[0], chain([1, 2, 3])]
     for graph in graphs:
         for fine, coarse in ((1, 2), (2, 2), (3, 2), (2, 5), (5, 1), (100, 1)):
             order = order_of_nested_segments(graph, cut(graph, fine, coarse))
@@ -54,12 +56,15 @@ def test_segments_that_miss_an_op_are_refused() -> None:
         order_of_nested_segments(graph, [[[0, 1]], [[3]]])
 
 
-def test_two_levels_lower_the_peak_of_a_long_chain() -> None:
+def test_two_levels_lower_the_peak_of_a_long_chain_and_of_a_transformer() -> None:
     graph = with_backward(chain([10] * 100))
     one = get_strategy("kusumoto2019_approximate").frontier(graph)[-1]
     two = get_strategy("nested_lower_sets").frontier(graph)[-1]
     assert two.peak_bytes < 0.9 * one.peak_bytes
     assert two.cost < 1.25 * one.cost
+    graph, blocks = transformer()
+    bar, _ = peak_and_cost(graph, order_of_segments(graph, blocks))
+    assert get_strategy("nested_lower_sets").frontier(graph)[-1].peak_bytes < 0.85 * bar
 
 
 @pytest.mark.parametrize("without", ["plans_of_program", "plans_of_chen"])
