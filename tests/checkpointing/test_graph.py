@@ -129,12 +129,3 @@ def test_a_part_of_an_op_of_another_type_is_named(part, value, message):
 def test_a_part_of_a_graph_of_another_type_is_named(part, value, message):
     with pytest.raises(ValueError, match=message):
         Graph.from_json(json.dumps({**GRAPHS["training"].to_dict(), part: value}))
-
-
-def test_edges_in_any_order_are_sorted():
-    graph = Graph.from_edges([1, 2, 3], [10, 20, 30], [(2, 0), (0, 1)])
-    assert [op.name for op in graph.ops] == ["2", "0", "1"]
-    assert [op.cost for op in graph.ops] == [3, 1, 2]
-    assert graph.storages[graph.outputs[0]].name == "1"
-    assert graph.readers[0] == (1,)
-    assert graph.writer == (0, 1, 2)

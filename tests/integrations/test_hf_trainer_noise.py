@@ -203,14 +203,6 @@ class StopAt(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-def test_a_checkpoint_without_the_state_is_warned_about(tmp_path):
-    make_trainer(tmp_path, callback(), max_steps=4, save_strategy="steps", save_steps=2).train()
-    with pytest.warns(UserWarning, match="step 2 holds nothing of monitor, which begins anew"):
-        make_trainer(tmp_path, callback(monitor=2), max_steps=4).train(
-            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
-        )
-
-
 def test_padding_is_left_out_and_its_first_step_checked(tmp_path):
     config = RMMConfig(ratio=0.3, min_rows=1, skip_padding=True)
     made = RMMCallback(config=config, exclude_modules=["attention.output.dense"], monitor=2)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.glue import report
 from experiments.glue.comparison import compare
 from experiments.glue.errors import HarnessError
 from experiments.glue.report import main, markdown_table, one_sentence, write_report
@@ -182,18 +181,6 @@ def test_the_sentence_follows_the_results(tmp_path: Path) -> None:
     assert sentence.endswith("intervals beyond ±1 point support no claim of equal accuracy.")
 
 
-def test_the_sentence_says_so_when_the_gaussian_wins_or_one_seed_ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _fake_results(tmp_path / "one", seeds=(3,))
-    assert write_report(tmp_path / "one").endswith("one seed supports no claim of equal accuracy.")
-    assert all(row.difference is None or row.difference.interval() is None for row in compare(tmp_path / "one").rows)
-    monkeypatch.setitem(TRUTH, "gaussian-0.1", (-0.2, 0.5, 1.0))
-    _fake_results(tmp_path / "won")
-    sentence = one_sentence(compare(tmp_path / "won"))
-    assert sentence.index("gaussian at 0.1") < sentence.index("hadamard at 0.1")
-
-
 @pytest.mark.parametrize(
     ("times", "words"),
     [
@@ -209,16 +196,6 @@ def test_times_are_told_apart_only_where_the_noise_allows(
         monkeypatch.setitem(TRUTH, label, (*TRUTH[label][:2], time))
     _fake_results(tmp_path)
     assert words in one_sentence(compare(tmp_path))
-
-
-def test_times_of_a_busy_machine_are_left_out_everywhere(tmp_path: Path) -> None:
-    _fake_results(tmp_path, timing=False)
-    text = write_report(tmp_path)
-    assert "Times are left out" in text
-    assert "step time" not in text
-    for name, column in (("table.csv", "train_seconds_mean"), ("runs.csv", "train_seconds")):
-        with (tmp_path / name).open() as file:
-            assert all(row[column] == "" for row in csv.DictReader(file))
 
 
 def test_the_report_ends_with_table_figure_and_sentence_and_lists_the_runs(
@@ -242,22 +219,6 @@ def test_the_report_ends_with_table_figure_and_sentence_and_lists_the_runs(
     assert sorted(float(row["clipped_share"]) for row in rows) == [0.04] * (len(results) - 1) + [0.06]
     scores = sorted(float(row["score"]) for row in rows)
     assert scores == pytest.approx(sorted(100 * result["final"]["score"] for result in results))
-
-
-def test_several_tasks_get_a_table_and_a_clause_each_and_unfinished_runs_are_named(tmp_path: Path) -> None:
-    for task in ("rte", "cola"):
-        _fake_results(tmp_path, task=task, seeds=(0, 1))
-    assert one_sentence(compare(tmp_path)).count(" of exact, ") == 2
-
-    def unfinished(result: dict[str, Any]) -> None:
-        del result["final"], result["train_seconds"]
-        result["status"] = "running"
-
-    _edited(tmp_path, "rte-gaussian-0.1-seed0", unfinished)
-    text = write_report(tmp_path)
-    assert "not complete: rte-gaussian-0.1-seed0 (running)" in text
-    assert "**cola**" in text
-    assert "**rte**" in text
 
 
 @pytest.mark.parametrize(
@@ -290,16 +251,3 @@ def test_a_folder_without_results_is_one_line(exists: bool, tmp_path: Path, caps
     error = capsys.readouterr().err
     assert error.startswith(f"error: the results folder {folder}")
     assert error.count("\n") == 1
-
-
-def test_a_report_that_can_not_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fake_results(tmp_path)
-    before = sorted(path.name for path in tmp_path.iterdir())
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(report.os, "replace", fail)
-    with pytest.raises(HarnessError, match=r"can't be written .* \(No space left on device\)"):
-        write_report(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before

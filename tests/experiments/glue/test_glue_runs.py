@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from official_layout import write_official_folder
 from transformers import Trainer, TrainerCallback
 
@@ -229,21 +228,6 @@ def test_a_diverged_run_says_so_and_is_in_no_table(tmp_path: Path, capsys: pytes
     assert "not complete: demo-hadamard-0.5-centered-seed0 (diverged)" in write_report(tmp_path / "results")
 
 
-def test_a_model_without_layers_to_sketch_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = demo.demo_tokenizer(["we laugh ."])
-    config = transformers.GPT2Config(vocab_size=600, n_embd=16, n_layer=0, n_head=2, n_positions=64, pad_token_id=1)
-    transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "gpt2")
-    tokenizer.save_pretrained(tmp_path / "gpt2")
-    arguments = ["--model", str(tmp_path / "gpt2"), "--results", str(tmp_path / "results")]
-    # progress bars of the saving
-    capsys.readouterr()
-    assert "can't have sketched layers" in _error_of([*arguments, "--method", "hadamard"], capsys)
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained(tmp_path / "gpt2")
-    assert "has no padding token" in _error_of(arguments, capsys)
-    assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
-
-
 def test_a_result_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.json"
     # numbers that JSON lacks become null
@@ -261,13 +245,6 @@ def test_a_result_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monk
         result_file.write_result(path, {"format": result_file.FORMAT, "value": 2})
     assert [other.name for other in tmp_path.iterdir()] == ["run.json"]
     assert result_file.read_result(path) == {"format": result_file.FORMAT, "value": None}
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 99}'])
-def test_a_foreign_file_in_the_place_of_a_result_is_an_error(content: str, tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(HarnessError, match="is not a result file of this harness; move it away"):
-        result_file.read_result(tmp_path / "run.json")
 
 
 def _error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -301,13 +278,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 ) -> None:
     assert message in _error_of([*MISTAKES[message], "--results", str(tmp_path / "results")], capsys)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("tiny_demo")
-def test_a_regression_task_runs_from_a_folder(tmp_path: Path) -> None:
-    write_official_folder(tmp_path, "stsb", train_rows=8, dev_rows=6)
-    result = execute(RunSettings(task="stsb", data=str(tmp_path), epochs=1, batch_size=4), tmp_path / "results")
-    assert result["final"]["score"] == pytest.approx((result["final"]["pearson"] + result["final"]["spearmanr"]) / 2)
 
 
 @pytest.mark.usefixtures("tiny_demo")

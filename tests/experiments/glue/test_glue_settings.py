@@ -26,22 +26,6 @@ def test_every_sketch_is_a_method_and_knobs_left_out_are_the_librarys_defaults()
         assert settings.rmm_config == RMMConfig(ratio=0.3, sketch=sketch, center=False)
 
 
-def test_names_tell_runs_apart() -> None:
-    runs = [
-        RunSettings(),
-        RunSettings(seed=1),
-        RunSettings(method=CHECKPOINTING),
-        RunSettings(method="hadamard", ratio=0.1, center=True),
-        RunSettings(method="hadamard", ratio=0.1, center=False),
-        RunSettings(method="hadamard", ratio=0.15, center=False),
-        RunSettings(method="gaussian", ratio=0.1, center=False),
-        RunSettings(method="hadamard", ratio=1.0, storage="int4"),
-    ]
-    assert len({run.name for run in runs}) == len(runs)
-    assert runs[3].name == "demo-hadamard-0.1-centered-seed0"
-    assert runs[7].name == "demo-hadamard-1-centered-int4-seed0"
-
-
 WRONG = {
     "unknown task 'imdb'; choose one of cola": {"task": "imdb"},
     "unknown method 'magic'; choose one of exact, checkpointing": {"method": "magic"},

@@ -2,7 +2,6 @@
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from experiments.glue.sketch_noise import (
     REAL_ROWS,
     TO_LONGEST,
     TO_OWN,
-    Captured,
     Subject,
     measure,
     read_numbers,
@@ -25,7 +23,7 @@ from experiments.glue.sketch_noise import (
     relative_variances,
 )
 from experiments.glue.variance import main
-from experiments.glue.variance_report import targets_and_reached, write_report
+from experiments.glue.variance_report import write_report
 from rmm_linear import RMMConfig
 from rmm_linear.variance import gradient_noise
 
@@ -42,36 +40,6 @@ def _layers(layers: int = 3, rows: int = 256) -> dict[str, tuple[torch.Tensor, t
         )
         for number in range(layers)
     }
-
-
-def _record(**changes: Any) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "task": "mrpc",
-        "step": 30,
-        "padding": TO_LONGEST,
-        "rows": ALL_ROWS,
-        "sketch": "hadamard",
-        "center": True,
-        "storage": None,
-        "budget": 0.1,
-        "ratio": 0.1,
-        "bytes": 0.1,
-        "relative_variance": 1.0,
-        "largest_layer": 2.0,
-        "layers": 36,
-        "batch_rows": 4096,
-        "sketched_rows": 4096,
-        "seed": 0,
-        "weights": "0123456789ab",
-        "model": "some-model",
-        "rmm_linear": "0.1.0",
-        "torch": "2.0",
-        "transformers": "5.0",
-        "hardware": "a processor, 2 cores",
-        "threads": 1,
-        "commit": "0123456",
-    }
-    return record | changes
 
 
 @pytest.mark.parametrize("storage", [None, "int4"])
@@ -92,34 +60,6 @@ def test_real_sketches_have_the_closed_forms_variance(storage: str | None) -> No
     assert draws == 501
     assert abs(value - expected) < 4.5 * error
     assert error < 0.02 * value
-
-
-def test_padding_that_has_a_gradient_is_not_left_out() -> None:
-    layers, real = _layers(), torch.arange(256) % 3 > 0
-    with pytest.raises(HarnessError, match="padding has a gradient in the layer 'layer.0'"):
-        Captured(layers, real).chosen(REAL_ROWS)
-    masked = {name: (x, g * real.unsqueeze(1)) for name, (x, g) in layers.items()}
-    x, g = Captured(masked, real).chosen(REAL_ROWS)["layer.2"]
-    assert x.shape == (int(real.sum()), 24)
-    assert torch.equal(g.t() @ x, masked["layer.2"][1][real].t() @ layers["layer.2"][0][real])
-
-
-def test_the_table_says_what_is_reached_missed_and_measured() -> None:
-    gaussian = {"sketch": "gaussian", "center": False, "ratio": 0.1, "relative_variance": 5.25}
-    records = [
-        _record(**gaussian),
-        _record(storage="int2", ratio=0.8, bytes=0.1035, relative_variance=0.71),
-        _record(rows=REAL_ROWS, storage="int4", ratio=0.96, bytes=0.1021, relative_variance=0.0712, sketched_rows=1700),
-    ]
-    extra = {"closed_form": 0.712, "measured": 0.7151, "standard_error": 0.0031, "z": 1.0, "draws": 2520}
-    measured = [records[1] | extra | {"which": "best"}]
-    lines = targets_and_reached(records, measured).splitlines()
-    assert lines[0] == "**mrpc, padded to 128, 42 % of the rows real, after 30 steps**"
-    row = next(line for line in lines if line.startswith("| 0.1 |"))
-    assert row == (
-        "| 0.1 | 5.25 | <= 0.8 | 0.712; measured 0.715 ± 0.003 (z +1.0) | hadamard 0.8, centred, int2, 0.1035 |"
-        " <= 0.05 | 0.0712 (missed) | hadamard 0.96, centred, int4, 0.1021 |"
-    )
 
 
 @pytest.mark.usefixtures("tiny_demo")
