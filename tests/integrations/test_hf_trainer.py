@@ -8,7 +8,8 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from tiny_trainer import Reporter, make_data, make_model, make_trainer
+from transformers import TrainingArguments
 
 from rmm_linear import RMMCallback, RMMConfig, RMMLinear, convert_linears, revert_linears
 from rmm_linear.memory import SavedTensors
@@ -17,72 +18,8 @@ KEYS = {"rmm/kept_mib", "rmm/exact_mib", "rmm/freed"}
 LAYERS = 2 * 6
 
 
-def make_model(attention="sdpa"):
-    torch.manual_seed(1)
-    config = RobertaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=40,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation=attention,
-    )
-    return RobertaForSequenceClassification(config)
-
-
-def make_data(examples=48, length=32):
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(5, 50, (examples, length), generator=generator)
-    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": int(row[0] > 27)} for row in ids]
-
-
-def make_trainer(tmp_path, *callbacks, model=None, model_init=None, **changes):
-    arguments = {
-        "per_device_train_batch_size": 8,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
-        "dataloader_pin_memory": False,
-        **changes,
-    }
-    arguments = TrainingArguments(output_dir=str(tmp_path), **arguments)
-    if model is None and model_init is None:
-        model = make_model()
-    trainer = Trainer(
-        model,
-        arguments,
-        model_init=model_init,
-        train_dataset=make_data(),
-        eval_dataset=make_data(16),
-        callbacks=list(callbacks),
-    )
-    # the last of the default callbacks, which prints each log
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
-
-
 def converted(model):
     return sum(isinstance(module, RMMLinear) for module in model.modules())
-
-
-class Reporter(TrainerCallback):
-    """Collects what reaches it, like the callbacks of TensorBoard and the others."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append((state.global_step, dict(logs)))
-
-    def rows(self):
-        return [(step, logs) for step, logs in self.logs if logs.keys() >= KEYS]
 
 
 class Early(Reporter):
@@ -91,15 +28,6 @@ class Early(Reporter):
 
 class Late(Reporter):
     pass
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices this small gain nothing from a second thread, and wait long for it on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -153,10 +81,10 @@ def test_every_reporter_gets_every_log_whatever_its_place(tmp_path):
     trainer = make_trainer(tmp_path, early, callback, late)
     trainer.train()
     # four steps, and the summary of the run
-    assert [step for step, _ in early.rows()] == [1, 2, 3, 4, 4]
-    assert [logs for _, logs in early.rows()] == [logs for _, logs in late.rows()]
-    assert [row for _, row in trainer_rows(trainer)] == [{**logs, "step": step} for step, logs in early.rows()]
-    values = early.rows()[0][1]
+    assert [step for step, _ in early.rows(KEYS)] == [1, 2, 3, 4, 4]
+    assert [logs for _, logs in early.rows(KEYS)] == [logs for _, logs in late.rows(KEYS)]
+    assert [row for _, row in trainer_rows(trainer)] == [{**logs, "step": step} for step, logs in early.rows(KEYS)]
+    values = early.rows(KEYS)[0][1]
     assert values["rmm/kept_mib"] == callback.kept_bytes / 2**20
     assert values["rmm/exact_mib"] == callback.exact_bytes / 2**20
     assert 0 < values["rmm/kept_mib"] < values["rmm/exact_mib"]
@@ -181,7 +109,7 @@ def test_other_logs_are_as_without_the_callback(tmp_path):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_logged_bytes_are_those_of_the_exact_and_the_sketched_model(tmp_path, attention):
     callback = RMMCallback(ratio=0.1)
-    trainer = make_trainer(tmp_path, callback, model=make_model(attention))
+    trainer = make_trainer(tmp_path, callback, model=make_model(attention=attention))
     trainer.train()
     batch = next(iter(trainer.get_train_dataloader()))
     model = trainer.model.train()
@@ -263,18 +191,10 @@ def test_evaluation_is_bitwise_that_of_exact_layers(tmp_path):
     ids=["plain", "checkpointed in bfloat16"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path, changes):
-    def model():
-        # dropout and sketches draw from one generator
-        made = make_model()
-        for module in made.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.1
-        return made
-
     saving = {"save_strategy": "steps", "save_steps": 2, **changes}
-    whole = make_trainer(tmp_path / "parts", RMMCallback(ratio=0.1), model=model(), **saving)
+    whole = make_trainer(tmp_path / "parts", RMMCallback(ratio=0.1), model=make_model(dropout=0.1), **saving)
     callback = RMMCallback(ratio=0.1)
-    second = make_trainer(tmp_path / "parts", callback, model=model(), **saving)
+    second = make_trainer(tmp_path / "parts", callback, model=make_model(dropout=0.1), **saving)
     with warnings.catch_warnings():
         # checkpointed blocks save nothing, and the callback says so
         warnings.simplefilter("ignore")

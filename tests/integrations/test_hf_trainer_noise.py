@@ -2,13 +2,16 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+import tiny_trainer
+from tiny_trainer import Reporter, make_model
+from transformers import RobertaForSequenceClassification, TrainerCallback
 
 from rmm_linear import PaddingGradientError, RMMCallback, RMMConfig, RMMLinear
 from rmm_linear.memory import SavedTensors
@@ -18,47 +21,7 @@ ALLOCATED = {"rmm/allocated_mib", "rmm/mean_ratio"}
 LAYERS = 12
 
 
-def make_model(dropout=0.0):
-    torch.manual_seed(1)
-    config = RobertaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=40, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
-    return RobertaForSequenceClassification(config)
-
-
-def make_data(examples=48, length=32):
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(5, 50, (examples, length), generator=generator)
-    masks = (torch.arange(length) < torch.randint(8, length + 1, (examples, 1), generator=generator)).long()
-    return [
-        {"input_ids": row, "attention_mask": mask, "labels": int(row[0] > 27)}
-        for row, mask in zip(ids, masks, strict=True)
-    ]
-
-
-def make_trainer(folder, *callbacks, model=None, **changes):
-    arguments = {
-        "per_device_train_batch_size": 8,
-        "max_steps": 24,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
-        "max_grad_norm": 1e-3,
-        "dataloader_pin_memory": False,
-        **changes,
-    }
-    trainer = Trainer(
-        model if model is not None else make_model(),
-        TrainingArguments(output_dir=str(folder), **arguments),
-        train_dataset=make_data(),
-        callbacks=list(callbacks),
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
+make_trainer = partial(tiny_trainer.make_trainer, padded=True, max_grad_norm=1e-3, max_steps=24)
 
 
 def callback(**options):
@@ -72,25 +35,6 @@ def lines(path):
 
 def configs(model):
     return [layer.rmm_config for layer in model.modules() if isinstance(layer, RMMLinear)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-class Reporter(TrainerCallback):
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append((state.global_step, dict(logs)))
-
-    def rows(self, keys):
-        return [(step, logs) for step, logs in self.logs if logs.keys() >= keys]
 
 
 def test_the_monitors_numbers_reach_every_reporter_and_the_file(tmp_path):
