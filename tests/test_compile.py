@@ -66,11 +66,12 @@ def test_one_frame_over_twenty_steps_and_at_most_two_over_five_lengths(sketch: s
 @pytest.mark.parametrize(
     ("storage", "ratio"),
     [
+        (None, 0.4),
         *(("int4", ratio) for ratio in (0.4, 1.0)),
         *(grid(storage, ratio) for storage in STORAGES for ratio in (0.4, 1.0) if storage != "int4"),
     ],
 )
-def test_low_bit_storage_is_one_frame_and_keeps_its_bytes(storage: str, ratio: float) -> None:
+def test_compiled_layers_are_one_frame_and_keep_their_bytes(storage: str | None, ratio: float) -> None:
     config = CONFIG.replace(storage=storage, ratio=ratio)
     network = _network(config)
     counter = CompileCounterWithBackend("aot_eager")
