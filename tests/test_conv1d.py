@@ -75,6 +75,12 @@ def test_output_grad_input_and_grad_bias_are_bit_equal(layout: str, dtype: torch
     assert torch.equal(results[0][3], results[1][3]) == (layout == "1d")
 
 
+def test_an_input_that_is_no_view_of_rows_is_taken() -> None:
+    exact, sketched = pair()
+    x = torch.randn(23, 6, 40).transpose(0, 1)
+    assert torch.equal(sketched(x), exact(x.contiguous()))
+
+
 def test_siblings_share_whatever_the_strides() -> None:
     class Siblings(nn.Module):
         def __init__(self) -> None:

@@ -33,21 +33,37 @@ def _comparable(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key not in MEASURED} | {"steps": steps}
 
 
-def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseException]) -> Callable[[], None]:
-    """Make the next runs break off before a step; the returned function makes them whole again."""
+class AtEachStep(TrainerCallback):
+    """Calls a function with the number of each step before it."""
 
-    class Interrupt(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == step:
-                raise error("pulled the plug")
+    def __init__(self, call: Callable[[int], object]) -> None:
+        self.call = call
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.call(state.global_step)
+
+
+def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseException]) -> Callable[[], list[int]]:
+    """Make the next runs break off before a step; the returned function makes them whole, and returns their steps."""
     whole = PreparedRun.train
 
-    def train(self: PreparedRun, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        return whole(self, *arguments, **keywords, callbacks=(Interrupt(),))
+    def watch(call: Callable[[int], object]) -> None:
+        def train(self: PreparedRun, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+            return whole(self, *arguments, **keywords, callbacks=(AtEachStep(call),))
 
-    monkeypatch.setattr(PreparedRun, "train", train)
-    return lambda: monkeypatch.setattr(PreparedRun, "train", whole)
+        monkeypatch.setattr(PreparedRun, "train", train)
+
+    def interrupt(at: int) -> None:
+        if at == step:
+            raise error("pulled the plug")
+
+    def mend() -> list[int]:
+        steps: list[int] = []
+        watch(steps.append)
+        return steps
+
+    watch(interrupt)
+    return mend
 
 
 @pytest.mark.parametrize(
@@ -76,10 +92,11 @@ def test_an_interrupted_run_ends_bitwise_like_an_uninterrupted_one(
     left = json.loads(result_path(settings, tmp_path / "broken").read_text())
     assert left["status"] == "running"
     assert "final" not in left
-    mend()
+    steps = mend()
     resumed = execute(settings, tmp_path / "broken")
     assert _comparable(resumed) == _comparable(whole)
     assert [attempt["from_step"] for attempt in resumed["attempts"]] == [0, resumes_from]
+    assert steps == list(range(resumes_from, settings.max_steps or 10))
     assert resumed["wall_seconds"] == pytest.approx(sum(each["wall_seconds"] for each in resumed["attempts"]))
     assert len(resumed["steps"]["seconds"]) == len(resumed["steps"]["step"]) == (settings.max_steps or 10)
     # nothing but the result is left
