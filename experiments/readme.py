@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.blocks import filled
+from experiments.checkpointing.codes import codes_table
 from experiments.checkpointing.report import blocks as checkpointing_blocks
 from experiments.glue import allocated
 from experiments.glue.comparison import compare
@@ -31,6 +32,7 @@ from experiments.which_tool import which_table
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results.md"
+CODES = ROOT / "docs" / "codes.md"
 MINILM = ROOT / "experiments/glue/results/minilm"
 VARIANCE = ROOT / "experiments/glue/results/variance"
 CHECKPOINTING = ROOT / "experiments/checkpointing/results"
@@ -129,7 +131,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
 def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     """Return the blocks of each page."""
     which = functools.partial(which_table, CHECKPOINTING, MEMORY, VARIANCE / GRID_FILE, BENCHMARKS)
-    return {README: {"which": which}, RESULTS: BLOCKS}
+    codes = functools.partial(codes_table, CHECKPOINTING)
+    return {README: {"which": which}, RESULTS: BLOCKS, CODES: {"codes": codes}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from experiments.checkpointing.baselines import BLOCKS, EAGER
+from experiments.checkpointing.codes import ROWS_FILE as CODED_FILE
+from experiments.checkpointing.codes import read_rows as read_coded
 from experiments.checkpointing.compiled_report import COMPILED, EXACT, INDUCTOR, ROWS_FILE, read_compiled_rows
 from experiments.glue.sketch_noise import ALL_ROWS, TO_LONGEST, read_records
 from experiments.memory.report import method_name, read_rows
 
 # The step whose plans are shown, the models whose kept bytes are, and the layer whose time is.
-STEP, KEPT, KEPT_WITH_LORA = "roberta", "roberta-base", "llama-1b-lora"
+STEP, CODED, KEPT, KEPT_WITH_LORA = "roberta", "roberta", "roberta-base", "llama-1b-lora"
 LAYER = {"rows": "4096", "in_features": "768", "out_features": "3072", "sketch": "hadamard", "center": "True"}
 # A plan that takes no time takes at most so much of the eager step's.
 NO_TIME = 1.02
 _PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
+_CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
 
 def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmarks: Path) -> str:
@@ -47,6 +50,13 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     for want, call, row in steps:
         peak, took = row["peak_bytes"] / eager["peak_bytes"], row["step_s"] / eager["step_s"]
         lines.append(f"| {want} | {call} | peak {100 * peak:.0f} % | {took:.2f} | none |")
+    coded = {row["way"]: row for row in read_coded(checkpointing / CODED_FILE) if row["model"] == CODED}
+    first, best = coded[EAGER], coded["8 bits"]
+    peak, took = (float(best[name]) / float(first[name]) for name in ("peak_bytes", "step_s"))
+    lines.append(
+        f"| little memory, hardly any noise | {_CODES} | peak {100 * peak:.0f} % | {took:.2f}"
+        f" | {float(best['error']) ** 2:.1g} |"
+    )
     kept = {(row["model"], method_name(row)): row["of_exact"] for row in read_rows(memory)}
     noise = {
         (row["ratio"], row["storage"]): row["relative_variance"]
@@ -75,8 +85,11 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     config = json.loads(eager["config"])
     step = f"a RoBERTa of {config['num_hidden_layers']} layers of {config['hidden_size']}"
     machine = f"batch {eager['batch']} x {eager['size']}, {eager['hardware']}, torch {eager['torch']}"
+    machine_of_codes = first["hardware"]
     told = (
-        f'Peak and time are of a whole step, over eager mode\'s: {step}, {machine}. "Keeps" is of what {KEPT}'
+        f"Peak and time are of a whole step, over eager mode's: {step}, {machine}; with codes a RoBERTa of"
+        f" {first['layers']} layers of 768, batch {first['batch']} x {first['length']}, whose noise is the variance of"
+        f' the whole gradient over its square, {machine_of_codes}. "Keeps" is of what {KEPT}'
         f" ({KEPT_WITH_LORA} with LoRA) keeps for its backward pass. A sketch's time is a 4096 x 768 -> 3072 layer's"
         " over `nn.Linear`'s, its noise the variance of a layer's weight gradient over its square, on MRPC, mean of 36"
         " layers. All are measured; [docs/results.md](docs/results.md) has more."

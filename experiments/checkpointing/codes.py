@@ -24,7 +24,6 @@ import transformers
 from torch import Tensor, nn
 
 from experiments.glue.command_line import Parser, exit_status
-from experiments.glue.report import replace_file
 from experiments.glue.tasks import TASKS, load_task
 from rmm_linear.compiler import plans
 from rmm_linear.compiler.torch_private import dynamo_options
@@ -33,7 +32,7 @@ from .instruments import allocator_peaks, interleaved
 from .models import WORKLOADS
 from .run import RESULTS, origin
 
-ROWS_FILE, NOISE_FILE, REPORT_FILE = "codes.csv", "codes_noise.csv", "codes.md"
+ROWS_FILE, NOISE_FILE = "codes.csv", "codes_noise.csv"
 BITS: dict[str, Any] = {
     "8 bits": 8,
     "activations 4, rest 8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8},
@@ -254,14 +253,14 @@ def noise_rows(model_name: str, data: str, batches: int, size: int) -> Iterator[
         yield row | origin(WORKLOADS[0])
 
 
-def write_report(folder: Path) -> str:
-    """Write the table of what was measured, and return it."""
-    lines = ["# Backward passes that read codes", ""]
-    for rows in _by_model(_read(folder / ROWS_FILE)):
+def codes_table(folder: Path) -> str:
+    """Return what was measured, as tables."""
+    lines: list[str] = []
+    for rows in _by_model(read_rows(folder / ROWS_FILE)):
         first = rows[0]
         lines += [
-            f"{first['model']}, {first['layers']} layers of {_WIDTH}, batch {first['batch']} x {first['length']}, float32:",
-            f"{first['hardware']}, torch {first['torch']}",
+            f"{first['model']}, {first['layers']} layers of {_WIDTH}, batch {first['batch']} x {first['length']},",
+            f"float32: {first['hardware']}, torch {first['torch']}",
             "",
             "| way | step time | saved for the backward pass | activation peak | error of one draw (mean of n) |",
             "|---|---|---|---|---|",
@@ -278,14 +277,12 @@ def write_report(folder: Path) -> str:
     if (folder / NOISE_FILE).exists():
         lines += ["MiniLM on MRPC: variance that codes add, as a share of the minibatches' own.", ""]
         lines += ["| way | share | relative variance |", "|---|---|---|"]
-        for row in _read(folder / NOISE_FILE):
+        for row in read_rows(folder / NOISE_FILE):
             lines.append(
                 f"| {row['way']} | {100 * float(row['share']):.3f} % | {float(row['relative_variance']):.1e} |"
             )
         lines.append("")
-    text = "\n".join(lines)
-    replace_file(folder / REPORT_FILE, text)
-    return text
+    return "\n".join(lines).rstrip()
 
 
 def _by_model(rows: Sequence[dict[str, str]]) -> list[list[dict[str, str]]]:
@@ -293,7 +290,8 @@ def _by_model(rows: Sequence[dict[str, str]]) -> list[list[dict[str, str]]]:
     return [[row for row in rows if row["model"] == name] for name in names]
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read a file of results; no rows if there is none."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
@@ -321,9 +319,9 @@ def _run(arguments: Sequence[str] | None) -> int:
             _write(RESULTS / NOISE_FILE, list(noise_rows(options.noise, options.data, 12, 32)))
         for name in options.models:
             torch._dynamo.reset()
-            old = [row for row in _read(RESULTS / ROWS_FILE) if row["model"] != name]
+            old = [row for row in read_rows(RESULTS / ROWS_FILE) if row["model"] != name]
             _write(RESULTS / ROWS_FILE, [*old, *rows_of(name, CASES[name], options.rounds)])
-    print(write_report(RESULTS))
+    print(codes_table(RESULTS))
     return 0
 
 

@@ -209,9 +209,7 @@ def _apply(step: Step, chosen: _Choice) -> None:
     graph = step.joint.graph
     editor = Editor(step)
     first = next(node for node in graph.nodes if node.op == "call_function")
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)]
-    of_seed = next((node for node in inputs if step.is_float(node)), inputs[0])
-    keys = editor.insert(_keys, of_seed, before=first, block_of=first, count=len(chosen.rewrites))
+    keys = editor.insert(_keys, step.input, before=first, block_of=first, count=len(chosen.rewrites))
     replacing: dict[fx.Node, Rewrite] = {}
     for number, rewrite in enumerate(chosen.rewrites):
         rewrite.code.key = editor.insert(torch.select, keys, before=first, block_of=first, dim=0, index=number)

@@ -192,7 +192,7 @@ def _rms_norm(step: Step, node: fx.Node, bits: int) -> RMSNorm | None:
         x, scale = scale, x
     shape = Shape.of(node.meta["val"])
     is_scaled = shape_of(scale) == (*shape_of(x)[:-1], 1) and shape_of(x) == shape_of(node) and shape_of(x)[-1] > 1
-    if shape is None or not is_scaled or not step.is_float(x) or not step.memories(x):
+    if not _is_positive(scale) or shape is None or not is_scaled or not step.is_float(x) or not step.memories(x):
         return None
     reads = [read for read in step.reads if _linear_chain(read.source, x) is not None]
     squares = [square for read in reads if (square := _square(step, read, reads)) is not None]
@@ -204,6 +204,14 @@ def _rms_norm(step: Step, node: fx.Node, bits: int) -> RMSNorm | None:
     if len(set(firsts)) < len(firsts):
         return None
     return RMSNorm(Code(node, "norm", bits, shape), serves, x=x, scale=scale, squares=squares)
+
+
+def _is_positive(scale: fx.Node) -> bool:
+    """Whether a scale is one that can be divided by."""
+    while scale.target in (aten.detach.default, aten._to_copy.default):
+        scale = node_at(scale, 0)
+    is_root = scale.target is aten.pow.Tensor_Scalar and scale.args[1] in (-0.5,)
+    return is_root or scale.target in (aten.rsqrt.default, aten.reciprocal.default)
 
 
 def _square(step: Step, first: Read, reads: list[Read]) -> Square | None:

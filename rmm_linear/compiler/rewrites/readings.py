@@ -26,6 +26,8 @@ _LINEAR = {
     aten.div.Scalar,
 }
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
+# Views that depend on how their argument lies in memory.
+_OF_MEMORY = {aten.as_strided.default, aten.view.dtype}
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 # A tensor with so many times fewer elements than another one costs nothing.
 _SMALL = 16
@@ -112,7 +114,7 @@ class Readings:
             is_dropped = op.target is aten.native_dropout.default and node.args[1] == 0
             return self.codes_of(node_at(op, 0)) if is_dropped else None
         sources = node.all_input_nodes
-        is_view = len(sources) == 1 and self._step.base[node] is not node
+        is_view = len(sources) == 1 and self._step.base[node] is not node and node.target not in _OF_MEMORY
         if is_view or node.target in _LINEAR or _is_first_power(node):
             return self.codes_of(sources[0]) if self._step.is_float(sources[0]) else None
         found = {each: self.codes_of(each) for each in sources}
@@ -124,7 +126,7 @@ class Readings:
             return None
         if node.target in _SUMS:
             return frozenset().union(*parts)
-        if node.target is aten.div.Tensor and len(parts) == 1 and found[sources[0]] is not None:
+        if node.target is aten.div.Tensor and len(parts) == 1 and found.get(sources[0]) and node.args[0] is sources[0]:
             return parts[0]
         if node.target is aten.mul.Tensor and len(sources) == sum(isinstance(arg, fx.Node) for arg in node.args):
             together = frozenset().union(*parts)

@@ -39,6 +39,7 @@ class Step:
         number: The place of each node in the graph.
         base: For each node, the node that writes the memory in which its value lies.
         reads: What ops that depend on gradients read, in the order of the ops.
+        input: An input of a dtype that codes know; None if there is none.
     """
 
     def __init__(self, joint: fx.GraphModule, tangents: Collection[fx.Node], blocks: Mapping[fx.Node, str]) -> None:
@@ -49,6 +50,8 @@ class Step:
         self.reads: list[Read] = []
         self._begin = len(self.number)
         self._memories: dict[fx.Node, frozenset[fx.Node]] = {}
+        inputs = [node for node in joint.graph.nodes if node.op == "placeholder" and node not in self.gradients]
+        self.input = next((node for node in inputs if self._is_float(node)), None)
         writer: dict[int, fx.Node] = {}
         returned: set[fx.Node] = set()
         for node in joint.graph.nodes:
@@ -88,7 +91,12 @@ class Step:
         return self._memories[source]
 
     def is_float(self, node: fx.Node) -> bool:
-        """Tell whether a node is a tensor of a dtype that codes know."""
+        """Tell whether a node is a tensor of a dtype that codes know, on the device of the inputs."""
+        device = None if self.input is None else self.input.meta["val"].device
+        return self._is_float(node) and node.meta["val"].device == device
+
+    @staticmethod
+    def _is_float(node: fx.Node) -> bool:
         value = node.meta.get("val")
         return isinstance(value, Tensor) and value.dtype in _FLOATS
 
