@@ -169,6 +169,9 @@ def linear(
         return F.linear(x, weight, bias)
     if x.dtype != dtype:
         x = x.to(dtype)
+    is_transformed = torch._C._are_functorch_transforms_active()
+    if is_transformed and _is_mapped(x):
+        raise _no_transform("torch.vmap")
     made = None if shared is None else shared.tensors(seed)
     if made is None:
         made = _compressed(x.detach(), seed, config, layout, index, valid_rows)
@@ -177,7 +180,7 @@ def linear(
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     kept = _Kept(config, x.shape[-1], layout, index, check, shared, seed, *made)
     # torch.func knows only a class with a setup_context
-    if torch._C._are_functorch_transforms_active():
+    if is_transformed:
         return _TransformedSketchedLinear.apply(x, weight, bias, *_flattened(kept))
     return _SketchedLinear.apply(x, weight, bias, kept)
 
@@ -437,6 +440,16 @@ def _flattened(kept: _Kept) -> tuple[Any, ...]:
 
 def _parts(tensors: tuple[Tensor, ...], left_out: int, beside: int) -> tuple[tuple[Tensor, ...], ...]:
     return tensors[:left_out], tensors[left_out : left_out + beside], tensors[left_out + beside :]
+
+
+def _is_mapped(x: Tensor) -> bool:
+    """Whether torch.vmap maps over the tensor, at any level of transforms."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 def _no_transform(name: str) -> TransformError:

@@ -141,9 +141,9 @@ class _Choice:
         self.readings = Readings(self._step)
         self.rewrites = []
         special: set[Read] = set()
-        # a tensor has one code, and a read is served once
+        # a read is served once
         for rewrite in rewrites:
-            if rewrite.code.node not in self.readings.provided and special.isdisjoint(rewrite.serves):
+            if special.isdisjoint(rewrite.serves):
                 self._take(rewrite)
                 special.update(rewrite.serves)
         if self._bits.attention == 4:
