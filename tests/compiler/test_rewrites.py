@@ -233,9 +233,8 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
         draws = 100
         monkeypatch.setattr(rewrites, "_keys", _keys_of_one_seed)
     else:
-        model = Net(Twice())
-        x[::64] *= 8
-        assert is_unbiased(judge(model, x, 100, bits=4)[0])
+        model, draws = Net(Twice()), 1500
+        assert is_unbiased(judge(model, x, 300, bits=4)[0])
         monkeypatch.setattr(rewrites._Choice, "_read_twice", lambda self: set())
     result, plan = judge(model, x, draws, bits=4)
     assert plan.coding.coded
