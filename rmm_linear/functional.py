@@ -170,8 +170,8 @@ def linear(
     if x.dtype != dtype:
         x = x.to(dtype)
     is_transformed = torch._C._are_functorch_transforms_active()
-    if is_transformed and _is_mapped(x):
-        raise _no_transform("torch.vmap")
+    if is_transformed:
+        _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
         made = _compressed(x.detach(), seed, config, layout, index, valid_rows)
@@ -442,14 +442,12 @@ def _parts(tensors: tuple[Tensor, ...], left_out: int, beside: int) -> tuple[tup
     return tensors[:left_out], tensors[left_out : left_out + beside], tensors[left_out + beside :]
 
 
-def _is_mapped(x: Tensor) -> bool:
-    """Whether torch.vmap maps over the tensor, at any level of transforms."""
+def _refuse_mapped(x: Tensor) -> None:
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):
-            return True
+            raise _no_transform("torch.vmap")
         x = functorch.get_unwrapped(x)
-    return False
 
 
 def _no_transform(name: str) -> TransformError:
