@@ -67,6 +67,18 @@ class Attention(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).reshape(-1, WIDTH)
 
 
+class Block(nn.Module):
+    """Functions whose gradients arrive from what other codes have replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = x + self.linear(functional.gelu(self.norm(x)))
+        return y * torch.sigmoid(y) + x
+
+
 class ByHand(Attention):
     def forward(self, x):
         q, k, v = (each.view(4, -1, 2, 8).transpose(1, 2) for each in self.qkv(x).split(WIDTH, -1))
@@ -129,6 +141,7 @@ CASES = {
     "attention": (lambda: Net(Attention()), {"attention"}),
     "causal attention": (lambda: Net(Attention(is_causal=True)), {"attention"}),
     "attention by hand": (lambda: Net(ByHand()), {"attention"}),
+    "block": (lambda: Net(Block()), {"norm", "activation", "linear"}),
     "linear": (lambda: Net(nn.Identity()), {"linear"}),
 }
 

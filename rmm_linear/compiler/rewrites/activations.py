@@ -11,6 +11,7 @@ So f must be linear above T, and constant below -T. Before a function is coded, 
 will be read is compared with the function on a grid of u, for the largest step that can be.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,44 +49,54 @@ _RANGE, _POINTS, _DRAWS = 40.0, 1601, 64
 _LEAST = 1e-4
 
 
+class Place(NamedTuple):
+    """What stands for a tensor in the ops of a function: "u", "gradient", or the number of an op."""
+
+    name: str
+
+
 @dataclass(frozen=True, eq=False)
 class Function:
     """A chain of elementwise ops of u, and perhaps of a gradient; equal to others of the same ops.
 
     Attributes:
-        u: The input.
-        gradient: The gradient; None for a function of u alone.
-        nodes: The ops, in order; the last one computes the result.
+        ops: The ops, in order, with their arguments; the last one computes the result. Those of the graph may change.
+        has_gradient: Whether it is of a gradient too.
     """
 
-    u: fx.Node
-    gradient: fx.Node | None
-    nodes: tuple[fx.Node, ...]
+    ops: tuple[tuple[Any, Any, Any], ...]
+    has_gradient: bool
+
+    @classmethod
+    def of(cls, u: fx.Node, gradient: fx.Node | None, nodes: Sequence[fx.Node]) -> "Function":
+        """Read a function from the nodes that compute it."""
+        places: dict[fx.Node | None, Any] = {u: Place("u"), gradient: Place("gradient")}
+        ops = []
+        for number, node in enumerate(nodes):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+            ops.append((node.target, tuple(args), tuple(kwargs.items())))
+            places[node] = Place(str(number))
+        return cls(tuple(ops), gradient is not None)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.ops))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and (repr(self.ops), self.has_gradient) == (
+            repr(other.ops),
+            other.has_gradient,
+        )
 
     def __call__(self, u: Tensor, gradient: Tensor | None = None) -> Tensor:
         """Run it on other tensors, without its casts."""
-        made: dict[fx.Node | None, Any] = {self.u: u, self.gradient: gradient}
-        for node in self.nodes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            is_cast = node.target in (aten._to_copy.default, aten.detach.default)
-            made[node] = args[0] if is_cast else node.target(*args, **kwargs)  # type: ignore[operator]
-        result: Tensor = made[self.result]
+        made: dict[str, Any] = {"u": u, "gradient": gradient}
+        result = u
+        for number, (target, args, kwargs) in enumerate(self.ops):
+            values = [made[each.name] if isinstance(each, Place) else each for each in args]
+            is_cast = target in (aten._to_copy.default, aten.detach.default)
+            result = values[0] if is_cast else target(*values, **dict(kwargs))
+            made[str(number)] = result
         return result
-
-    @property
-    def result(self) -> fx.Node:
-        """The node that computes the result."""
-        return self.nodes[-1] if self.nodes else self.u
-
-    def _identity(self) -> Any:
-        place = {self.u: "u", self.gradient: "gradient"} | {node: str(i) for i, node in enumerate(self.nodes)}
-        return tuple((node.target, str(fx.node.map_arg((node.args, node.kwargs), place.get))) for node in self.nodes)
-
-    def __hash__(self) -> int:
-        return hash(self._identity())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and self._identity() == other._identity()
 
 
 class Limits(NamedTuple):
@@ -106,11 +117,13 @@ class Region:
 
     Attributes:
         reads: What they read of u and of functions of it.
-        functions: The functions that other ops read.
+        gradient: The gradient that arrives.
+        functions: The functions that other ops read, with the nodes that compute them.
     """
 
     reads: list[Read]
-    functions: list[Function]
+    gradient: fx.Node
+    functions: list[tuple[fx.Node, Function]]
 
 
 @dataclass(eq=False)
@@ -119,48 +132,48 @@ class Activation(Rewrite):
 
     Attributes:
         regions: What the backward pass computes of them.
-        outputs: Functions of the tensor alone, with the slopes of their excesses.
+        outputs: Nodes that are functions of the tensor alone, with the slopes of their excesses.
         slopes: The same of the regions' functions.
         terms: How many terms of the series are taken.
     """
 
     regions: list[Region] = field(kw_only=True)
-    outputs: list[tuple[Function, float]] = field(kw_only=True)
+    outputs: list[tuple[fx.Node, Function, float]] = field(kw_only=True)
     slopes: dict[Function, float] = field(kw_only=True)
     terms: int = field(kw_only=True)
 
     def provide(self, readings: Readings) -> None:
         """Let the functions be read."""
-        for function, slope in self.outputs:
-
-            def read(editor: Editor, before: fx.Node, function: Function = function, slope: float = slope) -> fx.Node:
-                return self._read(editor, before, function, slope)
-
-            readings.provide(function.result, Provided(frozenset([self.code]), read))
+        for node, function, slope in self.outputs:
+            read = functools.partial(self._read, result=node, function=function, slope=slope)
+            readings.provide(node, Provided(frozenset([self.code]), read))
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Compute what a region hands on from the code."""
         for region in self.regions:
             if reader is region.reads[0].reader:
-                for function in region.functions:
-                    new = self._read(editor, function.result, function, self.slopes[function])
-                    editor.replace(function.result, new)
+                gradient = editor.now(region.gradient)
+                for node, function in region.functions:
+                    slope = self.slopes[function]
+                    new = self._read(editor, node, gradient, result=node, function=function, slope=slope)
+                    editor.replace(node, new)
 
-    def _read(self, editor: Editor, before: fx.Node, function: Function, slope: float) -> fx.Node:
-        gradient = [] if function.gradient is None else [editor.now(function.gradient)]
+    def _read(
+        self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function, slope: float
+    ) -> fx.Node:
         found: fx.Node = editor.insert(
             _read,
             *self.code.sources,
             *gradient,
             before=before,
-            block_of=function.result,
+            block_of=result,
             is_backward=True,
             function=function,
             slope=slope,
             shape=self.code.shape,
             bits=self.code.bits,
             terms=self.terms,
-            dtype=function.result.meta["val"].dtype,
+            dtype=result.meta["val"].dtype,
         )
         return found
 
@@ -199,7 +212,7 @@ def _activation(
     step: Step, u: fx.Node, members: Sequence[fx.Node], shape: Shape, limits: "_Limits"
 ) -> Activation | None:
     regions = _regions(step, u, members)
-    needed = [function for region in regions for function in region.functions]
+    needed = [function for region in regions for _, function in region.functions]
     if not needed:
         return None
     bits = limits.bits
@@ -211,10 +224,10 @@ def _activation(
     outputs = []
     bias = ways[way]
     for node in members:
-        function = _function(u, None, [node], {u, *members})
+        function = _function(u, None, node, {u, *members})
         found = limits.of(function, way)
         if step.is_float(node) and found.bias <= _MOST_BIASED:
-            outputs.append((function, found.slope))
+            outputs.append((node, function, found.slope))
             bias = max(bias, found.bias)
     slopes = {function: limits.of(function, way).slope for function in needed}
     serves = [read for region in regions for read in region.reads]
@@ -273,21 +286,21 @@ def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]
     found = []
     for place, (gradient, nodes) in enumerate(regions):
         exits = [node for node in nodes if any(inside.get(user) != place for user in node.users)]
-        functions = [_function(u, gradient, [node], {*sources, *nodes}) for node in exits]
+        functions = [(node, _function(u, gradient, node, {*sources, *nodes})) for node in exits]
         reads = [Read(node, each) for node in nodes for each in node.all_input_nodes if each in sources]
-        found.append(Region(reads, functions))
+        found.append(Region(reads, gradient, functions))
     return found
 
 
-def _function(u: fx.Node, gradient: fx.Node | None, ends: list[fx.Node], inside: set[fx.Node]) -> Function:
+def _function(u: fx.Node, gradient: fx.Node | None, end: fx.Node, inside: set[fx.Node]) -> Function:
     found: set[fx.Node] = set()
-    waiting = [end for end in ends if end is not u]
+    waiting = [end]
     while waiting:
         node = waiting.pop()
         found.add(node)
         waiting += [each for each in node.all_input_nodes if each in inside and each is not u and each not in found]
     order = {node: number for number, node in enumerate(u.graph.nodes)}
-    return Function(u, gradient, tuple(sorted(found, key=order.__getitem__)))
+    return Function.of(u, gradient, sorted(found, key=order.__getitem__))
 
 
 class _Limits:
@@ -313,7 +326,7 @@ class _Limits:
         draws = (torch.arange(_DRAWS, dtype=torch.float64) + 0.5) / _DRAWS - 0.5
         within = (u.clamp(-tail, tail) + step * draws[:, None]).flatten()
         ends = torch.tensor([tail, _RANGE], dtype=torch.float64)
-        ones = [None if function.gradient is None else torch.ones_like(each) for each in (u, within, ends)]
+        ones = [torch.ones_like(each) if function.has_gradient else None for each in (u, within, ends)]
         exact = function(u, ones[0])
         if ones[0] is not None and not torch.allclose(function(u, -2 * ones[0]), -2 * exact):
             return Limits(math.inf, 0.0)
