@@ -237,11 +237,11 @@ def noise_rows(model_name: str, data: str, batches: int, size: int) -> Iterator[
     order = torch.randperm(len(split)).tolist()
     for number in range(batches):
         rows = split.select(order[number * size : (number + 1) * size])
-        texts = [rows[name] for name in task.text_keys]
+        texts = [list(rows[name]) for name in task.text_keys]
         batch = tokenizer(*texts, padding="max_length", truncation=True, max_length=128, return_tensors="pt")
         for way, run in steps.items():
             model.zero_grad(set_to_none=True)
-            run(**batch, labels=torch.tensor(rows["label"])).loss.backward()
+            run(**batch, labels=torch.tensor(list(rows["label"]))).loss.backward()
             found = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
             gradients.setdefault(way, []).append(torch.cat(found))
     exact = torch.stack(gradients["exact"])
