@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rmm_linear.byte_sizes import Unit
 
 KINDS = ("norm", "activation", "attention", "linear")
-# Exact tensors that are named, the largest ones.
-_MOST_NAMED = 5
+# Exact tensors that are named: so many, and each of a part of what is coded.
+_MOST_NAMED, _PART = 5, 100
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class Coding:
             f"codes of {len(self.coded)} tensors, {sizes}: {told};"
             f" readings of functions are biased by {100 * bias:.2f} % at most"
         )
-        largest = sorted(self.exact, key=lambda tensor: -tensor.tensor_bytes)[:_MOST_NAMED]
-        if largest:
-            names = (f"{each.name} ({unit.of(each.tensor_bytes)}, {each.reader} reads it)" for each in largest)
-            yield f"read as they are: {len(self.exact)} tensors, {', '.join(names)}"
+        large = (tensor for tensor in self.exact if _PART * tensor.tensor_bytes >= self.tensor_bytes)
+        named = sorted(large, key=lambda tensor: -tensor.tensor_bytes)[:_MOST_NAMED]
+        if named:
+            names = (f"{each.name}, {unit.of(each.tensor_bytes)}, by {each.reader}" for each in named)
+            yield f"read as they are: {'; '.join(names)}"

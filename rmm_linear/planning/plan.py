@@ -6,13 +6,13 @@ from pathlib import Path
 
 from rmm_linear.byte_sizes import Unit, unit_for
 from rmm_linear.planning.coding import Coding
-from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.graph import Graph, Op
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import Simulation, simulate
 from rmm_linear.planning.timeline import draw
 
 # ops of this library: seeds and sketches
-_OURS = "rmm_linear."
+_OURS, _SEED = "rmm_linear.", "rmm_linear.draw_seed"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class CheckpointPlan:
         draw(path, self.graph, schedules, self.budget_bytes)
 
     def _is_sketch(self, index: int) -> bool:
-        return self.graph.ops[self.graph.writer[index]].kind.startswith(_OURS)
+        return _is_sketch(self.graph.ops[self.graph.writer[index]])
 
     def _held(self, schedule: Schedule) -> set[int]:
         """Storages in memory when the forward pass has ended."""
@@ -170,7 +170,7 @@ class CheckpointPlan:
                 "where each gradient is added to one that is there, or taken in the backward pass: peak"
                 f" {self._sizes(freed.plain.peak_bytes, freed.peak_bytes)}"
             )
-        if any(op.kind.startswith(_OURS) for op in self.graph.ops):
+        if any(map(_is_sketch, self.graph.ops)):
             sketches = [
                 sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
                 for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))
@@ -206,6 +206,10 @@ class BlockPlan:
     kept_bytes: int
     cost: float
     extra_cost: float
+
+
+def _is_sketch(op: Op) -> bool:
+    return op.kind.startswith(_OURS) and op.kind != _SEED
 
 
 def _cut(path: str, depth: int) -> str:
