@@ -23,12 +23,12 @@ from torch import Tensor, fx, nn
 from rmm_linear.compiler.autocasting import present_autocast
 from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
-from rmm_linear.compiler.rewrites import Bits
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transformed
 from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
 from rmm_linear.planning.budget import Budget
+from rmm_linear.planning.coding import Bits
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.schedule import Schedule
@@ -98,8 +98,10 @@ class Options:
         for name in given:
             if name not in known:
                 raise ValueError(f"option {name!r} is unknown; choose among {', '.join(known)}")
-        if given.get("budget") is None and given.get("schedule") is None and given.get("bits") is None:
-            raise ValueError('the option "budget" is missing: pass options={"budget": "60%"}, or bytes such as "8GiB"')
+        if given.get("budget") is None and given.get("schedule") is None and Bits.of(given.get("bits")) == Bits():
+            raise ValueError(
+                'the option "budget" is missing: pass options={"budget": "60%"}, bytes such as "8GiB", or {"bits": 8}'
+            )
         return cls(**given)
 
 

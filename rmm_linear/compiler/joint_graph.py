@@ -31,11 +31,11 @@ from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autoc
 from rmm_linear.compiler.costs import cost_of, unit_of
 from rmm_linear.compiler.fake_memory import real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
-from rmm_linear.compiler.rewrites import Bits, code_step
+from rmm_linear.compiler.rewrites import code_step
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError, NothingToTrainError
-from rmm_linear.planning.coding import Coding
+from rmm_linear.planning.coding import Bits, Coding
 from rmm_linear.planning.graph import Graph, Op, Storage
 
 # Reads buffers that it updates, but computes its results from the batch alone: it may run again after the update.

@@ -1,13 +1,49 @@
-"""Which tensors a step keeps as codes, and which ones as they are: what a plan says of them."""
+"""Which tensors a step keeps as codes, in how many bits, and which ones as they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rmm_linear.byte_sizes import Unit
 
 KINDS = ("norm", "activation", "attention", "linear")
 # Exact tensors that are named: so many, and each of a part of what is coded.
 _MOST_NAMED, _PART = 5, 100
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Bits of the codes of each kind of tensors: 8, 4, or 0 for tensors that stay exact.
+
+    Attributes:
+        norm: Tensors that LayerNorm or RMSNorm has normalised.
+        activation: Inputs of smooth elementwise functions.
+        attention: Queries, keys, values, outputs and probabilities.
+        linear: Other tensors that matrix products, or elementwise products with a gradient, read.
+    """
+
+    norm: int = 0
+    activation: int = 0
+    attention: int = 0
+    linear: int = 0
+
+    @classmethod
+    def of(cls, given: Any) -> "Bits":
+        """Read the option `bits`.
+
+        Args:
+            given: 8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; None for exact.
+
+        Raises:
+            ValueError: If it is something else.
+        """
+        each = dict(given) if isinstance(given, Mapping) else dict.fromkeys(KINDS, given)
+        for kind, bits in each.items():
+            if kind not in KINDS:
+                raise ValueError(f"bits: kind {kind!r} is unknown; choose among {', '.join(KINDS)}")
+            if bits is not None and (type(bits) is not int or bits not in (8, 4)):
+                raise ValueError(f"bits={bits!r} is none of 8, 4 and None (exact); pass {{{kind!r}: 8}}, or 8 for all")
+        return cls(**{kind: bits or 0 for kind, bits in each.items()})
 
 
 @dataclass(frozen=True)
@@ -21,7 +57,9 @@ class CodedTensor:
         bits: Bits of an element.
         tensor_bytes: Bytes of the tensor.
         code_bytes: Bytes of the code.
-        bias: A bound of the bias of what is read, relative to the function that is read; 0 if it is unbiased.
+        bias: A bound of the bias of readings; 0 if all are unbiased, None if no bound is known (scores of attention).
+            For a function f of u, it is the largest value of (1 + u^2) |mean of the reading - f(u)| over |u| <= 40,
+            relative to the largest |f| within +-1: what a gradient is multiplied by may grow as u^2.
     """
 
     name: str
@@ -30,7 +68,7 @@ class CodedTensor:
     bits: int
     tensor_bytes: int
     code_bytes: int
-    bias: float
+    bias: float | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +111,7 @@ class Coding:
         return sum(tensor.code_bytes for tensor in self.coded)
 
     def lines(self, unit: Unit) -> Iterator[str]:
-        """Say it to people.
+        """Yield lines of a report.
 
         Args:
             unit: The unit of sizes.
@@ -85,11 +123,12 @@ class Coding:
             kinds[tensor.kind, tensor.bits] = kinds.get((tensor.kind, tensor.bits), 0) + 1
         sizes = f"{unit.of(self.tensor_bytes)} -> {unit.of(self.code_bytes)} {unit.name}"
         told = ", ".join(f"{count} {kind} in {bits} bits" for (kind, bits), count in kinds.items())
-        bias = max(tensor.bias for tensor in self.coded)
-        yield (
-            f"codes of {len(self.coded)} tensors, {sizes}: {told};"
-            f" readings of functions are biased by {100 * bias:.2f} % at most"
-        )
+        yield f"codes of {len(self.coded)} tensors, {sizes}: {told}"
+        bias = max(tensor.bias or 0 for tensor in self.coded)
+        if bias:
+            yield f"readings of functions are biased by {100 * bias:.2f} % at most"
+        if any(tensor.bias is None for tensor in self.coded):
+            yield "scores of attention are biased through their exponential; no bound is known"
         large = (tensor for tensor in self.exact if _PART * tensor.tensor_bytes >= self.tensor_bytes)
         named = sorted(large, key=lambda tensor: -tensor.tensor_bytes)[:_MOST_NAMED]
         if named:

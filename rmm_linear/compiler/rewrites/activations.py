@@ -36,15 +36,17 @@ _WEIGHTS = (
     (3 / 640, -1 / 24 - 12 / 640, 1 + 2 / 24 + 18 / 640, -1 / 24 - 12 / 640, 3 / 640),
 )
 # Ways to read: how many terms are taken, and where u is cut. The first one is taken that is biased by less than the
-# bound, else the least biased one. Small steps need no term: 8 bits up to 16 are biased by 5e-4.
+# bound, else the least biased one. Small steps need no term: 8 bits up to 16 are biased by 5e-4 of f' near 0.
 _WAYS = {
     8: ((0, 16.0), (1, 32.0), (1, 16.0)),
     4: tuple((terms, tail) for terms in (1, 2) for tail in (4.0, 5.0, 6.0, 7.0, 8.0, 10.0)),
 }
-_BOUND = 2.5e-3
-# What is biased by more is kept exactly.
+_BOUND = 5e-3
+# A function that is biased by more is read from 8 bits in place of 4, or exactly.
 _MOST_BIASED = 1e-2
 _RANGE, _POINTS, _DRAWS = 40.0, 1601, 64
+# Beyond the range a function must go on as it is read, to the end of float16, but for this part of it.
+_FAR, _FAR_ERROR = 6e4, 1e-3
 # Slopes so near to 0 or 1 are taken for 0 or 1.
 _LEAST = 1e-4
 
@@ -69,12 +71,12 @@ class Function:
 
     @classmethod
     def of(cls, u: fx.Node, gradient: fx.Node | None, nodes: Sequence[fx.Node]) -> "Function":
-        """Read a function from the nodes that compute it."""
+        """Read a function from the nodes that compute it; casts between floats are left out."""
         places: dict[fx.Node | None, Any] = {u: Place("u"), gradient: Place("gradient")}
         ops = []
         for number, node in enumerate(nodes):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
-            ops.append((node.target, tuple(args), tuple(kwargs.items())))
+            ops.append((None if _is_alias(node) else node.target, tuple(args), tuple(kwargs.items())))
             places[node] = Place(str(number))
         return cls(tuple(ops), gradient is not None)
 
@@ -88,13 +90,12 @@ class Function:
         )
 
     def __call__(self, u: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """Run it on other tensors, without its casts."""
+        """Run it on other tensors."""
         made: dict[str, Any] = {"u": u, "gradient": gradient}
         result = u
         for number, (target, args, kwargs) in enumerate(self.ops):
             values = [made[each.name] if isinstance(each, Place) else each for each in args]
-            is_cast = target in (aten._to_copy.default, aten.detach.default)
-            result = values[0] if is_cast else target(*values, **dict(kwargs))
+            result = values[0] if target is None else target(*values, **dict(kwargs))
             made[str(number)] = result
         return result
 
@@ -103,7 +104,8 @@ class Limits(NamedTuple):
     """How well a function is read.
 
     Attributes:
-        bias: The most that the mean of a reading differs from the function, relative to the function within +-1.
+        bias: The most that the mean of a reading differs from the function, times 1 + u^2, for what a gradient
+            multiplies it by may grow with u; relative to the largest value of the function within +-1.
         slope: The slope of the function where the excess begins; 0 where it does not matter.
     """
 
@@ -142,11 +144,17 @@ class Activation(Rewrite):
     slopes: dict[Function, float] = field(kw_only=True)
     terms: int = field(kw_only=True)
 
-    def provide(self, readings: Readings) -> None:
-        """Let the functions be read."""
+    def provided(self) -> dict[fx.Node, Provided]:
+        """The functions."""
+        found = {}
         for node, function, slope in self.outputs:
             read = functools.partial(self._read, result=node, function=function, slope=slope)
-            readings.provide(node, Provided(frozenset([self.code]), read))
+            found[node] = Provided(frozenset([self.code]), read)
+        return found
+
+    def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
+        """Tell whether two readers are of one region, which reads the code once."""
+        return any({first, last} <= {read.reader for read in region.reads} for region in self.regions)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Compute what a region hands on from the code."""
@@ -185,7 +193,8 @@ def candidates(step: Step, bits: int) -> Iterator[Activation]:
         step: The step.
         bits: Bits of the codes.
     """
-    limits = _Limits(bits)
+    # what 4 bits would bias is read from 8
+    limits = [_Limits(each) for each in (4, 8) if each >= bits]
     members: dict[fx.Node, list[fx.Node]] = {}
     roots: dict[fx.Node, fx.Node] = {}
     for node in step.joint.graph.nodes:
@@ -198,14 +207,13 @@ def candidates(step: Step, bits: int) -> Iterator[Activation]:
     for read in step.reads:
         reads.setdefault(roots[read.source], []).append(read)
     for root, functions in members.items():
-        is_trivial = all(node.target in _CASTS for node in functions)
+        is_trivial = all(map(_is_alias, functions))
         if is_trivial or root not in reads or not step.is_float(root) or not step.memories(root):
             continue
         shape = Shape.of(root.meta["val"])
         if shape is not None:
-            found = _activation(step, root, functions, shape, limits)
-            if found is not None:
-                yield found
+            found = (_activation(step, root, functions, shape, each) for each in limits)
+            yield from filter(None, [next(filter(None, found), None)])
 
 
 def _activation(
@@ -248,11 +256,16 @@ def _root(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:
 def _is_elementwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     is_random = torch.Tag.nondeterministic_seeded in tags
-    return (
-        isinstance(node.meta.get("val"), Tensor)
-        and not is_random
-        and (torch.Tag.pointwise in tags or node.target in _CASTS)
-    )
+    is_known = torch.Tag.pointwise in tags or node.target in _CASTS
+    return isinstance(node.meta.get("val"), Tensor) and not is_random and is_known
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Whether a node has the values of its argument, but for their rounding."""
+    if node.target is not aten._to_copy.default:
+        return node.target is aten.detach.default
+    values = (node.meta["val"], node.all_input_nodes[0].meta["val"])
+    return all(value.is_floating_point() for value in values)
 
 
 def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]:
@@ -321,7 +334,9 @@ class _Limits:
         return self._known[function, way]
 
     def _found(self, function: Function, terms: int, tail: float) -> Limits:
-        u = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
+        near = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
+        far = torch.logspace(math.log10(_RANGE), math.log10(_FAR), _POINTS, dtype=torch.float64)
+        u = torch.cat([near, far, -far])
         step = codes.largest_step(self.bits, tail)
         draws = (torch.arange(_DRAWS, dtype=torch.float64) + 0.5) / _DRAWS - 0.5
         within = (u.clamp(-tail, tail) + step * draws[:, None]).flatten()
@@ -331,10 +346,13 @@ class _Limits:
         if ones[0] is not None and not torch.allclose(function(u, -2 * ones[0]), -2 * exact):
             return Limits(math.inf, 0.0)
         slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
-        slope = next((near for near in (0.0, 1.0) if abs(slope - near) < _LEAST), slope)
+        slope = next((each for each in (0.0, 1.0) if abs(slope - each) < _LEAST), slope)
         read = _unsmoothed(function, within, torch.full_like(within, step), ones[1], terms)
         read = read.view(_DRAWS, -1).mean(0) + slope * (u - tail).clamp_min(0)
-        bias = ((read - exact).abs().max() / exact[u.abs() <= 1].abs().max()).item()
+        error, scale = (read - exact).abs(), exact[u.abs() <= 1].abs().max()
+        if (error[_POINTS:] > _FAR_ERROR * exact[_POINTS:].abs().clamp_min(scale.item())).any():
+            return Limits(math.inf, 0.0)
+        bias = ((error * (1 + u * u))[:_POINTS].max() / scale).item()
         return Limits(bias if math.isfinite(bias) else math.inf, slope)
 
 

@@ -3,11 +3,12 @@
 The gradient of a fused op is linear in the values and in the output. Queries and keys go through an exponential, which
 is read as if it was linear: the bias is of the order of the errors' variance, which 8 bits make negligible. With 4 bits
 the normalisation that the forward pass kept is not that of the queries and keys that are read, so that output and
-normalisation are computed again from them.
+normalisation are computed again from them. That is done for the op of CPUs; others are read from 8 bits.
 
 The gradient of a softmax, p (g - sum(p g)), reads p twice: g_i s_i^2 / 12 is added, where s_i is the step of the code.
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.readings import Provided, Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
-from rmm_linear.compiler.rewrites.step import Step
+from rmm_linear.compiler.rewrites.step import Read, Step, node_at
 
 aten = torch.ops.aten
 # Backward ops of fused attention, and the places of query, key, value and output among their arguments.
@@ -30,7 +31,7 @@ FUSED = {
     aten._scaled_dot_product_cudnn_attention_backward.default: (1, 2, 3, 4),
     aten._scaled_dot_product_efficient_attention_backward.default: (1, 2, 3, 5),
 }
-# The one whose forward op can run again with no more than the backward op has.
+# Of this op, the forward op needs no more than the backward op has.
 _AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -38,9 +39,9 @@ _AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 class Softmax(Rewrite):
     """The probabilities of an attention that runs op by op."""
 
-    def provide(self, readings: Readings) -> None:
-        """Let the probabilities be read."""
-        readings.provide(self.code.node, Provided(frozenset([self.code]), self.code.read))
+    def provided(self) -> dict[fx.Node, Provided]:
+        """The probabilities."""
+        return {self.code.node: Provided(frozenset([self.code]), self.code.read)}
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Replace the softmax's backward op."""
@@ -76,13 +77,30 @@ def candidates(step: Step, bits: int) -> Iterator[Softmax]:
             yield Softmax(Code(base, "attention", bits, shape), [read])
 
 
-def is_computed_again(reader: fx.Node, source: fx.Node) -> bool:
-    """Tell whether an attention's backward op reads its own output, which can be computed again."""
-    return reader.target is _AGAIN and source is reader.args[4] and source not in reader.args[1:4]
+def is_output(node: fx.Node) -> bool:
+    """Tell whether a node is the output of a fused attention."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    return "scaled_dot_product" in str(node_at(node, 0).target)
 
 
-def compute_again(reader: fx.Node, editor: Editor) -> None:
-    """Let an attention's backward op read the output and the normalisation of the queries and keys that it reads."""
+def is_score(read: Read) -> bool:
+    """Tell whether a fused backward op computes scores from a tensor: it is a query or a key."""
+    return read.reader.target in FUSED and read.source in read.reader.args[1:3]
+
+
+def can_run_again(reader: fx.Node) -> bool:
+    """Tell whether the forward op of a fused backward op can run again in the backward pass."""
+    return reader.target is _AGAIN and reader.args[4] not in reader.args[1:4]
+
+
+def is_result(read: Read) -> bool:
+    """Tell whether a backward op that can run its forward op again reads a result of that op."""
+    return read.source in read.reader.args[4:6]
+
+
+def run_again(reader: fx.Node, editor: Editor) -> None:
+    """Run the forward op of a fused backward op on what the backward op reads, for its output and normalisation."""
     where: Any = {"before": reader, "block_of": reader, "is_backward": True}
     mask = [reader.kwargs["attn_mask"]] if reader.kwargs.get("attn_mask") is not None else []
     output, logsumexp = editor.insert(

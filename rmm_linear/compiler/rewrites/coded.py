@@ -8,7 +8,6 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.codes import Layout
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.step import size_bytes
 
 # Fewer rows have steps that take more than they are worth.
 _FEWEST_ROWS = 128
@@ -22,8 +21,8 @@ class Shape:
         order: Its dimensions in the order of its memory.
         sizes: Their sizes, in that order.
         dtype: Its dtype.
-        layout: Rows and columns: the last dimension in memory, or the last two if the tensor is a transposed view, as
-            the heads of an attention are.
+        layout: Rows and columns: the last dimension in memory, or the last two of a transposed view of more than three,
+            as the heads of an attention are.
     """
 
     order: tuple[int, ...]
@@ -39,7 +38,7 @@ class Shape:
         strides = x.stride()
         order = tuple(sorted(range(x.dim()), key=lambda place: (-strides[place], place)))
         sizes = tuple(x.shape[place] for place in order)
-        last = 2 if order != tuple(range(x.dim())) and x.dim() > 2 else 1
+        last = 2 if order != tuple(range(x.dim())) and x.dim() > 3 else 1
         columns = 1
         for size in sizes[-last:]:
             columns *= size
@@ -118,7 +117,8 @@ class Code:
     @property
     def node_bytes(self) -> int:
         """Bytes of the tensor that is coded."""
-        return size_bytes(self.node)
+        value: Tensor = self.node.meta["val"]
+        return value.numel() * value.element_size()
 
 
 def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None) -> tuple[Tensor, ...]:
@@ -129,4 +129,9 @@ def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | No
 
 
 def _decode(code: Tensor, steps: Tensor, key: Tensor, *, shape: Shape, bits: int) -> Tensor:
-    return shape.tensor_of(codes.decode(code, steps, key, shape.layout, bits=bits)).to(shape.dtype)
+    rows = codes.decode(code, steps, key, shape.layout, bits=bits)
+    if shape.dtype == torch.float16:
+        # a reading may be half a step beyond the largest element
+        most = torch.finfo(torch.float16).max
+        rows = rows.clamp(-most, most)
+    return shape.tensor_of(rows).to(shape.dtype)

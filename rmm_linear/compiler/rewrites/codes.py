@@ -124,7 +124,7 @@ def encode_with_tail(
     greatest, least = (each(1, keepdim=True).to(torch.float32) for each in (x.amax, x.amin))
     most = greatest.clamp_min(tail) - tail
     magnitude = torch.maximum(greatest, -least)
-    steps = torch.where(magnitude.isfinite(), _steps(magnitude.clamp_max(tail), half), torch.nan)
+    steps = _steps(torch.where(magnitude.isfinite(), magnitude.clamp_max(tail), torch.nan), half)
     x = x.to(torch.float32)
     within = x.clamp(-tail, tail)
     excess = x.clamp_min(tail) - tail
@@ -244,4 +244,6 @@ def _half_range(bits: int) -> float:
 
 
 def _steps(magnitude: Tensor, half: float) -> Tensor:
+    # a column with an element that is not finite is read as NaN
+    magnitude = torch.where(magnitude.isfinite(), magnitude, torch.nan)
     return magnitude.clamp_min(_LEAST) * (_MARGIN / half)

@@ -73,9 +73,9 @@ class LayerNorm(Rewrite):
             bits=self.code.bits,
         )
 
-    def provide(self, readings: Readings) -> None:
-        """Let the norm's output be read."""
-        readings.provide(_part(self.norm, 0), Provided(frozenset([self.code]), self._output))
+    def provided(self) -> dict[fx.Node, Provided]:
+        """The norm's output."""
+        return {_part(self.norm, 0): Provided(frozenset([self.code]), self._output)}
 
     def _output(self, editor: Editor, before: fx.Node) -> fx.Node:
         weight, bias = self.norm.args[2:4]
@@ -142,14 +142,17 @@ class RMSNorm(Rewrite):
     scale: fx.Node = field(kw_only=True)
     squares: list[Square] = field(kw_only=True)
 
-    def provide(self, readings: Readings) -> None:
-        """Let x^ and the input be read."""
+    def provided(self) -> dict[fx.Node, Provided]:
+        """The output without weight, and the input."""
         codes = frozenset([self.code])
-        readings.provide(self.code.node, Provided(codes, self.code.read))
-        readings.provide(self.x, Provided(codes, lambda editor, before: self._input(editor, before, readings)))
+        return {self.code.node: Provided(codes, self.code.read), self.x: Provided(codes, self._input)}
 
-    def _input(self, editor: Editor, before: fx.Node, readings: Readings) -> fx.Node:
-        normalised = readings.read(self.code.node, editor, before)
+    def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
+        """Tell whether two readers are the products of one square."""
+        return any((square.first.reader, square.second.reader) == (first, last) for square in self.squares)
+
+    def _input(self, editor: Editor, before: fx.Node) -> fx.Node:
+        normalised = self.code.read(editor, before)
         where: Any = {"before": before, "block_of": self.x, "is_backward": True}
         found: fx.Node = editor.insert(_quotient, normalised, self.scale, dtype=self.x.meta["val"].dtype, **where)
         return found
@@ -163,7 +166,12 @@ class RMSNorm(Rewrite):
         source = square.second.source
         reader.replace_input_with(source, readings.read(source, editor, reader))
         where: Any = {"before": reader.next, "block_of": reader, "is_backward": True}
-        made = {self.x: editor.insert(_input_variance, self.code.parts[1], self.scale, shape=self.code.shape, **where)}
+        variance = editor.insert(_input_variance, self.code.parts[1], self.scale, shape=self.code.shape, **where)
+        # a factor of the first product counts as well
+        made = {self.x: variance}
+        for node in _linear_chain(square.first.source, self.x) or ():
+            made[node] = editor.copy(node, made, **where)
+        made = {self.x: made[square.first.source]}
         for node in (*(_linear_chain(source, self.x) or ()), *square.chain):
             is_sum = node is square.chain[0]
             made[node] = editor.now(square.factor) if is_sum else editor.copy(node, made, **where)
@@ -192,7 +200,7 @@ def _rms_norm(step: Step, node: fx.Node, bits: int) -> RMSNorm | None:
         x, scale = scale, x
     shape = Shape.of(node.meta["val"])
     is_scaled = shape_of(scale) == (*shape_of(x)[:-1], 1) and shape_of(x) == shape_of(node) and shape_of(x)[-1] > 1
-    if not _is_positive(scale) or shape is None or not is_scaled or not step.is_float(x) or not step.memories(x):
+    if not _is_divisor(scale) or shape is None or not is_scaled or not step.is_float(x) or not step.memories(x):
         return None
     reads = [read for read in step.reads if _linear_chain(read.source, x) is not None]
     squares = [square for read in reads if (square := _square(step, read, reads)) is not None]
@@ -206,8 +214,8 @@ def _rms_norm(step: Step, node: fx.Node, bits: int) -> RMSNorm | None:
     return RMSNorm(Code(node, "norm", bits, shape), serves, x=x, scale=scale, squares=squares)
 
 
-def _is_positive(scale: fx.Node) -> bool:
-    """Whether a scale is one that can be divided by."""
+def _is_divisor(scale: fx.Node) -> bool:
+    """Whether a scale is finite and not zero for any row."""
     while scale.target in (aten.detach.default, aten._to_copy.default):
         scale = node_at(scale, 0)
     is_root = scale.target is aten.pow.Tensor_Scalar and scale.args[1] in (-0.5,)

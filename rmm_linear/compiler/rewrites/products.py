@@ -1,16 +1,17 @@
 """Codes of tensors that the backward pass reads linearly: in matrix products, for weight gradients, and in products."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from rmm_linear.compiler.rewrites.attention import FUSED
+from rmm_linear.compiler.rewrites.attention import FUSED, is_output, is_score
 from rmm_linear.compiler.rewrites.coded import Code, Shape
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.readings import Provided
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, ancestors, shape_of
+from rmm_linear.planning.coding import Bits
 
 aten = torch.ops.aten
 _LINEAR = {
@@ -26,9 +27,9 @@ _LINEAR = {
 class Linear(Rewrite):
     """A tensor with a code of its own, which ops read that are linear in it."""
 
-    def provide(self, readings: Readings) -> None:
-        """Let the tensor be read."""
-        readings.provide(self.code.node, Provided(frozenset([self.code]), self.code.read))
+    def provided(self) -> dict[fx.Node, Provided]:
+        """The tensor."""
+        return {self.code.node: Provided(frozenset([self.code]), self.code.read)}
 
 
 def is_linear(read: Read) -> bool:
@@ -41,25 +42,27 @@ def is_linear(read: Read) -> bool:
     return reader.target in _LINEAR and sum(arg is source for arg in reader.args) == 1
 
 
-def candidates(step: Step, reads: Iterable[Read], bits: int, attention_bits: int) -> Iterator[Linear]:
+def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collection[fx.Node]) -> Iterator[Linear]:
     """Find tensors that could have codes of their own.
 
     Args:
         step: The step.
         reads: The reads to be served.
         bits: Bits of the codes.
-        attention_bits: Bits of codes that attention reads.
+        repeated: Backward ops of attention, whose forward op runs again on what is read.
     """
     found: dict[fx.Node, list[Read]] = {}
     for read in reads:
         if is_linear(read) and step.is_float(read.source) and step.memories(read.source) == {step.base[read.source]}:
             found.setdefault(_whole(step, read.source), []).append(read)
     for node, own in found.items():
-        is_attention = any(read.reader.target in FUSED for read in own)
+        is_attention = is_output(step.base[node]) or any(read.reader.target in FUSED for read in own)
+        kind, size = ("attention", bits.attention) if is_attention else ("linear", bits.linear)
+        # scores of 4 bits need the normalisation of what is read
+        needs_eight = any(is_score(read) and read.reader not in repeated for read in own)
         shape = Shape.of(node.meta["val"])
-        if shape is not None:
-            kind, size = ("attention", attention_bits) if is_attention else ("linear", bits)
-            yield Linear(Code(node, kind, size, shape))
+        if size and shape is not None:
+            yield Linear(Code(node, kind, 8 if needs_eight else size, shape))
 
 
 def _whole(step: Step, source: fx.Node) -> fx.Node:

@@ -6,7 +6,7 @@ rows, sums. So is a product of two tensors whose codes are different ones, for t
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from rmm_linear.compiler.rewrites.step import Step, node_at, shape_of
 
 aten = torch.ops.aten
 # Linear in their first argument, whatever the others are, which are no tensors.
-_LINEAR = {
+_PASSED_THROUGH = {
     aten._to_copy.default,
     aten.clone.default,
     aten.neg.default,
@@ -61,9 +61,9 @@ class Readings:
         self._codes: dict[fx.Node, frozenset[Code] | None] = {}
         self._read: dict[fx.Node, fx.Node] = {}
 
-    def provide(self, node: fx.Node, provided: Provided) -> None:
-        """Let a tensor be read directly."""
-        self.provided[node] = provided
+    def provide(self, provided: Mapping[fx.Node, Provided]) -> None:
+        """Let tensors be read directly."""
+        self.provided.update(provided)
         self._codes.clear()
 
     def codes_of(self, node: fx.Node) -> frozenset[Code] | None:
@@ -81,7 +81,16 @@ class Readings:
         return self._codes[node]
 
     def read(self, node: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
-        """Read a tensor; where it is read before, it must not have been read later."""
+        """Put what takes a tensor's place into the graph, once: before the first op that reads it.
+
+        Args:
+            node: The tensor.
+            editor: What changes the graph.
+            before: The op that reads it; ops come in the order of the graph.
+
+        Returns:
+            The node that takes its place.
+        """
         if node in self.provided:
             if node not in self._read:
                 self._read[node] = self.provided[node].read(editor, before)
@@ -115,7 +124,7 @@ class Readings:
             return self.codes_of(node_at(op, 0)) if is_dropped else None
         sources = node.all_input_nodes
         is_view = len(sources) == 1 and self._step.base[node] is not node and node.target not in _OF_MEMORY
-        if is_view or node.target in _LINEAR or _is_first_power(node):
+        if is_view or node.target in _PASSED_THROUGH or _is_first_power(node):
             return self.codes_of(sources[0]) if self._step.is_float(sources[0]) else None
         found = {each: self.codes_of(each) for each in sources}
         exact = [each for each, codes in found.items() if codes is None]

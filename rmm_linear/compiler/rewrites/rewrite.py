@@ -8,7 +8,7 @@ from torch import fx
 
 from rmm_linear.compiler.rewrites.coded import Code
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Readings
+from rmm_linear.compiler.rewrites.readings import Provided, Readings
 from rmm_linear.compiler.rewrites.step import Read
 
 
@@ -19,7 +19,7 @@ class Rewrite(ABC):
     Attributes:
         code: The code.
         serves: The reads.
-        bias: A bound of what is biased, relative to the largest value of the function that is read; 0 if nothing is.
+        bias: A bound of the bias of what `replace` and `provided` read, see `rmm_linear.planning.coding.CodedTensor`.
     """
 
     code: Code
@@ -27,8 +27,12 @@ class Rewrite(ABC):
     bias: float = 0.0
 
     @abstractmethod
-    def provide(self, readings: Readings) -> None:
-        """Say which tensors can be read from the code."""
+    def provided(self) -> dict[fx.Node, Provided]:
+        """The tensors that can be read from the code."""
+
+    def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
+        """Tell whether two ops of `serves` may read the code in one path, for there is a formula for both."""
+        return False
 
     def encode(self, editor: Editor) -> None:
         """Write the code into the forward pass."""

@@ -1,0 +1,136 @@
+"""Chooses the tensors of a step that are coded."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from rmm_linear.compiler.rewrites import activations, attention, norms, products
+from rmm_linear.compiler.rewrites.coded import Code
+from rmm_linear.compiler.rewrites.readings import Readings
+from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.step import Read, Step, size_bytes
+from rmm_linear.planning.coding import Bits
+
+
+class Choice:
+    """The codes of a step, and the reads that they serve.
+
+    A read that would make a gradient biased is refused, and is served by no code. A code that frees no more bytes than
+    it takes is dropped. Both change what else can be served, so that the choice is repeated until nothing changes.
+
+    Args:
+        step: The step.
+        bits: Bits of the codes.
+
+    Attributes:
+        rewrites: One for each code.
+        readings: Tells which tensors can be read from the codes.
+        served: Reads of tensors that are read from codes, beside the rewrites' own.
+        unserved: Reads of tensors as they are.
+        repeated: Backward ops of attention, whose forward op runs again on what is read.
+    """
+
+    def __init__(self, step: Step, bits: Bits) -> None:
+        self._step, self._bits = step, bits
+        self._candidates: list[Rewrite] = []
+        if bits.norm:
+            self._candidates += norms.candidates(step, bits.norm)
+        if bits.activation:
+            self._candidates += activations.candidates(step, bits.activation)
+        if bits.attention:
+            self._candidates += attention.candidates(step, bits.attention)
+        self.repeated = {read.reader for read in step.reads if attention.can_run_again(read.reader)}
+        self._refused: set[Read] = set()
+        self._dropped: set[tuple[type[Rewrite], fx.Node]] = set()
+        while True:
+            self._serve()
+            if not (self._refuse() or self._drop()):
+                return
+
+    def _serve(self) -> None:
+        self.readings = Readings(self._step)
+        self.rewrites: list[Rewrite] = []
+        own: set[Read] = set()
+        for rewrite in self._candidates:
+            if own.isdisjoint(rewrite.serves) and self._take(rewrite):
+                own.update(rewrite.serves)
+        own.update(read for read in self._step.reads if read.reader in self.repeated and attention.is_result(read))
+        waiting = [read for read in self._step.reads if read not in own and read not in self._refused]
+        if self._bits.linear or self._bits.attention:
+            # of products of two tensors, the tensors are coded first
+            for is_product in (False, True):
+                left = [read for read in waiting if not self._can_read(read)]
+                for rewrite in products.candidates(self._step, left, self._bits, self.repeated):
+                    base = self._step.base[rewrite.code.node]
+                    is_elementwise = torch.Tag.pointwise in getattr(base.target, "tags", ())
+                    if is_elementwise is is_product:
+                        self._take(rewrite)
+        self.served = [read for read in waiting if self._can_read(read)]
+        own.update(self.served)
+        self.unserved = [read for read in self._step.reads if read not in own]
+
+    def _take(self, rewrite: Rewrite) -> bool:
+        provided = rewrite.provided()
+        is_wanted = (type(rewrite), rewrite.code.node) not in self._dropped
+        # a tensor is read from the codes of one rewrite
+        is_free = self.readings.provided.keys().isdisjoint(provided)
+        if is_wanted and is_free and self._refused.isdisjoint(rewrite.serves):
+            self.rewrites.append(rewrite)
+            self.readings.provide(provided)
+            return True
+        return False
+
+    def _can_read(self, read: Read) -> bool:
+        found = self.readings.codes_of(read.source)
+        if found is None or not products.is_linear(read):
+            return False
+        return not attention.is_score(read) or read.reader in self.repeated or all(code.bits == 8 for code in found)
+
+    def _refuse(self) -> bool:
+        found = set(self._dependent_reads()) - self._refused
+        self._refused |= found
+        return bool(found)
+
+    def _dependent_reads(self) -> Iterator[Read]:
+        """Reads whose errors meet those of another read of the same code, in one op or along one path of gradients."""
+        readers: dict[Code, dict[fx.Node, Read | None]] = {}
+        for rewrite in self.rewrites:
+            readers[rewrite.code] = {read.reader: None for read in rewrite.serves}
+        for read in self.served:
+            for code in self.readings.codes_of(read.source) or ():
+                if read.reader in readers[code]:
+                    yield read
+                readers[code].setdefault(read.reader, read)
+        for rewrite in self.rewrites:
+            own = readers[rewrite.code]
+            ordered = sorted(own, key=self._step.number.__getitem__)
+            for first, last in itertools.combinations(ordered, 2):
+                served = own[first] or own[last]
+                is_known = served is None and rewrite.are_joint(first, last)
+                if not is_known and self._step.leads_to(first, last):
+                    yield from rewrite.serves if served is None else [served]
+
+    def _drop(self) -> bool:
+        """Drop what saves nothing: codes that free no more bytes than they take, and forward ops that run again."""
+        kept = {node for read in self.unserved for node in self._step.memories(read.source)}
+        freed: dict[Code, set[fx.Node]] = {rewrite.code: set() for rewrite in self.rewrites}
+        needed: set[fx.Node] = set()
+        for rewrite in self.rewrites:
+            for read in rewrite.serves:
+                freed[rewrite.code] |= self._step.memories(read.source) - kept
+        for read in self.served:
+            for code in self.readings.codes_of(read.source) or ():
+                freed[code] |= self._step.memories(read.source) - kept
+                if attention.is_score(read) and code.bits < 8:
+                    needed.add(read.reader)
+        useless = {
+            (type(rewrite), rewrite.code.node)
+            for rewrite in self.rewrites
+            if sum(map(size_bytes, freed[rewrite.code])) <= rewrite.code.code_bytes
+        }
+        self._dropped |= useless
+        idle = self.repeated - needed
+        self.repeated -= idle
+        return bool(useless or idle)
