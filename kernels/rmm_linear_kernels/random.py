@@ -4,11 +4,11 @@ Philox in plain torch takes a thousand small operations a step of a layer, where
 for each tensor. So a CPU draws by the generator, and the S of a seed on a CPU is another one than that of the Triton
 kernels and their references, which draw by Philox. In Triton's interpreter, tensors of a CPU stand in for a GPU's.
 
-Each use of a seed has a stream of its own: the seed is mixed (the finaliser of splitmix64, Steele et al. 2014), the
-number of the use is added, and the sum is mixed again. So a sketch and the rounding of the values that it stores are
-independent, and seeds at any distance have nothing in common, those of data-parallel ranks included. Of the mixed
-number the generator takes the lower 32 bits: one pair of seeds in 2**32 has the same stream. The upper ones are a
-random number that takes no operation (`hadamard/reference.py` uses it).
+Each use of a seed has its own stream: the seed is mixed (the finaliser of splitmix64, Steele et al. 2014), the number
+of the use is added, and the sum is mixed again. So a sketch is independent of the rounding of the values that it
+stores, and streams of neighbouring seeds (of data-parallel ranks, say) are independent. The generator is seeded with
+the lower 32 bits of the mixed number: one pair of seeds in 2**32 has the same stream. `hadamard/reference.py` uses the
+upper 32 bits as a random number.
 
 The streams are a promise for one version of this library, one of torch, and one kind of processor: same seed, same S.
 """

@@ -164,6 +164,101 @@ def test_outputs_keep_their_bits_and_gradients_are_unbiased_for_each_parameter(n
     assert is_unbiased(result, named_bias(plan, bits)), result
 
 
+class FakeQuantised(nn.Module):
+    """A cast to integers, whose gradient is that of the identity."""
+
+    def forward(self, x):
+        y = functional.silu(x)
+        return y + ((2 * y).to(torch.int32).to(torch.float32) / 2 - y).detach()
+
+
+class ConstantTimesFunction(nn.Module):
+    """Two gradients along one path, each times a function of the same tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x):
+        return functional.gelu(x).detach() * (self.weight * torch.tanh(x))
+
+
+class OneForAll(nn.Module):
+    """Queries, keys and values are one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = (y.view(4, -1, 2, 8).transpose(1, 2) for _ in range(3))
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, WIDTH)
+
+
+class RMSOfRMS(nn.Module):
+    """The output of the first norm is the input of the second one."""
+
+    def forward(self, x):
+        for epsilon in (0.01, 1.0):
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+        return x
+
+
+class ScaledRMS(nn.Module):
+    """The norm's scale has a gradient through four times the input."""
+
+    def forward(self, x):
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.01)
+        return x * scale.detach() + (4 * x) * scale
+
+
+class SigmoidGate(nn.Module):
+    """The gradient that arrives at the function is largest where the function is smallest."""
+
+    def forward(self, x):
+        return x * torch.sigmoid(2 * x.detach() + 0 * x)
+
+
+class CutSilu(nn.Module):
+    """A function that bends far away from zero."""
+
+    def forward(self, x):
+        return functional.silu(50 * x).clamp(max=41)
+
+
+@pytest.mark.parametrize(
+    ("body", "bits"),
+    [
+        (FakeQuantised, 8),
+        (ConstantTimesFunction, 4),
+        (OneForAll, 4),
+        (RMSOfRMS, 4),
+        (ScaledRMS, 4),
+        (SigmoidGate, 4),
+        (CutSilu, 8),
+    ],
+    ids=lambda given: getattr(given, "__name__", given),
+)
+def test_gradients_stay_unbiased_where_a_code_would_not_do(body, bits):
+    torch.manual_seed(0)
+    result, plan = judge(Net(body(), 3.0), torch.randn(ROWS, WIDTH), 150, bits=bits)
+    assert plan.coding.coded
+    assert is_unbiased(result, named_bias(plan, bits)), result
+
+
+def test_scores_of_attention_are_said_to_be_biased():
+    for bits, number in ((4, 4), (8, 4)):
+        torch.manual_seed(0)
+        model = Net(Attention())
+        compiled(model, bits={"attention": bits})(torch.randn(ROWS, WIDTH)).backward()
+        coding = plans(model)[-1].coding
+        assert [tensor.kind for tensor in coding.coded] == ["attention"] * number
+        assert sum(tensor.bias is None for tensor in coding.coded) == 2
+        assert coding.tensor_bytes == number * 4 * ROWS * WIDTH
+        assert "no bound is known" in str(plans(model)[-1])
+
+
 def test_outliers_keep_norms_and_activations_unbiased():
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH)
@@ -347,13 +442,14 @@ def test_what_is_not_finite_is_not_finite_in_the_gradients(bad):
 
 
 def test_bits_that_are_none_are_refused():
-    for given in (3, 16, True, "8", {"norm": 5}, {"norms": 8}):
+    for given in (3, 16, True, "8", 8.0, {"norm": 5}, {"norm": 8.0}, {"norms": 8}):
         with pytest.raises(ValueError, match="bits"):
             Bits.of(given)
     assert Bits.of({"norm": 8}) == Bits(norm=8)
     assert Bits.of(4) == Bits(**dict.fromkeys(KINDS, 4))
-    with pytest.raises(ValueError, match="budget"):
-        compiled(nn.Linear(2, 2))(torch.randn(2, 2))
+    for given in (None, {}, {"norm": None}):
+        with pytest.raises(ValueError, match="budget"):
+            compiled(nn.Linear(2, 2), bits=given)(torch.randn(2, 2))
 
 
 def test_a_plan_tells_the_bytes_of_its_codes():

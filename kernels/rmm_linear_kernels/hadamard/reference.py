@@ -48,7 +48,7 @@ _SLAB_ELEMENTS = 1 << 20
 _PALEY_1 = {12: 11, 20: 19, 44: 43, 60: 59}
 _PALEY_2 = {28: 13, 36: 17}
 _PALEY = _PALEY_1 | _PALEY_2
-# Orders whose matrices a CPU keeps: those of all ratios from 1/32 on, 16 of them, and 0.1 MB in float32.
+# A CPU caches the matrices up to this order: 16 matrices, 0.1 MB in float32, which serve all ratios of 1/32 or more.
 _MOST_REMEMBERED_ORDER = 64
 
 

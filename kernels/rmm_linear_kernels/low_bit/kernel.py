@@ -160,7 +160,7 @@ def _quantize_kernel(
     # the least and the largest of the group, of sizes for fp8, and NaN once there is one
     for start in tl.static_range(0, GROUP, CHUNK):
         row = first_row + start + tl.arange(0, CHUNK)
-        # The last row stands in for those that are not there: it changes no extreme, and masks nothing.
+        # Rows beyond the last one are loaded as copies of it, which change neither extreme.
         y = _centred_rows(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
         value = tl.abs(y) if IS_FP8 else y
         if start == 0:
@@ -200,7 +200,7 @@ def _quantize_kernel(
             halves = _fused(y, 0.5, minus_half_offset[None, :], INTERPRETED)
             quotient = _fused(halves, inverse[None, :], 256.0 + _MARGIN, INTERPRETED)
             codes = ((quotient.to(tl.int32, bitcast=True) << 1) + twice_the_dither) >> 16
-        # whatever NaN has become, other columns' bits are left alone, and those that a row's last byte has left are 0
+        # The mask keeps a code made of NaN within its own bits. Unused bits of the last byte of a row are 0.
         codes = tl.where(is_column[None, :], codes & ((1 << BITS) - 1), 0)
         words = _packed_words(codes, BITS, CHUNK, BLOCK)
         WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1

@@ -7,7 +7,7 @@ S may be of any size, and has the same first columns whatever its rank:
     signs     element (row, column) = bit row % 32 of word row % 128 // 32 of cell (row // 128, column)
     normals   element (row, column) = normal row % 4 of cell (row // 4, column)
 
-`philox.reference.cell_counters` tells which counter a cell has. On a CPU each slab has a generator of its own.
+`philox.reference.cell_counters` returns the Philox counter of a cell. On a CPU each slab has its own generator.
 """
 
 import math
