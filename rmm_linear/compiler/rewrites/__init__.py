@@ -4,7 +4,7 @@
     norms.py, activations.py, attention.py, products.py: find tensors that can be coded, and the reads each code serves
     choice.py        chooses among them
     codes.py         codes a tensor, and reads the code
-    readings.py      computes a tensor's place-taker from codes
+    readings.py      computes tensors from codes
     editing.py       changes the graph
 
 A tensor is freed if all reads of it are served. What is not recognised stays exact, and is reported.

@@ -193,7 +193,7 @@ def candidates(step: Step, bits: int) -> Iterator[Activation]:
         step: The step.
         bits: Bits of the codes.
     """
-    # what 4 bits would bias is read from 8
+    # a function that 4 bits would bias is read from 8
     limits = [_Limits(each) for each in (4, 8) if each >= bits]
     members: dict[fx.Node, list[fx.Node]] = {}
     roots: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""What the backward pass reads in the place of a tensor: computed from codes, with the tensor as its mean.
+"""Readings: tensors of the forward pass as the backward pass computes them from codes, without bias.
 
 A tensor that has a code is read from it. A tensor that follows from such tensors by ops that are linear in them is
 computed again from what is read of them: views, casts, products with a number, a parameter, a mask or a statistic of
@@ -81,7 +81,7 @@ class Readings:
         return self._codes[node]
 
     def read(self, node: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
-        """Put what takes a tensor's place into the graph, once: before the first op that reads it.
+        """Compute a tensor from codes, once: before the first op that reads it.
 
         Args:
             node: The tensor.
@@ -89,7 +89,7 @@ class Readings:
             before: The op that reads it; ops come in the order of the graph.
 
         Returns:
-            The node that takes its place.
+            The node that replaces it.
         """
         if node in self.provided:
             if node not in self._read:
