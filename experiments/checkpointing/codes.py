@@ -103,29 +103,10 @@ def _llama(layers: int, length: int) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def _modernbert(layers: int, length: int) -> nn.Module:
-    config = transformers.ModernBertConfig(
-        num_hidden_layers=layers,
-        hidden_size=_WIDTH,
-        num_attention_heads=_HEADS,
-        intermediate_size=1152,
-        vocab_size=_WORDS,
-        max_position_embeddings=length,
-        global_attn_every_n_layers=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        cls_token_id=1,
-        sep_token_id=2,
-    )
-    return transformers.ModernBertForMaskedLM(config)
-
-
 CASES = {
     "roberta": Case(_roberta, 12),
     "gpt2": Case(_gpt2, 4),
     "llama": Case(_llama, 4),
-    "modernbert": Case(_modernbert, 4),
 }
 
 

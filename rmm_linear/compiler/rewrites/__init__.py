@@ -7,7 +7,7 @@
     readings.py      computes tensors from codes
     editing.py       changes the graph
 
-A tensor is freed if all reads of it are served. What is not recognised stays exact, and is reported.
+A tensor is freed if codes serve all reads of it. Tensors that an unknown op reads stay exact, and the plan names them.
 """
 
 from collections.abc import Collection, Mapping
@@ -37,13 +37,8 @@ def code_step(
     """
     step = Step(joint, tangents, blocks)
     chosen = Choice(step, bits)
-    # scores go through an exponential
-    unknown = {
-        code
-        for read in chosen.served
-        if attention.is_score(read)
-        for code in chosen.readings.codes_of(read.source) or ()
-    }
+    # no bound is known for what goes through the exponential of a score
+    unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
     if chosen.rewrites:
         _apply(step, chosen)
     coded = tuple(
@@ -54,7 +49,7 @@ def code_step(
             rewrite.code.bits,
             rewrite.code.node_bytes,
             rewrite.code.code_bytes,
-            None if rewrite.code in unknown else rewrite.bias,
+            None if rewrite.code in unbounded else rewrite.bias,
         )
         for rewrite in chosen.rewrites
     )

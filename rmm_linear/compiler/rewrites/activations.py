@@ -45,7 +45,7 @@ _BOUND = 5e-3
 # A function that is biased by more is read from 8 bits in place of 4, or exactly.
 _MOST_BIASED = 1e-2
 _RANGE, _POINTS, _DRAWS = 40.0, 1601, 64
-# Beyond the range a function must go on as it is read, to the end of float16, but for this part of it.
+# From the end of the grid to the largest float16 number, a function may differ from its reading by this part of itself.
 _FAR, _FAR_ERROR = 6e4, 1e-3
 # Slopes so near to 0 or 1 are taken for 0 or 1.
 _LEAST = 1e-4
@@ -212,8 +212,11 @@ def candidates(step: Step, bits: int) -> Iterator[Activation]:
             continue
         shape = Shape.of(root.meta["val"])
         if shape is not None:
-            found = (_activation(step, root, functions, shape, each) for each in limits)
-            yield from filter(None, [next(filter(None, found), None)])
+            for each in limits:
+                found = _activation(step, root, functions, shape, each)
+                if found is not None:
+                    yield found
+                    break
 
 
 def _activation(

@@ -88,49 +88,50 @@ class Choice:
             return False
         return not attention.is_score(read) or read.reader in self.repeated or all(code.bits == 8 for code in found)
 
+    def served_by(self) -> Iterator[tuple[Code, Read]]:
+        """Yield each read that is served, with each code that serves it; a rewrite's own reads come first."""
+        for rewrite in self.rewrites:
+            for read in rewrite.serves:
+                yield rewrite.code, read
+        for read in self.served:
+            for code in self.readings.codes_of(read.source) or ():
+                yield code, read
+
     def _refuse(self) -> bool:
         found = set(self._dependent_reads()) - self._refused
         self._refused |= found
         return bool(found)
 
     def _dependent_reads(self) -> Iterator[Read]:
-        """Reads whose errors meet those of another read of the same code, in one op or along one path of gradients."""
-        readers: dict[Code, dict[fx.Node, Read | None]] = {}
-        for rewrite in self.rewrites:
-            readers[rewrite.code] = {read.reader: None for read in rewrite.serves}
-        for read in self.served:
-            for code in self.readings.codes_of(read.source) or ():
-                if read.reader in readers[code]:
-                    yield read
-                readers[code].setdefault(read.reader, read)
+        """Yield reads through which two readings of one code would be multiplied, in one op or along a gradient."""
+        readers: dict[Code, dict[fx.Node, Read]] = {rewrite.code: {} for rewrite in self.rewrites}
+        for code, read in self.served_by():
+            if readers[code].setdefault(read.reader, read).source is not read.source and read in self.served:
+                yield read
         for rewrite in self.rewrites:
             own = readers[rewrite.code]
             ordered = sorted(own, key=self._step.number.__getitem__)
             for first, last in itertools.combinations(ordered, 2):
-                served = own[first] or own[last]
+                served = next((own[each] for each in (first, last) if own[each] not in rewrite.serves), None)
                 is_known = served is None and rewrite.are_joint(first, last)
                 if not is_known and self._step.leads_to(first, last):
                     yield from rewrite.serves if served is None else [served]
 
     def _drop(self) -> bool:
-        """Drop what saves nothing: codes that free no more bytes than they take, and forward ops that run again."""
+        """Drop codes that free no more bytes than they take, and forward ops that need not run again."""
         kept = {node for read in self.unserved for node in self._step.memories(read.source)}
         freed: dict[Code, set[fx.Node]] = {rewrite.code: set() for rewrite in self.rewrites}
         needed: set[fx.Node] = set()
-        for rewrite in self.rewrites:
-            for read in rewrite.serves:
-                freed[rewrite.code] |= self._step.memories(read.source) - kept
-        for read in self.served:
-            for code in self.readings.codes_of(read.source) or ():
-                freed[code] |= self._step.memories(read.source) - kept
-                if attention.is_score(read) and code.bits < 8:
-                    needed.add(read.reader)
+        for code, read in self.served_by():
+            freed[code] |= self._step.memories(read.source) - kept
+            if attention.is_score(read) and code.bits < 8:
+                needed.add(read.reader)
         useless = {
             (type(rewrite), rewrite.code.node)
             for rewrite in self.rewrites
             if sum(map(size_bytes, freed[rewrite.code])) <= rewrite.code.code_bytes
         }
         self._dropped |= useless
-        idle = self.repeated - needed
-        self.repeated -= idle
-        return bool(useless or idle)
+        is_settled = not useless and self.repeated <= needed
+        self.repeated &= needed
+        return not is_settled

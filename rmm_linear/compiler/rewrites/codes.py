@@ -123,8 +123,7 @@ def encode_with_tail(
     half = _half_range(bits) - 1
     greatest, least = (each(1, keepdim=True).to(torch.float32) for each in (x.amax, x.amin))
     most = greatest.clamp_min(tail) - tail
-    magnitude = torch.maximum(greatest, -least)
-    steps = _steps(torch.where(magnitude.isfinite(), magnitude.clamp_max(tail), torch.nan), half)
+    steps = _steps(torch.maximum(greatest, -least), half, tail)
     x = x.to(torch.float32)
     within = x.clamp(-tail, tail)
     excess = x.clamp_min(tail) - tail
@@ -243,7 +242,7 @@ def _half_range(bits: int) -> float:
     return ((1 << bits) - 1) / 2
 
 
-def _steps(magnitude: Tensor, half: float) -> Tensor:
+def _steps(magnitude: Tensor, half: float, tail: float | None = None) -> Tensor:
     # a column with an element that is not finite is read as NaN
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.nan)
-    return magnitude.clamp_min(_LEAST) * (_MARGIN / half)
+    return magnitude.clamp(_LEAST, tail) * (_MARGIN / half)
