@@ -26,9 +26,11 @@ _HELP = {
     "task": "cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli or demo",
     "data": "hub, demo, or a folder in the official GLUE layout",
     "model": "demo, a name on the hub, or a folder that from_pretrained reads",
-    "method": "exact, checkpointing, or a sketch: gaussian, hadamard, ...",
+    "method": "exact, checkpointing, budget, codes, or a sketch: gaussian, hadamard, ...",
     "ratio": "rows kept over rows; in (0, 1]",
     "center": "keep the column mean of the input apart",
+    "bits": "of codes: 8, 4, or 4/8 for 4 of activation functions and 8 of all else",
+    "budget": "of steps within a byte budget: such as 50%% of the step's peak, or 200MiB",
     "storage": "hold what is kept in int8, int4, int3, int2 or fp8",
     "skip_padding": "leave out rows that the attention mask marks as padding",
     "keep_first": "keep the rows of each sequence's first token beside the sketch",
@@ -41,6 +43,7 @@ _HELP = {
     "batch_size": "sequences a training step",
     "eval_batch_size": "sequences an evaluation step",
     "max_length": "longest sequence in tokens",
+    "pad_multiple": "pad batches to a multiple of so many tokens; codes compile each length once",
     "group_lengths": "make training batches of sequences of about the same length",
     "learning_rate": "peak learning rate",
     "schedule": "polynomial, linear or constant, after the warm-up",
@@ -55,15 +58,18 @@ _HELP = {
     "save_steps": "steps between checkpoints within an epoch; 0 for none",
     "timing": "whether the machine is quiet enough for times to mean something",
 }
-_INTEGERS = ("min_rows", "seed", "max_steps", "batch_size", "eval_batch_size", "max_length", "monitor", "save_steps")
-_WORDS = ("task", "data", "model", "method", "storage", "schedule", "precision")
+_INTEGERS = (
+    *("min_rows", "seed", "max_steps", "batch_size", "eval_batch_size", "max_length", "pad_multiple"),
+    *("monitor", "save_steps"),
+)
+_WORDS = ("task", "data", "model", "method", "bits", "budget", "storage", "schedule", "precision")
 _SWITCHES = ("center", "skip_padding", "keep_first", "allocate", "group_lengths", "timing")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m experiments.glue.run",
-        description="Fine-tune with exact, checkpointed or sketched linear layers and write one result file a run.",
+        description="Fine-tune with one method, and write one result file a run.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", default="demo", help="named configuration, or a .json file (default: demo)")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rmm_linear import RMMConfig
+from rmm_linear.planning.budget import Budget
 from rmm_linear.sketches import available_sketches
 
 from .demo import DEMO_TASK
@@ -21,6 +22,9 @@ from .tasks import TASKS, Task
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 EXACT = "exact"
 CHECKPOINTING = "checkpointing"
+BUDGET, CODES = "budget", "codes"
+# bits of codes -> what the backend of torch.compile is told
+BITS: dict[str, Any] = {"8": 8, "4/8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8}, "4": 4}
 SCHEDULES = ("polynomial", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16")
 # setting -> what it may be, in words and as a test
@@ -30,7 +34,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
         ("a finite number above 0", lambda value: value > 0),
     ),
     **dict.fromkeys(
-        ("max_steps", "save_steps", "max_grad_norm", "weight_decay", "min_rows", "monitor"),
+        ("max_steps", "save_steps", "max_grad_norm", "weight_decay", "min_rows", "monitor", "pad_multiple"),
         ("a finite number of at least 0", lambda value: value >= 0),
     ),
     "seed": ("in [0, 2**32)", lambda value: 0 <= value < 2**32),
@@ -41,7 +45,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
 IRRELEVANT = ("save_steps", "timing")
 # switches of a sketch that are off by default, and recorded only where they are on -> their word in a run's name
 VARIANTS = {"skip_padding": "unpadded", "keep_first": "first-token", "allocate": "allocated"}
-_RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor")
+_RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor", "bits", "budget", "pad_multiple")
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,12 @@ class RunSettings:
         task: A GLUE task, or `demo`.
         data: `hub`, `demo`, or the path of a folder in the official GLUE layout.
         model: `demo`, a name on the hub, or the path of a folder that `from_pretrained` reads.
-        method: `exact`, `checkpointing`, or the name of a sketch.
-        ratio: Rows kept by the sketch over rows of the input; None for the two methods without a sketch.
-        center: Whether the column mean is kept apart; None for the two methods without a sketch.
+        method: `exact`, `checkpointing`, the name of a sketch, or steps compiled by the backend of torch.compile:
+            `budget` (within a byte budget, exact), `codes` (whose backward pass reads codes).
+        ratio: Rows kept by the sketch over rows of the input; None for methods without a sketch.
+        center: Whether the column mean is kept apart; None for methods without a sketch.
+        bits: Bits of codes: `8`, `4`, or `4/8` for 4 of activation functions and 8 of all else; None for other methods.
+        budget: The byte budget, such as `50%` of the step's peak; None for other methods.
         storage: Low-bit storage of what the sketch keeps (`int8`, `int4`, `int3`, `int2`, `fp8`), or None.
         skip_padding: Whether the sketch leaves out the rows that the attention mask marks as padding.
         keep_first: Whether the rows of each sequence's first token are kept beside the sketch.
@@ -67,6 +74,7 @@ class RunSettings:
         batch_size: Sequences a training step.
         eval_batch_size: Sequences an evaluation step.
         max_length: Longest sequence in tokens; longer ones are cut. Batches are padded to their own longest sequence.
+        pad_multiple: Batches are padded on to a multiple of so many tokens, for each length is compiled; 0 for no more.
         group_lengths: Whether the sequences of a training batch have about the same length, which saves padding.
         learning_rate: Peak learning rate.
         schedule: `polynomial` (power 1, down to zero), `linear` or `constant`, each after the warm-up.
@@ -88,6 +96,8 @@ class RunSettings:
     method: str = EXACT
     ratio: float | None = None
     center: bool | None = None
+    bits: str | None = None
+    budget: str | None = None
     storage: str | None = None
     skip_padding: bool = False
     keep_first: bool = False
@@ -100,6 +110,7 @@ class RunSettings:
     batch_size: int = 16
     eval_batch_size: int = 64
     max_length: int = 128
+    pad_multiple: int = 0
     group_lengths: bool = False
     learning_rate: float = 2e-5
     schedule: str = "polynomial"
@@ -128,11 +139,12 @@ class RunSettings:
                 f"the task {self.task!r} does not fit --data {self.data}; the task 'demo' goes with --data demo, the "
                 "GLUE tasks with --data hub or --data <folder>"
             )
-        methods = (EXACT, CHECKPOINTING, *available_sketches())
+        methods = (EXACT, CHECKPOINTING, BUDGET, CODES, *available_sketches())
         if self.method not in methods:
             raise HarnessError(f"unknown method {self.method!r}; choose one of {', '.join(methods)}")
         self._check_numbers()
         object.__setattr__(self, "exclude_modules", tuple(self.exclude_modules))
+        self._check_compiled()
         if not self.uses_sketch:
             given = [name for name in ("ratio", "center", "storage") if getattr(self, name) is not None]
             given += [name for name in VARIANTS if getattr(self, name)]
@@ -151,6 +163,20 @@ class RunSettings:
         object.__setattr__(self, "ratio", config.ratio)
         object.__setattr__(self, "center", config.center)
 
+    def _check_compiled(self) -> None:
+        for method, name, example in ((CODES, "bits", "8"), (BUDGET, "budget", "50%")):
+            if (self.method == method) != (getattr(self, name) is not None):
+                raise HarnessError(
+                    f"--method {method} and --{name} go together: pass both or neither, as --{name} {example}"
+                )
+        if self.bits is not None and self.bits not in BITS:
+            raise HarnessError(f"bits={self.bits!r} is not one of {', '.join(BITS)}")
+        if self.budget is not None:
+            try:
+                Budget.of(self.budget)
+            except ValueError as error:
+                raise HarnessError(str(error)) from error
+
     def _check_numbers(self) -> None:
         for name, choices in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
@@ -164,7 +190,14 @@ class RunSettings:
     @property
     def uses_sketch(self) -> bool:
         """Whether linear layers are converted."""
-        return self.method not in (EXACT, CHECKPOINTING)
+        return self.method not in (EXACT, CHECKPOINTING, BUDGET, CODES)
+
+    @property
+    def compile_options(self) -> dict[str, Any] | None:
+        """Options of the backend of torch.compile; None where steps run in eager mode."""
+        if self.bits is not None:
+            return {"bits": BITS[self.bits]}
+        return None if self.budget is None else {"budget": self.budget}
 
     @property
     def rmm_config(self) -> RMMConfig:
@@ -190,7 +223,8 @@ class RunSettings:
     def method_label(self) -> str:
         """Method and knobs in one word, such as `hadamard-0.4-centered-int4`."""
         if not self.uses_sketch:
-            return self.method
+            knob = self.bits or self.budget
+            return self.method if knob is None else f"{self.method}-{knob.replace('/', '-').replace('%', '')}"
         knobs = ["centered"] if self.center else []
         knobs += [self.storage] if self.storage is not None else []
         knobs += [name for name, is_on in zip(VARIANTS.values(), self._variant, strict=True) if is_on]
@@ -236,7 +270,7 @@ class NamedConfig:
         task_settings: Settings that hold for one task only, by task.
         tasks: Tasks of the grid.
         methods: Methods of the grid with their knobs: dictionaries with `method` and, for sketches, `ratio`, `center`,
-            `storage` and those of `VARIANTS`.
+            `storage` and those of `VARIANTS`, for codes `bits`, for budgets `budget`.
         seeds: Seeds of the grid.
     """
 
@@ -264,14 +298,14 @@ class NamedConfig:
         Each seed starts with another method, so that no method always meets a fresh, or a warm, machine.
 
         Args:
-            **changes: Settings that win over the file's. `task`, `method` with its knobs (`ratio`, `center`, `storage`
-                and those of `VARIANTS`) and `seed` choose among the grid's runs; a task, method or seed that the grid
-                does not have takes the place of those it has.
+            **changes: Settings that win over the file's. `task`, `method` with its knobs (`ratio`, `center`, `storage`,
+                `bits`, `budget` and those of `VARIANTS`) and `seed` choose among the grid's runs; a task, method or
+                seed that the grid does not have takes the place of those it has.
 
         Raises:
             HarnessError: If no run has the ratio, centering or storage asked for.
         """
-        knobs = ("method", "ratio", "center", "storage", *VARIANTS)
+        knobs = ("method", "ratio", "center", "storage", "bits", "budget", *VARIANTS)
         chosen = {key: changes.pop(key) for key in knobs if key in changes}
         methods = [each for each in self.methods if self._is_chosen(each, chosen)]
         if not methods and "method" not in chosen:

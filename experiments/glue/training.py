@@ -47,8 +47,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from rmm_linear import RMMCallback, SketchedLayer, convert_linears, revert_linears
+from rmm_linear.compiler import plans
 from rmm_linear.integrations.hf_trainer import NOISE_KEY
 from rmm_linear.memory import SavedTensors
+from rmm_linear.variance import measure_step_noise
 
 from . import provenance
 from .comparison import check_comparable
@@ -71,6 +73,8 @@ from .settings import CHECKPOINTING, IRRELEVANT, RunSettings, is_local_model
 from .tasks import load_task
 
 METRIC_FOLDER = Path(__file__).parent / "glue_metric"
+# batches that the noise of a step's gradient is measured on
+_NOISE_BATCHES = 8
 _STEP_COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "seconds")
 
 
@@ -242,7 +246,7 @@ class PreparedRun:
         self.model = self._load_model()
         self._check_conversion()
         self.splits = self._tokenize(splits)
-        self.collate = DataCollatorWithPadding(self.tokenizer)
+        self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=settings.pad_multiple or None)
         self._data_fingerprint = provenance.data_fingerprint(splits)
         self._initial_weights = provenance.weights_fingerprint(self.model)
 
@@ -346,10 +350,15 @@ class PreparedRun:
         settings = self.settings
         exact_bytes = self._kept_bytes()
         set_seed(settings.seed)
-        trainer = self._trainer(checkpoints, on_save, callbacks)
+        conversion = self._conversion()
+        trainer = self._trainer(checkpoints, on_save, conversion, callbacks)
         if settings.method == CHECKPOINTING:
             _enable_checkpointing(self.model)
-        kept_bytes = self._kept_bytes()
+        step: nn.Module = self.model
+        if settings.compile_options is not None:
+            step = torch.compile(self.model, backend="rmm_linear", options=settings.compile_options)
+        gradient_noise = self._gradient_noise(step)
+        kept_bytes = self._kept_bytes() if step is self.model else self._planned_bytes(step)
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
@@ -357,6 +366,9 @@ class PreparedRun:
         with PeakMemory(self.device) as peak:
             trainer.train(resume_from_checkpoint=checkpoint)
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
+        for planned in (callback.planned for callback in conversion if callback.planned is not None):
+            if planned.reason is not None:
+                raise RuntimeError(f"a step did not run by plan: {planned.reason}")
         allocated = {}
         if settings.allocate:
             # the ratios of most of the training, and of its end
@@ -367,6 +379,7 @@ class PreparedRun:
         return {
             **allocated,
             **({"noise_ratio": statistics.fmean(noise)} if noise else {}),
+            **({"gradient_noise": gradient_noise} if gradient_noise else {}),
             "kept_bytes": {
                 "model": kept_bytes,
                 "exact_model": exact_bytes,
@@ -382,33 +395,69 @@ class PreparedRun:
 
     def _kept_bytes(self) -> int:
         """Bytes that one training step on a fixed batch keeps for its backward pass, parameters excluded."""
-        rows = [self.splits["train"][at] for at in range(min(self.settings.batch_size, len(self.splits["train"])))]
+        with self._training() as batch_at, SavedTensors(self.model) as kept:
+            # the loss must live until the count is taken: dropping it frees what it keeps
+            loss = self.model(**batch_at(0)).loss
+        assert loss.requires_grad
+        return int(kept.bytes)
+
+    def _planned_bytes(self, step: nn.Module) -> int:
+        """Bytes that the plan of the same step has in memory when its forward pass ends."""
+        with self._training() as batch_at:
+            step(**batch_at(0))
+        return plans(step)[-1].planned.forward_bytes
+
+    def _gradient_noise(self, step: nn.Module) -> dict[str, float] | None:
+        """Variances of the initial gradient; None if there are too few batches."""
+        if len(self.splits["train"]) < _NOISE_BATCHES * self.settings.batch_size:
+            return None
+        with self._training() as batch_at:
+            noise = measure_step_noise(step, [batch_at(number) for number in range(_NOISE_BATCHES)])
+        return {
+            "gradient_squared": noise.gradient_squared,
+            "step_variance": noise.step.value,
+            "minibatch_variance": noise.minibatch.value,
+            "batches": _NOISE_BATCHES,
+        }
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
+        """Let the model be as it is trained; gives the batches of the training split, in its order on disk."""
+        split, size = self.splits["train"], self.settings.batch_size
         model: nn.Module = self.model
         model.to(self.device)
-        batch = {key: value.to(self.device) for key, value in self.collate(rows).items()}
         was_training = model.training
         model.train()
-        with torch.random.fork_rng(), self._autocast(), SavedTensors(model) as kept:
-            # the loss must live until the count is taken: dropping it frees what it keeps
-            loss = model(**batch).loss
-        assert loss.requires_grad
+
+        def batch_at(number: int) -> dict[str, torch.Tensor]:
+            rows = [split[at] for at in range(number * size, min((number + 1) * size, len(split)))]
+            return {key: value.to(self.device) for key, value in self.collate(rows).items()}
+
+        with torch.random.fork_rng(), self._autocast():
+            yield batch_at
         model.train(was_training)
-        return int(kept.bytes)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
 
+    def _conversion(self) -> tuple[RMMCallback, ...]:
+        settings = self.settings
+        if settings.compile_options is not None:
+            return (RMMCallback(compile=settings.compile_options),)
+        if not settings.uses_sketch:
+            return ()
+        budget: Literal["auto"] | None = "auto" if settings.allocate else None
+        return (RMMCallback(config=settings.rmm_config, budget=budget, monitor=settings.monitor, **self._exclusion()),)
+
     def _trainer(
-        self, checkpoints: Path, on_save: Callable[[], None], callbacks: tuple[TrainerCallback, ...]
+        self,
+        checkpoints: Path,
+        on_save: Callable[[], None],
+        conversion: tuple[RMMCallback, ...],
+        callbacks: tuple[TrainerCallback, ...],
     ) -> Trainer:
         settings = self.settings
         clock = StepClock(self.device)
-        conversion = []
-        if settings.uses_sketch:
-            budget: Literal["auto"] | None = "auto" if settings.allocate else None
-            conversion = [
-                RMMCallback(config=settings.rmm_config, budget=budget, monitor=settings.monitor, **self._exclusion())
-            ]
         sampler = None
         if settings.group_lengths:
             lengths = [len(tokens) for tokens in self.splits["train"]["input_ids"]]

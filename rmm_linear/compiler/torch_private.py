@@ -258,6 +258,7 @@ def compile_by_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     class Windows(CustomGraphPass):
         """Changes nothing; its identity makes the windows part of the key of Inductor's cache."""
@@ -306,6 +307,8 @@ def compile_by_inductor(
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             V.set_choices_handler(Choices()),
             config.patch(options),
+            # Inductor caches no graph without one
+            mock.patch.object(mode, "shape_env", ShapeEnv()),
             mock.patch.object(CppScheduling, "codegen_node", codegen_in_window),
         ):
             return compile_fx_inner(module, examples, is_backward=is_backward)

@@ -15,6 +15,7 @@ from rmm_linear.variance.bershatsky2022 import PaperQuantities, paper_quantities
 from rmm_linear.variance.gradient_noise import GradientNoise, Measured, gradient_noise, measure_sketch_variance
 from rmm_linear.variance.monitor import NoiseRecord, NoiseSummary, VarianceMonitor
 from rmm_linear.variance.profile import ProfileBuilder, layer_options, profile_noise
+from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
 __all__ = [
     "AdaptiveRatios",
@@ -30,12 +31,14 @@ __all__ = [
     "PaperQuantities",
     "ProfileBuilder",
     "RatioChange",
+    "StepNoise",
     "VarianceMonitor",
     "allocate_for_noise",
     "allocate_ratios",
     "gradient_noise",
     "layer_options",
     "measure_sketch_variance",
+    "measure_step_noise",
     "optimal_ratios",
     "paper_quantities",
     "profile_noise",

@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from rmm_linear import convert_linears
 from rmm_linear.compiler import inductor_program, plans
@@ -172,3 +174,23 @@ def test_windows_hold_all_that_their_ops_write():
     # three storages fit; the forward pass ends there; the third is in memory when the second window begins
     assert windows == [1, 1, 1, 2, 2]
     assert inductor_program.windows_of(graph, Schedule.plain(graph), cut=3, limit_bytes=20) == [1, 1, 2, 3, 4]
+
+
+def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_windows_do_not() -> None:
+    model, x = mlp(3), torch.randn(ROWS, WIDTH)
+
+    def hits_of(budget):
+        torch._dynamo.reset()
+        counters["inductor"].clear()
+        step = planned(model, budget)
+        found = gradients(model, step, x)
+        return counters["inductor"]["fxgraph_cache_hit"], found
+
+    with fresh_cache():
+        assert hits_of("100%")[0] == 0
+        hits, _ = hits_of("75%")
+        assert hits < 2
+        hits, found = hits_of("75%")
+        assert hits >= 2
+    for mine, exact in zip(found, gradients(model, model, x), strict=True):
+        torch.testing.assert_close(mine, exact)

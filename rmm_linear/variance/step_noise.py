@@ -1,0 +1,141 @@
+"""The noise of a whole step's gradient, measured: what the step itself draws, next to what minibatches differ by.
+
+It works for any step: sketches, codes, dropout, in eager mode and compiled. Two batches have two gradients each, a, b
+and a', b', which differ by the step's draws alone:
+
+    E||a - b||^2 / 2            the step's variance
+    E<a - a', b - b'> / 2       the minibatch's variance; the step's is not in it, for the draws are independent
+    E<a, b>                     the squared gradient of a batch
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.variance.gradient_noise import Measured
+
+_LEAST_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """Variances of the gradient of all parameters, of the size of the squared gradient; means over the batches.
+
+    Attributes:
+        gradient_squared: Squared norm of a batch's gradient; the step's variance is not in it.
+        step: Variance over the step's own draws.
+        minibatch: Variance over batches, without the step's own; by chance below 0 if there are few.
+        by_parameter: The step's variance, by the name of the parameter.
+    """
+
+    gradient_squared: float
+    step: Measured
+    minibatch: Measured
+    by_parameter: Mapping[str, float]
+
+    @property
+    def relative_variance(self) -> float:
+        """The step's variance over the squared gradient."""
+        return self.step.value / self.gradient_squared
+
+    @property
+    def noise_ratio(self) -> float:
+        """The step's variance over the minibatch's."""
+        return self.step.value / self.minibatch.value
+
+
+def measure_step_noise(
+    model: nn.Module, batches: Sequence[Any], *, loss_fn: Callable[[nn.Module, Any], Tensor] | None = None
+) -> StepNoise:
+    """Measure the noise of a step's gradient by repeating the step.
+
+    Each batch takes two forward and backward passes; four gradients are in memory. The gradients of the parameters, the
+    buffers and the random state are afterwards as they were.
+
+    Args:
+        model: The model, in the mode in which it is trained, or what torch.compile returned for it.
+        batches: Minibatches of one size, four or more; if their number is odd, the last is left out.
+        loss_fn: Called as `loss_fn(model, batch)`, returns the loss; `model(**batch).loss` if None.
+
+    Returns:
+        The variances, with standard errors over batches (of the step) and pairs of them (of the minibatch).
+
+    Raises:
+        ValueError: If there are fewer batches, or no parameter requires a gradient.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import convert_linears
+        >>> from rmm_linear.variance import measure_step_noise
+        >>> _ = torch.manual_seed(0)
+        >>> model = convert_linears(torch.nn.Linear(16, 1), ratio=0.5).train()
+        >>> batches = [torch.randn(256, 16) for _ in range(8)]
+        >>> noise = measure_step_noise(model, batches, loss_fn=lambda model, x: model(x).square().mean())
+        >>> noise.step.value > 0
+        True
+    """
+    if len(batches) < _LEAST_BATCHES:
+        raise ValueError(f"{len(batches)} batches leave no standard error: pass at least {_LEAST_BATCHES}")
+    products, minibatch, step = [], [], []
+    by_parameter: dict[str, list[float]] = {}
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient")
+    with _as_it_was(model):
+        for at in range(0, len(batches) - 1, 2):
+            draws = [[_gradient(model, batch, loss_fn) for _ in range(2)] for batch in batches[at : at + 2]]
+            for a, b in draws:
+                own = {name: _product(a[name] - b[name], a[name] - b[name]) / 2 for name in a}
+                step.append(sum(own.values()))
+                products.append(sum(_product(a[name], b[name]) for name in a))
+                for name, variance in own.items():
+                    by_parameter.setdefault(name, []).append(variance)
+            (a, b), (c, d) = draws
+            minibatch.append(sum(_product(a[name] - c[name], b[name] - d[name]) for name in a) / 2)
+    return StepNoise(
+        gradient_squared=statistics.fmean(products),
+        step=_measured(step),
+        minibatch=_measured(minibatch),
+        by_parameter={name: statistics.fmean(variances) for name, variances in by_parameter.items()},
+    )
+
+
+def _product(first: Tensor, second: Tensor) -> float:
+    return float((first.double() * second).sum())
+
+
+def _gradient(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None) -> dict[str, Tensor]:
+    loss = model(**batch).loss if loss_fn is None else loss_fn(model, batch)
+    loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = None
+    return found
+
+
+def _measured(values: Sequence[float]) -> Measured:
+    return Measured(statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5, len(values))
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    devices = {tensor.device for tensor in (*gradients, *buffers)} - {torch.device("cpu")}
+    try:
+        for parameter in gradients:
+            parameter.grad = None
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)

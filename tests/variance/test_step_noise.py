@@ -1,0 +1,73 @@
+"""measure_step_noise: against closed forms, and that it leaves the model as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.variance import gradient_noise, measure_step_noise
+
+ROWS, FEATURES, OUTPUTS = 64, 12, 5
+
+
+def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    # gradient of the output: the same for each draw of the sketch
+    return (model(x) * x[:, :OUTPUTS]).sum()
+
+
+def test_a_sketched_layers_variance_is_the_closed_form_and_the_minibatchs_is_that_of_its_batches() -> None:
+    torch.manual_seed(0)
+    config = RMMConfig(ratio=0.25, sketch="gaussian", center=False, min_rows=1)
+    model = convert_linears(nn.Sequential(nn.Linear(FEATURES, OUTPUTS)), config=config).train()
+    # of different sizes, so that the step's variance differs from batch to batch, too
+    batches = [torch.randn(ROWS, FEATURES) * (0.5 + torch.rand(())) for _ in range(1000)]
+    noise = measure_step_noise(model, batches, loss_fn=_loss)
+    exact = [gradient_noise(x, x[:, :OUTPUTS], config) for x in batches]
+    closed = sum(each.sketch_variance for each in exact) / len(exact)
+    # the standard errors are so small that a factor would be seen; bounds of 4 of them fail by chance 1 in 16,000 times
+    assert noise.step.standard_error < 0.04 * closed
+    assert abs(noise.step.value - closed) < 4 * noise.step.standard_error
+    assert noise.gradient_squared == pytest.approx(sum(each.gradient_squared for each in exact) / len(exact), rel=0.1)
+    assert sum(noise.by_parameter.values()) == pytest.approx(noise.step.value)
+    # the bias is exact
+    assert noise.by_parameter["0.bias"] == 0.0
+    gradients = [torch.cat([(y[:, :OUTPUTS].T @ y).flatten(), y[:, :OUTPUTS].sum(0)]) for y in batches]
+    variance = torch.stack(gradients).double().var(0).sum()
+    assert abs(noise.minibatch.value - variance) < 4 * noise.minibatch.standard_error
+    assert noise.minibatch.standard_error < 0.2 * variance
+    assert noise.noise_ratio == noise.step.value / noise.minibatch.value
+
+
+def test_an_exact_step_has_no_noise_and_the_model_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, OUTPUTS)).train()
+    model[1].weight.grad = torch.ones(OUTPUTS, FEATURES)
+    batches = [torch.randn(ROWS, FEATURES) for _ in range(5)]
+    buffers, state = {name: buffer.clone() for name, buffer in model.named_buffers()}, torch.get_rng_state()
+    noise = measure_step_noise(model, batches, loss_fn=_loss)
+    assert noise.step.value == noise.relative_variance == noise.noise_ratio == 0.0
+    assert noise.minibatch.value > 0
+    assert noise.minibatch.draws == 2
+    assert torch.equal(model[1].weight.grad, torch.ones(OUTPUTS, FEATURES))
+    assert model[1].bias.grad is None
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_codes_are_measured_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 256), nn.GELU(), nn.Linear(256, OUTPUTS)).train()
+    batches = [torch.randn(256, FEATURES) for _ in range(4)]
+    compiled = torch.compile(model, backend="rmm_linear", options={"bits": 4, "executor": "exact"})
+    noise = measure_step_noise(compiled, batches, loss_fn=_loss)
+    # small beside the minibatch's: the outputs' layer reads its input from codes, the bias is exact
+    assert 0 < noise.noise_ratio < 0.1
+    assert noise.by_parameter["_orig_mod.2.bias"] == 0.0
+    assert noise.by_parameter["_orig_mod.2.weight"] > 0
+
+
+def test_too_few_batches_and_a_frozen_model_are_refused() -> None:
+    batches = [torch.randn(2, FEATURES, requires_grad=True) for _ in range(4)]
+    with pytest.raises(ValueError, match="3 batches leave no standard error: pass at least 4"):
+        measure_step_noise(nn.Linear(FEATURES, OUTPUTS), batches[:3], loss_fn=_loss)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        measure_step_noise(nn.Linear(FEATURES, OUTPUTS).requires_grad_(False), batches, loss_fn=_loss)
