@@ -14,10 +14,10 @@ from scipy.stats import t as student_t
 
 from .errors import HarnessError
 from .result_file import COMPLETE, read_results
-from .settings import EXACT, IRRELEVANT, VARIANTS
+from .settings import BITS, EXACT, IRRELEVANT, VARIANTS
 
 # what may differ between the runs of one table
-_VARIED = ("method", "ratio", "center", "storage", *VARIANTS, "seed", *IRRELEVANT)
+_VARIED = ("method", "ratio", "center", "storage", "bits", "budget", *VARIANTS, "seed", *IRRELEVANT)
 # settings that are None where a method has no use for them
 _SKETCH_ONLY = ("min_rows", "exclude_modules")
 # two runs' times compare if all of this is equal
@@ -82,6 +82,8 @@ class Row:
         ratio: The sketch's ratio; None without a sketch.
         center: Whether the sketch is centered; None without a sketch.
         storage: Its low-bit storage; None without.
+        bits: Bits of codes; None without.
+        budget: The byte budget; None without.
         variant: What else was done, of the words of `VARIANTS`.
         seeds: The seeds.
         score: The task's score in points: 100 times the mean of its metrics after the last epoch.
@@ -89,6 +91,8 @@ class Row:
         difference: Score minus the exact score of the same seed; None for exact itself or without exact runs.
         kept_bytes: Bytes kept for the backward pass of one batch.
         kept_share: `kept_bytes` over those of the exact model on the same batch.
+        noise: Variance that the method adds to the initial gradient over the minibatch's own, mean over the seeds; None
+            where it was not measured.
         same_weights: Whether every seed ended with the very weights of the exact run; None as for `difference`.
         train_seconds: Sum over the training steps; None where the machine was not quiet.
         step_time: Time of each step but the first two over exact's time on the same batch; None as for both, and where
@@ -103,6 +107,8 @@ class Row:
     ratio: float | None
     center: bool | None
     storage: str | None
+    bits: str | None
+    budget: str | None
     variant: tuple[str, ...]
     seeds: tuple[int, ...]
     score: Mean
@@ -110,14 +116,24 @@ class Row:
     difference: Mean | None
     kept_bytes: float
     kept_share: float
+    noise: float | None
     same_weights: bool | None
     train_seconds: Mean | None
     step_time: Quantiles | None
     time_differs: int
 
     @property
+    def knob(self) -> str | None:
+        """The ratio, the bits or the budget; None for methods that have none."""
+        return f"{self.ratio:g}" if self.ratio is not None else self.bits or self.budget
+
+    @property
     def description(self) -> str:
         """Method and knobs in words, for a sentence."""
+        if self.bits is not None:
+            return f"{self.bits}-bit {self.method}"
+        if self.budget is not None:
+            return f"a {self.method} of {self.budget}"
         if self.ratio is None:
             return self.method
         storage = f" in {self.storage}" if self.storage is not None else ""
@@ -189,16 +205,18 @@ def _rows_of_task(results: list[dict[str, Any]]) -> list[Row]:
     groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for result in results:
         config = result["config"]
-        key = (config["method"], config["ratio"], config["center"], config.get("storage"), _variant(config))
+        knobs = tuple(config.get(name) for name in ("ratio", "center", "storage", "bits", "budget"))
+        key = (config["method"], *knobs, _variant(config))
         groups.setdefault(key, {})[config["seed"]] = result
-    exact = groups.get((EXACT, None, None, None, ()), {})
+    exact = next((group for key, group in groups.items() if key[0] == EXACT), {})
     return [_row(groups[key], exact) for key in sorted(groups, key=_order)]
 
 
 def _order(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    method, ratio, center, storage, variant = key
-    # exact, checkpointing, then the sketches by name and falling ratio
-    return (ratio is not None, method != EXACT, method, storage or "", variant, -(ratio or 0.0), bool(center))
+    method, ratio, center, storage, bits, budget, variant = key
+    # exact, budgets, checkpointing and codes of falling bits, then the sketches by name and falling ratio
+    kind = (ratio is not None, method != EXACT, method, budget or "", list(BITS).index(bits) if bits else 0)
+    return (*kind, storage or "", variant, -(ratio or 0.0), bool(center))
 
 
 def _variant(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -260,6 +278,8 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
         ratio=config["ratio"],
         center=config["center"],
         storage=config.get("storage"),
+        bits=config.get("bits"),
+        budget=config.get("budget"),
         variant=_variant(config),
         seeds=tuple(sorted(by_seed)),
         score=Mean.of([100 * result["final"]["score"] for result in results]),
@@ -273,6 +293,7 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
         kept_share=statistics.fmean(
             result["kept_bytes"]["model"] / result["kept_bytes"]["exact_model"] for result in results
         ),
+        noise=0.0 if is_reference else _noise(pairs),
         same_weights=(
             None
             if is_reference or not pairs
@@ -282,6 +303,17 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
         step_time=Quantiles.of([ratio for seed in ratios for ratio in seed]) if ratios else None,
         time_differs=_consistent_sign([Quantiles.of(seed) for seed in ratios]),
     )
+
+
+def _noise(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
+    measured = [(mine.get("gradient_noise"), reference.get("gradient_noise")) for mine, reference in pairs]
+    # exact's own variance is dropout's
+    found = [
+        (mine["step_variance"] - reference["step_variance"]) / reference["minibatch_variance"]
+        for mine, reference in measured
+        if mine and reference
+    ]
+    return max(0.0, statistics.fmean(found)) if found else None
 
 
 def _step_ratios(mine: dict[str, Any], reference: dict[str, Any]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The figure of a report: score, and training time, against the bytes kept for the backward pass."""
+"""The figure of a report: score, and step time, against the bytes kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 
+from matplotlib import colormaps
 from matplotlib import pyplot as plt
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
 from matplotlib.ticker import MaxNLocator
 
 from .comparison import Comparison, Mean, Row
@@ -34,6 +37,7 @@ _STYLES = (
     ("#B2182B", ">"),
     ("#7570B3", "h"),
 )
+_NOISE_COLOURS = colormaps["plasma"]
 _REFERENCES = {EXACT: ("black", "*", 15), CHECKPOINTING: ("black", "p", 10)}
 
 
@@ -58,24 +62,43 @@ def draw_figure(comparison: Comparison, path: Path) -> None:
 
 
 def _draw_scores(axes: Axes, task: str, rows: tuple[Row, ...]) -> None:
-    _draw_panel(axes, rows, [row.score for row in rows])
+    _draw_panel(axes, rows)
     seeds = min(len(row.seeds) for row in rows)
     axes.set_title(f"{task}: score, {seeds} seed{'s' if seeds > 1 else ''}")
     axes.set_ylabel(f"score (points; {', '.join(name.replace('_', ' ') for name in rows[0].metrics)})")
 
 
 def _draw_times(axes: Axes, task: str, rows: tuple[Row, ...]) -> None:
-    _draw_panel(axes, rows, [row.train_seconds for row in rows if row.train_seconds is not None])
-    axes.set_title(f"{task}: time in training steps")
-    axes.set_ylabel("training time (s)")
-    axes.set_ylim(bottom=0)
+    """Draw step times, with the noise as colour: black for exact gradients, grey where it was not measured."""
+    timed = [
+        (row, 1.0 if row.method == EXACT else row.step_time.median)
+        for row in rows
+        if row.step_time or row.method == EXACT
+    ]
+    noisy = [(row, time) for row, time in timed if row.noise]
+    scale = LogNorm(min(row.noise for row, _ in noisy), max(row.noise for row, _ in noisy)) if noisy else None
+    for row, time in timed:
+        colour = "0.6" if row.noise is None else "black"
+        if row.noise and scale:
+            colour = _NOISE_COLOURS(scale(row.noise))
+        place = row.kept_bytes / _MIB, time
+        axes.plot(*place, "o", markersize=9, color=colour, markeredgecolor="black")
+        axes.annotate(row.description, place, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7)
+    if scale:
+        axes.figure.colorbar(
+            ScalarMappable(scale, _NOISE_COLOURS), ax=axes, label="noise (share of the minibatch's variance)"
+        )
+    axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_title(f"{task}: step time; black: exact gradients")
+    axes.set_ylabel("step time over exact's")
+    _finish(axes, rows)
 
 
-def _draw_panel(axes: Axes, rows: tuple[Row, ...], values: list[Mean]) -> None:
-    pairs = list(zip(rows, values, strict=True))
+def _draw_panel(axes: Axes, rows: tuple[Row, ...]) -> None:
     families: dict[str, list[tuple[Row, Mean]]] = {}
-    for row, value in pairs:
-        if row.ratio is None:
+    for row in rows:
+        value = row.score
+        if row.knob is None:
             colour, marker, size = _REFERENCES[row.method]
             _draw_points(axes, [(row, value)], colour=colour, marker=marker, size=size, label=row.method)
         else:
@@ -90,7 +113,7 @@ def _draw_panel(axes: Axes, rows: tuple[Row, ...], values: list[Mean]) -> None:
             # families are labelled on the right and on the left by turns, for their points lie close together
             is_right = number % 2 == 0
             axes.annotate(
-                f"{row.ratio:g}",
+                row.knob,
                 (row.kept_bytes / _MIB, value.mean),
                 xytext=(8 if is_right else -8, 0),
                 textcoords="offset points",
@@ -99,6 +122,10 @@ def _draw_panel(axes: Axes, rows: tuple[Row, ...], values: list[Mean]) -> None:
                 fontsize=8,
                 color=colour,
             )
+    _finish(axes, rows)
+
+
+def _finish(axes: Axes, rows: tuple[Row, ...]) -> None:
     axes.set_xlabel("kept for backward, one batch (MiB)")
     axes.set_xlim(0, 1.08 * max(row.kept_bytes for row in rows) / _MIB)
     axes.margins(y=0.15)

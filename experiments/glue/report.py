@@ -101,23 +101,32 @@ def markdown_table(comparison: Comparison) -> str:
         # a task with one metric has it for a score
         shown = metrics if len(metrics) > 1 else []
         score = "score" if shown else metrics[0].replace("_", " ")
-        knobs = [name for name in ("storage", "variant") if any(getattr(row, name) for row in rows)]
+        knobs = [name for name in ("storage", "bits", "budget", "variant") if any(getattr(row, name) for row in rows)]
         header = ["method", "ratio", "centered", *knobs, "kept MiB", "of exact", score, *shown, "minus exact", "seeds"]
+        has_noise = all(row.noise is not None for row in rows)
+        if has_noise:
+            header.append("noise")
         if comparison.has_times:
             header += ["training s", "step time / exact"]
         lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-        lines += [f"| {' | '.join(_cells(row, shown, knobs, comparison.has_times))} |" for row in rows]
+        for row in rows:
+            cells = _cells(row, shown, knobs)
+            if has_noise:
+                cells.append(f"{row.noise:.1g}" if row.noise else "0")
+            if comparison.has_times:
+                cells += _time_cells(row)
+            lines.append(f"| {' | '.join(cells)} |")
         title = f"**{task}**\n\n" if len(comparison.tasks) > 1 else ""
         parts.append(title + "\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _cells(row: Row, metrics: Sequence[str], knobs: Sequence[str], with_times: bool) -> list[str]:
-    cells = [
+def _cells(row: Row, metrics: Sequence[str], knobs: Sequence[str]) -> list[str]:
+    return [
         row.method,
         "" if row.ratio is None else f"{row.ratio:g}",
         "" if row.center is None else ("yes" if row.center else "no"),
-        *({"storage": row.storage or "", "variant": ", ".join(row.variant)}[name] for name in knobs),
+        *(", ".join(row.variant) if name == "variant" else getattr(row, name) or "" for name in knobs),
         f"{row.kept_bytes / _MIB:.2f}",
         f"{100 * row.kept_share:.1f} %",
         _points(row.score),
@@ -125,12 +134,12 @@ def _cells(row: Row, metrics: Sequence[str], knobs: Sequence[str], with_times: b
         "" if row.difference is None else _signed_points(row.difference),
         _seeds(row),
     ]
-    if with_times:
-        assert row.train_seconds is not None
-        time = row.step_time
-        cells.append(_points(row.train_seconds))
-        cells.append("" if time is None else f"{time.median:.2f} [{time.low:.2f}, {time.high:.2f}]")
-    return cells
+
+
+def _time_cells(row: Row) -> list[str]:
+    assert row.train_seconds is not None
+    time = row.step_time
+    return [_points(row.train_seconds), "" if time is None else f"{time.median:.2f} [{time.low:.2f}, {time.high:.2f}]"]
 
 
 def _seeds(row: Row) -> str:
@@ -153,6 +162,11 @@ def _notes(comparison: Comparison) -> str:
         notes.append(
             "Differences to exact are paired by seed, with their 95 % interval (Student's t; one interval a row, not "
             "corrected for their number)."
+        )
+    if any(row.noise is not None for row in comparison.rows if row.method != EXACT):
+        notes.append(
+            "Noise: the variance that a method adds to the gradient of the initial weights, over the variance that "
+            "minibatches have anyway."
         )
     if comparison.fewest_seeds == 1:
         notes.append("One seed supports no claim of equal accuracy: seeds alone move such scores by points.")
@@ -227,10 +241,30 @@ def _task_clause(task: str, rows: Sequence[Row]) -> str:
     # chosen by bytes and not by score: the best of several would owe some of its lead to luck
     shown = [row for row in sketches if row.kept_share <= fewest + _SAME_SHARE]
     words = [f"{row.description} scores {_outcome(row)}" for row in shown]
-    checkpointing = next((row for row in rows if row.method == CHECKPOINTING), None)
-    if checkpointing is not None:
-        words.append(f"checkpointing scores {_outcome(checkpointing)}{_step_time(checkpointing)}")
-    return f"{task}: against {exact.score.mean:.1f} of exact, " + ", ".join(words) + _sketch_times(sketches)
+    for row in rows:
+        if row.ratio is None and row.method != EXACT:
+            words.append(f"{row.description} scores {_outcome(row)}{_step_time(row)}")
+    dominance = _dominance(rows)
+    return f"{task}: against {exact.score.mean:.1f} of exact, " + ", ".join(words) + _sketch_times(sketches) + dominance
+
+
+def _dominance(rows: Sequence[Row]) -> str:
+    """Which methods are worse than another one in kept bytes and in step time, and not better in noise."""
+    timed = [row for row in rows if row.step_time is not None and row.noise is not None]
+    words = []
+    for row in timed:
+        better = [other for other in timed if _dominates(other, row)]
+        if better:
+            best = min(better, key=lambda other: other.kept_bytes)
+            words.append(f"{best.description} dominates {row.description}")
+    return f"; of kept bytes, step time and noise, {', '.join(words)} in each" if words else ""
+
+
+def _dominates(first: Row, second: Row) -> bool:
+    if first.step_time is None or second.step_time is None or first.noise is None or second.noise is None:
+        return False
+    is_faster = first.step_time.median <= (1 - _SAME_SHARE) * second.step_time.median
+    return is_faster and first.kept_share <= second.kept_share - _SAME_SHARE and first.noise <= second.noise
 
 
 def _outcome(row: Row) -> str:
@@ -288,10 +322,13 @@ def _table_csv(comparison: Comparison) -> str:
                 "ratio": row.ratio,
                 "center": row.center,
                 "storage": row.storage,
+                "bits": row.bits,
+                "budget": row.budget,
                 "variant": " ".join(row.variant),
                 "seeds": len(row.seeds),
                 "kept_bytes": round(row.kept_bytes),
                 "kept_share_of_exact": row.kept_share,
+                "noise": row.noise,
                 "score_mean": row.score.mean,
                 "score_spread": row.score.spread,
                 "minus_exact_mean": row.difference.mean if row.difference else None,
@@ -314,7 +351,7 @@ def _runs_csv(comparison: Comparison) -> str:
         timed = config["timing"]
         records.append(
             {
-                **{key: config.get(key) for key in ("task", "method", "ratio", "center", "storage")},
+                **{key: config.get(key) for key in ("task", "method", "ratio", "center", "storage", "bits", "budget")},
                 "variant": " ".join(word for name, word in VARIANTS.items() if config.get(name)),
                 "seed": config["seed"],
                 "score": 100 * result["final"]["score"],
