@@ -126,7 +126,7 @@ class Coding:
         yield f"codes of {len(self.coded)} tensors, {sizes}: {told}"
         bias = max(tensor.bias or 0 for tensor in self.coded)
         if bias:
-            yield f"readings of functions are biased by {100 * bias:.2f} % at most"
+            yield f"readings of functions are biased by {100 * bias:.2f} % of their values near 1 at most"
         if any(tensor.bias is None for tensor in self.coded):
             yield "scores of attention are biased through their exponential; no bound is known"
         large = (tensor for tensor in self.exact if _PART * tensor.tensor_bytes >= self.tensor_bytes)

@@ -272,6 +272,44 @@ def test_scores_of_attention_are_said_to_be_biased():
         assert "no bound is known" in str(plans(model)[-1])
 
 
+def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, 32), nn.LayerNorm(32), nn.Linear(32, 8)), torch.randn(ROWS, WIDTH)
+
+    def step(x):
+        y = functional.dropout(model(x), 0.5)
+        return (y**2).mean(), y
+
+    coded = torch.compile(step, backend="rmm_linear", options={"bits": 8, "executor": "exact"})
+    loss, y = coded(x)
+    with pytest.warns(UserWarning, match="arrived at a result beside the loss"):
+        (loss + y.sum()).backward()
+    gradient, mask = model[0].weight.grad.clone(), 2.0 * (y != 0)
+    model.zero_grad()
+    z = model(x) * mask
+    ((z**2).mean() + z.sum()).backward()
+    torch.testing.assert_close(gradient, model[0].weight.grad)
+
+
+def test_small_inputs_beside_an_outlier_are_read_without_bias():
+    # the outlier sets its column's step, and has no gradient itself
+    torch.manual_seed(0)
+    x = 0.3 * torch.randn(ROWS, WIDTH)
+    x[::128] = 60 * torch.randn(2, WIDTH)
+    weight = torch.rand(ROWS, 3)
+    weight[::128] = 0
+
+    class Masked(Net):
+        def forward(self, x):
+            return (weight * self.after(self.body(self.before(x)))).sum()
+
+    model = Masked(nn.GELU())
+    with torch.no_grad():
+        model.before.bias.zero_()
+    result, plan = judge(model, x, 400, bits=8)
+    assert is_unbiased(result, named_bias(plan, 8)), result
+
+
 def test_outliers_keep_norms_and_activations_unbiased():
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH)

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from rmm_linear.compiler.fake_memory import tensors_of
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Read(NamedTuple):
@@ -98,7 +98,7 @@ class Step:
     @staticmethod
     def _is_float(node: fx.Node) -> bool:
         value = node.meta.get("val")
-        return isinstance(value, Tensor) and value.dtype in _FLOATS
+        return isinstance(value, Tensor) and value.dtype in FLOATS
 
     def leads_to(self, first: fx.Node, last: fx.Node) -> bool:
         """Tell whether an op depends on another one through gradients."""
