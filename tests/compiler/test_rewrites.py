@@ -291,6 +291,19 @@ def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
     torch.testing.assert_close(gradient, model[0].weight.grad)
 
 
+def test_rounding_to_float8_is_part_of_the_function_and_no_alias():
+    class Rounded(nn.Module):
+        def forward(self, x):
+            return functional.gelu(x).to(torch.float8_e4m3fn).to(x.dtype)
+
+    torch.manual_seed(0)
+    model, x = Net(Rounded()), 0.003 * torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        model.before.bias.fill_(0.003)
+    result, _ = judge(model, x, 100, bits=8)
+    assert is_unbiased(result), result
+
+
 def test_small_inputs_beside_an_outlier_are_read_without_bias():
     # the outlier sets its column's step, and has no gradient itself
     torch.manual_seed(0)
