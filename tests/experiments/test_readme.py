@@ -35,7 +35,7 @@ def _examples() -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:the sketched layers promise")
 def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 13
+    assert len(BLOCKS) == 14
     # one draws a figure
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
@@ -48,6 +48,7 @@ def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
             "train_dataset": _examples(),
             "train_dataloader": torch.utils.data.DataLoader(_examples(), batch_size=8),
             "batch": next(iter(torch.utils.data.DataLoader(_examples(), batch_size=8))),
+            "batches": list(torch.utils.data.DataLoader(_examples(), batch_size=4)),
             "optimizer": torch.optim.AdamW(model.parameters()),
         }
         exec(compile(block, "README.md", "exec"), names)
