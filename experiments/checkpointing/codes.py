@@ -23,6 +23,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from experiments.glue import settings
 from experiments.glue.command_line import Parser, exit_status
 from experiments.glue.tasks import TASKS, load_task
 from rmm_linear.compiler import plans
@@ -33,11 +34,7 @@ from .models import WORKLOADS
 from .run import RESULTS, origin
 
 ROWS_FILE, NOISE_FILE = "codes.csv", "codes_noise.csv"
-BITS: dict[str, Any] = {
-    "8 bits": 8,
-    "activations 4, rest 8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8},
-    "4 bits": 4,
-}
+BITS = {"8 bits": settings.BITS["8"], "activations 4, rest 8": settings.BITS["4/8"], "4 bits": settings.BITS["4"]}
 EAGER, BLOCKS, COMPILED = "eager", "checkpointing in each block", "torch.compile"
 _WIDTH, _HEADS, _WORDS = 768, 12, 1000
 _DRAWS = 8

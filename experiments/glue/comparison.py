@@ -14,10 +14,10 @@ from scipy.stats import t as student_t
 
 from .errors import HarnessError
 from .result_file import COMPLETE, read_results
-from .settings import BITS, EXACT, IRRELEVANT, VARIANTS
+from .settings import BITS, EXACT, IRRELEVANT, KNOBS, VARIANTS
 
 # what may differ between the runs of one table
-_VARIED = ("method", "ratio", "center", "storage", "bits", "budget", *VARIANTS, "seed", *IRRELEVANT)
+_VARIED = ("method", *KNOBS, "seed", *IRRELEVANT)
 # settings that are None where a method has no use for them
 _SKETCH_ONLY = ("min_rows", "exclude_modules")
 # two runs' times compare if all of this is equal

@@ -45,6 +45,8 @@ _BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
 IRRELEVANT = ("save_steps", "timing")
 # switches of a sketch that are off by default, and recorded only where they are on -> their word in a run's name
 VARIANTS = {"skip_padding": "unpadded", "keep_first": "first-token", "allocate": "allocated"}
+# settings of methods
+KNOBS = ("ratio", "center", "storage", "bits", "budget", *VARIANTS)
 _RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor", "bits", "budget", "pad_multiple")
 
 
@@ -269,8 +271,7 @@ class NamedConfig:
         settings: Settings that differ from the defaults of `RunSettings`.
         task_settings: Settings that hold for one task only, by task.
         tasks: Tasks of the grid.
-        methods: Methods of the grid with their knobs: dictionaries with `method` and, for sketches, `ratio`, `center`,
-            `storage` and those of `VARIANTS`, for codes `bits`, for budgets `budget`.
+        methods: Methods of the grid with their knobs: dictionaries with `method` and the settings of `KNOBS`.
         seeds: Seeds of the grid.
     """
 
@@ -298,15 +299,13 @@ class NamedConfig:
         Each seed starts with another method, so that no method always meets a fresh, or a warm, machine.
 
         Args:
-            **changes: Settings that win over the file's. `task`, `method` with its knobs (`ratio`, `center`, `storage`,
-                `bits`, `budget` and those of `VARIANTS`) and `seed` choose among the grid's runs; a task, method or
-                seed that the grid does not have takes the place of those it has.
+            **changes: Settings that win over the file's. `task`, `seed`, `method` and the settings of `KNOBS` choose
+                runs of the grid; a task, method or seed outside of the grid replaces the grid's own.
 
         Raises:
             HarnessError: If no run has the ratio, centering or storage asked for.
         """
-        knobs = ("method", "ratio", "center", "storage", "bits", "budget", *VARIANTS)
-        chosen = {key: changes.pop(key) for key in knobs if key in changes}
+        chosen = {key: changes.pop(key) for key in ("method", *KNOBS) if key in changes}
         methods = [each for each in self.methods if self._is_chosen(each, chosen)]
         if not methods and "method" not in chosen:
             asked = " and ".join(f"{key}={value}" for key, value in chosen.items())

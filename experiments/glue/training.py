@@ -422,7 +422,7 @@ class PreparedRun:
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
-        """Let the model be as it is trained; gives the batches of the training split, in its order on disk."""
+        """Put the model into training mode, and yield a function from a number to a batch of the training split."""
         split, size = self.splits["train"], self.settings.batch_size
         model: nn.Module = self.model
         model.to(self.device)
