@@ -1,4 +1,4 @@
-"""The opaque torch operators: a seed is drawn, an input is compressed, a weight's gradient is formed.
+"""The opaque torch operators: a seed is drawn, an input is compressed, a weight's gradient is formed, keys are parted.
 
 They are defined with `torch.library` so that torch.compile, CUDA graphs, selective checkpointing, FLOP counters and
 fake tensors see one node with a known output shape. Sizes that follow from the number of rows are SymInt: a compiled
@@ -93,6 +93,23 @@ def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
     # calls of torch.empty are not merged
     seed: Tensor = _draw_seed(x, torch.empty((), device=x.device) if alone else None)
     return seed
+
+
+@_define("unbind_copy(Tensor x) -> Tensor[]")
+def unbind_copy(x: Tensor) -> list[Tensor]:
+    """Return copies of the rows of a matrix, (columns,) each.
+
+    A compiler would leave out a copy that is an op of its own, and each reader of a row would be compiled anew for its
+    place in the matrix.
+    """
+    rows = [x.new_empty(x.shape[1]) for _ in range(x.shape[0])]
+    torch.split_with_sizes_copy(x.flatten(), [x.shape[1]] * x.shape[0], out=rows)
+    return rows
+
+
+@torch.library.register_fake("rmm_linear::unbind_copy")
+def _(x: Tensor) -> list[Tensor]:
+    return [x.new_empty(x.shape[1]) for _ in range(x.shape[0])]
 
 
 @_define("compress(Tensor x, Tensor seed, str config, bool beside) -> Tensor[]")

@@ -1,9 +1,10 @@
 """Measure backward passes that read codes: `python -m experiments.checkpointing.codes`.
 
-Each way of running a model's step has a copy of the model: eager mode, checkpointing in each block, torch.compile, and
-the backend with 8 bits, with 4 bits for activations and 8 for all else, and with 4 bits. Their bytes and gradients are
-taken first, then their steps are timed by turns. With `--noise` the gradients of real minibatches are compared: what
-codes add to them, as a share of how much minibatches differ.
+Each way of running a model's step has a copy of the model: eager mode, checkpointing in each block, torch.compile,
+both together, and the backend with 8 bits, with 4 bits for activations and 8 for all else, with 4 bits, and with a
+budget for the peak. Their bytes and gradients are taken first, then their steps are timed by turns. With `--noise` the
+gradients of real minibatches are compared: what codes add to them, as a share of how much minibatches differ. With
+`--device cuda` models are larger, and their steps run under autocast to bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from experiments.glue import settings
+from experiments.glue import provenance, settings
 from experiments.glue.command_line import Parser, exit_status
 from experiments.glue.tasks import TASKS, load_task
 from rmm_linear.compiler import plans
@@ -36,8 +37,12 @@ from .run import RESULTS, origin
 ROWS_FILE, NOISE_FILE = "codes.csv", "codes_noise.csv"
 BITS = {"8 bits": settings.BITS["8"], "activations 4, rest 8": settings.BITS["4/8"], "4 bits": settings.BITS["4"]}
 EAGER, BLOCKS, COMPILED = "eager", "checkpointing in each block", "torch.compile"
+BOTH = "both"
+BUDGETS = {f"budget {share}": share for share in ("60%", "35%")}
+WAYS = (EAGER, BLOCKS, COMPILED, BOTH, *BITS, *BUDGETS)
 _WIDTH, _HEADS, _WORDS = 768, 12, 1000
 _DRAWS = 8
+_CPU = torch.device("cpu")
 
 
 class Case(NamedTuple):
@@ -105,59 +110,96 @@ CASES = {
     "gpt2": Case(_gpt2, 4),
     "llama": Case(_llama, 4),
 }
+GPU_CASES = {
+    "roberta": Case(_roberta, 12, 64, 512),
+    "gpt2": Case(_gpt2, 12, 32, 1024),
+    "llama": Case(_llama, 12, 32, 1024),
+}
 
 
-def rows_of(name: str, case: Case, rounds: int) -> Iterator[dict[str, Any]]:
-    """Measure all ways of running a model's step.
+def rows_of(
+    name: str, case: Case, rounds: int, device: torch.device = _CPU, named_ways: Sequence[str] = WAYS
+) -> Iterator[dict[str, Any]]:
+    """Measure ways of running a model's step.
 
     Args:
         name: The model's name.
         case: The model.
         rounds: How often each step is timed.
+        device: Where to run; on a GPU under autocast.
+        named_ways: Which ways, eager mode the first.
     """
     torch.manual_seed(0)
-    model = case.make(case.layers, case.length).train()
-    words = torch.randint(4, _WORDS, (case.batch, case.length))
-    labels = torch.randint(0, 2, (case.batch,)) if name == "roberta" else words
+    on_gpu = device.type == "cuda"
+    model = case.make(case.layers, case.length).train().to(device)
+    words = torch.randint(4, _WORDS, (case.batch, case.length), device=device)
+    labels = torch.randint(0, 2, (case.batch,), device=device) if name == "roberta" else words
     ways: dict[str, tuple[nn.Module, Callable[[], None], dict[str, Any]]] = {}
     exact: list[Tensor] = []
-    for way in (EAGER, BLOCKS, COMPILED, *BITS):
+    for way in named_ways:
         own = copy.deepcopy(model)
-        if way == BLOCKS:
+        if way in (BLOCKS, BOTH):
             own.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         run: Callable[..., Any] = own
-        if way == COMPILED:
+        if way in (COMPILED, BOTH):
             run = torch.compile(own)
         elif way in BITS:
             run = torch.compile(own, backend="rmm_linear", options={"bits": BITS[way]})
+        elif way in BUDGETS:
+            run = torch.compile(own, backend="rmm_linear", options={"budget": BUDGETS[way]})
 
         def step(own: nn.Module = own, run: Callable[..., Any] = run) -> None:
             own.zero_grad(set_to_none=True)
-            run(input_ids=words, labels=labels).loss.backward()
+            with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+                loss = run(input_ids=words, labels=labels).loss
+            loss.backward()
+            if on_gpu:
+                torch.cuda.synchronize(device)
 
         began = time.perf_counter()
         step()
         row: dict[str, Any] = {"model": name, "layers": case.layers, "batch": case.batch, "length": case.length}
-        row |= {"way": way, "compile_s": round(time.perf_counter() - began, 1), "saved_bytes": None}
+        row |= {"precision": "autocast to bfloat16" if on_gpu else "float32", "way": way}
+        row |= {"compile_s": round(time.perf_counter() - began, 1), "saved_bytes": None}
         if way == EAGER:
             exact = [each.grad.clone() for each in own.parameters() if each.grad is not None]
             row["saved_bytes"] = _saved_bytes(own, step)
-        elif way in BITS:
+        elif way in (*BITS, *BUDGETS):
             (plan,) = plans(own)
             row["saved_bytes"] = plan.planned.forward_bytes
         row |= _errors(own, step, exact, _DRAWS if way in BITS else 1)
         own.zero_grad(set_to_none=True)
         gradient_bytes = sum(each.nbytes for each in exact)
-        row["peak_bytes"] = allocator_peaks(step)[0]
+        row["peak_bytes"] = _gpu_peak(step, device) if on_gpu else allocator_peaks(step)[0]
         row["activation_peak_bytes"] = row["peak_bytes"] - gradient_bytes
         ways[way] = own, step, row
-        print(f"{name}, {way}: peak {row['peak_bytes'] / 2**20:.0f} MiB, error {row['error']:.1e}", flush=True)
+        own.zero_grad(set_to_none=True)
+        print(
+            f"{name}, {way}: peak {row['peak_bytes'] / 2**20:.0f} MiB, error {row['error']:.1e},"
+            f" compiled in {row['compile_s']} s",
+            flush=True,
+        )
     gc.collect()
     times = interleaved([(way, step) for way, (_, step, _) in ways.items()], rounds)
     for way, (_, _, row) in ways.items():
         low, *_, high = statistics.quantiles(times[way], n=5, method="inclusive")
         row |= {"step_s": statistics.median(times[way]), "step_s_q20": low, "step_s_q80": high, "rounds": rounds}
-        yield row | origin(WORKLOADS[0])
+        yield row | _origin(device)
+
+
+def _gpu_peak(step: Callable[[], None], device: torch.device) -> int:
+    """Bytes that CUDA's allocator has given out at the peak of a step, beyond those before."""
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _origin(device: torch.device) -> dict[str, Any]:
+    found = origin(WORKLOADS[0])
+    gpu = provenance.hardware(device)["gpu"]
+    return found | ({"hardware": gpu} if gpu else {})
 
 
 def _saved_bytes(model: nn.Module, step: Callable[[], None]) -> int:
@@ -238,7 +280,7 @@ def codes_table(folder: Path) -> str:
         first = rows[0]
         lines += [
             f"{first['model']}, {first['layers']} layers of {_WIDTH}, batch {first['batch']} x {first['length']},",
-            f"float32: {first['hardware']}, torch {first['torch']}",
+            f"{first['precision']}: {first['hardware']}, torch {first['torch']}",
             "",
             "| way | step time | saved for the backward pass | activation peak | error of one draw (mean of n) |",
             "|---|---|---|---|---|",
@@ -264,8 +306,8 @@ def codes_table(folder: Path) -> str:
 
 
 def _by_model(rows: Sequence[dict[str, str]]) -> list[list[dict[str, str]]]:
-    names = dict.fromkeys(row["model"] for row in rows)
-    return [[row for row in rows if row["model"] == name] for name in names]
+    keys = dict.fromkeys((row["model"], row["precision"]) for row in rows)
+    return [[row for row in rows if (row["model"], row["precision"]) == key] for key in keys]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -286,6 +328,9 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _run(arguments: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m experiments.checkpointing.codes", description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="*", choices=CASES, default=list(CASES), help="which models")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
+    parser.add_argument("--ways", nargs="*", choices=WAYS[1:], default=WAYS[1:], help="which ways beside eager mode")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way (default: 7)")
     parser.add_argument("--noise", metavar="MODEL", help="compare minibatches of this pretrained model's on MRPC")
     parser.add_argument("--data", default="GLUE", help="a folder in the official GLUE layout, for --noise")
@@ -294,12 +339,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     torch.set_num_threads(2)
     with dynamo_options():
         if options.noise is not None:
-            _write(RESULTS / NOISE_FILE, list(noise_rows(options.noise, options.data, 12, 32)))
+            _write(options.results / NOISE_FILE, list(noise_rows(options.noise, options.data, 12, 32)))
         for name in options.models:
             torch._dynamo.reset()
-            old = [row for row in read_rows(RESULTS / ROWS_FILE) if row["model"] != name]
-            _write(RESULTS / ROWS_FILE, [*old, *rows_of(name, CASES[name], options.rounds)])
-    print(codes_table(RESULTS))
+            case = (GPU_CASES if options.device == "cuda" else CASES)[name]
+            rows = list(rows_of(name, case, options.rounds, torch.device(options.device), (EAGER, *options.ways)))
+            old = read_rows(options.results / ROWS_FILE)
+            kept = [row for row in old if (row["model"], row["precision"]) != (name, rows[0]["precision"])]
+            _write(options.results / ROWS_FILE, [*kept, *rows])
+    print(codes_table(options.results))
     return 0
 
 

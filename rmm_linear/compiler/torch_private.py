@@ -213,10 +213,22 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
         require(post_grad, "remove_noop_ops")(joint.graph)
         require(joint_graph, "constant_fold_uniform_value")(joint)
         require(replace_random, "replace_random_passes")(joint)
+        _cast_once(joint.graph)
     joint.recompile()
     if before != set(joint.graph.nodes):
         # the values of new nodes, and of views of copies that are gone, share no memory with the values of other nodes
         FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*values)
+
+
+def _cast_once(graph: fx.Graph) -> None:
+    """Let all readers of a tensor share a cast: autocast casts an input of several linear layers for each of them."""
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._to_copy.default:
+            known = first.setdefault((node.args, str(node.kwargs)), node)
+            if known is not node:
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
 
 
 def fake_mode_of(values: Sequence[Any]) -> Any:

@@ -188,6 +188,11 @@ def _quantize_kernel(
     inverse = tl.where(step == 0, 0.0, tl.div_rn(tl.full((BLOCK,), 1.0 if IS_FP8 else 2.0, tl.float32), step))
     inverse, minus_half_offset = spread(inverse), spread(offset * -0.5)
 
+    WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
+    WORDS: tl.constexpr = BLOCK * BITS // (8 * WORD_BYTES)
+    # 8 columns a thread, as many as a thread loads at once
+    place = first_column * BITS // 8 + tl.arange(0, WORDS) * WORD_BYTES
+    place = tl.max_contiguous(place, 1 if BITS == 3 else BITS)
     for start in tl.static_range(0, GROUP, CHUNK):
         row = first_row + start + tl.arange(0, CHUNK)
         if GROUP > CHUNK:
@@ -203,11 +208,6 @@ def _quantize_kernel(
         # The mask keeps a code made of NaN within its own bits. Unused bits of the last byte of a row are 0.
         codes = tl.where(is_column[None, :], codes & ((1 << BITS) - 1), 0)
         words = _packed_words(codes, BITS, CHUNK, BLOCK)
-        WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
-        WORDS: tl.constexpr = BLOCK * BITS // (8 * WORD_BYTES)
-        # 8 columns a thread, as many as a thread loads at once
-        place = first_column * BITS // 8 + tl.arange(0, WORDS) * WORD_BYTES
-        place = tl.max_contiguous(place, 1 if BITS == 3 else BITS)
         for byte in tl.static_range(WORD_BYTES):
             inside = (row <= last_row)[:, None] & (place + byte < width)[None, :]
             to = CODES + row.to(tl.int64)[:, None] * width + (place + byte)[None, :]

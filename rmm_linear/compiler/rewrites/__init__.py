@@ -1,5 +1,6 @@
 """Rewrites of a training step: the backward pass reads codes of 8 or 4 bits in the place of tensors, without bias.
 
+    casts.py         makes casts of parameters again, in place of keeping them
     step.py          finds which backward ops read which tensors
     norms.py, activations.py, attention.py, products.py: find tensors that can be coded, and the reads each code serves
     choice.py        chooses among them
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from rmm_linear.compiler.rewrites import attention
+from rmm_linear.compiler.rewrites.casts import cast_again
 from rmm_linear.compiler.rewrites.choice import Choice
 from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.compiler.rewrites.editing import Editor
@@ -35,6 +37,7 @@ def code_step(
         blocks: The module that each node belongs to.
         bits: Bits of the codes.
     """
+    cast_again(joint, tangents)
     step = Step(joint, tangents, blocks)
     chosen = Choice(step, bits)
     # no bound is known for what goes through the exponential of a score
@@ -88,4 +91,5 @@ def _apply(step: Step, chosen: Choice) -> None:
 
 def _keys(x: Tensor, *, count: int) -> tuple[Tensor, ...]:
     keys = draw_keys(torch.ops.rmm_linear.draw_seed.default(x, None), count)
-    return tuple(keys[number] for number in range(count))
+    # kernels of alike layers read a key at the same place, and are compiled once
+    return tuple(torch.ops.rmm_linear.unbind_copy.default(keys))

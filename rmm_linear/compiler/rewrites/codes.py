@@ -243,6 +243,6 @@ def _half_range(bits: int) -> float:
 
 
 def _steps(magnitude: Tensor, half: float, tail: float | None = None) -> Tensor:
-    # a column with an element that is not finite is read as NaN
-    magnitude = torch.where(magnitude.isfinite(), magnitude, torch.nan)
+    # a column with an element that is not finite is read as NaN: infinity less infinity is none
+    magnitude = magnitude + (magnitude - magnitude)
     return magnitude.clamp(_LEAST, tail) * (_MARGIN / half)
