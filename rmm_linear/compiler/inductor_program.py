@@ -283,6 +283,12 @@ def _realize(joint: fx.GraphModule) -> None:
     for memory, node in writer.items():
         is_read_later = last_read.get(memory, 0) > node.meta["window"]
         node.meta["inductor_realize_to_strides"] = is_read_later and isinstance(node.meta["val"], Tensor)
+    for node in joint.graph.nodes:
+        # kernels of GPUs read the output as their forward op laid it out, whatever its strides are
+        if "attention_backward" in str(node.target):
+            for source in node.all_input_nodes:
+                is_output = source.op == "call_function" and isinstance(source.meta["val"], Tensor)
+                source.meta["inductor_realize_to_strides"] = is_output
 
 
 def _memories(node: fx.Node) -> list[int]:

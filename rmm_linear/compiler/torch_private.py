@@ -313,6 +313,10 @@ def compile_by_inductor(
         "reorder_for_peak_memory": False,
         "post_grad_custom_post_pass": Windows(),
     }
+    if is_backward and any(isinstance(each, torch.Tensor) and each.is_cuda for each in examples):
+        # What is read from codes is computed in each kernel that needs it. By default it would be written once in
+        # float32: four times the bytes of a code.
+        options |= {"realize_opcount_threshold": 100, "realize_reads_threshold": 6}
     try:
         with (
             V.set_fake_mode(mode),

@@ -134,4 +134,5 @@ def _decode(code: Tensor, steps: Tensor, key: Tensor, *, shape: Shape, bits: int
         # a reading may be half a step beyond the largest element
         most = torch.finfo(torch.float16).max
         rows = rows.clamp(-most, most)
-    return shape.tensor_of(rows).to(shape.dtype)
+    # cast first: Inductor writes the rows, as they lie in memory, and all shapes of the tensor are views of them
+    return shape.tensor_of(rows.to(shape.dtype))
