@@ -50,7 +50,8 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     for want, call, row in steps:
         peak, took = row["peak_bytes"] / eager["peak_bytes"], row["step_s"] / eager["step_s"]
         lines.append(f"| {want} | {call} | peak {100 * peak:.0f} % | {took:.2f} | none |")
-    coded = {row["way"]: row for row in read_coded(checkpointing / CODED_FILE) if row["model"] == CODED}
+    known = [row for row in read_coded(checkpointing / CODED_FILE) if row["precision"] == "float32"]
+    coded = {row["way"]: row for row in known if row["model"] == CODED}
     first, best = coded[EAGER], coded["8 bits"]
     peak, took = (float(best[name]) / float(first[name]) for name in ("peak_bytes", "step_s"))
     lines.append(

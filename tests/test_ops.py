@@ -9,7 +9,7 @@ from rmm_linear import RMMConfig, RMMLinear, available_sketches, ops
 from rmm_linear.sketches import STORAGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-NAMES = {"draw_seed", "compress", "grad_weight", "sketched_linear"}
+NAMES = {"draw_seed", "unbind_copy", "compress", "grad_weight", "sketched_linear"}
 # every sketch, centred or not, and every storage
 CONFIGS = [
     *(
@@ -23,7 +23,7 @@ CONFIGS = [
 
 
 def calls(rows, dtype, device="cpu", configs=CONFIGS):
-    """Every op but draw_seed, with each of its flags: (name, arguments)."""
+    """Every op of a layer but draw_seed, with each of its flags: (name, arguments)."""
     x, g = torch.randn(rows, 6).to(device, dtype), torch.randn(rows, 5).to(device, dtype)
     seed = torch.tensor(3, device=device)
     for config in configs:
@@ -72,6 +72,17 @@ def test_opcheck_of_draw_seed(device):
     outcome = torch.library.opcheck(torch.ops.rmm_linear.draw_seed.default, (x, None), test_utils=checks)
     assert set(outcome.values()) == {"SUCCESS"}
     assert torch.Tag.nondeterministic_seeded in torch.ops.rmm_linear.draw_seed.default.tags
+
+
+def test_rows_are_copied_into_memory_of_their_own(device):
+    x = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
+    outcome = torch.library.opcheck(torch.ops.rmm_linear.unbind_copy.default, (x,))
+    assert set(outcome.values()) == {"SUCCESS"}
+    rows = ops.unbind_copy(x)
+    assert torch.equal(torch.stack(rows), x)
+    assert len({row.untyped_storage().data_ptr() for row in (*rows, x)}) == 4
+    # a GPU's kernels may assume it
+    assert all(row.data_ptr() % 16 == 0 for row in rows)
 
 
 @pytest.mark.parametrize("lowered", [torch.bfloat16, torch.float16])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rmm_linear.compiler import plans, rewrites
-from rmm_linear.compiler.rewrites import activations, choice, norms
+from rmm_linear.compiler.rewrites import activations, attention, choice, code_step, norms
 from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.planning.coding import KINDS, Bits
 
@@ -493,6 +493,39 @@ def test_low_precision_has_gradients_of_the_right_dtype_that_are_close(dtype, is
         assert parameter.grad.dtype == parameter.dtype
         error = (parameter.grad.float() - exact[name].float()).norm() / exact[name].float().norm()
         assert error < 0.05, name
+
+
+def test_casts_of_weights_are_made_again_in_place_of_coded():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh()), torch.randn(ROWS, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = compiled(model, bits=8)(x).square().sum()
+    loss.backward()
+    (plan,) = plans(model)
+    # the input of the first tanh; the other one's result is kept by the caller
+    assert [tensor.tensor_bytes for tensor in plan.coding.coded] == [2 * ROWS * 40]
+    assert all(tensor.size_bytes not in (2 * 40 * WIDTH, 2 * 40 * 24) for tensor in plan.coding.exact)
+
+
+def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
+    """A kernel of GPUs takes the strides of the output for granted; a reading is a view of rows as they lie in memory."""
+    captured = []
+
+    def capture(joint, *args):
+        coding = code_step(joint, *args)
+        captured.append(joint)
+        return coding
+
+    model, x = Net(Attention()), torch.randn(ROWS, WIDTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rmm_linear.compiler.joint_graph.code_step", capture)
+        compiled(model, bits=8)(x).backward()
+    (joint,) = captured
+    (reader,) = (node for node in joint.graph.nodes if node.target in attention.FUSED)
+    for place in attention.FUSED[reader.target]:
+        read = reader.args[place]
+        assert read.meta["val"].stride() == (ROWS // 4 * WIDTH, 8, WIDTH, 1)
+        assert read.target.is_view, read.target
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
