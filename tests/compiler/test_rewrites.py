@@ -504,7 +504,7 @@ def test_casts_of_weights_are_made_again_in_place_of_coded():
     (plan,) = plans(model)
     # the input of the first tanh; the other one's result is kept by the caller
     assert [tensor.tensor_bytes for tensor in plan.coding.coded] == [2 * ROWS * 40]
-    assert all(tensor.size_bytes not in (2 * 40 * WIDTH, 2 * 40 * 24) for tensor in plan.coding.exact)
+    assert all(tensor.tensor_bytes not in (2 * 40 * WIDTH, 2 * 40 * 24) for tensor in plan.coding.exact)
 
 
 def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
