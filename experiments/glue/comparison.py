@@ -17,7 +17,8 @@ from .result_file import COMPLETE, read_results
 from .settings import BITS, EXACT, IRRELEVANT, KNOBS, VARIANTS
 
 # what may differ between the runs of one table
-_VARIED = ("method", *KNOBS, "seed", *IRRELEVANT)
+# rows of padding, which masks leave out, change no exact result
+_VARIED = ("method", *KNOBS, "seed", "pad_multiple", *IRRELEVANT)
 # settings that are None where a method has no use for them
 _SKETCH_ONLY = ("min_rows", "exclude_modules")
 # two runs' times compare if all of this is equal
