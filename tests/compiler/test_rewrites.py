@@ -508,7 +508,7 @@ def test_casts_of_weights_are_made_again_in_place_of_coded():
 
 
 def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
-    """A kernel of GPUs takes the strides of the output for granted; a reading is a view of rows as they lie in memory."""
+    """A GPU's kernel takes the strides of the output for granted: a reading is a view of rows as they lie in memory."""
     captured = []
 
     def capture(joint, *args):
