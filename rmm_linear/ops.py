@@ -1,4 +1,4 @@
-"""The opaque torch operators: a seed is drawn, an input is compressed, a weight's gradient is formed, keys are parted.
+"""The opaque torch operators: a seed is drawn, an input is compressed, a weight's gradient is formed, keys are split.
 
 They are defined with `torch.library` so that torch.compile, CUDA graphs, selective checkpointing, FLOP counters and
 fake tensors see one node with a known output shape. Sizes that follow from the number of rows are SymInt: a compiled

@@ -383,7 +383,8 @@ class _Halves:
         examples = [node.meta["val"] for node in inputs]
         windows = [(node.name, node.meta.get("window")) for node in graph.nodes]
         key = hashlib.sha256(repr(windows).encode()).hexdigest()
-        return compile_by_inductor(module, examples, key, is_backward=is_backward)
+        reads_codes = is_backward and bool(self._capture.coding.coded)
+        return compile_by_inductor(module, examples, key, is_backward=is_backward, reads_codes=reads_codes)
 
 
 def _placeholders(capture: Capture) -> list[fx.Node]:

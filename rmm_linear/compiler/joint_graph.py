@@ -32,6 +32,7 @@ from rmm_linear.compiler.costs import cost_of, unit_of
 from rmm_linear.compiler.fake_memory import real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.rewrites import code_step
+from rmm_linear.compiler.rewrites.casts import cast_again
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError, NothingToTrainError
@@ -214,6 +215,8 @@ class _Reading:
         self._refuse_sparse()
         coding = Coding()
         if self._bits != _EXACT:
+            parameters = [node for node, is_one in zip(inputs, self._are_parameters, strict=True) if is_one]
+            cast_again(self._joint, parameters, list(tangents.values()))
             coding = code_step(self._joint, list(tangents.values()), self._traced.blocks, self._bits)
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}

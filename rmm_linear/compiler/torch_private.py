@@ -223,8 +223,11 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
 def _cast_once(graph: fx.Graph) -> None:
     """Let all readers of a tensor share a cast: autocast casts an input of several linear layers for each of them."""
     first: dict[Any, fx.Node] = {}
+    # results are tensors of their own
+    returned = {each.meta["val"].untyped_storage()._cdata for each in graph.output_node().all_input_nodes}
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten._to_copy.default:
+        is_cast = node.target is torch.ops.aten._to_copy.default
+        if is_cast and node.meta["val"].untyped_storage()._cdata not in returned:
             known = first.setdefault((node.args, str(node.kwargs)), node)
             if known is not node:
                 node.replace_all_uses_with(known)
@@ -248,7 +251,7 @@ def proxied_nodes() -> Any:
 
 
 def compile_by_inductor(
-    module: fx.GraphModule, examples: Sequence[Any], key: str, *, is_backward: bool
+    module: fx.GraphModule, examples: Sequence[Any], key: str, *, is_backward: bool, reads_codes: bool
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile a graph whose nodes carry `meta["window"]`: nothing is fused across windows.
 
@@ -257,6 +260,7 @@ def compile_by_inductor(
         examples: Fake inputs.
         key: Tells windows apart, for Inductor's cache of compiled graphs.
         is_backward: Whether it is a backward graph.
+        reads_codes: Whether it reads codes.
 
     Returns:
         A function that takes its arguments in a list, which it empties.
@@ -313,7 +317,7 @@ def compile_by_inductor(
         "reorder_for_peak_memory": False,
         "post_grad_custom_post_pass": Windows(),
     }
-    if is_backward and any(isinstance(each, torch.Tensor) and each.is_cuda for each in examples):
+    if reads_codes and any(isinstance(each, torch.Tensor) and each.is_cuda for each in examples):
         # What is read from codes is computed in each kernel that needs it. By default it would be written once in
         # float32: four times the bytes of a code.
         options |= {"realize_opcount_threshold": 100, "realize_reads_threshold": 6}

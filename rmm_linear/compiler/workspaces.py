@@ -2,10 +2,11 @@
 
 Each op is measured once for each kind of its arguments. Convolutions, which oneDNN computes in another layout, and
 fused attention, whose workspace depends on the number of threads, take much; many reductions take a few bytes. On a GPU
-only ops are measured that take any numbers: others assert, and a failed assertion ends the process's use of the GPU.
+only ops are measured that accept any numbers: others assert, and a failed assertion ends the process's use of the GPU.
 """
 
 import contextlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,9 @@ from rmm_linear.compiler.torch_private import is_profiled
 _NAMESPACES = ("aten", "rmm_linear")
 # They read memory of their own in an argument of bytes, and crash on other contents.
 _OPAQUE = ("rnn", "lstm", "gru", "mkldnn")
-_TAKES_ANY_NUMBER = ("attention", "mm", "convolution", "embedding", "norm")
+_TAKES_ANY_NUMBER = re.compile(
+    r"aten::(_scaled_dot_product\w+|mm|bmm|addmm|baddbmm|convolution\w*|embedding\w*|native_\w+)"
+)
 _MARK = "rmm_linear workspace "
 # By op, arguments and threads: a kernel takes the same each time.
 _MEASURED: dict[str, int] = {}
@@ -59,7 +62,7 @@ def _key(op: Any, args: Any, kwargs: Any) -> str:
     is_safe = devices <= {"cpu", "cuda"} and all(tensor.dtype != torch.uint8 for tensor in tensors)
     if not is_safe or getattr(op, "namespace", "") not in _NAMESPACES or any(part in str(op) for part in _OPAQUE):
         return ""
-    if "cuda" in devices and not any(part in str(op) for part in _TAKES_ANY_NUMBER):
+    if "cuda" in devices and not _TAKES_ANY_NUMBER.fullmatch(op._schema.name):
         return ""
     return f"{op} {described((args, kwargs))} {torch.get_num_threads()}"
 

@@ -99,7 +99,7 @@ def _times(plan):
 def test_no_random_op_is_in_a_backward_graph(x, monkeypatch):
     graphs = {}
 
-    def compile_nothing(module, examples, key, *, is_backward):
+    def compile_nothing(module, examples, key, *, is_backward, reads_codes):
         graphs[is_backward] = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
         return lambda arguments: module(*arguments)
 

@@ -502,9 +502,56 @@ def test_casts_of_weights_are_made_again_in_place_of_coded():
         loss = compiled(model, bits=8)(x).square().sum()
     loss.backward()
     (plan,) = plans(model)
-    # the input of the first tanh; the other one's result is kept by the caller
-    assert [tensor.tensor_bytes for tensor in plan.coding.coded] == [2 * ROWS * 40]
+    # the cast of x and the input of the first tanh; the other one's result is kept by the caller
+    assert sorted(tensor.tensor_bytes for tensor in plan.coding.coded) == [2 * ROWS * WIDTH, 2 * ROWS * 40]
     assert all(tensor.tensor_bytes not in (2 * 40 * WIDTH, 2 * 40 * 24) for tensor in plan.coding.exact)
+
+
+class Whitened(nn.Module):
+    """Reads a buffer through autocast's cast, and then writes into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mixing", torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        y = self.linear(x) @ self.mixing
+        self.mixing.mul_(0.9)
+        return y.square().sum()
+
+
+@pytest.mark.parametrize("executor", ["exact", "inductor"])
+def test_casts_of_what_is_no_parameter_are_not_made_again(executor):
+    torch.manual_seed(0)
+    model, x = Whitened(), torch.randn(ROWS, WIDTH)
+    run = compiled(model, executor, bits=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = copy.deepcopy(model)(x)
+        loss = run(x)
+    # the caller reuses its batch's memory
+    x.zero_()
+    loss.backward()
+    assert torch.allclose(loss, expected)
+    (plan,) = plans(model)
+    assert plan.coding.coded
+
+
+def test_results_that_are_equal_casts_are_tensors_of_their_own():
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y.to(torch.bfloat16), y.to(torch.bfloat16), y.square().sum()
+
+    first, second, _ = compiled(Doubled(), "inductor", bits=8)(torch.randn(ROWS, WIDTH))
+    before = second.clone()
+    with torch.no_grad():
+        first.mul_(2)
+    assert torch.equal(second, before)
 
 
 def test_what_attention_reads_lies_as_its_forward_op_wrote_it():

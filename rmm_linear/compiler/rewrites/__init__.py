@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 
 from rmm_linear.compiler.rewrites import attention
-from rmm_linear.compiler.rewrites.casts import cast_again
 from rmm_linear.compiler.rewrites.choice import Choice
 from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.compiler.rewrites.editing import Editor
@@ -37,7 +36,6 @@ def code_step(
         blocks: The module that each node belongs to.
         bits: Bits of the codes.
     """
-    cast_again(joint, tangents)
     step = Step(joint, tangents, blocks)
     chosen = Choice(step, bits)
     # no bound is known for what goes through the exponential of a score

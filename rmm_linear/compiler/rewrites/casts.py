@@ -1,6 +1,6 @@
-"""Casts of a step's inputs, made again in the backward pass: autocast casts each weight, and its cast would be kept.
+"""Casts of parameters, made again in the backward pass: autocast casts each weight, and its cast would be kept.
 
-A cast costs less than a code of it, and has no noise.
+A cast costs less than a code of it, and has no noise. What is no parameter may be gone, or be another, by then.
 """
 
 from collections.abc import Collection
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, fx
 
 
-def cast_again(joint: fx.GraphModule, tangents: Collection[fx.Node]) -> None:
-    """Let ops that depend on gradients read casts of inputs that are made in the backward pass.
+def cast_again(joint: fx.GraphModule, parameters: Collection[fx.Node], tangents: Collection[fx.Node]) -> None:
+    """Let ops that depend on gradients read casts of parameters that are made in the backward pass.
 
     Args:
         joint: The joint graph, functional; changed in place.
+        parameters: Their placeholders.
         tangents: Placeholders of the gradients of its results.
     """
     gradients, graph = set(tangents), joint.graph
@@ -36,21 +37,22 @@ def cast_again(joint: fx.GraphModule, tangents: Collection[fx.Node]) -> None:
             break
         if any(source in gradients for source in node.all_input_nodes):
             gradients.add(node)
-            for source in [each for each in node.all_input_nodes if each not in gradients and _is_cast_of_input(each)]:
-                node.replace_input_with(source, made_again(source, node))
+            for source in node.all_input_nodes:
+                if source not in gradients and _cast_input(source) in parameters:
+                    node.replace_input_with(source, made_again(source, node))
     joint.recompile()
 
 
-def _is_cast_of_input(node: fx.Node) -> bool:
-    """Tell whether a tensor is a cast of an input, or a view of one."""
+def _cast_input(node: fx.Node) -> fx.Node | None:
+    """The input that a tensor is a cast of, or a view of a cast."""
     is_cast = False
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         is_view = getattr(node.target, "is_view", False)
         if node.target is not torch.ops.aten._to_copy.default and not is_view:
-            return False
+            return None
         is_cast = is_cast or not is_view
         node = node.all_input_nodes[0]
-    return is_cast and node.op == "placeholder"
+    return node if is_cast else None
 
 
 def _value(node: fx.Node, like: Tensor) -> Tensor:

@@ -80,9 +80,8 @@ def encode(x: Tensor, key: Tensor, layout: Layout, *, bits: int) -> tuple[Tensor
     """
     x = layout.in_groups(x)
     half = _half_range(bits)
-    steps = _steps(x.abs().amax(1, keepdim=True), half)
-    numbers = torch.floor(x.to(torch.float32) * (1 / steps) + dither(x.shape, key)) + (half + 0.5)
-    return pack(numbers.to(torch.uint8), bits), steps
+    steps = _steps(x.abs().amax(1, keepdim=True).to(torch.float32), half)
+    return pack(_rounded(x, steps, dither(x.shape, key), half).to(torch.uint8), bits), steps
 
 
 def decode(code: Tensor, steps: Tensor, key: Tensor, layout: Layout, *, bits: int) -> Tensor:
@@ -121,21 +120,21 @@ def encode_with_tail(
     """
     x = layout.in_groups(x)
     half = _half_range(bits) - 1
-    greatest, least = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
-    most = greatest.to(torch.float32).clamp_min(tail) - tail
+    greatest, least = (each(1, keepdim=True).to(torch.float32) for each in (x.amax, x.amin))
+    most = greatest.clamp_min(tail) - tail
     steps = _steps(torch.maximum(greatest, -least), half, tail)
     x = x.to(torch.float32)
     within = x.clamp(-tail, tail)
     excess = x.clamp_min(tail) - tail
     drawn = _hash(x.shape, key)
-    numbers = torch.floor(within * (1 / steps) + _uniform(drawn)) + (half + 0.5)
+    numbers = _rounded(within, steps, _uniform(drawn), half)
     has_excess = excess > (_uniform(_hashed_again(drawn)) + 0.5) * most
     return pack((numbers + torch.where(has_excess, 2.0, 0.0)).to(torch.uint8), bits), steps, most
 
 
 def largest_step(bits: int, tail: float) -> float:
     """Return the largest step that a code with a tail can have."""
-    return tail * _margin(torch.bfloat16) / (_half_range(bits) - 1)
+    return tail * _MARGIN / (_half_range(bits) - 1)
 
 
 def decode_with_tail(
@@ -247,19 +246,19 @@ def _xorshift(bits: Tensor, by: int) -> Tensor:
     return bits ^ ((bits >> by) & ((1 << (32 - by)) - 1))
 
 
+def _rounded(x: Tensor, steps: Tensor, drawn: Tensor, half: float) -> Tensor:
+    """Numbers from 0 to 2 * half."""
+    numbers = torch.floor(x.to(torch.float32) * (1 / steps) + drawn) + (half + 0.5)
+    # Inductor leaves out a cast between two ops that it fuses: an element may be larger than the largest one by what
+    # its dtype rounds away
+    return numbers.clamp(0, 2 * half)
+
+
 def _half_range(bits: int) -> float:
     return ((1 << bits) - 1) / 2
 
 
-def _margin(dtype: torch.dtype) -> float:
-    # Inductor leaves out a cast between two ops that it fuses: elements may be larger than the largest one by what
-    # their dtype rounds away.
-    return _MARGIN + torch.finfo(dtype).eps / 2
-
-
 def _steps(magnitude: Tensor, half: float, tail: float | None = None) -> Tensor:
-    factor = _margin(magnitude.dtype) / half
-    magnitude = magnitude.to(torch.float32)
     # a column with an element that is not finite is read as NaN: infinity less infinity is none
     magnitude = magnitude + (magnitude - magnitude)
-    return magnitude.clamp(_LEAST, tail) * factor
+    return magnitude.clamp(_LEAST, tail) * (_MARGIN / half)
