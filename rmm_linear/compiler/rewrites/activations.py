@@ -4,8 +4,9 @@ Any chain of elementwise ops of one tensor u is such a function f, and so is the
 linear in the gradient that arrives. A reading u~ is uniform in an interval of one step s around u: the mean of f(u~) is
 f smoothed by a box of width s. A series of central differences undoes the box, 1 - d^2 / 24 + 3 d^4 / 640 - ..., with
 d^2 f = f(u + s) - 2 f(u) + f(u - s), of which one or two terms are taken. Nothing of f must be known for that; in
-contrast to a series of derivatives, it diverges for no s. Of f(u + k s) and f(u - k s) one is drawn and taken twice: the mean is the same, the variance a tenth more in the mean over u, and a third of the evaluations of f is saved,
-which are what a reading takes on a GPU.
+contrast to a series of derivatives, it diverges for no s. Of f(u + k s) and f(u - k s) one is drawn and taken twice:
+the mean is the same, the variance a tenth more in the mean over u, and a third of the evaluations of f is saved, which
+are what a reading takes on a GPU.
 
 The steps are bounded: u is cut at +-T, and where u is above T the excess is coded apart and read along the slope of f.
 So f must be linear above T, and constant below -T. Before a function is coded, all of this is checked: the mean of what
