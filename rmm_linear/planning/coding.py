@@ -123,10 +123,10 @@ class Coding:
             kinds[tensor.kind, tensor.bits] = kinds.get((tensor.kind, tensor.bits), 0) + 1
         sizes = f"{unit.of(self.tensor_bytes)} -> {unit.of(self.code_bytes)} {unit.name}"
         told = ", ".join(f"{count} {kind} in {bits} bits" for (kind, bits), count in kinds.items())
-        yield f"codes of {len(self.coded)} tensors, {sizes}: {told}"
+        yield f"codes of {len(self.coded)} tensor{'s' * (len(self.coded) > 1)}, {sizes}: {told}"
         bias = max(tensor.bias or 0 for tensor in self.coded)
         if bias:
-            yield f"readings of functions are biased by {100 * bias:.2f} % of their values near 1 at most"
+            yield f"readings of functions are biased by {100 * bias:.1g} % of their values near 1 at most"
         if any(tensor.bias is None for tensor in self.coded):
             yield "scores of attention are biased through their exponential; no bound is known"
         large = (tensor for tensor in self.exact if _PART * tensor.tensor_bytes >= self.tensor_bytes)

@@ -11,8 +11,8 @@ from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import Simulation, simulate
 from rmm_linear.planning.timeline import draw
 
-# ops of this library: seeds and sketches
-_OURS, _SEED = "rmm_linear.", "rmm_linear.draw_seed"
+# ops of this library: sketches, and what draws
+_OURS, _DRAWING = "rmm_linear.", ("rmm_linear.draw_seed", "rmm_linear.unbind_copy")
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,15 @@ class CheckpointPlan:
         return f"{' -> '.join(map(self._unit.of, sizes))} {self._unit.name}"
 
     def _headlines(self) -> Iterator[str]:
-        share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
-        yield (
-            f"peak {self._sizes(self.plain.peak_bytes, self.peak_bytes)} ({share:.1f} %), budget"
-            f" {self._sizes(self.budget_bytes)}; extra compute {100 * self.overhead:.1f} %; strategy"
-            f" {self.schedule.strategy}"
-        )
+        if self.schedule.strategy == "none" and self.budget_bytes == self.peak_bytes:
+            yield f"peak {self._sizes(self.peak_bytes)}, no budget"
+        else:
+            share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
+            yield (
+                f"peak {self._sizes(self.plain.peak_bytes, self.peak_bytes)} ({share:.1f} %), budget"
+                f" {self._sizes(self.budget_bytes)}; extra compute {100 * self.overhead:.1f} %; strategy"
+                f" {self.schedule.strategy}"
+            )
         if self.eager_peak_bytes is not None:
             parts = [100 * size / max(1, self.eager_peak_bytes) for size in (self.plain.peak_bytes, self.peak_bytes)]
             yield (
@@ -209,7 +212,7 @@ class BlockPlan:
 
 
 def _is_sketch(op: Op) -> bool:
-    return op.kind.startswith(_OURS) and op.kind != _SEED
+    return op.kind.startswith(_OURS) and op.kind not in _DRAWING
 
 
 def _cut(path: str, depth: int) -> str:

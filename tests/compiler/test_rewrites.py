@@ -521,7 +521,7 @@ class Whitened(nn.Module):
         return y.square().sum()
 
 
-@pytest.mark.parametrize("executor", ["exact", "inductor"])
+@pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_casts_of_what_is_no_parameter_are_not_made_again(executor):
     torch.manual_seed(0)
     model, x = Whitened(), torch.randn(ROWS, WIDTH)
@@ -606,6 +606,8 @@ def test_a_plan_tells_the_bytes_of_its_codes():
     assert kept == plan.coding.code_bytes + 200 * 4 + 2 * 8 + 4 + 200 * 3 * 4
     assert "codes of 2 tensors" in str(plan)
     assert "1 norm in 8 bits, 1 activation in 4 bits" in str(plan)
+    assert "no budget" in str(plan)
+    assert "sketches" not in str(plan)
 
 
 def test_shapes_may_change_and_a_budget_comes_on_top():
