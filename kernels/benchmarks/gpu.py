@@ -70,18 +70,18 @@ def stages(results: Path) -> list[Stage]:
     glue += ["--force", "--results", str(results / "demo"), "--method"]
     methods = {"exact": ["exact"], "tenth": ["hadamard", "--ratio", "0.1"]}
     methods["half in int8"] = ["hadamard", "--ratio", "0.5", "--storage", "int8"]
+    steps = [sys.executable, "-m", "experiments.checkpointing.codes", "--device", "cuda", "--models", "roberta", *into]
+    steps += ["--ways", "checkpointing in each block", "torch.compile", "both", "8 bits", "budget 60%"]
+    trainer = ("transformers", "datasets", "evaluate", "accelerate")
+    # the seconds are what an H100's machine takes, and a quarter more
     return [
-        Stage("doctor", {"doctor": [sys.executable, "-m", "rmm_linear.cli", "doctor"]}, 40),
-        Stage("layer", {"layer": _script("layer.py", "--device", "cuda", "--repeats", "20", *into)}, 80),
-        Stage("kernels", {"kernels": _script("each_kernel.py", *into)}, 150, ("triton",)),
-        Stage("kernel tests", _kernel_tests(), 90, ("pytest", "triton")),
-        Stage("gpu tests", _other_tests(), 50, ("pytest",)),
-        Stage(
-            "fine-tuning",
-            {name: [*glue, *method] for name, method in methods.items()},
-            30,
-            ("transformers", "datasets", "evaluate", "accelerate"),
-        ),
+        Stage("doctor", {"doctor": [sys.executable, "-m", "rmm_linear.cli", "doctor"]}, 30),
+        Stage("layer", {"layer": _script("layer.py", "--device", "cuda", "--repeats", "20", *into)}, 20),
+        Stage("kernels", {"kernels": _script("each_kernel.py", *into)}, 65, ("triton",)),
+        Stage("kernel tests", _kernel_tests(), 80, ("pytest", "triton")),
+        Stage("gpu tests", _other_tests(), 70, ("pytest",)),
+        Stage("steps", {"steps": steps}, 160, trainer),
+        Stage("fine-tuning", {name: [*glue, *method] for name, method in methods.items()}, 50, trainer),
     ]
 
 
