@@ -287,8 +287,8 @@ def _realize(joint: fx.GraphModule) -> None:
         # kernels of GPUs read the output as their forward op laid it out, whatever its strides are
         if "attention_backward" in str(node.target):
             for source in node.all_input_nodes:
-                is_output = source.op == "call_function" and isinstance(source.meta["val"], Tensor)
-                source.meta["inductor_realize_to_strides"] = is_output
+                is_made = source.op == "call_function" and isinstance(source.meta["val"], Tensor)
+                source.meta["inductor_realize_to_strides"] = is_made
 
 
 def _memories(node: fx.Node) -> list[int]:
