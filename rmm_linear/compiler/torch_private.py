@@ -317,7 +317,7 @@ def compile_by_inductor(
         "reorder_for_peak_memory": False,
         "post_grad_custom_post_pass": Windows(),
     }
-    if reads_codes and any(isinstance(each, torch.Tensor) and each.is_cuda for each in examples):
+    if reads_codes:
         # What is read from codes is computed in each kernel that needs it. By default it would be written once in
         # float32: four times the bytes of a code.
         options |= {"realize_opcount_threshold": 100, "realize_reads_threshold": 6}
