@@ -216,7 +216,7 @@ class _Reading:
         coding = Coding()
         if self._bits != _EXACT:
             parameters = [node for node, is_one in zip(inputs, self._are_parameters, strict=True) if is_one]
-            cast_again(self._joint, parameters, list(tangents.values()))
+            cast_again(self._joint, list(tangents.values()), self._traced.blocks, parameters)
             coding = code_step(self._joint, list(tangents.values()), self._traced.blocks, self._bits)
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}

@@ -223,7 +223,7 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
 def _cast_once(graph: fx.Graph) -> None:
     """Let all readers of a tensor share a cast: autocast casts an input of several linear layers for each of them."""
     first: dict[Any, fx.Node] = {}
-    # results are tensors of their own
+    # two results that are equal casts must not share memory: the caller may write into one
     returned = {each.meta["val"].untyped_storage()._cdata for each in graph.output_node().all_input_nodes}
     for node in list(graph.nodes):
         is_cast = node.target is torch.ops.aten._to_copy.default

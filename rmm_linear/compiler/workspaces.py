@@ -1,12 +1,10 @@
 """Memory that a kernel takes for itself while it runs. torch does not tell it, so it is measured on random numbers.
 
-Each op is measured once for each kind of its arguments. Convolutions, which oneDNN computes in another layout, and
-fused attention, whose workspace depends on the number of threads, take much; many reductions take a few bytes. On a GPU
-only ops are measured that accept any numbers: others assert, and a failed assertion ends the process's use of the GPU.
+Each op of a CPU is measured once for each kind of its arguments. Convolutions, which oneDNN computes in another layout,
+and fused attention, whose workspace depends on the number of threads, take much; many reductions take a few bytes.
 """
 
 import contextlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +19,13 @@ from rmm_linear.compiler.torch_private import is_profiled
 _NAMESPACES = ("aten", "rmm_linear")
 # They read memory of their own in an argument of bytes, and crash on other contents.
 _OPAQUE = ("rnn", "lstm", "gru", "mkldnn")
-_TAKES_ANY_NUMBER = re.compile(
-    r"aten::(_scaled_dot_product\w+|mm|bmm|addmm|baddbmm|convolution\w*|embedding\w*|native_\w+)"
-)
 _MARK = "rmm_linear workspace "
 # By op, arguments and threads: a kernel takes the same each time.
 _MEASURED: dict[str, int] = {}
 
 
 def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
-    """Measure the workspaces of ops.
+    """Measure the workspaces of ops on CPUs.
 
     Args:
         nodes: Their nodes, with fake tensors as values.
@@ -58,11 +53,8 @@ def known_workspace_bytes(op: Any, args: Any, kwargs: Any) -> int:
 def _key(op: Any, args: Any, kwargs: Any) -> str:
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    devices = {tensor.device.type for tensor in tensors}
-    is_safe = devices <= {"cpu", "cuda"} and all(tensor.dtype != torch.uint8 for tensor in tensors)
+    is_safe = all(tensor.device.type == "cpu" and tensor.dtype != torch.uint8 for tensor in tensors)
     if not is_safe or getattr(op, "namespace", "") not in _NAMESPACES or any(part in str(op) for part in _OPAQUE):
-        return ""
-    if "cuda" in devices and not _TAKES_ANY_NUMBER.fullmatch(op._schema.name):
         return ""
     return f"{op} {described((args, kwargs))} {torch.get_num_threads()}"
 
@@ -74,10 +66,9 @@ def _arguments(node: fx.Node) -> Any:
 def _measured(nodes: Sequence[fx.Node]) -> list[int]:
     results = []
     activities = [torch.profiler.ProfilerActivity.CPU]
-    tensors = [leaf for node in nodes for leaf in pytree.tree_leaves(_arguments(node)) if isinstance(leaf, Tensor)]
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices=sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})),
+        torch.random.fork_rng(devices=[]),
         torch.profiler.profile(activities=activities, profile_memory=True) as profile,
     ):
         for number, node in enumerate(nodes):

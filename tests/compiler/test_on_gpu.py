@@ -13,7 +13,7 @@ ROWS, LENGTH, WIDTH, HEADS, DRAWS = 4, 256, 128, 2, 24
 
 
 class Block(nn.Module):
-    """A Transformer's block, under autocast as it is trained."""
+    """Attention and an MLP, whose loss is computed in float32."""
 
     def __init__(self, is_masked: bool) -> None:
         super().__init__()

@@ -31,12 +31,8 @@ from rmm_linear.compiler.rewrites.step import FLOATS, Read, Step, shape_of
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default, aten.detach.default}
-# Weights of f(u), f(u + s), f(u + 2 s), where s has a sign that is drawn: no, one or two terms of the series.
-_WEIGHTS = (
-    (1.0,),
-    (1 + 2 / 24, -2 / 24),
-    (1 + 2 / 24 + 18 / 640, -2 / 24 - 24 / 640, 6 / 640),
-)
+# Weights of f(u), f(u + s), f(u + 2 s), where s has a sign that is drawn, for one or two terms of the series.
+_WEIGHTS = {1: (1 + 2 / 24, -2 / 24), 2: (1 + 2 / 24 + 18 / 640, -2 / 24 - 24 / 640, 6 / 640)}
 # Ways to read: how many terms are taken, and where u is cut. The first one is taken that is biased by less than the
 # bound, else the least biased one. 8 bits need a term too: an outlier sets the step of its column, and without a term
 # the bias is much of f where other inputs are small.

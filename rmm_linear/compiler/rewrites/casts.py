@@ -3,21 +3,31 @@
 A cast costs less than a code of it, and has no noise. What is no parameter may be gone, or be another, by then.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor, fx
+from torch import fx
+
+from rmm_linear.compiler.rewrites.editing import Editor
+from rmm_linear.compiler.rewrites.step import Step
 
 
-def cast_again(joint: fx.GraphModule, parameters: Collection[fx.Node], tangents: Collection[fx.Node]) -> None:
+def cast_again(
+    joint: fx.GraphModule,
+    tangents: Collection[fx.Node],
+    blocks: Mapping[fx.Node, str],
+    parameters: Collection[fx.Node],
+) -> None:
     """Let ops that depend on gradients read casts of parameters that are made in the backward pass.
 
     Args:
         joint: The joint graph, functional; changed in place.
-        parameters: Their placeholders.
         tangents: Placeholders of the gradients of its results.
+        blocks: The module that each node belongs to.
+        parameters: Placeholders of the parameters.
     """
-    gradients, graph = set(tangents), joint.graph
+    step = Step(joint, tangents, blocks)
+    editor = Editor(step)
     again: dict[fx.Node, fx.Node] = {}
 
     def made_again(node: fx.Node, before: fx.Node) -> fx.Node:
@@ -25,21 +35,14 @@ def cast_again(joint: fx.GraphModule, parameters: Collection[fx.Node], tangents:
         if node.op == "placeholder":
             return node
         if node not in again:
-            source = made_again(node.all_input_nodes[0], before)
-            with graph.inserting_before(before):
-                again[node] = graph.node_copy(node, lambda each: source)
-            value = node.meta["val"]
-            again[node].meta = node.meta | {"val": _value(again[node], value), "is_backward": True}
+            (source,) = node.all_input_nodes
+            made = {source: made_again(source, before)}
+            again[node] = editor.copy(node, made, before=before, block_of=node, is_backward=True)
         return again[node]
 
-    for node in list(graph.nodes):
-        if node.op == "output":
-            break
-        if any(source in gradients for source in node.all_input_nodes):
-            gradients.add(node)
-            for source in node.all_input_nodes:
-                if source not in gradients and _cast_input(source) in parameters:
-                    node.replace_input_with(source, made_again(source, node))
+    for reader, source in step.reads:
+        if _cast_input(source) in parameters:
+            reader.replace_input_with(source, made_again(source, reader))
     joint.recompile()
 
 
@@ -53,10 +56,3 @@ def _cast_input(node: fx.Node) -> fx.Node | None:
         is_cast = is_cast or not is_view
         node = node.all_input_nodes[0]
     return node if is_cast else None
-
-
-def _value(node: fx.Node, like: Tensor) -> Tensor:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    with like.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-        value: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return value
