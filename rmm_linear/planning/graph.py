@@ -214,6 +214,21 @@ class Graph:
         return tuple(map(tuple, found))
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each storage."""
+        return tuple(storage.size_bytes for storage in self.storages)
+
+    @cached_property
+    def bytes_while_running(self) -> tuple[int, ...]:
+        """What each op adds while it runs: all that it writes, again or not, and its temporaries."""
+        return tuple(op.temporary_bytes + sum(map(self.sizes.__getitem__, op.writes)) for op in self.ops)
+
+    @cached_property
+    def stateful(self) -> tuple[int, ...]:
+        """Indices of the ops that have a random state."""
+        return tuple(index for index, op in enumerate(self.ops) if op.state_bytes)
+
+    @cached_property
     def freed(self) -> frozenset[int]:
         """Indices of the gradients that are gone once they are handed over."""
         return frozenset(self.gradients).difference(self.outputs)

@@ -31,6 +31,8 @@ class CheckpointPlan:
             more, since it writes nothing in place.
         measured_peak_bytes: The peak that was measured of a schedule that Inductor compiled; None where none was.
         coding: Which tensors are kept as codes.
+        least_overhead: A bound: no schedule within the budget has less extra time over the plain step's. None where it
+            is not known, as without scipy.
     """
 
     graph: Graph
@@ -41,6 +43,7 @@ class CheckpointPlan:
     eager_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     coding: Coding = field(default_factory=Coding)
+    least_overhead: float | None = None
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
@@ -155,6 +158,8 @@ class CheckpointPlan:
                 f" {self._sizes(self.budget_bytes)}; extra compute {100 * self.overhead:.1f} %; strategy"
                 f" {self.schedule.strategy}"
             )
+        if self.least_overhead is not None:
+            yield f"no plan within the budget has less than {100 * self.least_overhead:.1f} % of extra compute"
         if self.eager_peak_bytes is not None:
             parts = [100 * size / max(1, self.eager_peak_bytes) for size in (self.plain.peak_bytes, self.peak_bytes)]
             yield (

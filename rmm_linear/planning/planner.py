@@ -1,11 +1,14 @@
 """Plan a graph within a budget: look on disk first, ask a strategy, and refuse in the user's unit."""
 
+import contextlib
 import time
+from dataclasses import replace
 
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
+from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
 from rmm_linear.planning.stored_plans import store_plan, stored_plan
@@ -38,4 +41,8 @@ def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
             raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=error.least_bytes) from None
         if time.monotonic() - began > _WORTH_STORING_S:
             store_plan(graph, strategy, budget_bytes, schedule)
-    return CheckpointPlan.of(graph, schedule, budget_bytes)
+    plan = CheckpointPlan.of(graph, schedule, budget_bytes)
+    with contextlib.suppress(ImportError):
+        extra = least_extra_cost(relaxations(graph), budget_bytes)
+        plan = replace(plan, least_overhead=extra / graph.cost)
+    return plan

@@ -131,7 +131,7 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
     stays = bytearray(len(graph.storages))
     for index in graph.outputs:
         stays[index] = 1
-    needed_at: dict[int, list[int]] = {_end_of_forward(graph, order): [i for i in graph.results if not stays[i]]}
+    needed_at: dict[int, list[int]] = {end_of_forward(graph, order): [i for i in graph.results if not stays[i]]}
     leaving = hand_over_places(graph, order, graph.freed) if graph.freed else {}
     for index, position in leaving.items():
         needed_at.setdefault(position, []).append(index)
@@ -186,8 +186,8 @@ def _check_types(number: int, step: Step) -> None:
         raise ScheduleError(f"{where}: the target is no int", number)
 
 
-def _end_of_forward(graph: Graph, order: Sequence[int]) -> int:
-    """The place at which the last result is computed first; -1 if there are none, or one is missing."""
+def end_of_forward(graph: Graph, order: Sequence[int]) -> int:
+    """Return the place at which the last result is computed first; -1 if there are none, or one is missing."""
     missing = {graph.writer[index] for index in graph.results}
     for position, op in enumerate(order if missing else ()):
         missing.discard(op)

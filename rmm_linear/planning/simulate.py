@@ -116,20 +116,29 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
         graph: The graph.
         order: Indices of ops, with repetitions, in an order in which they can run.
     """
-    ops, sizes = graph.ops, [storage.size_bytes for storage in graph.storages]
-    # beside what is held: what an op writes, again or not, and its temporaries
-    while_running = [op.temporary_bytes + sum(map(sizes.__getitem__, op.writes)) for op in ops]
+    return max(bytes_of_order(graph, order), default=0), sum(graph.ops[index].cost for index in order)
+
+
+def bytes_of_order(graph: Graph, order: Sequence[int]) -> list[int]:
+    """Return the bytes in memory during each computation of an order, without a check.
+
+    Args:
+        graph: The graph.
+        order: Indices of ops, with repetitions, in an order in which they can run.
+    """
+    ops, sizes = graph.ops, graph.sizes
     times = Counter(order)
-    states = {index: op.state_bytes for index, op in enumerate(ops) if op.state_bytes and times[index] > 1}
+    states = {index: ops[index].state_bytes for index in graph.stateful if times[index] > 1}
     left = times.copy()
     live = bytearray(len(sizes))
-    held = peak = 0
+    held = 0
+    during = []
     for op_index, freed in zip(order, frees_of_order(graph, order), strict=True):
         if op_index in states:
             if left[op_index] == times[op_index]:
                 held += states[op_index]
             left[op_index] -= 1
-        peak = max(peak, held + while_running[op_index])
+        during.append(held + graph.bytes_while_running[op_index])
         for index in ops[op_index].writes:
             if not live[index]:
                 live[index] = 1
@@ -139,4 +148,4 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
             held -= sizes[index]
         if op_index in states and not left[op_index]:
             held -= states[op_index]
-    return peak, sum(ops[index].cost for index in order)
+    return during

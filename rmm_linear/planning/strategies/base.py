@@ -100,8 +100,7 @@ def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strate
         ValueError: If the budget is no positive number of bytes.
         InfeasibleBudgetError: If no proposal fits.
     """
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
-        raise ValueError(f"budget_bytes={budget_bytes!r} is not a positive int; pass a number of bytes")
+    checked_budget(budget_bytes)
     fitting = [proposal for proposal in frontier if proposal.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(proposal.peak_bytes for proposal in frontier)
@@ -112,6 +111,17 @@ def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strate
         )
     best = min(fitting, key=lambda proposal: (proposal.cost, proposal.peak_bytes))
     return Schedule.from_order(graph, best.order, strategy=strategy)
+
+
+def checked_budget(budget_bytes: int) -> int:
+    """Return a budget.
+
+    Raises:
+        ValueError: If it is no positive number of bytes.
+    """
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
+        raise ValueError(f"budget_bytes={budget_bytes!r} is not a positive int; pass a number of bytes")
+    return budget_bytes
 
 
 _STRATEGIES: dict[str, type[Strategy]] = {}

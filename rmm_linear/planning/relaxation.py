@@ -1,0 +1,162 @@
+"""A linear program that bounds the time of any plan, and says which storages are worth keeping.
+
+At one moment of the step, memory holds all that the ops after it read and that is not computed again after it. So for
+each forward storage s and op o, with variables between 0 and 1:
+
+    for each s that an op after the moment reads     keep(s) + again(writer of s) >= 1
+    for each forward op o and each s that it reads   keep(s) + again(writer of s) >= again(o)
+    sum of bytes(s) keep(s) <= budget - bytes that are there anyway
+    minimise the sum of cost(o) again(o)
+
+Every schedule within the budget satisfies this at the end of the forward pass, and also when a backward op first runs,
+if only the ops that depend on it count as being after it. The extra time of any schedule is hence at least the
+program's: the largest one of several moments is a bound.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.simulate import bytes_of_order
+
+# Moments that are looked at beside the end of the forward pass: backward ops during which the plain program holds most.
+_MOMENTS = 3
+
+
+class Relaxation:
+    """The linear program of one moment.
+
+    Args:
+        graph: A graph with a backward pass.
+        moment: The backward op that runs; None for the end of the forward pass.
+
+    Raises:
+        ImportError: If scipy, which solves it, is not installed.
+    """
+
+    def __init__(self, graph: Graph, moment: int | None = None) -> None:
+        try:
+            import numpy
+            from scipy.sparse import csr_array
+        except ImportError as error:
+            raise ImportError("bounds of plans need scipy: pip install rmm-linear[plan]") from error
+        backward = range(graph.forward_count, len(graph.ops))
+        after: Collection[int] = backward if moment is None else _descendants(graph, moment)
+        wanted = _forward_reads(graph, after)
+        self._storages = sorted(_with_ancestors(graph, wanted))
+        ops = sorted({graph.writer[index] for index in self._storages})
+        place = {("keep", index): number for number, index in enumerate(self._storages)}
+        place |= {("again", op): len(place) + number for number, op in enumerate(ops)}
+        rows = [({("keep", index): 1, ("again", graph.writer[index]): 1}, 1) for index in sorted(wanted)]
+        for op in ops:
+            rows += [
+                ({("keep", index): 1, ("again", graph.writer[index]): 1, ("again", op): -1}, 0)
+                for index in set(graph.ops[op].reads)
+            ]
+        there = {*graph.results} if moment is None else _forward_reads(graph, [moment])
+        there |= {index for index in graph.outputs if graph.writer[index] < graph.forward_count}
+        fixed = 0 if moment is None else _bytes_of(graph, moment)
+        fixed += sum(graph.sizes[index] for index in there if ("keep", index) not in place)
+        self._fixed_bytes = fixed
+        # an op that no result depends on may run for the first time after the moment
+        needed = {graph.writer[index] for index in _with_ancestors(graph, graph.results)}
+        bounds, cost, size = [], [], []
+        for kind, index in place:
+            if kind == "keep":
+                bounds.append((int(index in there), 1))
+                cost.append(0.0)
+                size.append(graph.sizes[index])
+            else:
+                bounds.append((0, int(graph.ops[index].is_recomputable)))
+                cost.append(graph.ops[index].cost if index in needed else 0.0)
+                size.append(graph.ops[index].state_bytes)
+        # numbers near 1 for the solver
+        self._unit_bytes, self._unit_cost = max(size, default=0) or 1, max(cost, default=0) or 1.0
+        self._cost = numpy.array(cost) / self._unit_cost
+        self._bounds = numpy.array(bounds)
+        entries = [
+            (number, place[key], float(-value)) for number, (row, _) in enumerate(rows) for key, value in row.items()
+        ]
+        entries += [(len(rows), number, each / self._unit_bytes) for number, each in enumerate(size) if each]
+        numbers, places, values = zip(*entries, strict=True)
+        self._matrix = csr_array((values, (numbers, places)), shape=(len(rows) + 1, len(place)), dtype=float)
+        self._limits = numpy.array([-limit for _, limit in rows] + [0.0])
+
+    def solve(self, budget_bytes: int) -> tuple[float, set[int]] | None:
+        """Solve it.
+
+        Args:
+            budget_bytes: The most that may be in memory.
+
+        Returns:
+            The least extra cost, and the storages that are kept for more than a half; None if no schedule fits.
+        """
+        from scipy.optimize import linprog
+
+        limits = self._limits.copy()
+        limits[-1] = (budget_bytes - self._fixed_bytes) / self._unit_bytes
+        found: Any = linprog(self._cost, A_ub=self._matrix, b_ub=limits, bounds=self._bounds, method="highs")
+        if found.x is None:
+            return None
+        kept = {index for index, part in zip(self._storages, found.x, strict=False) if part > 0.5}
+        return max(0.0, found.fun) * self._unit_cost, kept
+
+
+def relaxations(graph: Graph) -> list[Relaxation]:
+    """Return the programs of the moments that bound most: none for a graph without a backward pass.
+
+    Raises:
+        ImportError: If scipy, which solves them, is not installed.
+    """
+    if graph.forward_count == len(graph.ops) or not graph.results:
+        return []
+    during = bytes_of_order(graph, range(len(graph.ops)))
+    backward = sorted(range(graph.forward_count, len(graph.ops)), key=lambda op: -during[op])
+    moments = [op for op in backward if _forward_reads(graph, _descendants(graph, op))]
+    return [Relaxation(graph), *(Relaxation(graph, op) for op in moments[:_MOMENTS])]
+
+
+def least_extra_cost(programs: Iterable[Relaxation], budget_bytes: int) -> float:
+    """Return a bound: no schedule within the budget has less extra cost.
+
+    Args:
+        programs: `relaxations(graph)`.
+        budget_bytes: The most that may be in memory at any time.
+
+    Returns:
+        The bound, in the graph's unit of cost; infinity if no schedule fits.
+    """
+    solved = [program.solve(budget_bytes) for program in programs]
+    return max((float("inf") if each is None else each[0] for each in solved), default=0.0)
+
+
+def _descendants(graph: Graph, moment: int) -> set[int]:
+    written = set(graph.ops[moment].writes)
+    found = set()
+    for op in range(moment + 1, len(graph.ops)):
+        if not written.isdisjoint(graph.ops[op].reads):
+            found.add(op)
+            written.update(graph.ops[op].writes)
+    return found
+
+
+def _forward_reads(graph: Graph, ops: Iterable[int]) -> set[int]:
+    return {index for op in ops for index in graph.ops[op].reads if graph.writer[index] < graph.forward_count}
+
+
+def _with_ancestors(graph: Graph, storages: Iterable[int]) -> set[int]:
+    """Storages, and all that their ops read, directly or not."""
+    found: set[int] = set()
+    waiting = list(storages)
+    while waiting:
+        index = waiting.pop()
+        if index not in found:
+            found.add(index)
+            waiting += graph.ops[graph.writer[index]].reads
+    return found
+
+
+def _bytes_of(graph: Graph, op: int) -> int:
+    """What is there while a backward op runs, beside forward storages."""
+    backward = {index for index in graph.ops[op].reads if graph.writer[index] >= graph.forward_count}
+    return graph.bytes_while_running[op] + sum(graph.sizes[index] for index in backward)
