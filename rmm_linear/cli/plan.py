@@ -1,8 +1,10 @@
 """`rmm-linear plan MODEL --budget 60%`: what a byte budget costs, without running or even holding the model."""
 
 import argparse
+import contextlib
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +27,11 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.budget import Budget, refusal
-from rmm_linear.planning.strategies import Proposal, Strategy, choose
+from rmm_linear.planning.planner import plan_graph
 
 HELP = "plan what a model keeps and what it computes again, to train within a byte budget"
-_SWEEP = (100, 90, 80, 70, 60, 50, 40, 30, 20, 10)
+# Other budgets that are planned for the table, in percent.
+_SWEEP = (80, 60, 40, 20)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +64,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     """
     name = checked(options.model)
     refuse_below_one(options)
-    strategy, budget = get_strategy(options.strategy), Budget.of(options.budget)
+    strategy, budget = options.strategy, Budget.of(options.budget)
+    get_strategy(strategy)
     config = None if options.ratio is None else RMMConfig(ratio=options.ratio)
     if options.figure:
         _refuse_figure(Path(options.figure))
@@ -87,7 +91,7 @@ def _refuse_figure(path: Path) -> None:
 def _run(
     options: argparse.Namespace,
     name: str,
-    strategy: Strategy,
+    strategy: str,
     budget: Budget,
     config: RMMConfig | None,
     hf_models: ModuleType,
@@ -104,18 +108,18 @@ def _run(
         convert_linears(model, config=config)
         captured = capture(model, (), batch)
         graph = captured.graph
-    frontier = strategy.frontier(graph)
     plain_bytes = simulate(exact, Schedule.plain(exact)).peak_bytes
     budget_bytes = budget.in_bytes(plain_bytes)
     try:
-        schedule = choose(graph, frontier, budget_bytes, strategy.name)
+        plan = plan_graph(graph, Budget.of(budget_bytes), strategy)
     except InfeasibleBudgetError as error:
         raise InfeasibleBudgetError(
-            _refusal(budget, graph, plain_bytes, error.least_bytes, strategy.name),
+            _refusal(budget, graph, plain_bytes, error.least_bytes, strategy),
             budget_bytes=error.budget_bytes,
             least_bytes=error.least_bytes,
         ) from error
-    plan = replace(CheckpointPlan.of(graph, schedule, budget_bytes), eager_peak_bytes=captured.eager_peak_bytes)
+    plan = replace(plan, eager_peak_bytes=captured.eager_peak_bytes)
+    others = _others(graph, plain_bytes, strategy)
     if options.figure:
         plan.figure(options.figure)
     if options.json:
@@ -127,8 +131,9 @@ def _run(
             "planned_peak_bytes": plan.peak_bytes,
             "budget_bytes": budget_bytes,
             "overhead": plan.overhead,
-            "frontier": [{"peak_bytes": p.peak_bytes, "extra_cost": p.cost / graph.cost - 1} for p in frontier],
-            "schedule": schedule.to_dict(),
+            "least_overhead": plan.least_overhead,
+            "frontier": [{"peak_bytes": other.peak_bytes, "extra_cost": other.overhead} for other in others.values()],
+            "schedule": plan.schedule.to_dict(),
         }
         return json.dumps(found)
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
@@ -138,7 +143,7 @@ def _run(
             f"\nexact layers: peak {readable(plain_bytes)}; layers sketched at {options.ratio:g}:"
             f" {readable(plan.plain.peak_bytes)}; with the plan: {readable(plan.peak_bytes)}"
         )
-    return "\n\n".join([heading, str(plan), _sweep(graph, frontier, plain_bytes)])
+    return "\n\n".join([heading, str(plan), _table(others, plain_bytes)])
 
 
 def _refusal(budget: Budget, graph: Graph, plain_bytes: int, least_bytes: int, strategy: str) -> str:
@@ -151,19 +156,19 @@ def _refusal(budget: Budget, graph: Graph, plain_bytes: int, least_bytes: int, s
     )
 
 
-def _sweep(graph: Graph, frontier: tuple[Proposal, ...], plain_bytes: int) -> str:
-    """What other budgets cost."""
+def _others(graph: Graph, plain_bytes: int, strategy: str) -> dict[int, CheckpointPlan]:
+    """Plans for other budgets, in percent, as far as they can be met."""
+    plans: dict[int, CheckpointPlan] = {}
+    with contextlib.suppress(InfeasibleBudgetError):
+        for percent in _SWEEP:
+            plans[percent] = plan_graph(graph, Budget.of(plain_bytes * percent // 100), strategy)
+    return plans
+
+
+def _table(plans: Mapping[int, CheckpointPlan], plain_bytes: int) -> str:
     unit = unit_for(plain_bytes)
-    lines = [f"{'budget':>8}  {f'peak, {unit.name}':>10}  {'extra compute':>13}"]
-
-    def add(name: str, found: Proposal) -> None:
-        extra = 100 * (found.cost / graph.cost - 1)
-        lines.append(f"{name:>8}  {unit.of(found.peak_bytes):>10}  {extra:11.1f} %")
-
-    for percent in _SWEEP:
-        fitting = [proposal for proposal in frontier if proposal.peak_bytes <= plain_bytes * percent / 100]
-        if not fitting:
-            break
-        add(f"{percent} %", min(fitting, key=lambda proposal: proposal.cost))
-    add("least", frontier[-1])
+    lines = [f"{'budget':>8}  {f'peak, {unit.name}':>10}  {'extra compute':>13}  {'at least':>8}"]
+    for percent, plan in plans.items():
+        least = "" if plan.least_overhead is None else f"{100 * plan.least_overhead:6.1f} %"
+        lines.append(f"{percent:6} %  {unit.of(plan.peak_bytes):>10}  {100 * plan.overhead:11.1f} %  {least:>8}")
     return "\n".join(lines)
