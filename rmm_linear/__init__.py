@@ -16,6 +16,7 @@ from rmm_linear.padding import valid_rows
 from rmm_linear.sketches import Sketch, available_sketches
 
 if TYPE_CHECKING:
+    from rmm_linear.fitting import fit
     from rmm_linear.integrations.hf_trainer import RMMCallback
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "TracingError",
     "available_sketches",
     "convert_linears",
+    "fit",
     "revert_linears",
     "summary",
     "use_kernels",
@@ -41,7 +43,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: only the callback needs transformers.
+    # Imported on demand: only the callback needs transformers, and only `fit` the compiler.
+    if name == "fit":
+        from rmm_linear.fitting import fit
+
+        return fit
     if name == "RMMCallback":
         from rmm_linear.integrations.hf_trainer import RMMCallback
 

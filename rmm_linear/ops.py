@@ -6,7 +6,9 @@ model does not recompile for every sequence length. A configuration comes as tex
 with autocast off.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -50,10 +52,28 @@ def data_parallel_rank() -> int:
 
 
 # without a default: compiled code would hand that over by name, which takes longer
+# How many times the stride seeds are shifted, beside the rank.
+_shift = ContextVar("shift", default=0)
+
+
+@contextmanager
+def as_on_rank(rank: int) -> Iterator[None]:
+    """Draw seeds as a process of a higher rank would: other ones, from the same random state.
+
+    Args:
+        rank: Added to the process's own.
+    """
+    token = _shift.set(rank)
+    try:
+        yield
+    finally:
+        _shift.reset(token)
+
+
 @_define("draw_seed(Tensor x, Tensor? token) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 def _draw_seed(x: Tensor, token: Tensor | None) -> Tensor:
     seed = torch.randint(_FROM, _TO, (), dtype=torch.int64, device=x.device)
-    rank = data_parallel_rank()
+    rank = data_parallel_rank() + _shift.get()
     if rank == 0:
         return seed
     shift = (rank * _RANK_STRIDE) % (1 << 64)

@@ -246,8 +246,8 @@ def _step_of(model: nn.Module, step: Callable[..., Any] | None, options: Options
     return PlannedStep(run, model, options)
 
 
-def _arguments_of_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A mapping is keyword arguments, a tuple or list positional ones, anything else the only argument."""
+def arguments_of_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a sample's arguments: a mapping's are keyword arguments, a tuple's or list's positional ones."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (tuple(sample), {}) if isinstance(sample, (tuple, list)) else ((sample,), {})
@@ -294,7 +294,7 @@ def apply_schedule(
         raise ScheduleError(f"schedule is a {type(schedule).__name__}; pass a Schedule (Schedule.from_json reads text)")
     refuse_planned(model)
     planned = _step_of(model, loss_fn, Options(schedule=schedule, executor="exact", gradients=gradients))
-    planned.capture(*_arguments_of_sample(sample))
+    planned.capture(*arguments_of_sample(sample))
     return planned
 
 
@@ -337,7 +337,7 @@ def checkpoint_step(
     options = Options(budget, strategy, "exact", costs, gradients)
     refuse_planned(model)
     planned = _step_of(model, loss_fn, options)
-    planned.capture(*_arguments_of_sample(sample))
+    planned.capture(*arguments_of_sample(sample))
     return planned
 
 
@@ -387,6 +387,6 @@ def checkpoint_model(
     options = Options(budget, strategy, "exact", costs, gradients)
     refuse_planned(model)
     planned = _step_of(model, None, options)
-    _, plan = planned.capture(*_arguments_of_sample(sample))
+    _, plan = planned.capture(*arguments_of_sample(sample))
     model._compiled_call_impl = planned
     return plan

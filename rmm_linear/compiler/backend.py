@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rmm_linear.compiler.autocasting import present_autocast
-from rmm_linear.compiler.exact_program import Program, program_of
+from rmm_linear.compiler.exact_program import program_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transformed
@@ -109,19 +109,19 @@ class Planned(BaseException):
     """Raised in place of running a graph, where only its plan was asked for."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Variant:
     """A graph, planned for one kind of arguments.
 
     Attributes:
         capture: The captured step.
-        plan: What was planned.
-        runner: What runs it.
+        plan: What was planned; once it is compiled by Inductor, with the peak that was measured.
+        runner: What runs it; None until it runs first.
     """
 
     capture: Capture
     plan: CheckpointPlan
-    runner: Runner
+    runner: Runner | None = None
 
 
 class Group:
@@ -306,6 +306,9 @@ class PlannedGraph:
             del self.variants[next(iter(self.variants))]
         if self._group.capture_only:
             raise Planned
+        if variant.runner is None:
+            with compile_lock():
+                variant.runner = variant.runner or self._compiled(variant, tensors)
         self._group.runs += 1
         self._tell_of_calls()
         return tuple(variant.runner(arguments))
@@ -332,7 +335,8 @@ class PlannedGraph:
         if self._has_told_of_calls or self._is_budget_relative():
             return
         versions = [graph for graph in list(self._group.graphs) if graph.frame == self.frame]
-        if not any(variant.runner.awaits_backward for graph in versions for variant in graph.variants.values()):
+        runners = [variant.runner for graph in versions for variant in graph.variants.values()]
+        if not any(runner is not None and runner.awaits_backward for runner in runners):
             return
         self._has_told_of_calls = True
         warnings.warn(
@@ -397,25 +401,30 @@ class PlannedGraph:
             )
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors if not isinstance(t, nn.Parameter))
         _logger.info("planned a graph for arguments of shapes %s in %.1f s", shapes, time.monotonic() - began)
+        return Variant(capture, plan)
+
+    def _compiled(self, variant: Variant, tensors: Sequence[Tensor]) -> Runner:
+        capture, plan, options = variant.capture, variant.plan, self._group.options
         if options.executor == "exact":
             program = program_of(capture, plan.schedule)
-        else:
-            plan, program = self._compiled(capture, plan, tensors)
-        return Variant(capture, plan, Runner(capture, program, self._module, self._take_all_gradients))
-
-    def _compiled(
-        self, capture: Capture, plan: CheckpointPlan, tensors: Sequence[Tensor]
-    ) -> tuple[CheckpointPlan, Program]:
+            return Runner(capture, program, self._module, self._take_all_gradients)
         # after what an exact program needs: Inductor takes seconds to import
         from rmm_linear.compiler.inductor_program import measured_plain, program_within
 
-        if self._group.options.budget is None and self._group.options.schedule is None:
-            return measured_plain(capture, plan, tensors)
-
         def replan(budget_bytes: int) -> CheckpointPlan:
-            return plan_graph(capture.graph, Budget.of(budget_bytes), self._group.options.strategy)
+            return plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
 
-        return program_within(capture, plan, tensors, replan)
+        if options.budget is None and options.schedule is None:
+            plan, program = measured_plain(capture, plan, tensors)
+        else:
+            plan, program = program_within(capture, plan, tensors, replan)
+        variant.plan = replace(
+            plan,
+            eager_peak_bytes=capture.eager_peak_bytes,
+            coding=capture.coding,
+            least_overhead=variant.plan.least_overhead,
+        )
+        return Runner(capture, program, self._module, self._take_all_gradients)
 
     def _plan(self, capture: Capture) -> CheckpointPlan:
         graph, options = capture.graph, self._group.options

@@ -59,7 +59,6 @@ def program_within(
         MissingCompilerError: If Inductor finds no C++ compiler.
     """
     budget_bytes = target = plan.budget_bytes
-    bound = plan.least_overhead
     if not _is_measurable(capture):
         return plan, compiled_program(capture, plan.schedule, target)
     tries: list[tuple[int, CheckpointPlan, Program]] = []
@@ -80,7 +79,7 @@ def program_within(
             ' through tensors that the plan does not know; executor="exact" keeps the budget to the byte',
             stacklevel=2,
         )
-    return replace(plan, measured_peak_bytes=measured, budget_bytes=budget_bytes, least_overhead=bound), program
+    return replace(plan, measured_peak_bytes=measured, budget_bytes=budget_bytes), program
 
 
 def measured_plain(capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tensor]) -> tuple[CheckpointPlan, Program]:

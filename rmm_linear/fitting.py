@@ -1,0 +1,329 @@
+"""One call for a model that does not fit: the fastest step within a byte budget and a noise limit.
+
+    plan = fit(model, batch, budget="8GiB", noise=0.01)     # in place; train as always
+    print(plan)
+
+The step is captured exact, and with codes of its tensors in 8 and 4 bits (`rmm_linear.compiler.rewrites`). Each of
+these is planned within the budget: what is not kept is computed again (`rmm_linear.planning`). They are tried in the
+order of their predicted times, and the first is taken whose noise, measured on the sample, is within the limit.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from rmm_linear.byte_sizes import readable, unit_for
+from rmm_linear.checkpointing.planned import PlannedStep, arguments_of_sample, refuse_planned, remove_checkpointing
+from rmm_linear.compiler.backend import Options
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.ops import as_on_rank
+from rmm_linear.planning.budget import Budget, refusal
+from rmm_linear.planning.plan import CheckpointPlan
+from rmm_linear.planning.planner import plan_graph
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import simulate
+from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
+
+ALLOWED = ("recompute", "code")
+# Options of the backend that are tried, by the name that they have in reports.
+_CODES: Mapping[str, Any] = MappingProxyType(
+    {
+        "8 bits": 8,
+        "activations 4, rest 8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8},
+        "4 bits": 4,
+    }
+)
+# Parts of the sample with which noise is measured, at most and at least.
+_MOST_PARTS, _LEAST_PARTS = 8, 4
+# Draws of codes that differ are those of ranks that no process has.
+_OTHER_RANK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the step.
+
+    Attributes:
+        name: Such as "8 bits".
+        bits: The backend's option.
+        plan: What is kept and computed again within the budget; None if it can't be met.
+        least_bytes: The least budget that can be met; 0 where there is a plan.
+        time: Predicted time over that of the exact step without a budget; infinite where there is no plan.
+        noise: What was measured; None if it was not, as of the exact step, which has none.
+    """
+
+    name: str
+    bits: Any
+    plan: CheckpointPlan | None
+    least_bytes: int = 0
+    time: float = math.inf
+    noise: StepNoise | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `fit` chose, and what else there was.
+
+    Attributes:
+        model: The model.
+        chosen: How its steps run.
+        candidates: All that was tried, in the order of predicted time.
+        plain_bytes: Peak of the exact step without a budget.
+        budget_bytes: The budget.
+        noise_limit: The limit.
+        executor: See `fit`.
+    """
+
+    model: nn.Module = field(repr=False)
+    chosen: Candidate
+    candidates: tuple[Candidate, ...] = field(repr=False)
+    plain_bytes: int
+    budget_bytes: int
+    noise_limit: float
+    executor: str
+
+    @property
+    def plan(self) -> CheckpointPlan:
+        """What is kept, coded and computed again."""
+        assert self.chosen.plan is not None
+        return self.chosen.plan
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the backend that run the same plan: `torch.compile(model, backend="rmm_linear", options=...)`."""
+        return {"budget": self.budget_bytes, "bits": self.chosen.bits, "executor": self.executor}
+
+    def to_json(self) -> str:
+        """Return the options as JSON, for a run elsewhere; see `options`."""
+        return json.dumps(self.options)
+
+    def figure(self, path: str | Path) -> None:
+        """Draw what is in memory over the step to a file.
+
+        Args:
+            path: File to write; its suffix says the format.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        self.plan.figure(path)
+
+    def remove(self) -> nn.Module:
+        """Let the model run as it was written.
+
+        Returns:
+            The model.
+        """
+        return remove_checkpointing(self.model)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._lines(), "", str(self.plan)])
+
+    def _lines(self) -> Iterator[str]:
+        unit = unit_for(self.plain_bytes)
+        yield (
+            f"{self.chosen.name}: peak {unit.of(self.plain_bytes)} -> {unit.of(self.plan.peak_bytes)} {unit.name},"
+            f" budget {unit.of(self.budget_bytes)}; predicted time {self.chosen.time:.3f} of the exact step's"
+        )
+        yield f"{'':24}  {f'peak, {unit.name}':>11}  {'time':>6}  {'noise over minibatch noise':>27}"
+        for each in self.candidates:
+            if each.plan is None:
+                yield f"{each.name:24}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>6}  {'does not fit':>27}"
+                continue
+            yield f"{each.name:24}  {unit.of(each.plan.peak_bytes):>11}  {each.time:6.3f}  {_noise_text(each):>27}"
+
+
+def _noise_text(candidate: Candidate) -> str:
+    if candidate.bits is None:
+        return "none"
+    if candidate.noise is None:
+        return "not measured"
+    return f"{candidate.noise.noise_ratio:.2g}"
+
+
+def fit(
+    model: nn.Module,
+    sample: Any,
+    budget: int | float | str,
+    noise: float = 0.01,
+    *,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    allow: Collection[str] = ALLOWED,
+    executor: str = "inductor",
+) -> Fit:
+    """Plan a model's training steps within a byte budget and a noise limit, in place.
+
+    Nothing of the full step runs: where noise has to be measured, parts of the sample do. The first training step
+    compiles the plan. Gradients are exact where no codes are needed, and unbiased otherwise; docs/codes.md names what
+    is biased, and by how much.
+
+    Args:
+        model: The model, in the mode in which it is trained.
+        sample: A batch: a mapping of keyword arguments, a tuple of positional ones, or a single one.
+        budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
+            "60%" (or 0.6) of what the exact captured step takes without a plan.
+        noise: Most that the variance of a gradient over the draws of codes may be of its variance over minibatches of
+            the sample's size; 0 for exact gradients.
+        loss_fn: Called as `loss_fn(model, batch)` with parts of the sample, returns the loss; None if the model returns
+            it, as a tensor or as `.loss`. It is needed only where noise is measured.
+        allow: What may be done to meet the budget: "recompute" and "code".
+        executor: "inductor" compiles the step; "exact" runs it op by op.
+
+    Returns:
+        What was chosen; print it. `remove()` undoes it.
+
+    Raises:
+        InfeasibleBudgetError: If no plan fits; it names the least budget that does.
+        CaptureError: If the model can't be captured as one graph; it stays as it is then.
+        ValueError: If an argument is none that it can be, the model is planned or compiled already, or the noise can't
+            be measured with the sample.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import fit
+        >>> layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+        >>> model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 1))
+        >>> x = torch.randn(2048, 64)
+        >>> plan = fit(model, x, budget="50%", loss_fn=lambda model, x: model(x).square().mean(), executor="exact")
+        >>> plan.plan.peak_bytes <= plan.plain_bytes / 2
+        True
+        >>> model(x).square().mean().backward()
+    """
+    limit, ways, asked = _checked_noise(noise), _checked_ways(allow), Budget.of(budget)
+    refuse_planned(model)
+    arguments = arguments_of_sample(sample)
+    whole = Options(budget="100%", executor=executor)
+    graph = PlannedStep(model._call_impl, model, whole).capture(*arguments)[0].graph
+    plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
+    budget_bytes = asked.in_bytes(plain_bytes)
+    bits_of = {"exact": None, **(_CODES if "code" in ways and limit > 0 else {})}
+    steps = {
+        name: PlannedStep(model._call_impl, model, replace(whole, budget=budget_bytes, bits=bits))
+        for name, bits in bits_of.items()
+    }
+
+    def planned(name: str) -> Candidate:
+        bits = bits_of[name]
+        try:
+            if bits is None:
+                plan = plan_graph(graph, Budget.of(budget_bytes), whole.strategy)
+            else:
+                plan = steps[name].capture(*arguments)[1]
+        except InfeasibleBudgetError as error:
+            return Candidate(name, bits, None, error.least_bytes)
+        if "recompute" not in ways and plan.planned.extra_cost > 0:
+            return Candidate(name, bits, None, plan.plain.peak_bytes)
+        return Candidate(name, bits, plan, 0, plan.planned.cost / graph.cost)
+
+    candidates = sorted(map(planned, bits_of), key=lambda each: each.time)
+    if not any(each.plan for each in candidates):
+        least_bytes = min(each.least_bytes for each in candidates)
+        text = refusal(asked, plain_bytes, least_bytes, "fit")
+        raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
+    for place, candidate in enumerate(candidates):
+        if candidate.plan is not None:
+            if candidate.bits is not None:
+                candidates[place] = replace(candidate, noise=_measured(model, sample, candidate, loss_fn))
+            chosen = candidates[place]
+            if chosen.noise is None or chosen.noise.noise_ratio <= limit:
+                model._compiled_call_impl = steps[chosen.name]
+                return Fit(model, chosen, tuple(candidates), plain_bytes, budget_bytes, limit, executor)
+    exact = next(each for each in candidates if each.bits is None)
+    raise InfeasibleBudgetError(
+        _too_noisy(candidates, limit, exact.least_bytes), budget_bytes=budget_bytes, least_bytes=exact.least_bytes
+    )
+
+
+def _checked_noise(noise: float) -> float:
+    if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
+        raise ValueError(
+            f"noise={noise!r} is no share of the minibatch's variance: pass 0 for exact gradients, or 0.01 for 1 %"
+        )
+    return float(noise)
+
+
+def _checked_ways(allow: Collection[str]) -> set[str]:
+    ways = {allow} if isinstance(allow, str) else set(allow)
+    for each in ways:
+        if each not in ALLOWED:
+            raise ValueError(f"allow: {each!r} is unknown; choose among {', '.join(ALLOWED)}")
+    return ways
+
+
+def _too_noisy(candidates: Sequence[Candidate], limit: float, exact_bytes: int) -> str:
+    ratio, name = min((each.noise.noise_ratio, each.name) for each in candidates if each.noise is not None)
+    return (
+        f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
+        f" variance, with {name}. Exact gradients take {readable(exact_bytes)} at the least: allow more noise, or that"
+        " budget"
+    )
+
+
+def _measured(
+    model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Callable[[nn.Module, Any], Tensor] | None
+) -> StepNoise:
+    """Measure a candidate's noise on parts of the sample, op by op."""
+    parts = _parts(sample)
+    step = PlannedStep(model._call_impl, model, Options(bits=candidate.bits, executor="exact"))
+    assert candidate.plan is not None
+    _, plan = step.capture(*arguments_of_sample(parts[0]))
+    coded, whole = len(plan.coding.coded), len(candidate.plan.coding.coded)
+    if coded < whole:
+        raise ValueError(
+            f"the noise can't be measured: {whole} tensors of the sample are coded, and {coded} of its {len(parts)}"
+            " parts, which have too few rows. Pass a larger batch, or noise=0 for exact gradients"
+        )
+    numbers = itertools.count()
+
+    def loss_of(model: nn.Module, part: Any) -> Tensor:
+        # two draws of a part differ by their codes alone: dropout draws the same masks
+        number = next(numbers)
+        torch.manual_seed(number // 2)
+        with as_on_rank(_OTHER_RANK * (number % 2)):
+            return _loss(model, part) if loss_fn is None else loss_fn(model, part)
+
+    try:
+        model._compiled_call_impl = step
+        return measure_step_noise(model, parts, loss_fn=loss_of)
+    finally:
+        remove_checkpointing(model)
+
+
+def _loss(model: nn.Module, part: Any) -> Tensor:
+    args, kwargs = arguments_of_sample(part)
+    found = model(*args, **kwargs)
+    loss = getattr(found, "loss", found)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError("the model returns no loss, which measuring its noise needs: pass loss_fn(model, batch)")
+    return loss
+
+
+def _parts(sample: Any) -> list[Any]:
+    """Cut a batch into parts of one size, along the first dimension of its tensors."""
+    tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
+    sizes = {len(leaf) for leaf in tensors}
+    size = max(sizes, default=0)
+    count = next((count for count in range(_MOST_PARTS, _LEAST_PARTS - 1, -2) if size and size % count == 0), 0)
+    if len(sizes) != 1 or not count:
+        raise ValueError(
+            f"the noise can't be measured: the sample's tensors have {sorted(sizes)} rows, and it takes one number that"
+            f" can be divided by {', '.join(map(str, range(_LEAST_PARTS, _MOST_PARTS, 2)))} or {_MOST_PARTS}. Pass"
+            " such a batch, or noise=0 for exact gradients"
+        )
+    each = size // count
+    return [
+        pytree.tree_map(
+            lambda leaf, at=at: leaf[at * each : (at + 1) * each] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
+            sample,
+        )
+        for at in range(count)
+    ]
