@@ -3,9 +3,10 @@
     plan = fit(model, batch, budget="8GiB", noise=0.01)     # in place; train as always
     print(plan)
 
-The step is captured exact, and with codes of its tensors in 8 and 4 bits (`rmm_linear.compiler.rewrites`). Each of
-these is planned within the budget: what is not kept is computed again (`rmm_linear.planning`). They are tried in the
-order of their predicted times, and the first is taken whose noise, measured on the sample, is within the limit.
+The step is captured exact, and with codes of its tensors in 8 and 4 bits (`rmm_linear.compiler.rewrites`), until one of
+these fits the budget with nothing computed twice. Each is planned within the budget: what is not kept is computed again
+(`rmm_linear.planning`). The one of the least predicted time is taken whose noise, measured on the sample, is within the
+limit.
 """
 
 import itertools
@@ -42,8 +43,8 @@ _CODES: Mapping[str, Any] = MappingProxyType(
         "4 bits": 4,
     }
 )
-# Parts of the sample with which noise is measured, at most and at least.
-_MOST_PARTS, _LEAST_PARTS = 8, 4
+# Parts of the sample with which noise is measured.
+_PARTS = 4
 # Draws of codes that differ are those of ranks that no process has.
 _OTHER_RANK = 1 << 20
 
@@ -67,6 +68,15 @@ class Candidate:
     least_bytes: int = 0
     time: float = math.inf
     noise: StepNoise | None = None
+
+    @property
+    def noise_ratio(self) -> float:
+        """Variance over draws of codes, over that of minibatches; 0 for the exact step, infinite if not measured."""
+        if self.bits is None:
+            return 0.0
+        # a difference of few batches may be below 0 by chance
+        is_known = self.noise is not None and self.noise.minibatch.value > 0
+        return self.noise.noise_ratio if self.noise is not None and is_known else math.inf
 
 
 @dataclass(frozen=True)
@@ -139,15 +149,8 @@ class Fit:
             if each.plan is None:
                 yield f"{each.name:24}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>6}  {'does not fit':>27}"
                 continue
-            yield f"{each.name:24}  {unit.of(each.plan.peak_bytes):>11}  {each.time:6.3f}  {_noise_text(each):>27}"
-
-
-def _noise_text(candidate: Candidate) -> str:
-    if candidate.bits is None:
-        return "none"
-    if candidate.noise is None:
-        return "not measured"
-    return f"{candidate.noise.noise_ratio:.2g}"
+            noise = "not measured" if each.bits is not None and each.noise is None else f"{each.noise_ratio:.2g}"
+            yield f"{each.name:24}  {unit.of(each.plan.peak_bytes):>11}  {each.time:6.3f}  {noise:>27}"
 
 
 def fit(
@@ -224,7 +227,14 @@ def fit(
             return Candidate(name, bits, None, plan.plain.peak_bytes)
         return Candidate(name, bits, plan, 0, plan.planned.cost / graph.cost)
 
-    candidates = sorted(map(planned, bits_of), key=lambda each: each.time)
+    candidates = []
+    for name in bits_of:
+        candidates.append(planned(name))
+        plan = candidates[-1].plan
+        if plan is not None and not plan.planned.extra_cost:
+            # fewer bits would add noise alone
+            break
+    candidates.sort(key=lambda each: each.time)
     if not any(each.plan for each in candidates):
         least_bytes = min(each.least_bytes for each in candidates)
         text = refusal(asked, plain_bytes, least_bytes, "fit")
@@ -234,7 +244,7 @@ def fit(
             if candidate.bits is not None:
                 candidates[place] = replace(candidate, noise=_measured(model, sample, candidate, loss_fn))
             chosen = candidates[place]
-            if chosen.noise is None or chosen.noise.noise_ratio <= limit:
+            if chosen.noise_ratio <= limit:
                 model._compiled_call_impl = steps[chosen.name]
                 return Fit(model, chosen, tuple(candidates), plain_bytes, budget_bytes, limit, executor)
     exact = next(each for each in candidates if each.bits is None)
@@ -260,7 +270,7 @@ def _checked_ways(allow: Collection[str]) -> set[str]:
 
 
 def _too_noisy(candidates: Sequence[Candidate], limit: float, exact_bytes: int) -> str:
-    ratio, name = min((each.noise.noise_ratio, each.name) for each in candidates if each.noise is not None)
+    ratio, name = min((each.noise_ratio, each.name) for each in candidates if each.noise is not None)
     return (
         f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
         f" variance, with {name}. Exact gradients take {readable(exact_bytes)} at the least: allow more noise, or that"
@@ -310,20 +320,17 @@ def _loss(model: nn.Module, part: Any) -> Tensor:
 def _parts(sample: Any) -> list[Any]:
     """Cut a batch into parts of one size, along the first dimension of its tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
-    sizes = {len(leaf) for leaf in tensors}
-    size = max(sizes, default=0)
-    count = next((count for count in range(_MOST_PARTS, _LEAST_PARTS - 1, -2) if size and size % count == 0), 0)
-    if len(sizes) != 1 or not count:
+    sizes = sorted({len(leaf) for leaf in tensors})
+    if len(sizes) != 1 or not sizes[0] or sizes[0] % _PARTS:
         raise ValueError(
-            f"the noise can't be measured: the sample's tensors have {sorted(sizes)} rows, and it takes one number that"
-            f" can be divided by {', '.join(map(str, range(_LEAST_PARTS, _MOST_PARTS, 2)))} or {_MOST_PARTS}. Pass"
-            " such a batch, or noise=0 for exact gradients"
+            f"the noise can't be measured: the first dimensions of the sample's tensors are {sizes}, and should be one"
+            f" multiple of {_PARTS}. Pass such a batch, or noise=0 for exact gradients"
         )
-    each = size // count
+    each = sizes[0] // _PARTS
     return [
         pytree.tree_map(
             lambda leaf, at=at: leaf[at * each : (at + 1) * each] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
             sample,
         )
-        for at in range(count)
+        for at in range(_PARTS)
     ]

@@ -1,0 +1,209 @@
+"""`fit` takes the fastest step within a byte budget and a noise limit."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from rmm_linear import fit
+from rmm_linear.checkpointing import checkpoint_model
+from rmm_linear.checkpointing.planned import is_planned
+from rmm_linear.compiler import plans
+from rmm_linear.compiler.backend import rmm_linear
+from rmm_linear.errors import InfeasibleBudgetError
+
+ROWS, WIDTH = 2048, 96
+# Of the exact step's peak: 8 bits fit, and the exact step has to compute so much twice that it takes longer.
+CODES = "35%"
+
+
+class Classifier(nn.Module):
+    """Norms, GELUs, linear layers, and dropout where it is asked for; returns the loss."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(4)
+        ]
+        self.blocks, self.dropout, self.head = nn.ModuleList(blocks), nn.Dropout(dropout), nn.Linear(WIDTH, 5)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = x + self.dropout(block(x))
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def _model(dropout=0.0):
+    torch.manual_seed(0)
+    return Classifier(dropout).train()
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(ROWS, WIDTH), torch.randint(0, 5, (ROWS,))
+
+
+def _gradients(model, batch):
+    model.zero_grad()
+    model(*batch).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def _are_equal(first, second):
+    return all(map(torch.equal, first, second))
+
+
+def test_a_step_that_fits_stays_exact(batch):
+    model = _model()
+    expected = _gradients(copy.deepcopy(model), batch)
+    found = fit(model, batch, "100%", executor="exact")
+    assert found.chosen.name == "exact"
+    assert found.chosen.time == 1.0
+    assert len(found.candidates) == 1
+    assert _are_equal(_gradients(model, batch), expected)
+
+
+def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
+    found = fit(_model(), batch, CODES)
+    assert found.chosen.name == "8 bits"
+    assert found.plan.planned.extra_cost == 0
+    assert found.plan.peak_bytes <= found.budget_bytes == int(0.35 * found.plain_bytes)
+    assert 0 < found.chosen.noise_ratio < 0.01
+    # fewer bits were not tried, and computing twice takes longer
+    assert [candidate.name for candidate in found.candidates] == ["8 bits", "exact"]
+    assert found.candidates[0].time < found.candidates[1].time
+    for part in ("8 bits: peak", "noise over minibatch noise", "codes of"):
+        assert part in str(found)
+
+
+def test_without_noise_the_gradients_are_those_of_eager_mode(batch):
+    model = _model()
+    expected = _gradients(copy.deepcopy(model), batch)
+    found = fit(model, batch, "60%", noise=0, executor="exact")
+    assert found.chosen.name == "exact"
+    assert found.plan.planned.extra_cost > 0
+    assert _are_equal(_gradients(model, batch), expected)
+
+
+def test_a_noise_limit_that_codes_exceed_leaves_the_step_exact(batch):
+    found = fit(_model(), batch, CODES, noise=1e-9)
+    assert found.chosen.name == "exact"
+    assert found.candidates[0].name == "8 bits" and found.candidates[0].noise_ratio > 1e-9
+
+
+def test_the_noise_is_that_of_codes_and_not_of_dropout(batch):
+    with_dropout = fit(_model(0.5), batch, CODES).chosen
+    without = fit(_model(), batch, CODES).chosen
+    assert with_dropout.name == without.name == "8 bits"
+    # masks double what a row adds to both variances
+    assert with_dropout.noise_ratio < 10 * without.noise_ratio
+
+
+def test_the_measured_noise_is_that_of_the_steps(batch):
+    """The variance over draws of the whole step, from 24 of them, is a quarter of that of the four parts."""
+    model = _model()
+    noise = fit(model, batch, CODES).chosen.noise
+    model = _model()
+    step = torch.compile(model, backend=rmm_linear, options={"bits": 8, "executor": "exact"})
+    draws = torch.stack([torch.cat([g.flatten() for g in _gradients_of(step, model, batch)]) for _ in range(24)])
+    variance = draws.var(0, unbiased=True).sum()
+    # over 300,000 parameters the standard error of either is a few percent
+    assert float(variance) == pytest.approx(noise.step.value / 4, rel=0.25)
+
+
+def _gradients_of(step, model, batch):
+    model.zero_grad()
+    step(*batch).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_what_cannot_be_met_names_the_least(batch):
+    model = _model()
+    with pytest.raises(InfeasibleBudgetError, match="fit found no schedule within 5%") as error:
+        fit(model, batch, "5%")
+    assert not is_planned(model)
+    assert fit(model, batch, error.value.least_bytes, noise=1.0).plan.peak_bytes <= error.value.least_bytes
+
+
+def test_noise_and_budget_that_exclude_each_other_are_told(batch):
+    model = _model()
+    with pytest.raises(InfeasibleBudgetError) as least:
+        fit(model, batch, "5%", noise=0)
+    budget = int(0.95 * least.value.least_bytes)
+    with pytest.raises(InfeasibleBudgetError, match=r"noisier than noise=1e-12.*Exact gradients take"):
+        fit(model, batch, budget, noise=1e-12)
+    assert not is_planned(model)
+
+
+def test_the_options_run_the_same_plan_elsewhere(batch):
+    found = fit(_model(), batch, "50%", executor="exact", noise=0)
+    model = _model()
+    step = torch.compile(model, backend=rmm_linear, options=json.loads(found.to_json()))
+    step(*batch).backward()
+    assert plans(model)[0].schedule == found.plan.schedule
+
+
+def test_a_fitted_model_trains_compiled_and_runs_as_written_afterwards(batch):
+    model = _model()
+    expected = _gradients(copy.deepcopy(model), batch)
+    found = fit(model, batch, CODES)
+    gradients = _gradients(model, batch)
+    for one, other in zip(gradients, expected, strict=True):
+        assert float((one - other).norm() / other.norm()) < 0.1
+    assert not _are_equal(gradients, expected)
+    found.remove()
+    assert not is_planned(model)
+    assert _are_equal(_gradients(model, batch), expected)
+
+
+def test_recomputing_and_codes_can_each_be_left_out(batch):
+    assert fit(_model(), batch, "60%", allow=["recompute"]).chosen.name == "exact"
+    found = fit(_model(), batch, CODES, allow=["code"])
+    assert found.chosen.name == "8 bits"
+    # the exact step would have to compute twice
+    assert [each.plan is None for each in found.candidates] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": "7 apples"}, "is no budget"),
+        ({"noise": -0.1}, "noise=-0.1 is no share"),
+        ({"noise": float("nan")}, "noise=nan is no share"),
+        ({"noise": True}, "noise=True is no share"),
+        ({"allow": ["page"]}, "'page' is unknown; choose among recompute, code"),
+        ({"executor": "fast"}, "executor='fast' is unknown"),
+    ],
+)
+def test_bad_arguments_are_refused(batch, change, message):
+    model = _model()
+    with pytest.raises(ValueError, match=message):
+        fit(model, batch, **{"budget": "50%", **change})
+    assert not is_planned(model)
+
+
+def test_noise_that_cannot_be_measured_is_told(batch):
+    model = _model()
+    with pytest.raises(ValueError, match=r"first dimensions of the sample's tensors are \[2046\]"):
+        fit(model, tuple(tensor[:2046] for tensor in batch), "50%")
+    with pytest.raises(ValueError, match="which have too few rows"):
+        fit(model, tuple(tensor[:256] for tensor in batch), "60%", allow="code")
+
+    class Logits(Classifier):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    with pytest.raises(ValueError, match=r"pass loss_fn\(model, batch\)"):
+        fit(Logits(), batch[0], CODES)
+
+
+def test_a_planned_model_is_refused(batch):
+    model = _model()
+    checkpoint_model(model, batch, budget="80%")
+    with pytest.raises(ValueError, match="checkpointed already"):
+        fit(model, batch, "50%")
