@@ -268,7 +268,7 @@ def test_scores_of_attention_are_said_to_be_biased():
         coding = plans(model)[-1].coding
         assert [tensor.kind for tensor in coding.coded] == ["attention"] * number
         assert sum(tensor.bias is None for tensor in coding.coded) == 2
-        assert coding.tensor_bytes == number * 4 * ROWS * WIDTH
+        assert coding.freed_bytes == number * 4 * ROWS * WIDTH
         assert "no bound is known" in str(plans(model)[-1])
 
 
@@ -608,6 +608,34 @@ def test_a_plan_tells_the_bytes_of_its_codes():
     assert "1 norm in 8 bits, 1 activation in 4 bits" in str(plan)
     assert "no budget" in str(plan)
     assert "sketches" not in str(plan)
+
+
+class SumOfNorms(nn.Module):
+    """A linear layer reads the sum of two norms, whose input is the caller's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.linear = nn.LayerNorm(128), nn.LayerNorm(128), nn.Linear(128, 3)
+
+    def forward(self, x):
+        return self.linear(self.first(x) + self.second(x)).sum()
+
+
+def test_memory_that_two_codes_serve_is_freed_once():
+    # the sum takes 2 bytes an element, a code 1.03: the sum has a code, not the norms
+    model = SumOfNorms().to(torch.bfloat16)
+    compiled(model, bits={"norm": 8, "linear": 8})(torch.randn(ROWS, 128, dtype=torch.bfloat16)).backward()
+    (plan,) = plans(model)
+    assert [tensor.kind for tensor in plan.coding.coded] == ["linear"]
+    # a code frees both factors and the product, for gate, up and the linear layer behind them
+    model, x = Net(Gated(), outer=24), torch.randn(ROWS, WIDTH)
+    kept = []
+    for options in ({"budget": "100%"}, {"bits": 8}):
+        compiled(model, **options)(x).backward()
+        kept.append(plans(model)[-1].plain.forward_bytes)
+    coding = plans(model)[-1].coding
+    # the keys are kept beside the codes
+    assert kept[0] - kept[1] == coding.freed_bytes - coding.code_bytes - 8 * len(coding.coded)
 
 
 def test_shapes_may_change_and_a_budget_comes_on_top():

@@ -40,6 +40,7 @@ def code_step(
     chosen = Choice(step, bits)
     # no bound is known for what goes through the exponential of a score
     unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
+    freed_bytes = sum(map(size_bytes, chosen.freed()))
     if chosen.rewrites:
         _apply(step, chosen)
     coded = tuple(
@@ -59,7 +60,7 @@ def code_step(
         for node in step.memories(read.source):
             tensor = ExactTensor(node.name, blocks.get(node, ""), size_bytes(node), str(read.reader.target))
             exact.setdefault(node, tensor)
-    return Coding(coded, tuple(exact.values()))
+    return Coding(coded, tuple(exact.values()), freed_bytes)
 
 
 def _apply(step: Step, chosen: Choice) -> None:
