@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from rmm_linear.compiler import plans, rewrites
 from rmm_linear.compiler.rewrites import activations, attention, choice, code_step, norms
+from rmm_linear.compiler.rewrites.coded import Shape
 from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.planning.coding import KINDS, Bits
 
@@ -619,6 +620,29 @@ class SumOfNorms(nn.Module):
 
     def forward(self, x):
         return self.linear(self.first(x) + self.second(x)).sum()
+
+
+class Images(nn.Module):
+    """A convolution, and a GELU of its channels_last image of WIDTH channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        image = x.view(2, 8, -1, WIDTH).permute(0, 3, 1, 2)
+        return functional.gelu(self.conv(image)).permute(0, 2, 3, 1).reshape(-1, WIDTH)
+
+
+def test_columns_of_channels_last_images_are_channels_and_those_of_heads_all_heads():
+    shape = Shape.of(torch.empty(2, 16, 8, 16).to(memory_format=torch.channels_last))
+    assert (shape.layout.rows, shape.layout.columns) == (256, 16)
+    shape = Shape.of(torch.empty(4, 64, 2, 8).transpose(1, 2))
+    assert (shape.layout.rows, shape.layout.columns) == (256, 16)
+    torch.manual_seed(0)
+    result, plan = judge(Net(Images()), torch.randn(ROWS, WIDTH), 100, bits={"activation": 8})
+    assert [tensor.kind for tensor in plan.coding.coded] == ["activation"]
+    assert is_unbiased(result, named_bias(plan, 8)), result
 
 
 def test_memory_that_two_codes_serve_is_freed_once():

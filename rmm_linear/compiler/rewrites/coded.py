@@ -21,8 +21,8 @@ class Shape:
         order: Its dimensions in the order of its memory.
         sizes: Their sizes, in that order.
         dtype: Its dtype.
-        layout: Rows and columns: the last dimension in memory, or the last two of a transposed view of more than three,
-            as the heads of an attention are.
+        layout: Rows and columns: the last dimension in memory, which are the channels of a channels_last image; or the
+            last two of another transposed view of more than three, as the heads of an attention are.
     """
 
     order: tuple[int, ...]
@@ -38,7 +38,7 @@ class Shape:
         strides = x.stride()
         order = tuple(sorted(range(x.dim()), key=lambda place: (-strides[place], place)))
         sizes = tuple(x.shape[place] for place in order)
-        last = 2 if order != tuple(range(x.dim())) and x.dim() > 3 else 1
+        last = 2 if order != tuple(range(x.dim())) and x.dim() > 3 and order[-1] != 1 else 1
         columns = 1
         for size in sizes[-last:]:
             columns *= size
