@@ -622,6 +622,14 @@ class SumOfNorms(nn.Module):
         return self.linear(self.first(x) + self.second(x)).sum()
 
 
+def test_a_statistic_whose_exact_value_is_kept_has_no_code():
+    torch.manual_seed(0)
+    model = Net(RMSOfRMS())
+    compiled(model, bits=8)(torch.randn(ROWS, WIDTH)).backward()
+    # the first norm's; the second norm's output is read from it, and from its own scale
+    assert [tensor.kind for tensor in plans(model)[-1].coding.coded] == ["norm"]
+
+
 class Images(nn.Module):
     """A convolution, and a GELU of its channels_last image of WIDTH channels."""
 

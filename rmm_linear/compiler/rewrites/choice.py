@@ -120,7 +120,8 @@ class Choice:
 
     def freed(self) -> dict[fx.Node, set[Code]]:
         """Return the nodes whose memory need not be kept for the backward pass, each with all codes that serve it."""
-        kept = {node for read in self.unserved for node in self._step.memories(read.source)}
+        exact = self.readings.exact.union(read.source for read in self.unserved)
+        kept = frozenset().union(*map(self._step.memories, exact))
         found: dict[fx.Node, set[Code]] = {}
         for code, read in self.served_by():
             for node in self._step.memories(read.source) - kept:
