@@ -7,7 +7,7 @@ from typing import Any
 from rmm_linear.byte_sizes import Unit
 
 KINDS = ("norm", "activation", "attention", "linear")
-# Exact tensors that are named: so many, and each of a part of what is freed.
+# Ops and exact tensors that are named: so many, and each tensor of a part of what is freed.
 _MOST_NAMED, _PART = 5, 100
 
 
@@ -97,11 +97,14 @@ class Coding:
         exact: Tensors that the backward pass reads as they are; some may be computed again there.
         freed_bytes: Bytes that need not be kept, for the backward pass reads them from codes: of the tensors that are
             coded, and of others that follow from them.
+        bending: Ops of the backward pass that are not linear in gradients with noise: the gradients behind them are
+            biased.
     """
 
     coded: tuple[CodedTensor, ...] = ()
     exact: tuple[ExactTensor, ...] = ()
     freed_bytes: int = 0
+    bending: tuple[str, ...] = ()
 
     @property
     def code_bytes(self) -> int:
@@ -127,6 +130,10 @@ class Coding:
             yield f"readings of functions are biased by {100 * bias:.1g} % of their values near 1 at most"
         if any(tensor.bias is None for tensor in self.coded):
             yield "scores of attention are biased through their exponential; no bound is known"
+        if self.bending:
+            others = f"; {len(self.bending) - _MOST_NAMED} more" if len(self.bending) > _MOST_NAMED else ""
+            ops = "; ".join(self.bending[:_MOST_NAMED]) + others
+            yield f"gradients behind ops that are not linear in them are biased: {ops}"
         large = (tensor for tensor in self.exact if _PART * tensor.tensor_bytes >= self.freed_bytes)
         named = sorted(large, key=lambda tensor: -tensor.tensor_bytes)[:_MOST_NAMED]
         if named:

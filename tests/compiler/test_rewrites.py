@@ -630,6 +630,77 @@ def test_a_statistic_whose_exact_value_is_kept_has_no_code():
     assert [tensor.kind for tensor in plans(model)[-1].coding.coded] == ["norm"]
 
 
+class OfGradient(nn.Module):
+    """The identity, whose gradient a function changes."""
+
+    def __init__(self, function):
+        super().__init__()
+
+        class Changed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return function(gradient)
+
+        self.changed = Changed
+
+    def forward(self, x):
+        return self.changed.apply(x)
+
+
+BENDING = {
+    "clamp": lambda g: g.clamp(-1, 1),
+    "comparison": lambda g: torch.where(g > 0, g, 0.5 * g),
+    "matrix_product": lambda g: g @ (g.T @ torch.ones_like(g)),
+    "norm": lambda g: g / g.norm(),
+    "product": lambda g: g * g.flip(0),
+    "round": lambda g: (8 * g).round() / 8,
+    "sign": lambda g: g.sign(),
+    "softmax": lambda g: g * g.detach().softmax(-1),
+    "sort": lambda g: g.sort(0).values,
+}
+LINEAR = {
+    "cast": lambda g: g.to(torch.bfloat16).to(g.dtype),
+    "constant": lambda g: torch.zeros_like(g) + g.new_ones(WIDTH),
+    "fourier": lambda g: torch.fft.irfft(torch.fft.rfft(g)),
+    "gather": lambda g: g[torch.arange(ROWS - 1, -1, -1)],
+    "masked": lambda g: g.masked_fill(torch.ones(WIDTH) > 0, 0.0).tril(),
+    "mean": lambda g: g - g.mean(0, keepdim=True) + g.cumsum(1) / 3,
+    "pieces": lambda g: torch.cat([g[:, 3:], -g[:, :3]], 1).roll(1, 0),
+    "scatter": lambda g: torch.zeros_like(g).index_add(0, torch.arange(ROWS), g),
+    "weight": lambda g: functional.pad(g @ torch.ones(WIDTH, 3), (0, WIDTH - 3)),
+}
+
+
+class OfNoisyGradients(nn.Module):
+    def __init__(self, functions):
+        super().__init__()
+        self.gradients = nn.ModuleDict({name: OfGradient(function) for name, function in functions.items()})
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return functional.gelu(self.linear(sum(each(x) for each in self.gradients.values())))
+
+
+def test_a_plan_names_ops_that_bend_noisy_gradients():
+    torch.manual_seed(0)
+    model, x = Net(OfNoisyGradients(BENDING | LINEAR)), torch.randn(ROWS, WIDTH)
+    compiled(model, bits=8)(x).backward()
+    (plan,) = plans(model)
+    assert sorted({op.rpartition(".")[2] for op in plan.coding.bending}) == list(BENDING)
+    told = "gradients behind ops that are not linear in them are biased"
+    assert f"{told}: aten.sort.default of body.gradients.sort; " in str(plan)
+    # where no noise arrives
+    model = Net(nn.Sequential(nn.GELU(), *(OfGradient(function) for function in BENDING.values())))
+    compiled(model, bits=8)(x).backward()
+    (plan,) = plans(model)
+    assert plan.coding.coded
+    assert told not in str(plan)
+
+
 class Images(nn.Module):
     """A convolution, and a GELU of its channels_last image of WIDTH channels."""
 
