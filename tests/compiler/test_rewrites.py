@@ -305,13 +305,10 @@ def test_rounding_to_float8_is_part_of_the_function_and_no_alias():
     assert is_unbiased(result), result
 
 
-def test_small_inputs_beside_an_outlier_are_read_without_bias():
-    # the outlier sets its column's step, and has no gradient itself
-    torch.manual_seed(0)
-    x = 0.3 * torch.randn(ROWS, WIDTH)
-    x[::128] = 60 * torch.randn(2, WIDTH)
-    weight = torch.rand(ROWS, 3)
-    weight[::128] = 0
+def small_beside_outliers():
+    """A GELU of small inputs, and of an outlier in each group of rows, which sets the steps and has no gradient."""
+    x, weight = 0.3 * torch.randn(ROWS, WIDTH), torch.rand(ROWS, 3)
+    x[::128], weight[::128] = 60 * torch.randn(2, WIDTH), 0
 
     class Masked(Net):
         def forward(self, x):
@@ -320,8 +317,15 @@ def test_small_inputs_beside_an_outlier_are_read_without_bias():
     model = Masked(nn.GELU())
     with torch.no_grad():
         model.before.bias.zero_()
-    result, plan = judge(model, x, 400, bits=8)
-    assert is_unbiased(result, named_bias(plan, 8)), result
+    return model, x
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_small_inputs_beside_an_outlier_are_read_without_bias(bits):
+    torch.manual_seed(0)
+    model, x = small_beside_outliers()
+    result, plan = judge(model, x, 400, bits=bits)
+    assert is_unbiased(result, named_bias(plan, bits)), result
 
 
 def test_outliers_keep_norms_and_activations_unbiased():
@@ -397,11 +401,7 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
     elif mutant == "smoothing":
         monkeypatch.setattr(activations, "_WEIGHTS", {1: (1.0, 0.0), 2: (1.0, 0.0, 0.0)})
         monkeypatch.setattr(activations, "_MOST_BIASED", 1.0)
-        # the largest steps, and rows at the bend
-        x[::64] *= 8
-        model = Net(nn.GELU(), 0.3)
-        with torch.no_grad():
-            model.before.bias.zero_()
+        model, x = small_beside_outliers()
     elif mutant == "one key":
         model = Net(Same())
         monkeypatch.setattr(rewrites, "_keys", _keys_of_one)

@@ -65,6 +65,7 @@ class Code:
         bits: 8 or 4.
         shape: How the tensor is laid out.
         tail: Where the tensor is cut, its excess being coded apart; None if it is not cut.
+        cube: See `rmm_linear.compiler.rewrites.codes.encode_with_tail`.
         key: The node of the key.
         parts: The nodes of the code, as `rmm_linear.compiler.rewrites.codes.encode` returns them.
     """
@@ -74,6 +75,7 @@ class Code:
     bits: int
     shape: Shape
     tail: float | None = None
+    cube: float = 0.0
     key: fx.Node = field(init=False)
     parts: list[fx.Node] = field(init=False)
 
@@ -94,6 +96,7 @@ class Code:
             shape=self.shape,
             bits=self.bits,
             tail=self.tail,
+            cube=self.cube,
         )
 
     @property
@@ -121,11 +124,11 @@ class Code:
         return value.numel() * value.element_size()
 
 
-def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None) -> tuple[Tensor, ...]:
+def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None, cube: float) -> tuple[Tensor, ...]:
     rows = shape.rows_of(x)
     if tail is None:
         return codes.encode(rows, key, shape.layout, bits=bits)
-    return codes.encode_with_tail(rows, key, shape.layout, bits=bits, tail=tail)
+    return codes.encode_with_tail(rows, key, shape.layout, bits=bits, tail=tail, cube=cube)
 
 
 def _decode(code: Tensor, steps: Tensor, key: Tensor, *, shape: Shape, bits: int) -> Tensor:
