@@ -30,6 +30,7 @@ from experiments.glue.tasks import TASKS, load_task
 from rmm_linear.compiler import plans
 from rmm_linear.compiler.torch_private import dynamo_options
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.variance import measure_step_noise
 
 from .instruments import allocator_peaks, interleaved
 from .models import WORKLOADS
@@ -249,7 +250,7 @@ def noise_rows(model_name: str, data: str, batches: int, size: int) -> Iterator[
     Args:
         model_name: A folder or name of a pretrained model.
         data: A folder in the official GLUE layout.
-        batches: How many minibatches.
+        batches: How many minibatches, an even number.
         size: Sequences of a minibatch.
     """
     torch.manual_seed(0)
@@ -262,27 +263,17 @@ def noise_rows(model_name: str, data: str, batches: int, size: int) -> Iterator[
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.train()
-    gradients: dict[str, list[Tensor]] = {}
-    steps = {"exact": model} | {
-        way: torch.compile(model, backend="rmm_linear", options={"bits": bits}) for way, bits in BITS.items()
-    }
     order = torch.randperm(len(split)).tolist()
+    made = []
     for number in range(batches):
         rows = split.select(order[number * size : (number + 1) * size])
         texts = [list(rows[name]) for name in task.text_keys]
         batch = tokenizer(*texts, padding="max_length", truncation=True, max_length=128, return_tensors="pt")
-        for way, run in steps.items():
-            model.zero_grad(set_to_none=True)
-            run(**batch, labels=torch.tensor(list(rows["label"]))).loss.backward()
-            found = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
-            gradients.setdefault(way, []).append(torch.cat(found))
-    exact = torch.stack(gradients["exact"])
-    of_batches = float(((exact - exact.mean(0)) ** 2).sum()) / (batches - 1)
-    for way in BITS:
-        added = float(((torch.stack(gradients[way]) - exact) ** 2).sum()) / batches
-        row = {"way": way, "batches": batches, "batch": size, "share": added / of_batches}
-        row |= {"relative_variance": added / float((exact**2).sum()) * batches}
-        yield row | origin(WORKLOADS[0])
+        made.append({**batch, "labels": torch.tensor(list(rows["label"]))})
+    for way, bits in BITS.items():
+        noise = measure_step_noise(torch.compile(model, backend="rmm_linear", options={"bits": bits}), made)
+        row = {"way": way, "batches": batches, "batch": size, "share": noise.noise_ratio}
+        yield row | {"relative_variance": noise.relative_variance} | origin(WORKLOADS[0])
 
 
 def codes_table(folder: Path) -> str:

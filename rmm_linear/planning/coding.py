@@ -7,7 +7,7 @@ from typing import Any
 from rmm_linear.byte_sizes import Unit
 
 KINDS = ("norm", "activation", "attention", "linear")
-# Exact tensors that are named: so many, and each of a part of what is coded.
+# Ops and exact tensors that are named: so many, and each tensor of a part of what is freed.
 _MOST_NAMED, _PART = 5, 100
 
 
@@ -95,19 +95,20 @@ class Coding:
     Attributes:
         coded: Tensors that are kept as codes.
         exact: Tensors that the backward pass reads as they are; some may be computed again there.
+        freed_bytes: Bytes that need not be kept, for the backward pass reads them from codes: of the tensors that are
+            coded, and of others that follow from them.
+        bending: Ops of the backward pass that are not linear in gradients with noise: the gradients behind them are
+            biased.
     """
 
     coded: tuple[CodedTensor, ...] = ()
     exact: tuple[ExactTensor, ...] = ()
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of the tensors that are kept as codes."""
-        return sum(tensor.tensor_bytes for tensor in self.coded)
+    freed_bytes: int = 0
+    bending: tuple[str, ...] = ()
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of their codes."""
+        """Bytes of the codes."""
         return sum(tensor.code_bytes for tensor in self.coded)
 
     def lines(self, unit: Unit) -> Iterator[str]:
@@ -121,7 +122,7 @@ class Coding:
         kinds: dict[tuple[str, int], int] = {}
         for tensor in self.coded:
             kinds[tensor.kind, tensor.bits] = kinds.get((tensor.kind, tensor.bits), 0) + 1
-        sizes = f"{unit.of(self.tensor_bytes)} -> {unit.of(self.code_bytes)} {unit.name}"
+        sizes = f"{unit.of(self.freed_bytes)} -> {unit.of(self.code_bytes)} {unit.name}"
         told = ", ".join(f"{count} {kind} in {bits} bits" for (kind, bits), count in kinds.items())
         yield f"codes of {len(self.coded)} tensor{'s' * (len(self.coded) > 1)}, {sizes}: {told}"
         bias = max(tensor.bias or 0 for tensor in self.coded)
@@ -129,7 +130,11 @@ class Coding:
             yield f"readings of functions are biased by {100 * bias:.1g} % of their values near 1 at most"
         if any(tensor.bias is None for tensor in self.coded):
             yield "scores of attention are biased through their exponential; no bound is known"
-        large = (tensor for tensor in self.exact if _PART * tensor.tensor_bytes >= self.tensor_bytes)
+        if self.bending:
+            others = f"; {len(self.bending) - _MOST_NAMED} more" if len(self.bending) > _MOST_NAMED else ""
+            ops = "; ".join(self.bending[:_MOST_NAMED]) + others
+            yield f"gradients behind ops that are not linear in them are biased: {ops}"
+        large = (tensor for tensor in self.exact if _PART * tensor.tensor_bytes >= self.freed_bytes)
         named = sorted(large, key=lambda tensor: -tensor.tensor_bytes)[:_MOST_NAMED]
         if named:
             names = (f"{each.name}, {unit.of(each.tensor_bytes)}, by {each.reader}" for each in named)

@@ -8,6 +8,7 @@ from rmm_linear.compiler.rewrites.codes import (
     _hash,
     _hashed_again,
     _uniform,
+    curved,
     decode,
     decode_with_tail,
     dither,
@@ -16,6 +17,7 @@ from rmm_linear.compiler.rewrites.codes import (
     encode_with_tail,
     error_variance,
     pack,
+    straight,
     unpack,
 )
 
@@ -43,27 +45,34 @@ def test_a_reading_has_the_tensor_as_its_mean_and_the_variance_of_the_closed_for
         assert (squares / draws / variance).mean() == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.parametrize("cube", [0.0, 0.06])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bits):
+def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bits, cube):
     torch.manual_seed(0)
     x = torch.randn(256, 4)
     x[3, 0], x[7, 0], x[200, 1], x[5, 2] = 20.0, 9.0, -30.0, 5.001
     layout, draws, total, products, squares = Layout.of(256, 4), 3000, 0, 0, 0
     for _ in range(draws):
         key = draw_keys(torch.randint(-(2**62), 2**62, ()), 4)[3]
-        code, steps, most = encode_with_tail(x, key, layout, bits=bits, tail=5.0)
+        code, steps, most = encode_with_tail(x, key, layout, bits=bits, tail=5.0, cube=cube)
         within, excess = decode_with_tail(code, steps, most, key, layout, bits=bits)
         total = total + within + excess
-        error = within - x.clamp(-5, 5)
+        error = within - curved(x.clamp(-5, 5), cube)
         products, squares = products + error * (excess - (x - 5).clamp_min(0)), squares + error**2
     assert steps.max() < (0.78 if bits == 4 else 0.04)
     assert (squares / draws / error_variance(steps, layout)).mean() == pytest.approx(1, abs=0.01)
     # the errors of the two parts are independent: 9 has an excess of 4, read as 15 or 0
     assert abs(products[7, 0] / draws) < 5 * (steps[0, 0, 0] ** 2 / 12 * 4 * 11 / draws) ** 0.5
-    error = (total / draws - x.clamp_min(-5)).abs()
+    error = (total / draws - curved(x.clamp(-5, 5), cube) - (x - 5).clamp_min(0)).abs()
     assert error[7, 0] < 5.6 * (4 * 11 / draws) ** 0.5
     error[7, 0] = 0
     assert (error <= 5.6 * (steps.max() ** 2 / 12 / draws) ** 0.5).all()
+
+
+def test_a_cube_is_solved_for_numbers_of_all_sizes():
+    x = torch.logspace(-30, 4, 1000)
+    for cube in (0.0, 0.06):
+        torch.testing.assert_close(straight(curved(torch.cat([x, -x]), cube), cube), torch.cat([x, -x]))
 
 
 def test_what_is_not_finite_stays_so():

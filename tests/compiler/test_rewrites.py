@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from rmm_linear.compiler import plans, rewrites
 from rmm_linear.compiler.rewrites import activations, attention, choice, code_step, norms
+from rmm_linear.compiler.rewrites.coded import Shape
 from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.planning.coding import KINDS, Bits
 
@@ -268,7 +269,7 @@ def test_scores_of_attention_are_said_to_be_biased():
         coding = plans(model)[-1].coding
         assert [tensor.kind for tensor in coding.coded] == ["attention"] * number
         assert sum(tensor.bias is None for tensor in coding.coded) == 2
-        assert coding.tensor_bytes == number * 4 * ROWS * WIDTH
+        assert coding.freed_bytes == number * 4 * ROWS * WIDTH
         assert "no bound is known" in str(plans(model)[-1])
 
 
@@ -304,13 +305,10 @@ def test_rounding_to_float8_is_part_of_the_function_and_no_alias():
     assert is_unbiased(result), result
 
 
-def test_small_inputs_beside_an_outlier_are_read_without_bias():
-    # the outlier sets its column's step, and has no gradient itself
-    torch.manual_seed(0)
-    x = 0.3 * torch.randn(ROWS, WIDTH)
-    x[::128] = 60 * torch.randn(2, WIDTH)
-    weight = torch.rand(ROWS, 3)
-    weight[::128] = 0
+def small_beside_outliers():
+    """A GELU of small inputs, and of an outlier in each group of rows, which sets the steps and has no gradient."""
+    x, weight = 0.3 * torch.randn(ROWS, WIDTH), torch.rand(ROWS, 3)
+    x[::128], weight[::128] = 60 * torch.randn(2, WIDTH), 0
 
     class Masked(Net):
         def forward(self, x):
@@ -319,8 +317,15 @@ def test_small_inputs_beside_an_outlier_are_read_without_bias():
     model = Masked(nn.GELU())
     with torch.no_grad():
         model.before.bias.zero_()
-    result, plan = judge(model, x, 400, bits=8)
-    assert is_unbiased(result, named_bias(plan, 8)), result
+    return model, x
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_small_inputs_beside_an_outlier_are_read_without_bias(bits):
+    torch.manual_seed(0)
+    model, x = small_beside_outliers()
+    result, plan = judge(model, x, 400, bits=bits)
+    assert is_unbiased(result, named_bias(plan, bits)), result
 
 
 def test_outliers_keep_norms_and_activations_unbiased():
@@ -396,11 +401,7 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
     elif mutant == "smoothing":
         monkeypatch.setattr(activations, "_WEIGHTS", {1: (1.0, 0.0), 2: (1.0, 0.0, 0.0)})
         monkeypatch.setattr(activations, "_MOST_BIASED", 1.0)
-        # the largest steps, and rows at the bend
-        x[::64] *= 8
-        model = Net(nn.GELU(), 0.3)
-        with torch.no_grad():
-            model.before.bias.zero_()
+        model, x = small_beside_outliers()
     elif mutant == "one key":
         model = Net(Same())
         monkeypatch.setattr(rewrites, "_keys", _keys_of_one)
@@ -608,6 +609,136 @@ def test_a_plan_tells_the_bytes_of_its_codes():
     assert "1 norm in 8 bits, 1 activation in 4 bits" in str(plan)
     assert "no budget" in str(plan)
     assert "sketches" not in str(plan)
+
+
+class SumOfNorms(nn.Module):
+    """A linear layer reads the sum of two norms, whose input is the caller's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.linear = nn.LayerNorm(128), nn.LayerNorm(128), nn.Linear(128, 3)
+
+    def forward(self, x):
+        return self.linear(self.first(x) + self.second(x)).sum()
+
+
+def test_a_statistic_whose_exact_value_is_kept_has_no_code():
+    torch.manual_seed(0)
+    model = Net(RMSOfRMS())
+    compiled(model, bits=8)(torch.randn(ROWS, WIDTH)).backward()
+    # the first norm's; the second norm's output is read from it, and from its own scale
+    assert [tensor.kind for tensor in plans(model)[-1].coding.coded] == ["norm"]
+
+
+class OfGradient(nn.Module):
+    """The identity, whose gradient a function changes."""
+
+    def __init__(self, function):
+        super().__init__()
+
+        class Changed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return function(gradient)
+
+        self.changed = Changed
+
+    def forward(self, x):
+        return self.changed.apply(x)
+
+
+BENDING = {
+    "clamp": lambda g: g.clamp(-1, 1),
+    "comparison": lambda g: torch.where(g > 0, g, 0.5 * g),
+    "matrix_product": lambda g: g @ (g.T @ torch.ones_like(g)),
+    "norm": lambda g: g / g.norm(),
+    "product": lambda g: g * g.flip(0),
+    "round": lambda g: (8 * g).round() / 8,
+    "sign": lambda g: g.sign(),
+    "softmax": lambda g: g * g.detach().softmax(-1),
+    "sort": lambda g: g.sort(0).values,
+}
+LINEAR = {
+    "cast": lambda g: g.to(torch.bfloat16).to(g.dtype),
+    "constant": lambda g: torch.zeros_like(g) + g.new_ones(WIDTH),
+    "fourier": lambda g: torch.fft.irfft(torch.fft.rfft(g)),
+    "gather": lambda g: g[torch.arange(ROWS - 1, -1, -1)],
+    "masked": lambda g: g.masked_fill(torch.ones(WIDTH) > 0, 0.0).tril(),
+    "mean": lambda g: g - g.mean(0, keepdim=True) + g.cumsum(1) / 3,
+    "pieces": lambda g: torch.cat([g[:, 3:], -g[:, :3]], 1).roll(1, 0),
+    "scatter": lambda g: torch.zeros_like(g).index_add(0, torch.arange(ROWS), g),
+    "weight": lambda g: functional.pad(g @ torch.ones(WIDTH, 3), (0, WIDTH - 3)),
+}
+
+
+class OfNoisyGradients(nn.Module):
+    def __init__(self, functions):
+        super().__init__()
+        self.gradients = nn.ModuleDict({name: OfGradient(function) for name, function in functions.items()})
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return functional.gelu(self.linear(sum(each(x) for each in self.gradients.values())))
+
+
+def test_a_plan_names_ops_that_bend_noisy_gradients():
+    torch.manual_seed(0)
+    model, x = Net(OfNoisyGradients(BENDING | LINEAR)), torch.randn(ROWS, WIDTH)
+    compiled(model, bits=8)(x).backward()
+    (plan,) = plans(model)
+    assert sorted({op.rpartition(".")[2] for op in plan.coding.bending}) == list(BENDING)
+    told = "gradients behind ops that are not linear in them are biased"
+    assert f"{told}: aten.sort.default of body.gradients.sort; " in str(plan)
+    # where no noise arrives
+    model = Net(nn.Sequential(nn.GELU(), *(OfGradient(function) for function in BENDING.values())))
+    compiled(model, bits=8)(x).backward()
+    (plan,) = plans(model)
+    assert plan.coding.coded
+    assert told not in str(plan)
+
+
+class Images(nn.Module):
+    """A convolution, and a GELU of its channels_last image of WIDTH channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        image = x.view(2, 8, -1, WIDTH).permute(0, 3, 1, 2)
+        return functional.gelu(self.conv(image)).permute(0, 2, 3, 1).reshape(-1, WIDTH)
+
+
+def test_columns_of_channels_last_images_are_channels_and_those_of_heads_all_heads():
+    shape = Shape.of(torch.empty(2, 16, 8, 16).to(memory_format=torch.channels_last))
+    assert (shape.layout.rows, shape.layout.columns) == (256, 16)
+    shape = Shape.of(torch.empty(4, 64, 2, 8).transpose(1, 2))
+    assert (shape.layout.rows, shape.layout.columns) == (256, 16)
+    torch.manual_seed(0)
+    result, plan = judge(Net(Images()), torch.randn(ROWS, WIDTH), 100, bits={"activation": 8})
+    assert [tensor.kind for tensor in plan.coding.coded] == ["activation"]
+    assert is_unbiased(result, named_bias(plan, 8)), result
+
+
+def test_memory_that_two_codes_serve_is_freed_once():
+    # the sum takes 2 bytes an element, a code 1.03: the sum has a code, not the norms
+    model = SumOfNorms().to(torch.bfloat16)
+    compiled(model, bits={"norm": 8, "linear": 8})(torch.randn(ROWS, 128, dtype=torch.bfloat16)).backward()
+    (plan,) = plans(model)
+    assert [tensor.kind for tensor in plan.coding.coded] == ["linear"]
+    # a code frees both factors and the product, for gate, up and the linear layer behind them
+    model, x = Net(Gated(), outer=24), torch.randn(ROWS, WIDTH)
+    kept = []
+    for options in ({"budget": "100%"}, {"bits": 8}):
+        compiled(model, **options)(x).backward()
+        kept.append(plans(model)[-1].plain.forward_bytes)
+    coding = plans(model)[-1].coding
+    # the keys are kept beside the codes
+    assert kept[0] - kept[1] == coding.freed_bytes - coding.code_bytes - 8 * len(coding.coded)
 
 
 def test_shapes_may_change_and_a_budget_comes_on_top():

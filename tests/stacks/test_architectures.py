@@ -6,9 +6,10 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import CONFIG, batch_of, gpt2, llama, relative_error, roberta, t5, train_step, vit
+from tiny_models import CONFIG, batch_of, gpt2, llama, modernbert, relative_error, roberta, t5, train_step, vit
 
 from rmm_linear import convert_linears
+from rmm_linear.compiler import plans
 from rmm_linear.memory import measure_kept_bytes, profile
 
 # linear layers of the two blocks (T5: of both stacks); GPT-2's are transformers' Conv1D
@@ -59,3 +60,13 @@ def test_the_bytes_kept_are_those_predicted(kind):
     kept = measure_kept_bytes(model, **batch)
     assert kept == report.predict(CONFIG, layers=layers)
     assert kept < report.total_bytes
+
+
+@pytest.mark.parametrize("kind", [*SKETCHED, modernbert])
+def test_no_op_behind_a_code_is_taken_for_one_that_is_not_linear_in_gradients(kind):
+    model = kind()
+    torch._dynamo.reset()
+    torch.compile(model, backend="rmm_linear", options={"bits": 8, "executor": "exact"})(**batch_of(kind))
+    (plan,) = plans(model)
+    assert plan.coding.coded
+    assert not plan.coding.bending

@@ -64,6 +64,15 @@ def vit() -> nn.Module:
     return transformers.ViTForImageClassification(config).train()
 
 
+def modernbert() -> nn.Module:
+    config = transformers.ModernBertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return transformers.ModernBertForMaskedLM(config).train()
+
+
 def batch_of(kind: Callable[[], nn.Module], number: int = 0) -> Batch:
     """A batch that one of the models above takes, another one for each number."""
     generator = torch.Generator().manual_seed(100 + number)

@@ -40,6 +40,11 @@ def code_step(
     chosen = Choice(step, bits)
     # no bound is known for what goes through the exponential of a score
     unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
+    freed_bytes = sum(map(size_bytes, chosen.freed()))
+    bending = {
+        f"{op.target} of {blocks[op]}" if blocks.get(op) else str(op.target): None
+        for op in step.bent({read.reader for _, read in chosen.served_by()})
+    }
     if chosen.rewrites:
         _apply(step, chosen)
     coded = tuple(
@@ -59,7 +64,7 @@ def code_step(
         for node in step.memories(read.source):
             tensor = ExactTensor(node.name, blocks.get(node, ""), size_bytes(node), str(read.reader.target))
             exact.setdefault(node, tensor)
-    return Coding(coded, tuple(exact.values()))
+    return Coding(coded, tuple(exact.values()), freed_bytes, tuple(bending))
 
 
 def _apply(step: Step, chosen: Choice) -> None:

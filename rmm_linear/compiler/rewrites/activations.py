@@ -9,8 +9,11 @@ the mean is the same, the variance a tenth more in the mean over u, and a third 
 are what a reading takes on a GPU.
 
 The steps are bounded: u is cut at +-T, and where u is above T the excess is coded apart and read along the slope of f.
-So f must be linear above T, and constant below -T. Before a function is coded, all of this is checked: the mean of what
-will be read is compared with the function on a grid of u, for the largest step that can be.
+So f must be linear above T, and constant below -T. With 4 bits, v is coded in place of u = v + c v^3: steps of u are
+smaller near zero, where f bends, and larger far away. Where f is linear it is a cubic of v, which one term reads.
+
+Before a function is coded, all of this is checked: the mean of what will be read is compared with the function on a
+grid of u, for the largest step that can be.
 """
 
 import functools
@@ -34,14 +37,13 @@ _CASTS = {aten._to_copy.default, aten.detach.default}
 # Weights of f(u), f(u + s), f(u + 2 s), where s has a sign that is drawn, for one or two terms of the series.
 _WEIGHTS = {1: (1 + 2 / 24, -2 / 24), 2: (1 + 2 / 24 + 18 / 640, -2 / 24 - 24 / 640, 6 / 640)}
 # Ways to read: how many terms are taken, and where u is cut. The first one is taken that is biased by less than the
-# bound, else the least biased one. 8 bits need a term too: an outlier sets the step of its column, and without a term
-# the bias is much of f where other inputs are small.
+# bound. If there is none, the function is read from 8 bits in place of 4, or exactly. 8 bits need a term too: an
+# outlier sets the step of its column, and without a term the bias is much of f where other inputs are small.
 _WAYS = {
     8: ((1, 16.0), (1, 32.0)),
-    4: tuple((terms, tail) for terms in (1, 2) for tail in (4.0, 5.0, 6.0, 7.0, 8.0, 10.0)),
+    4: tuple((terms, tail) for terms in (1, 2) for tail in (5.0, 6.0, 6.5, 7.0, 8.0, 10.0)),
 }
-_BOUND = 5e-3
-# A function that is biased by more is read from 8 bits in place of 4, or exactly.
+_CUBE = {8: 0.0, 4: 0.06}
 _MOST_BIASED = 1e-2
 _RANGE, _POINTS, _DRAWS = 40.0, 1601, 64
 # From the end of the grid to the largest float16 number, a function may differ from its reading by this part of itself.
@@ -179,6 +181,7 @@ class Activation(Rewrite):
             slope=slope,
             shape=self.code.shape,
             bits=self.code.bits,
+            cube=self.code.cube,
             terms=self.terms,
             dtype=result.meta["val"].dtype,
         )
@@ -226,13 +229,12 @@ def _activation(
     if not needed:
         return None
     bits = limits.bits
-    ways = {way: max(limits.of(function, way).bias for function in needed) for way in _WAYS[bits]}
-    way = next((way for way in ways if ways[way] <= _BOUND), min(ways, key=ways.__getitem__))
-    if not ways[way] <= _MOST_BIASED:
+    ways = ((way, max(limits.of(function, way).bias for function in needed)) for way in _WAYS[bits])
+    way, bias = next(((way, bias) for way, bias in ways if bias <= _MOST_BIASED), (None, math.inf))
+    if way is None:
         return None
     terms, tail = way
     outputs = []
-    bias = ways[way]
     for node in members:
         function = _function(u, None, node, {u, *members})
         found = limits.of(function, way)
@@ -241,7 +243,7 @@ def _activation(
             bias = max(bias, found.bias)
     slopes = {function: limits.of(function, way).slope for function in needed}
     serves = [read for region in regions for read in region.reads]
-    code = Code(u, "activation", bits, shape, tail)
+    code = Code(u, "activation", bits, shape, tail, _CUBE[bits])
     return Activation(code, serves, bias, regions=regions, outputs=outputs, slopes=slopes, terms=terms)
 
 
@@ -340,9 +342,10 @@ class _Limits:
         near = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
         far = torch.logspace(math.log10(_RANGE), math.log10(_FAR), _POINTS, dtype=torch.float64)
         u = torch.cat([near, far, -far])
-        step = codes.largest_step(self.bits, tail)
+        cube = _CUBE[self.bits]
+        step = codes.largest_step(self.bits, tail, cube)
         draws = (torch.arange(_DRAWS, dtype=torch.float64) + 0.5) / _DRAWS - 0.5
-        within = (u.clamp(-tail, tail) + step * draws[:, None]).flatten()
+        within = (codes.curved(u.clamp(-tail, tail), cube) + step * draws[:, None]).flatten()
         ends = torch.tensor([tail, _RANGE], dtype=torch.float64)
         ones = [torch.ones_like(each) if function.has_gradient else None for each in (u, within, ends)]
         exact = function(u, ones[0])
@@ -351,7 +354,7 @@ class _Limits:
         slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
         slope = next((each for each in (0.0, 1.0) if abs(slope - each) < _LEAST), slope)
         side = torch.full_like(within, step)
-        sides = (_unsmoothed(function, within, each, ones[1], terms) for each in (side, -side))
+        sides = (_unsmoothed(function, within, each, ones[1], terms, cube) for each in (side, -side))
         read = torch.stack(list(sides)).view(2 * _DRAWS, -1).mean(0) + slope * (u - tail).clamp_min(0)
         error, scale = (read - exact).abs(), exact[u.abs() <= 1].abs().max()
         if (error[_POINTS:] > _FAR_ERROR * exact[_POINTS:].abs().clamp_min(scale.item())).any():
@@ -360,11 +363,13 @@ class _Limits:
         return Limits(bias if math.isfinite(bias) else math.inf, slope)
 
 
-def _unsmoothed(function: Function, u: Tensor, step: Tensor, gradient: Tensor | None, terms: int) -> Tensor:
+def _unsmoothed(
+    function: Function, v: Tensor, step: Tensor, gradient: Tensor | None, terms: int, cube: float
+) -> Tensor:
     first, *others = _WEIGHTS[terms]
-    total = function(u, gradient) * first
+    total = function(codes.straight(v, cube), gradient) * first
     for place, weight in enumerate(others, 1):
-        total = total + function(u + place * step, gradient) * weight
+        total = total + function(codes.straight(v + place * step, cube), gradient) * weight
     return total
 
 
@@ -378,6 +383,7 @@ def _read(
     slope: float,
     shape: Shape,
     bits: int,
+    cube: float,
     terms: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -386,7 +392,7 @@ def _read(
     of_gradient = shape.rows_of(gradient[0]).to(torch.float32) if gradient else None
     shape_of_code = layout.groups, layout.group, layout.columns
     sides = layout.in_rows(codes.signs(shape_of_code, key) * steps)
-    read = _unsmoothed(function, within, sides, of_gradient, terms)
+    read = _unsmoothed(function, within, sides, of_gradient, terms, cube)
     if slope:
         excess = excess if slope == 1 else slope * excess
         read = read + (excess if of_gradient is None else excess * of_gradient)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -117,20 +118,32 @@ class Choice:
                 if not is_known and self._step.leads_to(first, last):
                     yield from rewrite.serves if served is None else [served]
 
+    def freed(self) -> dict[fx.Node, set[Code]]:
+        """Return the nodes whose memory need not be kept for the backward pass, each with all codes that serve it."""
+        exact = self.readings.exact.union(read.source for read in self.unserved)
+        kept = frozenset().union(*map(self._step.memories, exact))
+        found: dict[fx.Node, set[Code]] = {}
+        for code, read in self.served_by():
+            for node in self._step.memories(read.source) - kept:
+                found.setdefault(node, set()).add(code)
+        return found
+
     def _drop(self) -> bool:
         """Drop codes that free no more bytes than they take, and forward ops that need not run again."""
-        kept = {node for read in self.unserved for node in self._step.memories(read.source)}
-        freed: dict[Code, set[fx.Node]] = {rewrite.code: set() for rewrite in self.rewrites}
-        needed: set[fx.Node] = set()
-        for code, read in self.served_by():
-            freed[code] |= self._step.memories(read.source) - kept
-            if attention.is_score(read) and code.bits < 8:
-                needed.add(read.reader)
-        useless = {
-            (type(rewrite), rewrite.code.node)
-            for rewrite in self.rewrites
-            if sum(map(size_bytes, freed[rewrite.code])) <= rewrite.code.code_bytes
-        }
+        scores = [(code, read) for code, read in self.served_by() if attention.is_score(read)]
+        needed = {read.reader for code, read in scores if code.bits < 8}
+        # memory is freed by all of its codes together: a minimum cut parts the codes that are worth their bytes from
+        # those that are not
+        flow = nx.DiGraph([("bytes freed", "bytes of codes")])
+        flow["bytes freed"]["bytes of codes"]["capacity"] = 0
+        for node, codes in self.freed().items():
+            flow.add_edge("bytes freed", node, capacity=size_bytes(node))
+            flow.add_edges_from((node, code) for code in codes)
+        for rewrite in self.rewrites:
+            # a code that frees as much as it takes is dropped
+            flow.add_edge(rewrite.code, "bytes of codes", capacity=rewrite.code.code_bytes + 1)
+        _, (worth, _) = nx.minimum_cut(flow, "bytes freed", "bytes of codes")
+        useless = {(type(rewrite), rewrite.code.node) for rewrite in self.rewrites if rewrite.code not in worth}
         self._dropped |= useless
         is_settled = not useless and self.repeated <= needed
         self.repeated &= needed

@@ -21,8 +21,8 @@ class Shape:
         order: Its dimensions in the order of its memory.
         sizes: Their sizes, in that order.
         dtype: Its dtype.
-        layout: Rows and columns: the last dimension in memory, or the last two of a transposed view of more than three,
-            as the heads of an attention are.
+        layout: Rows and columns: the last dimension in memory, which are the channels of a channels_last image; or the
+            last two of another transposed view of more than three, as the heads of an attention are.
     """
 
     order: tuple[int, ...]
@@ -38,7 +38,7 @@ class Shape:
         strides = x.stride()
         order = tuple(sorted(range(x.dim()), key=lambda place: (-strides[place], place)))
         sizes = tuple(x.shape[place] for place in order)
-        last = 2 if order != tuple(range(x.dim())) and x.dim() > 3 else 1
+        last = 2 if order != tuple(range(x.dim())) and x.dim() > 3 and order[-1] != 1 else 1
         columns = 1
         for size in sizes[-last:]:
             columns *= size
@@ -65,6 +65,7 @@ class Code:
         bits: 8 or 4.
         shape: How the tensor is laid out.
         tail: Where the tensor is cut, its excess being coded apart; None if it is not cut.
+        cube: See `rmm_linear.compiler.rewrites.codes.encode_with_tail`.
         key: The node of the key.
         parts: The nodes of the code, as `rmm_linear.compiler.rewrites.codes.encode` returns them.
     """
@@ -74,6 +75,7 @@ class Code:
     bits: int
     shape: Shape
     tail: float | None = None
+    cube: float = 0.0
     key: fx.Node = field(init=False)
     parts: list[fx.Node] = field(init=False)
 
@@ -94,6 +96,7 @@ class Code:
             shape=self.shape,
             bits=self.bits,
             tail=self.tail,
+            cube=self.cube,
         )
 
     @property
@@ -121,11 +124,11 @@ class Code:
         return value.numel() * value.element_size()
 
 
-def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None) -> tuple[Tensor, ...]:
+def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None, cube: float) -> tuple[Tensor, ...]:
     rows = shape.rows_of(x)
     if tail is None:
         return codes.encode(rows, key, shape.layout, bits=bits)
-    return codes.encode_with_tail(rows, key, shape.layout, bits=bits, tail=tail)
+    return codes.encode_with_tail(rows, key, shape.layout, bits=bits, tail=tail, cube=cube)
 
 
 def _decode(code: Tensor, steps: Tensor, key: Tensor, *, shape: Shape, bits: int) -> Tensor:

@@ -99,8 +99,19 @@ def error_variance(steps: Tensor, layout: Layout) -> Tensor:
     return layout.in_rows(steps * steps / 12)
 
 
+def curved(x: Tensor, cube: float) -> Tensor:
+    """Solve v + cube v^3 = x for v: equal steps of v are small steps of x near zero, and large ones far away."""
+    root = (3 * cube) ** 0.5
+    return torch.sinh(torch.asinh(x * (1.5 * root)) / 3) * (2 / root) if cube else x
+
+
+def straight(v: Tensor, cube: float) -> Tensor:
+    """Undo `curved`."""
+    return v + v * v * v * cube if cube else v
+
+
 def encode_with_tail(
-    x: Tensor, key: Tensor, layout: Layout, *, bits: int, tail: float
+    x: Tensor, key: Tensor, layout: Layout, *, bits: int, tail: float, cube: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Code a tensor cut at +-tail, and its excess above tail in one more symbol: so no outlier makes steps larger.
 
@@ -114,6 +125,7 @@ def encode_with_tail(
         layout: As for `encode`.
         bits: 8 or 4.
         tail: Where x is cut, at least 1e-3.
+        cube: Of what is cut, `curved` is coded.
 
     Returns:
         The code and the steps, as `encode` returns them; the largest excesses, shaped as the steps.
@@ -122,9 +134,9 @@ def encode_with_tail(
     half = _half_range(bits) - 1
     greatest, least = (each(1, keepdim=True).to(torch.float32) for each in (x.amax, x.amin))
     most = greatest.clamp_min(tail) - tail
-    steps = _steps(torch.maximum(greatest, -least), half, tail)
+    steps = _steps(torch.maximum(greatest, -least), half, tail, cube)
     x = x.to(torch.float32)
-    within = x.clamp(-tail, tail)
+    within = curved(x.clamp(-tail, tail), cube)
     excess = x.clamp_min(tail) - tail
     drawn = _hash(x.shape, key)
     numbers = _rounded(within, steps, _uniform(drawn), half)
@@ -132,9 +144,9 @@ def encode_with_tail(
     return pack((numbers + torch.where(has_excess, 2.0, 0.0)).to(torch.uint8), bits), steps, most
 
 
-def largest_step(bits: int, tail: float) -> float:
+def largest_step(bits: int, tail: float, cube: float) -> float:
     """Return the largest step that a code with a tail can have."""
-    return tail * _MARGIN / (_half_range(bits) - 1)
+    return curved(torch.tensor(tail, dtype=torch.float64), cube).item() * _MARGIN / (_half_range(bits) - 1)
 
 
 def decode_with_tail(
@@ -143,7 +155,7 @@ def decode_with_tail(
     """Read a code of `encode_with_tail`.
 
     Returns:
-        The tensor as it was cut, and the excess; both of shape (rows, columns), float32.
+        The tensor as it was cut, and `curved`; the excess. Both of shape (rows, columns), float32.
     """
     numbers = unpack(code, bits).to(torch.float32)
     half = _half_range(bits) - 1
@@ -258,7 +270,7 @@ def _half_range(bits: int) -> float:
     return ((1 << bits) - 1) / 2
 
 
-def _steps(magnitude: Tensor, half: float, tail: float | None = None) -> Tensor:
+def _steps(magnitude: Tensor, half: float, tail: float | None = None, cube: float = 0.0) -> Tensor:
     # a column with an element that is not finite is read as NaN: infinity less infinity is none
     magnitude = magnitude + (magnitude - magnitude)
-    return magnitude.clamp(_LEAST, tail) * (_MARGIN / half)
+    return curved(magnitude.clamp(_LEAST, tail), cube) * (_MARGIN / half)

@@ -2,7 +2,8 @@
 
 A tensor that has a code is read from it. A tensor that follows from such tensors by ops that are linear in them is
 computed again from what is read of them: views, casts, products with a number, a parameter, a mask or a statistic of
-rows, sums. So is a product of two tensors whose codes are different ones, for their errors are independent.
+rows, sums. So is a product of two tensors whose codes are different ones, for their errors are independent. A tensor
+that is small beside what follows from it is kept and read as it is, if it has a code or not.
 """
 
 import operator
@@ -53,11 +54,13 @@ class Readings:
 
     Attributes:
         provided: Tensors that are read directly.
+        exact: Tensors that are read as they are, for others that follow from them and from codes.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self.provided: dict[fx.Node, Provided] = {}
+        self.exact: set[fx.Node] = set()
         self._codes: dict[fx.Node, frozenset[Code] | None] = {}
         self._read: dict[fx.Node, fx.Node] = {}
 
@@ -98,7 +101,7 @@ class Readings:
         if node not in self._read and node.target is operator.getitem:
             self._read[node] = self._dropped(node_at(node, 0), editor, before)
         if node not in self._read:
-            made = {each: self.read(each, editor, before) for each in node.all_input_nodes if self.codes_of(each)}
+            made = {each: self.read(each, editor, before) for each in self._coded_sources(node)}
             if node.target in _VIEWS:
                 # what is read may be laid out otherwise
                 self._read[node] = editor.insert(
@@ -126,21 +129,27 @@ class Readings:
         is_view = len(sources) == 1 and self._step.base[node] is not node and node.target not in _OF_MEMORY
         if is_view or node.target in _PASSED_THROUGH or _is_first_power(node):
             return self.codes_of(sources[0]) if self._step.is_float(sources[0]) else None
-        found = {each: self.codes_of(each) for each in sources}
-        exact = [each for each, codes in found.items() if codes is None]
-        if not all(self._is_at_hand(each, node) for each in exact):
+        parts = self._coded_sources(node)
+        exact = set(sources) - parts.keys()
+        if not parts or not all(self._is_at_hand(each, node) for each in exact):
             return None
-        parts = [codes for codes in found.values() if codes is not None]
-        if not parts:
+        together = frozenset().union(*parts.values())
+        is_quotient = node.target is aten.div.Tensor and parts.keys() == {sources[0]} and node.args[0] is sources[0]
+        is_product = (
+            node.target is aten.mul.Tensor
+            and len(sources) == sum(isinstance(arg, fx.Node) for arg in node.args)
+            and len(together) == sum(map(len, parts.values()))
+        )
+        if node.target not in _SUMS and not is_quotient and not is_product:
             return None
-        if node.target in _SUMS:
-            return frozenset().union(*parts)
-        if node.target is aten.div.Tensor and len(parts) == 1 and found.get(sources[0]) and node.args[0] is sources[0]:
-            return parts[0]
-        if node.target is aten.mul.Tensor and len(sources) == sum(isinstance(arg, fx.Node) for arg in node.args):
-            together = frozenset().union(*parts)
-            return together if len(together) == sum(map(len, parts)) else None
-        return None
+        self.exact |= exact
+        return together
+
+    def _coded_sources(self, node: fx.Node) -> dict[fx.Node, frozenset[Code]]:
+        """What a tensor is computed from that is read from codes."""
+        sources = node.all_input_nodes
+        found = {each: self.codes_of(each) for each in sources if len(sources) == 1 or not _is_small(each, node)}
+        return {each: codes for each, codes in found.items() if codes is not None}
 
     def _dropped(self, dropout: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
         mask = next(each for each in dropout.users if each.args[1] == 1)
@@ -150,11 +159,15 @@ class Readings:
 
     def _is_at_hand(self, source: fx.Node, node: fx.Node) -> bool:
         """Tell whether a tensor is there in the backward pass, or can be kept for hardly any bytes."""
-        if not self._step.memories(source) or shape_of(source).numel() * _SMALL <= shape_of(node).numel():
+        if not self._step.memories(source) or _is_small(source, node):
             return True
         # a mask is read exactly by the gradient of its own op
         is_number = self._step.is_float(source)
         return not is_number and any(each.source is source for each in self._step.reads)
+
+
+def _is_small(source: fx.Node, node: fx.Node) -> bool:
+    return shape_of(source).numel() * _SMALL <= shape_of(node).numel()
 
 
 def _is_first_power(node: fx.Node) -> bool:

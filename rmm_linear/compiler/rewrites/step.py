@@ -6,9 +6,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
+from rmm_linear.compiler.autocasting import autocast_as
 from rmm_linear.compiler.fake_memory import tensors_of
 
+# Linear in a gradient, though autograd saves it for its shape, or for a derivative by another argument.
+_LINEAR = {"_fft_r2c", "convolution", "index_add"}
+# Not linear, though autograd takes their slopes for constant.
+_STEPS = {"sign", "sgn", "round", "floor", "ceil", "trunc", "frac", "fmod", "remainder"}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -111,6 +117,55 @@ class Step:
                     seen.add(user)
                     waiting.append(user)
         return False
+
+    def bent(self, readers: Collection[fx.Node]) -> Iterator[fx.Node]:
+        """Yield ops that are not linear in noisy gradients that they read, so that their results are biased.
+
+        Args:
+            readers: Ops that read codes, where noise comes in.
+        """
+        noisy = set(readers)
+        for node in self.number:
+            found = noisy.intersection(node.all_input_nodes)
+            if found and node.op == "call_function":
+                value = node.meta["val"]
+                # a comparison is named, and not what follows from it
+                if not isinstance(value, Tensor) or _is_number(value):
+                    noisy.add(node)
+                if isinstance(node.target, torch._ops.OpOverload) and not self._is_linear(node, node.target, found):
+                    yield node
+
+    def _is_linear(self, node: fx.Node, op: torch._ops.OpOverload, gradients: set[fx.Node]) -> bool:
+        """Whether autograd would save none of the gradients, nor a result, for the derivative of an op."""
+        given = dict(zip((argument.name for argument in op._schema.arguments), node.args, strict=False)) | node.kwargs
+        others = [value for name, value in given.items() if not name.startswith("grad")]
+        name = op.overloadpacket.__name__
+        # the gradients of a backward op are named so
+        if name in _LINEAR or gradients.isdisjoint(pytree.tree_leaves(others)):
+            return True
+        made = {each: each.meta["val"] for each in node.all_input_nodes}
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with (
+            autocast_as((), {made[each].device.type for each in gradients}),
+            self.mode,
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            made |= {each: made[each].detach().requires_grad_() for each in gradients}
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            results = [each for each in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(each, Tensor)]
+        own = {each.untyped_storage()._cdata for each in (*results, *(made[each] for each in gradients))}
+        is_saved = any(each.untyped_storage()._cdata in own for each in saved)
+        return all(map(_is_number, results)) and not is_saved and name not in _STEPS
+
+
+def _is_number(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def node_at(node: fx.Node, place: int) -> fx.Node:
