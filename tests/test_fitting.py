@@ -199,7 +199,7 @@ def test_noise_that_cannot_be_measured_is_told(batch):
             return self.head(x)
 
     with pytest.raises(ValueError, match=r"pass loss_fn\(model, batch\)"):
-        fit(Logits(), batch[0], CODES)
+        fit(Logits(), batch[0], CODES, allow="code")
 
 
 def test_a_planned_model_is_refused(batch):
