@@ -91,7 +91,8 @@ def test_without_noise_the_gradients_are_those_of_eager_mode(batch):
 def test_a_noise_limit_that_codes_exceed_leaves_the_step_exact(batch):
     found = fit(_model(), batch, CODES, noise=1e-9)
     assert found.chosen.name == "exact"
-    assert found.candidates[0].name == "8 bits" and found.candidates[0].noise_ratio > 1e-9
+    assert found.candidates[0].name == "8 bits"
+    assert found.candidates[0].noise_ratio > 1e-9
 
 
 def test_the_noise_is_that_of_codes_and_not_of_dropout(batch):
