@@ -311,6 +311,23 @@ def test_other_products_stay_exact(body):
     assert all(found[name].equal(exact[name]) for name in exact)
 
 
+def test_the_gradient_of_an_input_that_is_a_parameter_stays_exact():
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.weight = (nn.Parameter(torch.randn(ROWS, WIDTH)) for _ in range(2))
+
+        def forward(self, x):
+            return (functional.linear(self.queries, self.weight) * x).square().sum()
+
+    model, x = Learned(), torch.randn(ROWS, ROWS)
+    for is_autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            exact, run = gradients(model, model, x), compiled(model)
+            assert all(each.equal(exact[name]) for name, each in gradients(model, run, x).items())
+        assert not coding_of(model).sketched
+
+
 def test_few_rows_and_float64_stay_exact():
     for model, x in ((Net(Queries()), batch(255)), (Net(Queries()).double(), batch().double())):
         exact = gradients(model, model, x)

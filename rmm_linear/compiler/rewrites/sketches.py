@@ -157,11 +157,14 @@ def _weight_gradients(step: Step, parameters: Collection[fx.Node]) -> Iterator[R
         users = (user for user in node.users if user is not output)
         return is_known and is_own.get(node, True) and all(map(ends_there, users))
 
+    # the other factor of the gradient of a layer's input is computed of parameters alone
+    of_batch: set[fx.Node] = set()
+    for node in step.number:
+        if (node.op == "placeholder" and node not in parameters) or not of_batch.isdisjoint(node.all_input_nodes):
+            of_batch.add(node)
     for read in step.reads:
         reader, source = read
-        # the other factor of a gradient of a layer's input is a parameter
-        is_input = bool(step.memories(source)) or step.base[source] not in parameters
-        if reader.target is aten.mm.default and is_input and step.is_float(source):
+        if reader.target is aten.mm.default and source in of_batch and step.is_float(source):
             users = [user for user in reader.users if user is not output]
             if is_own.get(reader, bool(users)) and all(map(ends_there, users)):
                 yield read
