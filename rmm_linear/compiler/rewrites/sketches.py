@@ -133,13 +133,13 @@ def sketches(step: Step, chosen: Choice, parameters: Collection[fx.Node], ratio:
         is_of_forward = all(step.memories(read.source) == {step.base[read.source]} for read in reads)
         sketch.is_kept = not is_served and is_of_forward and sketch.sketch_bytes < sum(map(size_bytes, memories))
         found.append(sketch)
-    others = set(chosen.unserved).difference(*(sketch.reads for sketch in found))
-    kept = {memory for read in others for memory in step.memories(read.source)}
-    while any(sketch.is_kept and not kept.isdisjoint(sketch.memories) for sketch in found):
-        for sketch in found:
-            if not kept.isdisjoint(sketch.memories):
-                sketch.is_kept = False
-                kept |= sketch.memories
+    useless = found
+    while useless:
+        others = set(chosen.unserved).difference(*(sketch.reads for sketch in found if sketch.is_kept))
+        needed = {memory for read in others for memory in step.memories(read.source)}
+        useless = [sketch for sketch in found if sketch.is_kept and not needed.isdisjoint(sketch.memories)]
+        for sketch in useless:
+            sketch.is_kept = False
     return [sketch for sketch in found if sketch.is_kept or sketch.saves_arithmetic]
 
 
