@@ -300,7 +300,7 @@ def test_other_products_stay_exact(body):
             self.body = body()
 
         def forward(self, x):
-            return self.body(x.relu()).square().sum()
+            return self.body(x).square().sum()
 
     model, x = Exact(), batch().requires_grad_()
     exact = gradients(model, model, x) | {"x": x.grad.double()}
@@ -360,11 +360,28 @@ def test_low_precision_has_sketches_and_gradients_of_the_right_dtype(dtype, is_a
             assert parameter.grad.dtype == parameter.dtype
             totals[name] = totals.get(name, 0.0) + parameter.grad.double() * (-100 if step is model else 1)
     exact = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
-    # the layers' casts of one tensor have one sketch
     assert [each.layers for each in coding_of(model).sketched] == [1, 3, 1]
     assert all(each.sketch_bytes == 2 * RATIO * ROWS * WIDTH for each in coding_of(model).sketched)
     for name, total in totals.items():
         assert total.norm() / 100 < 0.15 * exact[name].norm(), name
+
+
+def test_casts_of_one_tensor_have_one_sketch():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return x * self.weight
+
+    queries = Queries()
+    queries.norm = Scale()
+    model = Weighted(queries)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(model, compiled(model), batch())
+    (sketch,) = coding_of(model).sketched
+    assert (sketch.layers, sketch.is_kept) == (3, True)
 
 
 def test_a_budget_comes_on_top():
