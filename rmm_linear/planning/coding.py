@@ -57,7 +57,7 @@ def sketch_ratio(given: Any) -> float | None:
     """
     if given is None:
         return None
-    if type(given) is not float or not 0 < given < 1:
+    if not isinstance(given, float) or not 0 < given < 1:
         raise ValueError(
             f"sketch={given!r} is not in (0, 1); pass the share of rows that sketches have, such as 0.375, or None for"
             " exact weight gradients"
