@@ -46,7 +46,7 @@ ALLOWED = {
     "byte_sizes": set(),
     # plans are made of plain data: no torch
     "planning": {"byte_sizes", "errors"},
-    "compiler": {"planning", "memory", "errors"},
+    "compiler": {"planning", "memory", "config", "errors"},
     "checkpointing": {"compiler", "planning", "memory", "errors"},
 }
 # these sit on the public interface and may import all of it

@@ -28,7 +28,7 @@ from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transfo
 from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
 from rmm_linear.planning.budget import Budget
-from rmm_linear.planning.coding import Bits
+from rmm_linear.planning.coding import Bits, sketch_ratio
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.schedule import Schedule
@@ -61,6 +61,9 @@ class Options:
         bits: 8 or 4 for a backward pass that reads codes of so many bits, without bias, where it can; a dict for each
             kind of ops ("norm", "activation", "attention", "linear"); None for exact gradients. Without a budget,
             nothing is computed again.
+        sketch: The share of rows, in (0, 1), of the sketches that weight gradients of linear layers are estimated from,
+            without bias: of their inputs, kept in the inputs' place where nothing else needs them, and of the
+            gradients. None for products of all rows.
     """
 
     budget: int | float | str | None = None
@@ -71,9 +74,11 @@ class Options:
     schedule: Schedule | None = None
     loss_alone: bool = True
     bits: Any = None
+    sketch: float | None = None
 
     def __post_init__(self) -> None:
         Bits.of(self.bits)
+        sketch_ratio(self.sketch)
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor={self.executor!r} is unknown; choose one of {', '.join(EXECUTORS)}")
         if self.gradients not in ("kept", "freed"):
@@ -98,9 +103,11 @@ class Options:
         for name in given:
             if name not in known:
                 raise ValueError(f"option {name!r} is unknown; choose among {', '.join(known)}")
-        if given.get("budget") is None and given.get("schedule") is None and Bits.of(given.get("bits")) == Bits():
+        named = ("budget", "schedule", "sketch")
+        if all(given.get(name) is None for name in named) and Bits.of(given.get("bits")) == Bits():
             raise ValueError(
-                'the option "budget" is missing: pass options={"budget": "60%"}, bytes such as "8GiB", or {"bits": 8}'
+                'the option "budget" is missing: pass options={"budget": "60%"}, bytes such as "8GiB", {"bits": 8} or'
+                ' {"sketch": 0.375}'
             )
         return cls(**given)
 
@@ -381,6 +388,7 @@ class PlannedGraph:
                 loss_alone=self._group.loss_alone,
                 for_inductor=options.executor == "inductor",
                 bits=Bits.of(options.bits),
+                sketch=sketch_ratio(options.sketch),
             )
         except NothingToTrainError:
             if self._group.capture_only:

@@ -115,6 +115,7 @@ def read_joint_graph(
     loss_alone: bool = True,
     for_inductor: bool = False,
     bits: Bits = _EXACT,
+    sketch: float | None = None,
 ) -> Capture:
     """Trace a graph of Dynamo forward and backward, and turn it into a graph for planners.
 
@@ -131,6 +132,7 @@ def read_joint_graph(
         for_inductor: Whether Inductor will compile the ops. Then random ops draw by seeds, and no op that draws runs
             twice; and ops are those that Inductor fuses others into.
         bits: Bits of the codes that the backward pass reads in the place of tensors.
+        sketch: The share of rows of the sketches that weight gradients are estimated from; None for exact ones.
 
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
@@ -166,6 +168,7 @@ def read_joint_graph(
             frees_gradients=gradients == "freed",
             has_same_backward=has_same_backward,
             bits=bits,
+            sketch=sketch,
         )
         return reading.capture()
     except ValueError:
@@ -190,8 +193,9 @@ class _Reading:
         frees_gradients: bool,
         has_same_backward: Callable[[Autocast], bool],
         bits: Bits,
+        sketch: float | None,
     ) -> None:
-        self._bits = bits
+        self._bits, self._sketch = bits, sketch
         self._traced, self._joint, self._are_parameters = traced, traced.joint, are_parameters
         self._for_inductor = for_inductor
         self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
@@ -214,10 +218,13 @@ class _Reading:
         self._refuse_unknown(placeholders, (PlainAOTInput, TangentAOTInput), "takes")
         self._refuse_sparse()
         coding = Coding()
+        parameters = [node for node, is_one in zip(inputs, self._are_parameters, strict=True) if is_one]
         if self._bits != _EXACT:
-            parameters = [node for node, is_one in zip(inputs, self._are_parameters, strict=True) if is_one]
             cast_again(self._joint, list(tangents.values()), self._traced.blocks, parameters)
-            coding = code_step(self._joint, list(tangents.values()), self._traced.blocks, self._bits)
+        if self._bits != _EXACT or self._sketch is not None:
+            coding = code_step(
+                self._joint, list(tangents.values()), self._traced.blocks, self._bits, parameters, self._sketch
+            )
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")

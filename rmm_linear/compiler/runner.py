@@ -337,8 +337,8 @@ class _Again:
         try:
             for device, state in self._states.items():
                 set_random_state(state, device)
-            if capture.coding.coded:
-                # the codes' seed was drawn before all else
+            if capture.coding.coded or capture.coding.sketched:
+                # the seed of codes and sketches was drawn before all else
                 torch.ops.rmm_linear.draw_seed.default(next(filter(torch.is_floating_point, inputs)), None)
             with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):
                 values = runner.module(*fresh)  # type: ignore[misc]

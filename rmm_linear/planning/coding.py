@@ -1,4 +1,4 @@
-"""Which tensors a step keeps as codes, in how many bits, and which ones as they are."""
+"""Which tensors a step keeps as codes, in how many bits, which ones as sketches, and which ones as they are."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +46,25 @@ class Bits:
         return cls(**{kind: bits or 0 for kind, bits in each.items()})
 
 
+def sketch_ratio(given: Any) -> float | None:
+    """Read the option `sketch`.
+
+    Args:
+        given: The share of rows that a sketch has, in (0, 1); None for exact weight gradients.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, float) or not 0 < given < 1:
+        raise ValueError(
+            f"sketch={given!r} is not in (0, 1); pass the share of rows that sketches have, such as 0.375, or None for"
+            " exact weight gradients"
+        )
+    return given
+
+
 @dataclass(frozen=True)
 class CodedTensor:
     """A tensor that is kept as a code.
@@ -89,6 +108,23 @@ class ExactTensor:
 
 
 @dataclass(frozen=True)
+class SketchedTensor:
+    """An input of linear layers whose weight gradients are estimated from a sketch of it.
+
+    Attributes:
+        layers: How many layers read it.
+        is_kept: Whether the sketch is kept in its place. If not, it is made in the backward pass.
+        tensor_bytes: Bytes of the tensor.
+        sketch_bytes: Bytes of the sketch.
+    """
+
+    layers: int
+    is_kept: bool
+    tensor_bytes: int
+    sketch_bytes: int
+
+
+@dataclass(frozen=True)
 class Coding:
     """What became of the tensors that a backward pass reads.
 
@@ -99,12 +135,16 @@ class Coding:
             coded, and of others that follow from them.
         bending: Ops of the backward pass that are not linear in gradients with noise: the gradients behind them are
             biased.
+        sketched: Inputs of linear layers of which the backward pass reads sketches.
+        ratio: The share of rows that sketches have; None if there are none.
     """
 
     coded: tuple[CodedTensor, ...] = ()
     exact: tuple[ExactTensor, ...] = ()
     freed_bytes: int = 0
     bending: tuple[str, ...] = ()
+    sketched: tuple[SketchedTensor, ...] = ()
+    ratio: float | None = None
 
     @property
     def code_bytes(self) -> int:
@@ -117,6 +157,15 @@ class Coding:
         Args:
             unit: The unit of sizes.
         """
+        if self.sketched:
+            kept = [tensor for tensor in self.sketched if tensor.is_kept]
+            before = unit.of(sum(tensor.tensor_bytes for tensor in kept))
+            after = unit.of(sum(tensor.sketch_bytes for tensor in kept))
+            yield (
+                f"weight gradients of {sum(tensor.layers for tensor in self.sketched)} linear layers from sketches of"
+                f" {self.ratio:g} of the rows: {len(kept)} kept, {before} -> {after} {unit.name};"
+                f" {len(self.sketched) - len(kept)} made in the backward pass"
+            )
         if not self.coded:
             return
         kinds: dict[tuple[str, int], int] = {}

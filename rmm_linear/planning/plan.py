@@ -178,7 +178,7 @@ class CheckpointPlan:
                 "where each gradient is added to one that is there, or taken in the backward pass: peak"
                 f" {self._sizes(freed.plain.peak_bytes, freed.peak_bytes)}"
             )
-        if any(map(_is_sketch, self.graph.ops)):
+        if any(_is_sketch(op) and not op.is_backward for op in self.graph.ops):
             sketches = [
                 sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
                 for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))

@@ -4,6 +4,7 @@
     step.py          finds which backward ops read which tensors
     norms.py, activations.py, attention.py, products.py: find tensors that can be coded, and the reads each code serves
     choice.py        chooses among them
+    sketches.py      estimates weight gradients of linear layers from sketches
     codes.py         codes a tensor, and reads the code
     readings.py      computes tensors from codes
     editing.py       changes the graph
@@ -11,7 +12,7 @@
 A tensor is freed if codes serve all reads of it. Tensors that an unknown op reads stay exact, and the plan names them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -21,23 +22,32 @@ from rmm_linear.compiler.rewrites.choice import Choice
 from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.sketches import Sketch, sketches
 from rmm_linear.compiler.rewrites.step import Step, size_bytes
-from rmm_linear.planning.coding import Bits, CodedTensor, Coding, ExactTensor
+from rmm_linear.planning.coding import Bits, CodedTensor, Coding, ExactTensor, SketchedTensor
 
 
 def code_step(
-    joint: fx.GraphModule, tangents: Collection[fx.Node], blocks: Mapping[fx.Node, str], bits: Bits
+    joint: fx.GraphModule,
+    tangents: Collection[fx.Node],
+    blocks: Mapping[fx.Node, str],
+    bits: Bits,
+    parameters: Collection[fx.Node] = (),
+    ratio: float | None = None,
 ) -> Coding:
-    """Let the backward pass of a step read codes.
+    """Let the backward pass of a step read codes and sketches.
 
     Args:
         joint: The joint graph, functional; changed in place.
         tangents: Placeholders of the gradients of its results.
         blocks: The module that each node belongs to.
         bits: Bits of the codes.
+        parameters: Placeholders of the parameters.
+        ratio: Rows of a sketch over rows; None for no sketches.
     """
     step = Step(joint, tangents, blocks)
     chosen = Choice(step, bits)
+    sketched = [] if ratio is None else sketches(step, chosen, parameters, ratio)
     # no bound is known for what goes through the exponential of a score
     unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
     freed_bytes = sum(map(size_bytes, chosen.freed()))
@@ -45,8 +55,8 @@ def code_step(
         f"{op.target} of {blocks[op]}" if blocks.get(op) else str(op.target): None
         for op in step.bent({read.reader for _, read in chosen.served_by()})
     }
-    if chosen.rewrites:
-        _apply(step, chosen)
+    if chosen.rewrites or sketched:
+        _apply(step, chosen, sketched)
     coded = tuple(
         CodedTensor(
             rewrite.code.node.name,
@@ -60,23 +70,32 @@ def code_step(
         for rewrite in chosen.rewrites
     )
     exact: dict[fx.Node, ExactTensor] = {}
+    freed = {read for sketch in sketched if sketch.is_kept for read in sketch.reads}
     for read in chosen.unserved:
-        for node in step.memories(read.source):
+        for node in () if read in freed else step.memories(read.source):
             tensor = ExactTensor(node.name, blocks.get(node, ""), size_bytes(node), str(read.reader.target))
             exact.setdefault(node, tensor)
-    return Coding(coded, tuple(exact.values()), freed_bytes, tuple(bending))
+    of_sketches = tuple(
+        SketchedTensor(len(sketch.reads), sketch.is_kept, sketch.tensor_bytes, sketch.sketch_bytes)
+        for sketch in sketched
+    )
+    return Coding(coded, tuple(exact.values()), freed_bytes, tuple(bending), of_sketches, ratio)
 
 
-def _apply(step: Step, chosen: Choice) -> None:
+def _apply(step: Step, chosen: Choice, sketched: Sequence[Sketch]) -> None:
     graph = step.joint.graph
     editor = Editor(step)
     first = next(node for node in graph.nodes if node.op == "call_function")
-    keys = editor.insert(_keys, step.input, before=first, block_of=first, count=len(chosen.rewrites))
+    count = len(chosen.rewrites) + len(sketched)
+    keys = iter(editor.insert(_keys, step.input, before=first, block_of=first, count=count))
     replacing: dict[fx.Node, Rewrite] = {}
-    for rewrite, key in zip(chosen.rewrites, keys, strict=True):
+    for rewrite, key in zip(chosen.rewrites, keys, strict=False):
         rewrite.code.key = key
         rewrite.encode(editor)
         replacing |= {read.reader: rewrite for read in rewrite.serves}
+    estimated = {read.reader: sketch for sketch in sketched for read in sketch.reads}
+    for sketch, key in zip(sketched, keys, strict=True):
+        sketch.encode(step, editor, key, first)
     served: dict[fx.Node, list[fx.Node]] = {}
     for read in chosen.served:
         served.setdefault(read.reader, []).append(read.source)
@@ -87,6 +106,8 @@ def _apply(step: Step, chosen: Choice) -> None:
             replacing[node].replace(node, editor, chosen.readings)
         if node in chosen.repeated:
             attention.run_again(node, editor)
+        if node in estimated:
+            estimated[node].replace(node, editor)
     graph.eliminate_dead_code()
     graph.lint()
     step.joint.recompile()

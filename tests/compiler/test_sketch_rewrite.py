@@ -1,0 +1,428 @@
+"""Weight gradients from sketches that the compiler writes: all else keeps its bits, and each parameter's is unbiased.
+
+Draws are compared with the exact gradient by their slope on it, which is 1 in the mean, and by |sum of n errors|^2 over
+the sum of |error|^2, which is 1 in the mean if errors are unbiased. Variances are compared with the closed form.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rmm_linear import convert_linears
+from rmm_linear.compiler import plans, rewrites
+from rmm_linear.compiler.rewrites.codes import draw_keys
+from rmm_linear.sketches import Hadamard
+
+RATIO, ROWS, WIDTH = 0.375, 320, 96
+# 5 and 6 blocks: of 64 rows; of 61 and 62, Hadamard matrices of order 64; of 56 and 55 rows, of order 56
+SIZES = [ROWS, 307, 333]
+
+
+class Conv1D(nn.Module):
+    """GPT-2's: the weight is (in, out), and its gradient x^T g."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, WIDTH), self.weight).view(x.shape)
+
+
+class Sin(nn.Module):
+    """Keeps its input; tanh keeps its result. Both have no mean, which would be most of a gradient's noise."""
+
+    def forward(self, x):
+        return x.sin()
+
+
+class Queries(nn.Module):
+    """Three layers that read one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.q(x) + 2 * self.k(x) + self.v(x).sin()
+
+
+class Net(nn.Module):
+    """Layers of inputs that nothing else needs, and of others: the batch, and what tanh returns."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.first, self.norm, self.body = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), body
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        y = self.body(self.first(x).sin())
+        return self.last(self.norm(y).tanh()).square().sum()
+
+
+class Weighted(nn.Module):
+    """A function that is linear in a model's results: gradients of the last layer depend on nothing that is drawn."""
+
+    def __init__(self, model, rows=ROWS):
+        super().__init__()
+        self.model = model
+        self.register_buffer("weights", torch.randn(rows, WIDTH))
+
+    def forward(self, x):
+        return (self.model(x) * self.weights).sum()
+
+
+BODIES = {"linear": lambda: nn.Linear(WIDTH, WIDTH), "x^T g": Conv1D, "queries": Queries}
+
+
+def gradients(model, run, x):
+    model.zero_grad()
+    run(x).backward()
+    return {name: parameter.grad.double().clone() for name, parameter in model.named_parameters()}
+
+
+def compiled(model, executor="exact", sketch=RATIO, **options):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="rmm_linear", options={"executor": executor, "sketch": sketch, **options})
+
+
+def coding_of(model):
+    return plans(model)[-1].coding
+
+
+def batch(rows=ROWS):
+    return torch.randn(rows, WIDTH)
+
+
+def judge(model, x, draws, **options):
+    """For each parameter: slope, its standard error, and n |mean error|^2 / mean |error|^2."""
+    exact = gradients(model, model, x)
+    run = compiled(model, **options)
+    slopes = {name: [] for name in exact}
+    totals, squares = dict.fromkeys(exact, 0.0), dict.fromkeys(exact, 0.0)
+    for _ in range(draws):
+        for name, found in gradients(model, run, x).items():
+            error = found - exact[name]
+            slopes[name].append(float((found * exact[name]).sum() / exact[name].square().sum()))
+            totals[name] = totals[name] + error
+            squares[name] += float(error.square().sum())
+    result = {}
+    for name, each in slopes.items():
+        if (squares[name] / draws / float(exact[name].square().sum())) ** 0.5 > 1e-6:
+            slope = torch.tensor(each, dtype=torch.float64)
+            ratio = float(totals[name].square().sum()) / squares[name]
+            result[name] = float(slope.mean()), float(slope.std() / draws**0.5), ratio
+    return result
+
+
+def is_unbiased(result):
+    """Slopes within 4.5 standard errors (once in 10,000 runs for 15 parameters), and means no further than chance."""
+    return all(abs(slope - 1) <= 4.5 * error and ratio <= 3 for slope, error, ratio in result.values())
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(("body", "rows"), list(zip(BODIES, SIZES, strict=True)))
+def test_gradients_are_unbiased_for_each_parameter(body, rows, bits):
+    model = Net(BODIES[body]())
+    result = judge(model, batch(rows), 250, bits=bits)
+    weights = {name for name, each in model.named_parameters() if each.dim() == 2}
+    assert set(result) >= weights
+    assert is_unbiased(result), result
+    # a bias of 1 % is four standard errors
+    assert max(error for _, error, _ in result.values()) < 0.0025, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [None, 8])
+def test_gradients_of_inductor_are_unbiased_for_each_parameter(bits):
+    result = judge(Net(Queries()), batch(333), 250, bits=bits, executor="inductor")
+    assert is_unbiased(result), result
+    assert max(error for _, error, _ in result.values()) < 0.0025, result
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_all_but_weight_gradients_keep_the_bits_of_eager_mode(body):
+    model, x = Net(BODIES[body]()), batch(333).requires_grad_()
+    loss = model(x)
+    exact = gradients(model, model, x) | {"x": x.grad.double()}
+    x.grad = None
+    run = compiled(model)
+    assert run(x).equal(loss)
+    found = gradients(model, run, x) | {"x": x.grad.double()}
+    weights = {name for name, each in model.named_parameters() if each.dim() == 2}
+    assert {name for name in exact if not found[name].equal(exact[name])} == weights
+
+
+def squared_errors(model, x, draws, name):
+    exact, run = gradients(model, model, x)[name], compiled(model)
+    return torch.stack([(gradients(model, run, x)[name] - exact).square().sum() for _ in range(draws)])
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("rows", SIZES)
+def test_a_weight_gradient_has_the_variance_of_the_closed_form(rows, is_kept):
+    layer, x = nn.Linear(WIDTH, WIDTH), batch(rows)
+    model = Weighted(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sin() if is_kept else nn.Tanh(), layer), rows)
+    expected = float(Hadamard(RATIO).variance(model.model[:2](x).detach(), model.weights))
+    squares = squared_errors(model, x, 200, "model.2.weight")
+    assert [each.is_kept for each in coding_of(model).sketched] == [is_kept, False]
+    assert squares.std() / 200**0.5 < 0.006 * expected
+    assert float(squares.mean()) == pytest.approx(expected, rel=0.03)
+
+
+class Branches(nn.Module):
+    """Layers alike whose inputs are equal: one tensor, or two that are computed alike."""
+
+    def __init__(self, is_shared):
+        super().__init__()
+        self.before = nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 2)
+        if not is_shared:
+            self.before[1] = copy.deepcopy(self.before[0])
+        self.is_shared = is_shared
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = copy.deepcopy(self.first)
+
+    def forward(self, x):
+        y = functional.gelu(self.before[0](x))
+        z = y if self.is_shared else functional.gelu(self.before[1](x))
+        return torch.stack([self.first(y), self.second(z)], -1).sum(-1).square().sum()
+
+
+def correlation(model, x, draws=60):
+    """Correlation of the errors of both layers' weight gradients; 1 / sqrt(draws) is its standard error at the most."""
+    exact, run = gradients(model, model, x), compiled(model)
+    products, squares = 0.0, 0.0
+    for _ in range(draws):
+        found = gradients(model, run, x)
+        first, second = (found[name] - exact[name] for name in ("first.weight", "second.weight"))
+        products += float((first * second).sum())
+        squares += float(first.norm() * second.norm())
+    return products / squares
+
+
+def test_layers_of_one_input_share_a_sketch_and_others_do_not(monkeypatch):
+    model, x = Branches(is_shared=True), batch()
+    assert correlation(model, x, 3) == pytest.approx(1, abs=1e-6)
+    assert sorted(each.layers for each in coding_of(model).sketched) == [1, 2]
+    model = Branches(is_shared=False)
+    # once in 10,000 runs, if errors of a draw were all in one direction
+    assert abs(correlation(model, x)) < 4 / 60**0.5
+    assert sorted(each.layers for each in coding_of(model).sketched) == [1, 1, 2]
+
+    def keys_of_one(x, *, count):
+        (key,) = draw_keys(torch.ops.rmm_linear.draw_seed.default(x, None), 1)
+        return tuple(key.clone() for _ in range(count))
+
+    monkeypatch.setattr(rewrites, "_keys", keys_of_one)
+    assert correlation(model, x, 3) > 0.99
+
+
+@pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_draw_in_the_forward_pass_governs_all_sketches(executor):
+    model, x = Net(Queries()), batch()
+    run = compiled(model, executor, bits=8)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append([gradients(model, run, x)["body.q.weight"] for _ in range(2)])
+    assert found[0][0].equal(found[1][0])
+    assert found[0][1].equal(found[1][1])
+    assert not found[0][0].equal(found[0][1])
+    assert not found[0][0].equal(found[2][0])
+    (draw,) = (op for op in plans(model)[-1].graph.ops if op.is_random)
+    assert "draw_seed" in draw.kind
+    assert not draw.is_backward
+
+
+def test_kept_inputs_shrink_by_the_ratio():
+    model, x = nn.Sequential(*[each for _ in range(3) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU())]), batch()
+    model = Weighted(nn.Sequential(*model, nn.Linear(WIDTH, WIDTH)))
+    kept = {}
+    for ratio in (RATIO, 0.25):
+        compiled(model, sketch=ratio)(x).backward()
+        (plan,) = plans(model)[-1:]
+        assert sorted((each.layers, each.is_kept) for each in plan.coding.sketched) == [(1, False)] + [(1, True)] * 3
+        sizes = {(each.tensor_bytes, each.sketch_bytes) for each in plan.coding.sketched}
+        assert sizes == {(4 * ROWS * WIDTH, 4 * ratio * ROWS * WIDTH)}
+        kept[ratio] = plan.planned.forward_bytes
+    compiled(model, sketch=None, budget="100%")(x)
+    # the seeds of four sketches, which are kept in the place of three inputs
+    plain = plans(model)[-1].plain.forward_bytes
+    assert plain - kept[RATIO] == 3 * 4 * ROWS * WIDTH * (1 - RATIO) - 4 * 8
+    assert plain - kept[0.25] == 3 * 4 * ROWS * WIDTH * 0.75 - 4 * 8
+    told = "from sketches of 0.25 of the rows: 3 kept, 0.35 -> 0.09 MiB; 1 made in the backward pass"
+    assert f"weight gradients of 4 linear layers {told}" in str(plan)
+
+
+def test_bytes_of_codes_are_kept_and_sketches_are_made_of_what_is_read():
+    model, x = Net(Queries()), batch()
+    kept = []
+    for sketch in (None, RATIO):
+        compiled(model, sketch=sketch, bits=8)(x).backward()
+        kept.append(plans(model)[-1].planned.forward_bytes)
+    assert kept[1] - kept[0] == 8 * len(coding_of(model).sketched)
+    assert [(each.layers, each.is_kept) for each in coding_of(model).sketched] == [(1, False), (3, False), (1, False)]
+
+
+class Scaled(nn.Module):
+    """The weight is computed of its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x):
+        return functional.linear(x, self.weight / self.weight.norm())
+
+
+class Scores(nn.Module):
+    """Products of two tensors of the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return ((x * self.weight) @ x.t() / WIDTH).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("body", [Scaled, Scores, lambda: nn.Linear(WIDTH, 8)], ids=["scaled", "scores", "narrow"])
+def test_other_products_stay_exact(body):
+    class Exact(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = body()
+
+        def forward(self, x):
+            return self.body(x).square().sum()
+
+    model, x = Exact(), batch().requires_grad_()
+    exact = gradients(model, model, x) | {"x": x.grad.double()}
+    x.grad = None
+    run = compiled(model)
+    found = gradients(model, run, x) | {"x": x.grad.double()}
+    assert not coding_of(model).sketched
+    assert all(found[name].equal(exact[name]) for name in exact)
+
+
+def test_the_gradient_of_an_input_that_is_a_parameter_stays_exact():
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.weight = (nn.Parameter(torch.randn(ROWS, WIDTH)) for _ in range(2))
+
+        def forward(self, x):
+            return (functional.linear(self.queries, self.weight) * x).square().sum()
+
+    model, x = Learned(), torch.randn(ROWS, ROWS)
+    for is_autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            exact, run = gradients(model, model, x), compiled(model)
+            assert all(each.equal(exact[name]) for name, each in gradients(model, run, x).items())
+        assert not coding_of(model).sketched
+
+
+def test_few_rows_and_float64_stay_exact():
+    for model, x in ((Net(Queries()), batch(255)), (Net(Queries()).double(), batch().double())):
+        exact = gradients(model, model, x)
+        assert all(each.equal(exact[name]) for name, each in gradients(model, compiled(model), x).items())
+        assert not coding_of(model).sketched
+
+
+def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
+    layer = nn.Linear(WIDTH, WIDTH)
+    model = Weighted(nn.Sequential(layer, nn.GELU(), layer))
+    result = judge(model, batch(), 150)
+    assert [each.layers for each in coding_of(model).sketched] == [1, 1]
+    assert is_unbiased(result), result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_low_precision_has_sketches_and_gradients_of_the_right_dtype(dtype, is_autocast):
+    model, x = Net(Queries()), batch(ROWS) / 4
+    if not is_autocast:
+        model, x = model.to(dtype), x.to(dtype)
+    totals = {}
+    run = compiled(model)
+    for step in (model, *[run] * 100):
+        with torch.autocast("cpu", dtype, enabled=is_autocast):
+            loss = step(x)
+        model.zero_grad()
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.dtype == parameter.dtype
+            totals[name] = totals.get(name, 0.0) + parameter.grad.double() * (-100 if step is model else 1)
+    exact = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+    assert [each.layers for each in coding_of(model).sketched] == [1, 3, 1]
+    assert all(each.sketch_bytes == 2 * RATIO * ROWS * WIDTH for each in coding_of(model).sketched)
+    for name, total in totals.items():
+        assert total.norm() / 100 < 0.15 * exact[name].norm(), name
+
+
+def test_casts_of_one_tensor_have_one_sketch():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return x * self.weight
+
+    queries = Queries()
+    queries.norm = Scale()
+    model = Weighted(queries)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(model, compiled(model), batch())
+    (sketch,) = coding_of(model).sketched
+    assert (sketch.layers, sketch.is_kept) == (3, True)
+
+
+def test_a_budget_comes_on_top():
+    model, x = Net(Queries()), batch()
+    result = judge(model, x, 100, budget="90%")
+    assert is_unbiased(result), result
+    (plan,) = plans(model)[-1:]
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert len(plan.coding.sketched) == 3
+
+
+def test_converted_layers_keep_their_own_sketches():
+    model, x = Net(Queries()), batch()
+    convert_linears(model, ratio=0.5)
+    compiled(model)(x).backward()
+    plan = plans(model)[-1]
+    # tanh keeps the last one's input: it was left exact
+    assert [(each.layers, each.is_kept) for each in plan.coding.sketched] == [(1, False)]
+    assert [op.kind for op in plan.graph.ops].count("rmm_linear.grad_weight") == 5
+    assert "sketches in it" in str(plan)
+
+
+def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
+    model, x = nn.Linear(WIDTH, WIDTH), batch()
+
+    def step(x):
+        y = functional.dropout(model(x), 0.5)
+        return y.square().mean(), y
+
+    run = torch.compile(step, backend="rmm_linear", options={"sketch": RATIO, "executor": "exact"})
+    loss, y = run(x)
+    with pytest.warns(UserWarning, match="arrived at a result beside the loss"):
+        (loss + y.sum()).backward()
+    gradient, mask = model.bias.grad.clone(), 2.0 * (y != 0)
+    model.zero_grad()
+    z = model(x) * mask
+    (z.square().mean() + z.sum()).backward()
+    torch.testing.assert_close(gradient, model.bias.grad)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 0.0, 1.0, 1.5, -0.5, "x", True, math.nan])
+def test_ratios_that_are_none_are_refused(bad):
+    with pytest.raises(ValueError, match=r"sketch=.* is not in \(0, 1\)"):
+        compiled(nn.Linear(2, 2), sketch=bad)(torch.randn(2, 2))
