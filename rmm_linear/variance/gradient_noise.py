@@ -61,9 +61,13 @@ class GradientNoise:
 
     @property
     def noise_ratio(self) -> float:
-        """The sketch's variance over the minibatch's: over sequences where they are known, else over rows."""
-        minibatch = self.row_variance if self.sequence_variance is None else self.sequence_variance
-        return _ratio(self.sketch_variance, minibatch)
+        """The sketch's variance over `minibatch_variance`."""
+        return _ratio(self.sketch_variance, self.minibatch_variance)
+
+    @property
+    def minibatch_variance(self) -> float:
+        """The minibatch's variance: over sequences where they are known, else over rows."""
+        return self.row_variance if self.sequence_variance is None else self.sequence_variance
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -153,12 +157,7 @@ def gradient_noise(
 
 
 class DealtRows(NamedTuple):
-    """A layer's x and g, as it deals their rows out.
-
-    Attributes:
-        sketched: x and g at the rows that are sketched.
-        beside: x and g at the rows that are kept beside the sketch.
-    """
+    """A layer's x and g at the rows that are sketched, and at the rows that are kept beside the sketch."""
 
     sketched: tuple[Tensor, Tensor]
     beside: tuple[Tensor, Tensor]
@@ -172,14 +171,10 @@ class DealtRows(NamedTuple):
 def dealt_rows(
     x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
 ) -> DealtRows:
-    """Return the rows that a layer sketches, and those that it keeps beside the sketch.
+    """Return the rows that a layer sketches, and the rows that it keeps beside the sketch.
 
-    Args:
-        x: Activations, shape (rows, in).
-        g: Gradient of the output, shape (rows, out).
-        shape: Of the activations as the layer got them, (..., in).
-        keep_tokens: The configuration's.
-        index: Numbers of the rows that are not left out, ascending, or None for all.
+    `x` (rows, in) and `g` (rows, out) are matrices, `shape` is that of the activations before they were flattened, and
+    `index` has the numbers of the rows that are not left out, ascending.
     """
     layout = layout_of(shape, keep_tokens, index)
     if index is not None and layout.kept:
@@ -189,14 +184,7 @@ def dealt_rows(
 
 
 def batch_sequences(x: Tensor) -> list[int] | None:
-    """Return the `sequence_lengths` of a layer's input whose first dimension is that of the batch's sequences.
-
-    Args:
-        x: Shape (sequences, ..., in), or (rows, in).
-
-    Returns:
-        Rows of each sequence; None for a matrix, whose rows are the samples, and for an empty input.
-    """
+    """Return the rows of each sequence of an input (sequences, ..., in); None for a matrix, and for an empty input."""
     if x.dim() < _SEQUENCE_DIMENSIONS or x.numel() == 0:
         return None
     return [x.shape[1:-1].numel()] * x.shape[0]
@@ -204,13 +192,7 @@ def batch_sequences(x: Tensor) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A Monte Carlo estimate.
-
-    Attributes:
-        value: The estimate.
-        standard_error: Its standard error.
-        draws: How many draws it is from.
-    """
+    """A Monte Carlo estimate of so many draws, and its standard error."""
 
     value: float
     standard_error: float

@@ -6,10 +6,11 @@ inputs of those layers.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,7 @@ Measure = Callable[[str, SketchedLayer, Tensor, Tensor, Tensor | None], object]
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether torch.compile, or module.compile, was applied to any part of the model.
-
-    Returns:
-        True if a part of it does not run eagerly.
-    """
+    """Tell whether torch.compile, or module.compile, was applied to any part of the model."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
         for module in model.modules()
@@ -49,10 +46,7 @@ class _Held:
 
 
 class _Hook:
-    """Calls a probe's method with a layer's name, and nothing once the probe is gone.
-
-    A copy of it, in a copied or pickled model, belongs to no probe.
-    """
+    """Refers to a probe weakly. A copy of it, in a copied or pickled model, belongs to no probe."""
 
     def __init__(self, name: str, probe: "LayerProbe | None") -> None:
         self._name = name
@@ -140,11 +134,7 @@ class LayerProbe:
         self._held: dict[str, _Held] = {}
 
     def watch(self, names: Iterable[str]) -> None:
-        """Begin a step in which these layers, and no others, are measured.
-
-        Args:
-            names: Keys of `layers`.
-        """
+        """Begin a step in which these layers, by their names in `layers`, and no others are measured."""
         self.close()
         for name in names:
             # first, so that the output is the layer's own, whatever other hooks make of it
@@ -175,7 +165,7 @@ class LayerProbe:
         index = rows.index_on(x.device) if rows is not None else None
         version = None if x.is_inference() else x._version
         self._held[name] = _Held(layer, x.detach(), version, index)
-        # The hook knows no tensor: a graph that somebody keeps would keep it as well.
+        # The hook knows no tensor: a graph that lives on would keep it alive.
         self._handles.append(output.register_hook(_GradientHook(name, self)))
 
     def _with_gradient(self, name: str, g: Tensor) -> None:
@@ -184,3 +174,49 @@ class LayerProbe:
             return
         with torch.no_grad():
             self._measure(name, held.layer, held.x, g.detach(), held.index)
+
+
+_S = TypeVar("_S", bound="LayerSampler")
+
+
+class LayerSampler(ABC):
+    """Measures the layers of a model by turns while it trains; a context manager that leaves the model at its end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._steps = 0
+        self._probe: LayerProbe | None = LayerProbe(model, self._measure)
+        self._layers = tuple(self._probe.layers)
+
+    @abstractmethod
+    def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+        """Take a measurement; see `LayerProbe`."""
+
+    @abstractmethod
+    def _due(self) -> Sequence[str]:
+        """The layers to be measured in the step that begins."""
+
+    def _spread(self, turn: int, turns: int) -> Sequence[str]:
+        """The layers of one turn, where all of them are spread evenly over so many."""
+        count = len(self._layers)
+        return self._layers[turn * count // turns : (turn + 1) * count // turns]
+
+    def _check_layer(self, name: str, what: str) -> None:
+        if name not in self._layers:
+            raise ValueError(
+                f"the state has a {what} of {name!r}, which is no sketched layer of this model; convert the model as it"
+                " was when the state was saved"
+            )
+
+    def close(self) -> None:
+        """Leave the model."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -238,10 +238,7 @@ class ProfileBuilder:
         self._layers[name] = sums
 
     def build(self) -> NoiseProfile:
-        """Return the means.
-
-        Returns:
-            The profile, its layers in the order in which they were first added.
+        """Return the means, the layers in the order in which they were first added.
 
         Raises:
             ValueError: If nothing was added.
@@ -278,13 +275,10 @@ class ProfileBuilder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another builder was.
-
-        Args:
-            state: What `state_dict` returned.
+        """Go on where the builder was that returned this `state_dict`.
 
         Raises:
-            ValueError: If it is something else.
+            ValueError: If the state is something else.
         """
         try:
             layers = {
