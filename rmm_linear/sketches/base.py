@@ -22,13 +22,23 @@ import torch
 from torch import Tensor
 
 from rmm_linear import backend
-from rmm_linear.sketches.sizes import larger, smaller
 
 SEED_BYTES = 8
 # Decimal ratios such as 0.3 are meant exactly: 0.3 of 10 rows is 3, although the float is slightly less.
 _RATIO_DENOMINATOR = 10**6
 # Shape and dtype of a tensor.
 Stored = tuple[tuple[int, ...], torch.dtype]
+
+
+def larger(a: int, b: int) -> int:
+    """Return the larger of two sizes, which may be symbols: `max` would fix them by a guard of the compiler."""
+    # sym_max of plain numbers can't be traced by torch 2.11
+    return torch.sym_max(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else max(a, b)
+
+
+def smaller(a: int, b: int) -> int:
+    """Return the smaller of two sizes, which may be symbols."""
+    return torch.sym_min(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else min(a, b)
 
 
 class SavedSketch(NamedTuple):

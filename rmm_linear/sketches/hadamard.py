@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from rmm_linear import backend
-from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, register
+from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, larger, register
 from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, product, product_dtype
-from rmm_linear.sketches.sizes import larger
 
 _BLOCK = 64
 
