@@ -123,14 +123,9 @@ class RMMConfig:
         return self.ratio == 1 and self.storage is None
 
     def sketches(self, rows: int, kept: int = 0) -> bool:
-        """Tell whether an input of `rows` rows is sketched rather than kept.
+        """Tell whether an input of so many rows, `kept` of them because of `keep_tokens`, is sketched.
 
-        Args:
-            rows: Rows of the flattened input; those that are not padding where it is left out.
-            kept: How many of them are kept because of `keep_tokens`.
-
-        Returns:
-            False at ratio 1 without a storage, below `min_rows`, and where no rows are left to sketch.
+        False at ratio 1 without a storage, below `min_rows`, and where no rows are left to sketch.
         """
         return rows >= self.min_rows and rows > kept and (self.ratio < 1 or self.storage is not None)
 
@@ -169,9 +164,6 @@ class RMMConfig:
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed.
 
-        Returns:
-            The new configuration.
-
         Raises:
             ValueError: If a name is unknown or a value is bad.
         """
@@ -195,13 +187,9 @@ class RMMConfig:
 
     @classmethod
     def from_recipe(cls, name: str, **changes: Any) -> "RMMConfig":
-        """Return a named configuration.
+        """Return a named configuration with some knobs changed, most often `ratio`.
 
         "default"; "fast" (no centering); "paper" (Bershatsky et al. 2022: dense Gaussian).
-
-        Args:
-            name: Name of the recipe.
-            **changes: Knobs to change, most often `ratio`.
 
         Raises:
             ValueError: If the recipe or a knob is unknown, or a value is bad.
@@ -219,11 +207,7 @@ def config_of(key: str) -> RMMConfig:
 
 
 def config_around(sketch: Sketch) -> RMMConfig:
-    """Return a configuration around a sketch that need not be in the registry, and that sketches any row count.
-
-    Args:
-        sketch: A sketch with a ratio below 1, or one that is not exact at ratio 1 (low-bit storage).
-    """
+    """Return a configuration around a sketch, which need not be in the registry, for inputs of any row count."""
     config = RMMConfig(ratio=sketch.ratio, min_rows=1, storage="int8" if sketch.ratio == 1 else None)
     object.__setattr__(config, "sketch_object", sketch)
     object.__setattr__(config, "graph_key", f"{_THIS_PROCESS}/{next(_numbers)}")

@@ -50,29 +50,20 @@ from rmm_linear.sharing import SharedSketch
 
 
 class _Kept(NamedTuple):
-    """All that a layer keeps of its input.
-
-    Attributes:
-        config: How the layer sketches.
-        features: Columns of the input.
-        layout: How its rows are dealt out.
-        valid: Rows that are not left out, the ones that are kept beside the sketch first; None for all rows.
-        check: Looks at the gradient of rows that are left out, or None.
-        shared: The group of layers that keep one sketch, or None.
-        seed: The sketch's, 0-d int64.
-        left_out: The number of one row that is left out, the row, and how many there are; or nothing.
-        beside: Tensors of the rows beside the sketch.
-        sketch: Tensors of the sketch of the rest.
-    """
+    """All that a layer keeps of its input."""
 
     config: RMMConfig
     features: int
     layout: Layout
+    # rows that are not left out, the ones that are kept beside the sketch first; None for all rows
     valid: Tensor | None
+    # looks at the gradient of rows that are left out
     check: Look | None
     shared: SharedSketch | None
     seed: Tensor
+    # the number of one row that is left out, the row, and how many there are; or nothing
     left_out: tuple[Tensor, ...]
+    # tensors of the rows beside the sketch, and of the sketch of the rest
     beside: tuple[Tensor, ...]
     sketch: tuple[Tensor, ...]
 
@@ -279,11 +270,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that F.linear computes in: autocast lowers all floats but float64.
-
-    Returns:
-        The dtype.
-    """
+    """Return the dtype that F.linear computes in: autocast lowers all floats but float64."""
     # Fast path; not while compiling, where the question would enter the graph.
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return x.dtype

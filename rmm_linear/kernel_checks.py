@@ -46,15 +46,9 @@ class KernelCheck:
 
 
 def check_kernels(device: torch.device, *, dtype: torch.dtype = torch.bfloat16, repeats: int = 20) -> list[KernelCheck]:
-    """Run each kernel beside its reference, on random numbers.
+    """Run each kernel beside its reference, on random activations of a dtype, `repeats` times for its time.
 
-    Args:
-        device: Where.
-        dtype: Dtype of the activations.
-        repeats: Timed runs of each.
-
-    Returns:
-        One check a kernel; of a kernel that raises, models run the reference.
+    Of a kernel that raises, models run the reference.
     """
     status = kernel_status(device)
     return [_checked(name, call, status[name], device, repeats) for name, call in _calls(device, dtype).items()]

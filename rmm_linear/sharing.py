@@ -56,31 +56,17 @@ class SharedSketch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the group is closed: its sketch is gone, or a backward pass has used it."""
+        """Whether its sketch is gone, or a backward pass has used it."""
         return self.seed is not None and self.tensors(self.seed) is None
 
     def seed_or(self, seed: Tensor) -> Tensor:
-        """Return the group's seed.
-
-        Args:
-            seed: The seed that this member has drawn: the group's if there is no sketch to share.
-
-        Returns:
-            The seed of the sketch that is there, or `seed`.
-        """
+        """Return the seed of the sketch that is there, or else the one that this member has drawn: now the group's."""
         if self.seed is None or self.is_over:
             self.seed, self._parts = seed, None
         return self.seed
 
     def tensors(self, seed: Tensor) -> tuple[tuple[Tensor, ...], ...] | None:
-        """Return the remembered tensors.
-
-        Args:
-            seed: As `seed_or` returned it.
-
-        Returns:
-            The tensors; None if there are none, some are gone, or the group is closed.
-        """
+        """Return the tensors made with a seed; None if there are none, some are gone, or the group is closed."""
         if self._parts is None or seed is not self.seed:
             return None
         found = []
@@ -185,17 +171,10 @@ class InputGroups:
                 return
 
     def find(self, x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
-        """Return the group of a layer that is called with a tensor.
+        """Return the group of a layer that is called with `x`: a new one unless another layer has one on this tensor.
 
-        Args:
-            x: The tensor, as the layer was given it.
-            layer: The layer.
-            key: Equal for layers that may share.
-            dtype: The dtype that it computes in; layers of different ones do not share.
-
-        Returns:
-            The group, a new one unless another layer has one on the same tensor; None for tensors whose changes can't
-            be noticed.
+        Layers share if `key` and the dtype in which they compute are equal. None for tensors whose changes can't be
+        noticed.
         """
         if x.is_inference():
             return None
@@ -206,15 +185,7 @@ class InputGroups:
         return known.group_of(layer, (key, dtype, x.dtype, x.device), dtype)
 
     def first_reader(self, x: Tensor, dtype: torch.dtype) -> nn.Module | None:
-        """Return the first layer of those that were called with a tensor in this forward pass.
-
-        Args:
-            x: The tensor, as the layers were given it.
-            dtype: The dtype that they compute in.
-
-        Returns:
-            The layer, or None where none is known.
-        """
+        """Return the first layer that was called with `x` in this forward pass and computes in `dtype`, or None."""
         if x.is_inference():
             return None
         source = self._source_of(x) if self._given else x

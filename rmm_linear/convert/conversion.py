@@ -229,13 +229,7 @@ def _is_time_first(model: nn.Module) -> bool:
 
 
 def revert_linears(model: nn.Module) -> nn.Module:
-    """Turn every sketched layer of a model back into an `nn.Linear`, in place.
-
-    Args:
-        model: Any module. Without sketched layers nothing happens.
-
-    Returns:
-        The same model.
+    """Turn every sketched layer of a model back into an `nn.Linear`, in place, and return the model.
 
     Raises:
         ValueError: If `model` is not a module.
