@@ -50,10 +50,10 @@ _VIEWS = frozenset(
 
 
 def is_free_to_keep(x: Tensor, dtype: torch.dtype, *, in_graph: bool = False) -> bool:
-    """Tell whether a linear layer that computes in `dtype` can keep its input x without a byte more than is kept anyway.
+    """Tell whether a linear layer that computes in `dtype` can keep its input without a byte more than is kept anyway.
 
-    True if what made x keeps it, and the layer multiplies by the very memory, and not by a copy. `in_graph`: whether a
-    compiler is tracing.
+    True if the operation that made x keeps it, and the layer multiplies by the very memory, and not by a copy.
+    `in_graph` tells that a compiler is tracing.
     """
     if x.dtype != dtype:
         return False

@@ -223,17 +223,6 @@ def test_a_name_that_matches_nothing_is_told(arguments, named):
         convert_linears(Model(), **arguments)
 
 
-def test_the_filter_sees_module_and_name_and_has_the_last_word():
-    seen = []
-
-    def keep(module, name):
-        seen.append((type(module), name))
-        return name.endswith("dense")
-
-    assert converted(convert_linears(Model(), filter_fn=keep)) == ["layers.0.dense", "layers.1.dense"]
-    assert seen == [(nn.Linear, name) for name in BODY]
-
-
 def test_the_first_override_that_matches_wins_and_none_leaves_exact():
     small, large = RMMConfig(ratio=0.1), RMMConfig(ratio=0.9)
     model = convert_linears(Model(), 0.5, overrides={"layers.0.dense": small, r".*\.dense": large, "dense": None})
@@ -249,9 +238,8 @@ def test_the_first_override_that_matches_wins_and_none_leaves_exact():
 def test_a_shared_module_is_visited_once_and_matched_by_any_of_its_names():
     shared = nn.Linear(4, 4)
     model = nn.ModuleDict({"first": shared, "second": shared})
-    calls = []
-    convert_linears(model, target_modules=["second"], filter_fn=lambda _, name: calls.append(name) or True)
-    assert calls == ["first"]
+    convert_linears(model, target_modules=["second"])
+    assert [row.name for row in summary(model).rows] == ["first"]
     assert type(shared) is RMMLinear
 
 
@@ -494,7 +482,6 @@ def test_a_model_of_transformers_is_saved_as_a_plain_one_and_keeps_its_tied_head
         ({"target_modules": r"layers\.\d\.attention\.q"}, "matches none"),
         ({"target_modules": ["qeury"]}, r"matches none of the model's 10 linear layers: layers\.0"),
         ({"exclude_modules": r".*"}, "matches none"),
-        ({"filter_fn": lambda module, name: False}, "filter_fn"),
         ({"overrides": ["dense"]}, "overrides is a list"),
         ({"overrides": {"dense": 0.5}}, "RMMConfig"),
         ({"overrides": {3: None}}, "key 3"),
