@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary, valid_rows
 from rmm_linear.functional import linear
@@ -277,20 +276,6 @@ def test_autocast(x, g):
     y.backward(g)
     exact = g[:, 0].double().t() @ x[:, 0].bfloat16().double()
     torch.testing.assert_close(layer.weight.grad.double(), exact, rtol=1e-2, atol=1e-2)
-
-
-def test_checkpointing_replays_it(x, g):
-    layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, storage="int4", keep_tokens=(0,)))
-    found = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(7)
-        inputs = x.clone().requires_grad_()
-        y = layer(inputs) if reentrant is None else checkpoint(layer, inputs, use_reentrant=reentrant)
-        layer.weight.grad = None
-        y.backward(g)
-        found.append(layer.weight.grad)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
 
 
 def test_a_model_is_converted_measured_and_profiled(mask):

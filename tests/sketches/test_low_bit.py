@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import DoubleBackwardError, RMMConfig, RMMLinear, convert_linears, summary
-from rmm_linear.config import config_around
 from rmm_linear.functional import linear
 from rmm_linear.memory import measure_kept_bytes
-from rmm_linear.sketches import CRS, STORAGES, Centered, Hadamard, LowBit, available_sketches
+from rmm_linear.sketches import STORAGES, Centered, Hadamard, LowBit, available_sketches
 from rmm_linear.sketches.contract import Estimates, SketchContract, assert_unbiased
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize
 
@@ -222,19 +220,6 @@ def test_every_combination_is_unbiased(sketch: str, storage: str | None, center:
     )
 
 
-@pytest.mark.slow
-def test_crs_with_low_bits_is_unbiased():
-    generator = torch.Generator().manual_seed(0)
-    x, g = (torch.randn(67, 32, generator=generator, dtype=torch.float64) for _ in range(2))
-    g = g + x
-    weight = torch.zeros(32, 32, dtype=torch.float64, requires_grad=True)
-    for sketch in (LowBit(CRS(ratio=0.6), "int8"), Centered(LowBit(CRS(ratio=0.6), "int8"))):
-        config = config_around(sketch)
-        assert_unbiased(
-            lambda c=config: torch.autograd.grad(linear(x, weight, config=c), weight, g)[0], g.t() @ x, bias=0.02
-        )
-
-
 def test_rounding_costs_little_next_to_the_rank_that_it_buys():
     contract = TestInt4Hadamard()
     x, g = contract._pair(200)
@@ -280,21 +265,6 @@ def test_ratio_1_with_a_storage_is_no_plain_layer_and_the_error_says_so():
     (grad,) = torch.autograd.grad(output.square().sum(), weight, create_graph=True)
     with pytest.raises(DoubleBackwardError, match="ratio=1.0 with storage=None"):
         grad.sum().backward()
-
-
-@pytest.mark.parametrize("preserve_rng_state", [True, False])
-def test_checkpointing_replays_the_rounding(preserve_rng_state):
-    config = RMMConfig(ratio=1.0, storage="int4", min_rows=1)
-    layer, x = RMMLinear(16, 8, config=config), torch.randn(70, 16)
-    exact = torch.autograd.grad(nn.functional.linear(x, layer.weight, layer.bias).square().sum(), layer.weight)[
-        0
-    ].double()
-
-    def draw_gradient() -> Tensor:
-        output = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-        return torch.autograd.grad(output.square().sum(), layer.weight)[0]
-
-    assert_unbiased(draw_gradient, exact, draws=400)
 
 
 def test_a_storage_is_a_knob_like_the_others():

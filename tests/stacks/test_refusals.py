@@ -83,15 +83,6 @@ def test_forward_mode_is_exact_for_parameters(x):
     assert torch.equal(*found)
 
 
-def test_func_grad_is_the_same_estimate(x):
-    model = network()
-    torch.manual_seed(1)
-    found = grad(loss_of(model, x))(dict(model.named_parameters()))
-    torch.manual_seed(1)
-    model(x).square().sum().backward()
-    assert all(torch.equal(found[name], parameter.grad) for name, parameter in model.named_parameters())
-
-
 @pytest.mark.filterwarnings("ignore:.*deprecated.*")
 def test_tracing_in_training_mode_raises_and_in_eval_mode_is_exact(x):
     model = network()
