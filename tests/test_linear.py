@@ -81,3 +81,8 @@ def test_copies_keep_parameters_and_config(how: str) -> None:
         other = torch.load(buffer, weights_only=False)
     assert other.rmm_config == CONFIG
     assert torch.equal(other.weight, layer.weight)
+
+
+def test_no_tensor_is_refused_as_nn_linear_does() -> None:
+    with pytest.raises(TypeError):
+        RMMLinear(4, 4)(None)
