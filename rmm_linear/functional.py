@@ -55,17 +55,25 @@ class _Kept(NamedTuple):
     config: RMMConfig
     features: int
     layout: Layout
-    # rows that are not left out, the ones that are kept beside the sketch first; None for all rows
-    valid: Tensor | None
     # looks at the gradient of rows that are left out
     check: Look | None
     shared: SharedSketch | None
+    # rows that are not left out, the ones that are kept beside the sketch first; None for all rows
+    valid: Tensor | None
     seed: Tensor
     # the number of one row that is left out, the row, and how many there are; or nothing
     left_out: tuple[Tensor, ...]
     # tensors of the rows beside the sketch, and of the sketch of the rest
     beside: tuple[Tensor, ...]
     sketch: tuple[Tensor, ...]
+
+    def flattened(self) -> tuple[Any, ...]:
+        """Values that are no tensors, `_PLAIN` of them, and the tensors."""
+        plain = *self[:5], len(self.left_out), len(self.beside)
+        return *plain, self.valid, self.seed, *self.left_out, *self.beside, *self.sketch
+
+
+_PLAIN = 7
 
 
 def linear(
@@ -169,11 +177,8 @@ def linear(
         if shared is not None:
             shared.remember(seed, *made)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    kept = _Kept(config, x.shape[-1], layout, index, check, shared, seed, *made)
-    # torch.func knows only a class with a setup_context
-    if is_transformed:
-        return _TransformedSketchedLinear.apply(x, weight, bias, *_flattened(kept))
-    return _SketchedLinear.apply(x, weight, bias, kept)
+    kept = _Kept(config, x.shape[-1], layout, check, shared, index, seed, *made)
+    return _SketchedLinear.apply(x, weight, bias, *kept.flattened())
 
 
 def _compiled(
@@ -231,7 +236,7 @@ def _sketched_linear(
         number, times = drawn_row(mask, seed)
         left_out = number, _flat(x.detach()).index_select(0, number), times
     kept = _Kept(config, x.shape[-1], layout, None, None, None, seed, left_out, beside, sketch)
-    return _SketchedLinear.apply(x, weight, bias, kept)
+    return _SketchedLinear.apply(x, weight, bias, *kept.flattened())
 
 
 torch.library.define(
@@ -361,36 +366,11 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.aten._unsafe_view.default(output, output.shape) if output.dim() > 2 else output
 
 
-def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> None:
-    tensors = kept.seed, *kept.left_out, *kept.beside, *kept.sketch
-    # As nn.Linear does: the weight is needed for grad_input alone.
-    ctx.save_for_backward(weight if x.requires_grad else None, kept.valid, *tensors)
-    # without its tensors
-    ctx.kept = kept.config, kept.features, kept.layout, kept.check, kept.shared, len(kept.left_out), len(kept.beside)
-    ctx.is_column_major = x.requires_grad and _is_column_major(x)
-    ctx.weight_dtype = weight.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
 class _SketchedLinear(torch.autograd.Function):
-    """F.linear forward; in the backward pass the weight gradient comes from the sketch."""
+    """F.linear forward; in the backward pass the weight gradient comes from the sketch.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> Tensor:
-        _save(ctx, x, weight, bias, kept)
-        return _output(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(ctx, g), None)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _no_transform("forward-mode differentiation")
-
-
-class _TransformedSketchedLinear(torch.autograd.Function):
-    """The same for torch.func, whose tensors have to be arguments: the fields of a `_Kept`, and its parts' lengths."""
+    torch.func needs a `setup_context`, and tensors that are arguments: a `_Kept`, flattened.
+    """
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *kept: Any) -> Tensor:
@@ -398,9 +378,13 @@ class _TransformedSketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, left_out, beside, *others = inputs
-        fields, tensors = others[:_FIELDS], tuple(others[_FIELDS:])
-        _save(ctx, x, weight, bias, _Kept(*fields, *_parts(tensors, left_out, beside)))
+        x, weight, bias, *kept = inputs
+        # As nn.Linear does: the weight is needed for grad_input alone.
+        ctx.save_for_backward(weight if x.requires_grad else None, *kept[_PLAIN:])
+        ctx.kept = kept[:_PLAIN]
+        ctx.is_column_major = x.requires_grad and _is_column_major(x)
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -414,19 +398,6 @@ class _TransformedSketchedLinear(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise _no_transform("forward-mode differentiation")
-
-
-# Fields of a `_Kept` in front of its three parts.
-_FIELDS = len(_Kept._fields) - 3
-
-
-def _flattened(kept: _Kept) -> tuple[Any, ...]:
-    tensors = (*kept.left_out, *kept.beside, *kept.sketch)
-    return len(kept.left_out), len(kept.beside), *kept[:_FIELDS], *tensors
-
-
-def _parts(tensors: tuple[Tensor, ...], left_out: int, beside: int) -> tuple[tuple[Tensor, ...], ...]:
-    return tensors[:left_out], tensors[left_out : left_out + beside], tensors[left_out + beside :]
 
 
 def _refuse_mapped(x: Tensor) -> None:
@@ -466,8 +437,10 @@ def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
 def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
     """Those of x, weight and bias, None where they are not wanted."""
     weight, valid, seed, *tensors = ctx.saved_tensors
-    config, features, layout, check, shared, *lengths = ctx.kept
-    kept = _Kept(config, features, layout, valid, check, shared, seed, *_parts(tuple(tensors), *lengths))
+    config, features, layout, check, shared, left_out, beside = ctx.kept
+    beside += left_out
+    parts = [tuple(part) for part in (tensors[:left_out], tensors[left_out:beside], tensors[beside:])]
+    kept = _Kept(config, features, layout, check, shared, valid, seed, *parts)
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
     rows_of_g = _flat(g)
     if check is not None:
