@@ -1,7 +1,5 @@
 """convert_linears and revert_linears: which layers, what happens to them, and what must not."""
 
-import copy
-import pickle
 import re
 import warnings
 
@@ -390,24 +388,6 @@ def test_a_layer_converted_before_it_is_sharded_reverts_to_a_sharded_one(process
     assert model[0].weight.grad is not None
 
 
-def test_a_model_is_converted_after_it_was_wrapped_for_data_parallel_training(process_group):
-    model = nn.parallel.DistributedDataParallel(Model())
-    convert_linears(model, 0.5, target_modules=r"layers\.\d\.dense")
-    assert converted(model.module) == ["layers.0.dense", "layers.1.dense"]
-    model(torch.randn(256, 8)).sum().backward()
-    assert model.module.layers[0].dense.weight.grad.abs().sum() > 0
-
-
-def test_tensor_parallel_layers_and_those_beside_them_are_refused_with_their_reasons(process_group):
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    parallelize_module(model, process_group, {"1": ColwiseParallel()})
-    with pytest.raises(ValueError, match="0: other layers of the model are .*; 1: its weight is .*tensor parallel"):
-        convert_linears(model)
-    assert converted(model) == []
-
-
 # what must not change
 
 
@@ -423,17 +403,6 @@ def test_state_dicts_go_both_ways_and_an_optimizer_of_before_trains_on():
     assert not torch.equal(model.layers[0].dense.weight, weight)
     assert str(exact.load_state_dict(model.state_dict())) == "<All keys matched successfully>"
     assert str(model.load_state_dict(exact.state_dict())) == "<All keys matched successfully>"
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_pickles_stay_converted(clone):
-    model = convert_linears(Model(), 0.25)
-    copied = clone(model)
-    assert converted(copied) == BODY
-    assert copied.layers[0].dense.rmm_config == RMMConfig(ratio=0.25)
-    assert copied.layers[0].dense is not model.layers[0].dense
-    x = torch.randn(256, 8)
-    assert torch.equal(copied(x), model(x))
 
 
 def test_hooks_keep_running():
