@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, revert_linears, valid_rows
 from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.memory import SavedTensors, measure_kept_bytes, profile
-from rmm_linear.sharing import InputGroups, _current
+from rmm_linear.sharing import _current
 from rmm_linear.sketches.contract import assert_unbiased
 from rmm_linear.variance import AdaptiveRatios, allocate_ratios, profile_noise
 
@@ -298,28 +298,6 @@ def test_models_are_copied_and_pickled():
     y.sum().backward()
 
 
-def test_the_profile_predicts_shared_sketches():
-    x = torch.randn(ROWS, WIDTH)
-    plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = plain
-
-        def forward(self, x):
-            return sum(layer(x) for layer in self.layers)
-
-    model = Model()
-    report = profile(model, x)
-    assert len({call.group for call in report.linears}) == 1
-    for share in (True, False):
-        config = CONFIG.replace(share_sketch=share)
-        predicted = report.predict(config)
-        convert_linears(model, config=config, target_modules=".*")
-        assert measure_kept_bytes(model, x) == predicted == (one() if share else 3 * one())
-
-
 def test_t5_keeps_one_sketch_of_the_encoders_output_for_all_layers():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
@@ -367,41 +345,6 @@ def test_a_roberta_layer_keeps_what_the_design_says():
         assert a_layer(config) == a_layer(config, ["attention.output.dense"]) <= (10 + 6 * ratio) * slack
         alone = a_layer(config.replace(share_sketch=False))
         assert alone == pytest.approx(10 + 8 * ratio, rel=0.02)
-
-
-def test_groups_are_found_by_identity_version_key_and_dtype():
-    groups, layers = InputGroups(), [nn.Linear(2, 2) for _ in range(3)]
-    x, dtype = torch.zeros(3, 2), torch.float32
-    first = groups.find(x, layers[0], "a", dtype)
-    assert first.seed_or(torch.tensor(1)) == 1
-    sketch = torch.zeros(2)
-    first.remember(first.seed, (), (sketch,))
-    assert groups.find(x, layers[1], "a", dtype) is first
-    assert first.seed_or(torch.tensor(2)) == 1
-    assert groups.find(x, layers[1], "b", dtype) is not first
-    assert groups.find(x, layers[2], "a", torch.bfloat16) is not first
-    assert groups.first_reader(x, dtype) is layers[1]
-    assert groups.first_reader(x, torch.bfloat16) is layers[2]
-    assert groups.find(x, layers[0], "a", dtype) is not first
-    x.add_(1)
-    assert groups.first_reader(x, dtype) is None
-    assert groups.find(x, layers[2], "a", dtype) is not first
-    assert len(groups) == 1
-    with torch.inference_mode():
-        assert groups.find(torch.zeros(2), layers[0], "a", dtype) is None
-    del x
-    assert len(groups) == 0
-
-
-def test_a_sketch_that_is_gone_is_nobodys():
-    shared = InputGroups().find(torch.zeros(3, 2), nn.Linear(2, 2), "a", torch.float32)
-    sketch = torch.zeros(2)
-    seed = shared.seed_or(torch.tensor(1))
-    shared.remember(seed, (), (sketch,))
-    assert shared.tensors(seed)[1][0] is sketch
-    del sketch
-    assert shared.tensors(seed) is None
-    assert shared.seed_or(torch.tensor(2)) == 2
 
 
 def test_a_checkpoint_beside_another_reader_of_the_same_tensor_never_meets_an_old_seed():
@@ -618,28 +561,6 @@ def test_groups_of_copies_keep_no_graph_alive():
             assert all(reference.expired() for reference in references if reference.cdata not in own)
     finally:
         gc.enable()
-
-
-@pytest.mark.montecarlo
-def test_gradients_of_copies_are_unbiased():
-    # 600 draws see a bias of 4 % at 6 standard errors; false-alarm rate 3e-6
-    model, x = Adapters(RMMConfig(ratio=0.6)), lowered()
-    weighting = torch.randn(ROWS, WIDTH) + 0.3
-
-    def gradients():
-        model.zero_grad()
-        (model(x) * weighting).sum().backward()
-        return torch.cat([layer.weight.grad.flatten() for layer in model.layers])
-
-    exact = gradients_of_exact(model, gradients)
-    assert_unbiased(gradients, exact, draws=600, bias=0.04)
-
-
-def gradients_of_exact(model, gradients):
-    model.eval()
-    exact = gradients()
-    model.train()
-    return exact
 
 
 def test_allocation_ties_the_readers_of_copies():

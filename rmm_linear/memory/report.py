@@ -124,15 +124,11 @@ class MemoryReport:
         model: The model's class.
         storages: Every storage that is kept, in the order in which they were first saved.
         linears: Every call of a linear layer, in order.
-        peak_bytes: Most bytes that CUDA's allocator had given out during the forward; None on a CPU.
-        peak_module: The module that ran when it was reached, or None.
     """
 
     model: str
     storages: tuple[KeptStorage, ...]
     linears: tuple[LinearCall, ...]
-    peak_bytes: int | None = None
-    peak_module: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -341,14 +337,10 @@ def _headline(report: MemoryReport) -> str:
 
 def _ceiling(report: MemoryReport) -> str:
     share = 100 * report.own_bytes / report.total_bytes if report.total_bytes else 0.0
-    line = (
+    return (
         f"{_size(report, report.own_bytes)} of it ({share:.1f} %) are inputs of linear layers that nothing else needs:"
         " the most that sketches can free"
     )
-    if report.peak_bytes is not None:
-        where = report.peak_module or "the model"
-        line += f"\nthe forward's peak is {_size(report, report.peak_bytes)}, reached in {where}"
-    return line
 
 
 def _op_lines(report: MemoryReport) -> list[str]:

@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
@@ -45,7 +46,7 @@ class _Held:
     index: Tensor | None
 
 
-class _Hook:
+class _ForwardHook:
     """Refers to a probe weakly. A copy of it, in a copied or pickled model, belongs to no probe."""
 
     def __init__(self, name: str, probe: "LayerProbe | None") -> None:
@@ -55,19 +56,16 @@ class _Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._name, None)
 
-
-class _ForwardHook(_Hook):
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         probe = None if self._probe is None else self._probe()
         if probe is not None and isinstance(output, Tensor) and not torch.compiler.is_compiling():
             probe._after_forward(self._name, layer, layer_input(args, kwargs), output)
 
 
-class _GradientHook(_Hook):
-    def __call__(self, g: Tensor) -> None:
-        probe = None if self._probe is None else self._probe()
-        if probe is not None:
-            probe._with_gradient(self._name, g)
+def _with_gradient(probe: "weakref.ref[LayerProbe]", name: str, g: Tensor) -> None:
+    found = probe()
+    if found is not None:
+        found._with_gradient(name, g)
 
 
 class LayerProbe:
@@ -166,7 +164,7 @@ class LayerProbe:
         version = None if x.is_inference() else x._version
         self._held[name] = _Held(layer, x.detach(), version, index)
         # The hook knows no tensor: a graph that lives on would keep it alive.
-        self._handles.append(output.register_hook(_GradientHook(name, self)))
+        self._handles.append(output.register_hook(partial(_with_gradient, weakref.ref(self), name)))
 
     def _with_gradient(self, name: str, g: Tensor) -> None:
         held = self._held.pop(name, None)

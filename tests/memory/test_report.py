@@ -119,6 +119,7 @@ def test_the_model_is_as_it_was():
         (RMMConfig(ratio=0.1, center=False, storage="int4", keep_tokens=(0, -1)), True, True),
         (RMMConfig(ratio=0.9, sketch="crs"), False, True),
         (RMMConfig(ratio=0.5, min_rows=201), False, True),
+        (RMMConfig(ratio=0.25, share_sketch=False), False, False),
         (RMMConfig(ratio=1.0), True, False),
     ],
 )
