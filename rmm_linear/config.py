@@ -81,7 +81,6 @@ class RMMConfig:
     sketch_object: Sketch = field(init=False, repr=False, compare=False)
     kept_rows: KeptRows = field(init=False, repr=False, compare=False)
     graph_key: str = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
@@ -104,7 +103,6 @@ class RMMConfig:
             sketch = LowBit(sketch if self.ratio < 1 else None, self.storage)
         object.__setattr__(self, "sketch_object", Centered(sketch) if self.center else sketch)
         object.__setattr__(self, "kept_rows", KeptRows(self.storage))
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _knobs())))
         of = type(self)
         code = fingerprint(SKETCHES[self.sketch]) or _THIS_PROCESS
         if of is not RMMConfig:
@@ -112,10 +110,6 @@ class RMMConfig:
         object.__setattr__(self, "graph_key", f"{code} {json.dumps(self.to_dict())}")
         if of is not RMMConfig:
             _OTHERS[self.graph_key] = self
-
-    def __hash__(self) -> int:
-        # of all knobs, once: every call of a layer looks for those that are configured alike
-        return self._hash
 
     @property
     def is_exact(self) -> bool:

@@ -95,9 +95,9 @@ def linear(
     made x keeps it anyway (ReLU, tanh, a fused attention: see `rmm_linear.producers`), so that a sketch would free
     nothing. Autocast is followed as there.
 
-    Under `torch.no_grad` a seed is drawn all the same, and not used: reentrant checkpointing runs its first forward so,
-    and the dropout after this layer must find the generator in the same state in both of its passes. Compilers drop
-    draws that are not used, and move others: checkpoint compiled code with use_reentrant=False.
+    Under `torch.no_grad` a seed is drawn all the same: reentrant checkpointing runs its first forward so, and dropout
+    after this layer must find the generator in the same state in both passes. Compilers drop draws that are not used,
+    and move others: checkpoint compiled code with use_reentrant=False.
 
     Warning:
         Noise inflates the gradient's norm by sqrt(1 + relative variance). Clipping at a fixed norm then clips more

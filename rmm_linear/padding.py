@@ -22,9 +22,8 @@ A layer uses the mask if the leading dimensions of its input are the mask's. Whe
 That g is zero at the rows left out is the model's doing, and some models break it: a convolution over the sequence, a
 mean over all positions, labels at padded positions, left padding where the first position is read. So:
 
-- Each layer looks at its backward passes until one has shown that all is well: rows were left out, the others had a
-  gradient, and these had none. A gradient on a row left out raises `PaddingGradientError` until then. No later
-  pass is checked, unless `valid_rows(mask, check=True)` asks for it.
+- Each layer looks at its backward passes until one has shown that all is well (`RowsCheck`). A gradient on a row left
+  out raises `PaddingGradientError` until then. `valid_rows(mask, check=True)` has all passes checked.
 - The estimate is unbiased, whatever g is. Of the n rows left out, one is drawn by the sketch's seed and kept as it is:
   n times its g_i x_i^T has their part of g^T x as its mean, and is zero if none of them carries any. Noise is the price
   if one does, as it may later (a gate that starts at zero): n times the sum of their ||g_i||^2 ||x_i||^2.

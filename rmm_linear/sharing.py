@@ -4,28 +4,24 @@ An exact model keeps an input that three layers share once. Three sketches of it
 exact model above a ratio of 1/3. So layers that are given the same tensor in one forward pass keep one sketch, with one
 S. The estimate of each weight gradient is what it would be alone; only the errors of the members are correlated.
 
-Groups are found while the model runs, and not by names: layers share if they are called with the same tensor
-object, unchanged since (its version counter tells), are configured alike and compute in one dtype. A group takes new
-members only between the first member's forward and the first backward of any: as long as its sketch is kept by a graph,
-and nothing has been learnt with its S. After that, for a layer that comes back to the tensor, and for layers with one
-weight (whose errors would add up), a new group begins, with a new S.
+Groups are found while the model runs: layers share if they are called with the same tensor object, unchanged since (its
+version counter tells), are configured alike and compute in one dtype. A group takes new members between the first
+member's forward and the first backward of any: as long as a graph keeps its sketch, and nothing was learnt with its S.
+After that, for a layer that comes back to the tensor, and for layers with one weight (whose errors would add up), a new
+group begins, with a new S. A change through `x.data`, or through memory that numpy shares, is not counted by the
+version: the later layer's gradient is then that of the earlier values.
 
 PEFT casts an input for each adapter anew, if the model has another dtype. Such copies count as the tensor that they
 were made of: `adapters.py` tells which tensor an adapted layer is given, and the graph whether the adapter's input is a
-copy of it. (So where that tensor has no gradient, each adapter keeps its own sketch.)
+copy of it. (Where that tensor has no gradient, each adapter keeps its own sketch.)
 
-A version counter does not count changes through `x.data` or through memory that numpy shares: after one in between two
-layers of one forward pass, the later layer's gradient is that of the earlier values.
+Under torch.compile none of this runs: the compiler merges what is equal, one draw of a seed for a tensor that several
+layers of one graph read, and one sketch (`rmm_linear.ops.draw_seed`); copies of one tensor and layers with one weight
+too. Each estimate is unbiased as before. `share_sketch=False` keeps them apart.
 
-Under torch.compile none of this runs. There the compiler merges what is equal: one draw of a seed for a tensor that
-several layers of one graph read, and one sketch (see `rmm_linear.ops.draw_seed`). So does it with copies of one tensor
-(`x.clone()`, two casts), which it merges first, and for layers with one weight: eager mode draws an S for each, and all
-have one there. Each estimate is unbiased as before; their errors go together, and those of one weight's layers add up.
-`share_sketch=False` keeps them apart. Layers of different graphs keep their own.
-
-Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly, and lives as long as a
-graph that was made with it. Every layer draws a seed, also one that uses its group's: the random generator is in the
-same state with and without sharing, in both passes of a checkpoint as well.
+A group refers to its input, its layers and its sketch weakly, and lives as long as a graph that was made with it. Every
+layer draws a seed, also one that uses its group's: the random generator is in the same state with and without sharing,
+in both passes of a checkpoint as well.
 """
 
 import threading
