@@ -248,12 +248,7 @@ torch.library.impl("rmm_linear::sketched_linear", "CompositeImplicitAutograd")(_
 
 
 def _compressed(
-    x: Tensor,
-    seed: Tensor,
-    config: RMMConfig,
-    layout: Layout,
-    index: Tensor | None,
-    valid_rows: ValidRows | None,
+    x: Tensor, seed: Tensor, config: RMMConfig, layout: Layout, index: Tensor | None, valid_rows: ValidRows | None
 ) -> tuple[tuple[Tensor, ...], ...]:
     """The kept tensors of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()

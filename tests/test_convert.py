@@ -156,11 +156,7 @@ LAYERS = {
         {"target_modules": r"layers\.\d\.attention\.query"},
         QUERIES,
     ),
-    "names of PEFT": (
-        in_a_base_model,
-        {"target_modules": ["query"]},
-        [f"base_model.model.{name}" for name in QUERIES],
-    ),
+    "names of PEFT": (in_a_base_model, {"target_modules": ["query"]}, [f"base_model.model.{name}" for name in QUERIES]),
     "a list excludes": (
         Model,
         {"exclude_modules": ["out_proj", "layers.0.dense", "key"]},
@@ -304,10 +300,7 @@ def test_a_layer_that_cannot_be_converted_is_left_exact_and_named_once(make, rea
 def test_a_converted_layer_under_a_later_change_reverts_to_exact_by_name():
     hooks = pytest.importorskip("accelerate.hooks")
     changes = {
-        "ratio=1.0": (
-            lambda layer: hooks.add_hook_to_module(layer, hooks.ModelHook()),
-            hooks.remove_hook_from_module,
-        ),
+        "ratio=1.0": (lambda layer: hooks.add_hook_to_module(layer, hooks.ModelHook()), hooks.remove_hook_from_module),
         "undo the change first": (
             parametrizations.weight_norm,
             lambda layer: nn.utils.parametrize.remove_parametrizations(layer, "weight"),

@@ -512,10 +512,7 @@ COPIES = {
     "of a leaf that an optimizer changes": (of_a_leaf_that_an_optimizer_changes, [0, 0, 0, 1, 1, 1]),
     "changed in place": (lambda x: run_on(x, between(lambda x: x.mul_(-1.0))), [0, 1, 2]),
     "changed without a gradient": (lambda x: run_on(x, between(lambda x: no_grad_mul(x, -1.0))), [0, 1, 2]),
-    "changed through an alias": (
-        lambda x: run_on(x, between(lambda x: x.detach().mul_(-1.0) is None or x)),
-        [0, 1, 2],
-    ),
+    "changed through an alias": (lambda x: run_on(x, between(lambda x: x.detach().mul_(-1.0) is None or x)), [0, 1, 2]),
     "changed in part": (lambda x: run_on(x, between(lambda x: no_grad_mul(x[:7], 0.0) is None or x)), [0, 1, 2]),
     "a copy that is shifted": (lambda x: run_on(x, cast_and(lambda x: x.add_(1))), [0, 1, 2]),
     "a copy that is masked": (lambda x: run_on(x, cast_and(lambda x: x.detach()[3:].zero_() is None or x)), [0, 1, 2]),

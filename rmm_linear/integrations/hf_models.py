@@ -27,12 +27,7 @@ _STACKS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder
 
 
 def build_model(
-    name: str,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    layers: int | None = None,
-    **changes: Any,
+    name: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, layers: int | None = None, **changes: Any
 ) -> nn.Module:
     """Make a model with random weights, in training mode, of the class that its configuration names, or the bare one.
 

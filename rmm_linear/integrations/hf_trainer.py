@@ -21,14 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 try:
-    from transformers import (
-        PreTrainedModel,
-        Trainer,
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
+    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError('RMMCallback needs transformers: pip install "rmm-linear[hf]"') from error
 

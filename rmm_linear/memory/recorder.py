@@ -104,15 +104,7 @@ class _Recorder(SavedTensors):
         if call is not None:
             self.calls[call].packs += 1
         self.packs.append(
-            _Pack(
-                storages,
-                name,
-                type(module).__name__,
-                call,
-                tuple(tensor.shape),
-                tensor.dtype,
-                str(tensor.device),
-            )
+            _Pack(storages, name, type(module).__name__, call, tuple(tensor.shape), tensor.dtype, str(tensor.device))
         )
         return (*super()._pack(tensor), len(self.packs) - 1)
 

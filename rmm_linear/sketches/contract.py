@@ -393,11 +393,7 @@ class SketchContract:
     def test_gradients_are_finite_and_right_at_all_magnitudes(self) -> None:
         """|x| from 1e-4 to 1e3 in float16, from 1e-30 to 1e30 otherwise; in all rows, or in every second one."""
         wide = [10.0**exponent for exponent in range(-30, 31, 10)]
-        for dtype, sizes in (
-            (torch.float16, [1e-4, 1e-2, 1.0, 1e3]),
-            (torch.bfloat16, wide),
-            (torch.float32, wide),
-        ):
+        for dtype, sizes in ((torch.float16, [1e-4, 1e-2, 1.0, 1e3]), (torch.bfloat16, wide), (torch.float32, wide)):
             sketch = self.make(0.1)
             x, g = self._pair(67)
             # Entries of one sign add up to the largest sums. g is small, or the exact gradient would overflow float16.

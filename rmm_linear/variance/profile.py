@@ -303,11 +303,7 @@ class ProfileBuilder:
 
 
 def profile_noise(
-    model: nn.Module,
-    runs: Sequence[Callable[[], object]],
-    configs: Sequence[RMMConfig],
-    *,
-    layers_at_once: int = 4,
+    model: nn.Module, runs: Sequence[Callable[[], object]], configs: Sequence[RMMConfig], *, layers_at_once: int = 4
 ) -> NoiseProfile:
     """Measure, on a few batches, what each configuration would cost each sketched layer.
 

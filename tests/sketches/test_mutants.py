@@ -345,8 +345,7 @@ def dense_as(base, dense):
 def compressed_as(base, compress):
     """A sketch whose `compress` is a function of the right one's and of x."""
     return changed(
-        base,
-        compress=lambda self, x, seed, mean=None: compress(lambda x: base.compress(self, x, seed, mean=mean), x),
+        base, compress=lambda self, x, seed, mean=None: compress(lambda x: base.compress(self, x, seed, mean=mean), x)
     )
 
 
@@ -415,11 +414,7 @@ MUTANTS = {
     "uniform entries": (UniformEntries, {}, [VARIANCE]),
     "repeated columns": (RepeatedColumns, {"unit_diagonal": True}, [VARIANCE]),
     "no signs, dct": (NoSignsDCT, ORTHOGONAL, [VARIANCE]),
-    "constant column of the dct": (
-        UnweightedConstantDCT,
-        ORTHOGONAL,
-        [IDENTITY, UNBIASED, LAYER, VARIANCE, EXACT],
-    ),
+    "constant column of the dct": (UnweightedConstantDCT, ORTHOGONAL, [IDENTITY, UNBIASED, LAYER, VARIANCE, EXACT]),
     "with replacement in place of without": (WrongReplacement, ROWS | ORTHOGONAL, [VARIANCE, EXACT]),
     "scaled by other probabilities": (ScaledByOtherProbabilities, BY_NORM, [IDENTITY]),
     "squared norms": (SquaredNorms, {"identity_draws": 480_000}, [VARIANCE]),

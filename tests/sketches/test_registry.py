@@ -12,16 +12,7 @@ from rmm_linear import RMMConfig
 from rmm_linear.sketches import SKETCHES, Centered, Gaussian, Hadamard, available_sketches, register
 from rmm_linear.sketches.contract import structured_pair
 
-NAMES = (
-    "crs",
-    "dct",
-    "dft",
-    "gaussian",
-    "hadamard",
-    "rademacher",
-    "rows_without_replacement",
-    "wta_crs",
-)
+NAMES = ("crs", "dct", "dft", "gaussian", "hadamard", "rademacher", "rows_without_replacement", "wta_crs")
 
 
 def test_all_sketches_are_registered_under_their_names():
