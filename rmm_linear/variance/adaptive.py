@@ -128,8 +128,7 @@ class AdaptiveRatios(LayerSampler):
         # of an "auto" budget, in all that the layers could keep
         self._share: float | None = None
         self.changes: list[RatioChange] = []
-        assert self._probe is not None
-        self._probe.watch(self._due())
+        self._begin_step()
 
     @staticmethod
     def check(budget: object, noise_target: object, measure_steps: object, recheck_steps: object) -> None:
@@ -170,7 +169,7 @@ class AdaptiveRatios(LayerSampler):
         if self._steps % self._recheck_steps == self._measure_steps % self._recheck_steps:
             made = self._decide()
             self._builder = ProfileBuilder()
-        self._probe.watch(self._due())
+        self._begin_step()
         return made
 
     def _due(self) -> Sequence[str]:
@@ -308,7 +307,7 @@ class AdaptiveRatios(LayerSampler):
         self._share = share
         for name, config in configs.items():
             self._probe.layers[name].rmm_config = config
-        self._probe.watch(self._due())
+        self._begin_step()
 
 
 def _without_lower(profile: NoiseProfile, now: Allocation) -> NoiseProfile:

@@ -127,14 +127,12 @@ class VarianceMonitor(LayerSampler):
         self._clipped: int | Tensor = 0
         super().__init__(model)
         self._file: TextIO | None = None if path is None else _appended(Path(path))
-        assert self._probe is not None
-        self._probe.watch(self._due())
+        self._begin_step()
 
     def step(self) -> None:
         """End a training step; to be called after each optimizer step. Nothing happens after `close`."""
-        if self._probe is not None:
-            self._steps += 1
-            self._probe.watch(self._due())
+        self._steps += self._probe is not None
+        self._begin_step()
 
     def _due(self) -> Sequence[str]:
         return self._spread(self._steps % self.every, self.every)
@@ -220,8 +218,7 @@ class VarianceMonitor(LayerSampler):
             self._check_layer(record.layer, "record")
         self._steps, self._observed, self._clipped = steps, observed, clipped
         self.latest = {record.layer: record for record in latest}
-        if self._probe is not None:
-            self._probe.watch(self._due())
+        self._begin_step()
 
     def close(self) -> None:
         """Leave the model, and close the file; the records stay here."""

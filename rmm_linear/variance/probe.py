@@ -185,6 +185,10 @@ class LayerSampler(ABC):
         self._probe: LayerProbe | None = LayerProbe(model, self._measure)
         self._layers = tuple(self._probe.layers)
 
+    def _begin_step(self) -> None:
+        if self._probe is not None:
+            self._probe.watch(self._due())
+
     @abstractmethod
     def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         """Take a measurement; see `LayerProbe`."""

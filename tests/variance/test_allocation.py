@@ -135,19 +135,6 @@ def test_more_bytes_never_mean_more_variance():
     assert all(fewer <= more for more, fewer in itertools.pairwise(kept))
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.9])
-def test_it_is_no_worse_than_a_uniform_allocation_of_the_same_bytes(ratio):
-    profile = realistic_profile(24, 100, seed=2)
-    uniform = profile.uniform(RMMConfig(ratio=ratio))
-    assert {config.ratio for config in uniform.configs.values()} == {ratio}
-    found = allocate_ratios(profile, uniform.saved_bytes)
-    assert found.saved_bytes <= uniform.saved_bytes
-    assert found.variance < 0.9 * uniform.variance
-    smaller = allocate_for_noise(profile, uniform.variance)
-    assert smaller.variance <= uniform.variance
-    assert smaller.saved_bytes < uniform.saved_bytes
-
-
 def test_a_boundless_budget_takes_the_least_variance_and_of_those_the_fewest_bytes():
     profile = profile_of([(9, 1.0), (7, 1.0), (8, 1.0), (1, 2.0)], [(3, 0.0), (5, 0.0)], [(4, 2.5)])
     for budget in (math.inf, 10**400, 20, np.float32(16)):
