@@ -413,7 +413,7 @@ def install_hooks(model: nn.Module) -> int:
     """Have the modules of a model that are given an attention mask announce it, unless they do already."""
     modules = list(_modules_with_mask(model))
     # of a part of the model that was converted on its own, say
-    _remove_hooks(module for module in model.modules() if module not in modules)
+    remove_hooks(module for module in model.modules() if module not in modules)
     for module in modules:
         if not any(map(_is_mask_hook, module._forward_pre_hooks.values())):
             hook = MaskHook(module)
@@ -422,12 +422,8 @@ def install_hooks(model: nn.Module) -> int:
     return len(modules)
 
 
-def remove_hooks(model: nn.Module) -> None:
+def remove_hooks(modules: Iterable[nn.Module]) -> None:
     """Take off what `install_hooks` put on."""
-    _remove_hooks(model.modules())
-
-
-def _remove_hooks(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         take_off_hooks(module, _is_mask_hook)
 

@@ -212,16 +212,6 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def shared_sketch(x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
-    """Return the group that a layer shares its sketch with; see `InputGroups.find`."""
-    return _current.groups.find(x, layer, key, dtype)
-
-
-def first_reader(x: Tensor, dtype: torch.dtype) -> nn.Module | None:
-    """Return the first layer of those that share an input; see `InputGroups.first_reader`."""
-    return _current.groups.first_reader(x, dtype)
-
-
 def current_groups() -> InputGroups:
     """Return this thread's groups."""
     return _current.groups

@@ -155,7 +155,7 @@ def _matched(
 def _padding_message(model: nn.Module) -> str | None:
     """Announce the mask of padding to the layers that need it, or say that there is none."""
     if not any(isinstance(module, SketchedLayer) and module.rmm_config.skip_padding for module in model.modules()):
-        remove_hooks(model)
+        remove_hooks(model.modules())
     elif not install_hooks(model):
         return (
             "skip_padding=True, but no part of the model takes an attention_mask that is known to speak of all of its"
@@ -246,7 +246,7 @@ def revert_linears(model: nn.Module) -> nn.Module:
     for module in model.modules():
         _to_exact(module)
         vars(module).pop(LEFT_EXACT, None)
-    remove_hooks(model)
+    remove_hooks(model.modules())
     watch_adapted_layers(model)
     return model
 

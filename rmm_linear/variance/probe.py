@@ -22,7 +22,7 @@ from rmm_linear.layer import SketchedLayer, layer_input
 from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import current_valid_rows
 from rmm_linear.producers import is_free_to_keep
-from rmm_linear.sharing import first_reader
+from rmm_linear.sharing import current_groups
 
 Measure = Callable[[str, SketchedLayer, Tensor, Tensor, Tensor | None], object]
 
@@ -156,7 +156,7 @@ class LayerProbe:
         if not trains or x.is_nested or x.layout != torch.strided or is_free_to_keep(x, compute_dtype(x)):
             return
         self._seen.add(name)
-        first = first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None
+        first = current_groups().first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None
         if isinstance(first, SketchedLayer) and first in self._names:
             self.groups[name] = self._names[first]
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None

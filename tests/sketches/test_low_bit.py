@@ -105,24 +105,6 @@ class HoldsTheInput(LowBitContract):
         return ((rows, 1.0) for rows in (0, 1, 2, 3, 13, 64, 67, 200, 257, 600))
 
 
-@pytest.mark.slow
-class TestInt8Hadamard(LowBitContract):
-    def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "int8", draws=self.draws)
-
-
-@pytest.mark.slow
-class TestInt4Hadamard(LowBitContract):
-    def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "int4", draws=self.draws)
-
-
-@pytest.mark.slow
-class TestInt3Hadamard(LowBitContract):
-    def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "int3", draws=self.draws)
-
-
 class TestInt2Hadamard(LowBitContract):
     # a larger part of the variance is the rounding's
     gradient_draws = 18_000
@@ -131,10 +113,17 @@ class TestInt2Hadamard(LowBitContract):
         return LowBit(Hadamard(ratio=ratio), "int2", draws=self.draws)
 
 
-@pytest.mark.slow
-class TestFp8Hadamard(LowBitContract):
+def contract_of(kind):
     def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "fp8", draws=self.draws)
+        return LowBit(Hadamard(ratio=ratio), kind, draws=self.draws)
+
+    name = f"Test{kind.capitalize()}Hadamard"
+    return pytest.mark.slow(type(name, (LowBitContract,), {"make": make, "__module__": __name__}))
+
+
+TestInt8Hadamard, TestInt4Hadamard, TestInt3Hadamard, TestFp8Hadamard = map(
+    contract_of, ("int8", "int4", "int3", "fp8")
+)
 
 
 class TestCenteredInt4Hadamard(LowBitContract):
