@@ -269,15 +269,6 @@ def test_a_sketch_is_freed_with_its_graph():
     assert group() is None
 
 
-def test_the_input_is_freed_as_before():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    storage = StorageWeakRef(x.untyped_storage())
-    y = model(x)
-    del x
-    assert storage.expired()
-    y.sum().backward()
-
-
 def test_threads_do_not_share():
     model, x, kept = Three(), torch.randn(ROWS, WIDTH), []
     with SavedTensors(model) as saved:
@@ -288,31 +279,6 @@ def test_threads_do_not_share():
     assert saved.bytes == one()
     assert kept == [one()]
     assert len(outputs) == 1
-
-
-def test_models_are_copied_and_pickled():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    y = model(x)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert measure_kept_bytes(twin, x) == one()
-    y.sum().backward()
-
-
-def test_t5_keeps_one_sketch_of_the_encoders_output_for_all_layers():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_decoder_layers=3, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config).train()
-    ids = torch.randint(1, 50, (8, 32))
-    report = profile(model, input_ids=ids, labels=ids)
-    cross = [call for call in report.linears if "EncDecAttention.k" in call.layer or "EncDecAttention.v" in call.layer]
-    assert len(cross) == 6
-    assert len({call.group for call in cross}) == 1
-    predicted = report.predict(CONFIG)
-    convert_linears(model, config=CONFIG)
-    assert measure_kept_bytes(model, input_ids=ids, labels=ids) == predicted
 
 
 def test_a_roberta_layer_keeps_what_the_design_says():

@@ -80,10 +80,7 @@ def assert_unbiased(
     Three comparisons, each with the given false-alarm rate: the mean's projection on the exact gradient; its sum over
     all entries; and its entries one by one, with Bonferroni's correction. A bias of the size `bias` along the exact
     gradient has at least 6 standard errors and is caught with a probability of at least 0.86, twice that bias with
-    certainty (1 - 1e-12).
-
-    Works for anything that draws its own seeds: a layer, compiled or not, a checkpointed block, a whole model. All
-    draws alike (one seed for all steps) fail as well, unless they are exact.
+    certainty (1 - 1e-12). All draws alike (one seed for all steps) fail as well, unless they are exact.
 
     Example:
         >>> import torch

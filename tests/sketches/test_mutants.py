@@ -160,10 +160,9 @@ class ContiguousBlocksWithTheirClosedForm(ContiguousBlocks):
 # Dense sketches.
 
 
-class PaperClosedForm(Gaussian):
-    def variance(self, x, g):
-        sums = gradient_sums(x, g)
-        return (sums.x_squared * sums.g_squared - sums.gradient_squared) / max(1, self.rank(sums.rows))
+def papers_closed_form(self, x, g):
+    sums = gradient_sums(x, g)
+    return (sums.x_squared * sums.g_squared - sums.gradient_squared) / max(1, self.rank(sums.rows))
 
 
 class UniformEntries(DenseSketch, Gaussian):
@@ -282,11 +281,8 @@ class OneRowScaled(DenseSketch):
         return dense
 
 
-class OnlyInputCentred(Centered):
-    """Unbiased, and noisier than it needs to be."""
-
-    def grad_weight(self, g, saved, *, mean=None):
-        return super().grad_weight(g, saved)
+# unbiased, and noisier than it needs to be
+ONLY_INPUT_CENTRED = changed(Centered, grad_weight=lambda self, g, saved, mean: Centered.grad_weight(self, g, saved))
 
 
 class MeanForgotten(Centered):
@@ -410,7 +406,7 @@ MUTANTS = {
         HADAMARD,
         [UNBIASED, IDENTITY, LAYER, VARIANCE, EXACT],
     ),
-    "the paper's closed form": (PaperClosedForm, {}, [VARIANCE]),
+    "the paper's closed form": (changed(Gaussian, variance=papers_closed_form), {}, [VARIANCE]),
     "uniform entries": (UniformEntries, {}, [VARIANCE]),
     "repeated columns": (RepeatedColumns, {"unit_diagonal": True}, [VARIANCE]),
     "no signs, dct": (NoSignsDCT, ORTHOGONAL, [VARIANCE]),
@@ -420,7 +416,7 @@ MUTANTS = {
     "squared norms": (SquaredNorms, {"identity_draws": 480_000}, [VARIANCE]),
     "tail not renormalised": (TailNotRenormalised, BY_NORM | ORTHOGONAL, [IDENTITY, UNBIASED, VARIANCE]),
     "only the input centred": (
-        lambda ratio: OnlyInputCentred(Hadamard(ratio=ratio)),
+        lambda ratio: ONLY_INPUT_CENTRED(Hadamard(ratio=ratio)),
         HADAMARD,
         [PRODUCT, PRECISION, MAGNITUDES],
     ),

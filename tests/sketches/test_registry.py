@@ -71,21 +71,6 @@ def test_rank_is_the_rounded_share_and_at_least_one(name):
             assert Centered(sketch).rank(rows) == expected
 
 
-def test_decimal_ratios_are_meant_exactly():
-    """0.29 * 100 is 28.999999999999996 in floats, 0.145 * 100 is 14.499999999999998."""
-    assert Gaussian(ratio=0.29).rank(100) == 29
-    assert Gaussian(ratio=0.145).rank(100) == 15
-    assert Hadamard(ratio=0.29).rank(50) == 14
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_valid_rows_count_in_place_of_rows(name):
-    for sketch in (SKETCHES[name](ratio=0.3), Centered(SKETCHES[name](ratio=0.3))):
-        whole = sketch.saved_bytes(200, 24, torch.float16)
-        assert sketch.saved_bytes(500, 24, torch.float16, valid_rows=200) == whole
-        assert whole < 200 * 24 * 2
-
-
 @pytest.mark.parametrize("name", ["crs", "wta_crs"])
 def test_gradient_norms_sharpen_the_probabilities(name):
     """With p proportional to ||x_i|| ||g_i||, a row whose gradient is zero is never drawn."""

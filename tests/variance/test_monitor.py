@@ -125,6 +125,9 @@ def test_the_summary_adds_up_the_layers():
     monitor.latest[name] = replace(monitor.latest[name], gradient_squared=nan, sketch_variance=nan)
     assert monitor.noise().layers_measured == 12
     assert math.isfinite(monitor.noise().relative_variance)
+    name = list(monitor.latest)[-1]
+    monitor.latest[name] = replace(monitor.latest[name], minibatch_variance=nan)
+    assert math.isfinite(monitor.noise().noise_ratio)
     monitor.latest = {name: replace(record, minibatch_variance=nan) for name, record in monitor.latest.items()}
     assert math.isnan(monitor.noise().snr)
     assert math.isnan(monitor.noise().noise_ratio)
