@@ -44,7 +44,7 @@ def convert_linears(
     overrides: Mapping[str, RMMConfig | None] | None = None,
     sample: object = None,
 ) -> nn.Module:
-    """Turn the linear layers of a model into sketched ones, in place.
+    """Turn the linear layers of a model into sketched ones, in place, and return the model.
 
     Modules keep their identity: parameters, hooks, state_dict keys and tied weights are untouched, so this may be
     called before or after the optimizer is made, and before or after wrapping. Calling it again does nothing, or
@@ -81,9 +81,6 @@ def convert_linears(
             wrapped in the checkpoints, that the model trains with. Without a sample all layers that match are
             converted. Of these, layers whose input is kept by what made it (ReLU, a fused attention) find that out
             while they run, and are exact (see `rmm_linear.producers`).
-
-    Returns:
-        The same model.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, a value is bad, no layer matches, or none of those that

@@ -125,12 +125,6 @@ def summary(model: nn.Module) -> ConversionSummary:
     projections) keep it once in an exact model: the sums over layers say what the layers keep one by one, not what the
     model saves. `rmm_linear.memory.SavedTensors` and `rmm_linear.memory.MeasuredSaving` measure that.
 
-    Args:
-        model: Any module.
-
-    Returns:
-        The rows and totals, which print as a table.
-
     Raises:
         ValueError: If `model` is not a module.
     """

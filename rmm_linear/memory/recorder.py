@@ -310,9 +310,6 @@ def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:
         *args: What to call it with.
         **kwargs: The same by name.
 
-    Returns:
-        The report.
-
     Raises:
         ValueError: If `model` is no module.
     """

@@ -313,9 +313,6 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
         objective: "total" for the least sum of variances, the noise of the whole gradient; "relative" for the least
             sum of each layer's variance over its own squared gradient.
 
-    Returns:
-        The allocation.
-
     Raises:
         ValueError: If the budget is not a number or is below what the least options take, the objective is unknown, or
             a layer of no gradient has a variance and the objective is "relative".
@@ -346,9 +343,6 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
             gradient. May be infinite. A share s of the minibatch's noise is
             `s * sum(layer.minibatch_variance for layer in profile.layers)`.
         objective: "total" or "relative", as in `allocate_ratios`.
-
-    Returns:
-        The allocation.
 
     Raises:
         ValueError: If the limit is not a number or is below what the least options have, the objective is unknown, or

@@ -118,9 +118,6 @@ def gradient_noise(
         draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default. 2 are enough to
             watch many layers over many steps.
 
-    Returns:
-        The variances.
-
     Raises:
         ValueError: If shapes or lengths do not fit, or there are no draws.
     """

@@ -38,17 +38,10 @@ _S = TypeVar("_S", bound=Sketch)
 def layer_options(
     x: Tensor, g: Tensor, configs: Sequence[RMMConfig], *, index: Tensor | None = None
 ) -> tuple[Option, ...]:
-    """Return what each configuration keeps of one layer's input, and its variance on this batch.
+    """Return what each configuration keeps of one layer's input, and its variance on this batch, in order.
 
-    Args:
-        x: Activations, shape (..., in), any float dtype.
-        g: Gradient of the layer's output, shape (..., out), in the dtype that the layer computes in.
-        configs: Candidates.
-        index: Numbers of the rows that are not padding, for the candidates that leave padding out; see
-            `gradient_noise`.
-
-    Returns:
-        An option a configuration, in order.
+    `x` has shape (..., in) and any float dtype, `g` (..., out) and the dtype that the layer computes in. `index` has
+    the numbers of the rows that are not padding, for the candidates that leave padding out; see `gradient_noise`.
 
     Raises:
         ValueError: If shapes do not fit.
@@ -202,13 +195,8 @@ class ProfileBuilder:
         for a single sequence; 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, is left
         out.
 
-        Args:
-            name: Name of the layer.
-            x: Activations, shape (..., in).
-            g: Gradient of the layer's output, shape (..., out).
-            configs: Candidates, the same ones at each call for this layer.
-            index: Numbers of the rows that are not padding; see `layer_options`.
-            group: The sharing group that the layer belongs to; see `LayerProfile`.
+        `configs` are the same candidates at each call for this layer; `layer_options` has the other arguments, and
+        `LayerProfile` the `group`.
 
         Raises:
             ValueError: If shapes do not fit, or the candidates are other ones than before.
