@@ -85,7 +85,7 @@ def kept_first(index: Tensor, sequences: int, length: int, tokens: tuple[int, ..
     """Put the rows to keep in front of the others. Does not wait for the device.
 
     `index` has the numbers of the rows that are not left out, ascending, `length` counts the others too, and `tokens`
-    are positions among the former. Both parts stay in order. A sequence that lacks a token leaves the last places of
+    are positions among the rows of `index` in their sequence. Both parts stay in order. A sequence that lacks a token leaves the last places of
     the first part to others.
     """
     sequence = torch.div(index, length, rounding_mode="floor").long()

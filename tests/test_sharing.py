@@ -130,7 +130,7 @@ def with_one_weight(model):
     return model
 
 
-# what runs -> equal numbers for layers that share a sketch
+# name -> functions that run, and numbers of their layers' seeds
 SEEDS = {
     "one forward pass": (lambda m, x: [lambda: m(x)], [0, 0, 0]),
     "a frozen member": (lambda m, x: [lambda: without_a_gradient(m, 0)(x)], [0, 0]),
@@ -144,7 +144,7 @@ SEEDS = {
     "forwards before a backward": (lambda m, x: [lambda: m(x)] * 2, [0, 0, 0, 1, 1, 1]),
     "steps": (lambda m, x: [step(m, x)] * 2, [0, 0, 0, 1, 1, 1]),
     **{
-        # what one has learnt with an S is not used again by the other
+        # the second layer takes a new S, since the first has been trained with the old one
         f"a step on one layer and then on another, retained: {retain}": (
             lambda m, x, retain=retain: [step(m.layers[n], x, retain=retain) for n in (0, 1, 0)],
             [0, 1, 2],

@@ -31,8 +31,8 @@ def build_model(
 ) -> nn.Module:
     """Make a model with random weights, in training mode, of the class that its configuration names, or the bare one.
 
-    `name` is one on the hub, or a folder or JSON file with a model's configuration; weights are not read. `layers` are
-    those of its stacks, encoder and decoder, and `changes` are values of the configuration.
+    `name` is one on the hub, or a folder or JSON file with a model's configuration; weights are not read. `layers` is
+    the depth of its stacks, encoder and decoder, and `changes` are values of the configuration.
 
     Raises:
         ValueError: If there is no such configuration, or no class for it.

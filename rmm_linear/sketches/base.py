@@ -156,7 +156,7 @@ class Sketch(ABC):
         return grad_weight, g.sum(0) if need_bias else None
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes that a forward pass keeps of x (rows, features): the sketch, the seed, and what goes along.
+        """Return the bytes that a forward pass keeps of x (rows, features): all stored tensors and the seed.
 
         `valid_rows` are sketched, where others (padding) are left out.
         """

@@ -38,7 +38,7 @@ _S = TypeVar("_S", bound=Sketch)
 def layer_options(
     x: Tensor, g: Tensor, configs: Sequence[RMMConfig], *, index: Tensor | None = None
 ) -> tuple[Option, ...]:
-    """Return what each configuration keeps of one layer's input, and its variance on this batch, in order.
+    """Return the bytes and the variance of each configuration, in order, on one layer's input and gradient.
 
     `x` has shape (..., in) and any float dtype, `g` (..., out) and the dtype that the layer computes in. `index` has
     the numbers of the rows that are not padding, for the candidates that leave padding out; see `gradient_noise`.

@@ -1,4 +1,4 @@
-"""Philox in plain torch: published vectors, the paper's words, and what is made of them.
+"""Philox in plain torch: published vectors, the paper's words, and the signs, subsets and normals made of them.
 
 `on_triton/test_philox_kernel.py` holds the kernels' words against these.
 """

@@ -232,7 +232,7 @@ def test_the_exact_model_is_told_to_the_byte(attention, autocast, config):
     exact, saving = compare(model, forward, config)
     assert saving.exact_bytes == exact
     assert saving.saving_bytes == exact - saving.kept_bytes
-    # what is kept as it is below min_rows promises nothing
+    # an input below min_rows is kept as it is, and the layer promises nothing
     assert (saving.promised_bytes == saving.saving_bytes == 0) == (config.min_rows == 1000)
     assert (config.min_rows == 1000) <= any("min_rows" in reason for reason in saving.reasons())
 

@@ -49,7 +49,7 @@ class CentringWhatLooksAtNoData(Centring):
 
 
 BY_NORM = {"identity_draws": 360_000}
-# sketch -> knobs of its contract, and those that differ with centring
+# sketch -> knobs of its contract, and the knobs that differ with centring
 CONTRACTS = {
     Gaussian: ({}, {"exact_rows": (1,)}),
     Rademacher: ({"unit_diagonal": True}, {"exact_rows": (1,)}),

@@ -73,7 +73,7 @@ def test_auto_spends_what_the_uniform_ratio_spends_and_has_less_variance() -> No
 
 BYTES = 0.4 * LAYERS * RMMConfig(ratio=1.0).saved_bytes(256, 24, torch.float32)
 COARSE = CONFIG.replace(storage="int2", ratio=1.0)
-# configuration, options, what holds of the allocation's bytes and noise, and what is said
+# configuration, options, a condition on the allocation's bytes and noise, and the warning
 FIRST = {
     "bytes": (CONFIG, {"budget": BYTES}, lambda kept, noise, budget: 0.9 * BYTES < kept <= BYTES == budget, ""),
     "a target": (

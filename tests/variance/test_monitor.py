@@ -119,7 +119,7 @@ def test_the_summary_adds_up_the_layers():
     assert found.snr == pytest.approx(max(c - m, 0) / (m + v))
     assert found.mean_relative_variance == pytest.approx(sum(record.relative_variance for record in records) / 13)
     assert found.layers_measured == 13
-    # what is not finite stays out
+    # records that are not finite stay out
     whole, nan = found, float("nan")
     name = next(iter(monitor.latest))
     monitor.latest[name] = replace(monitor.latest[name], gradient_squared=nan, sketch_variance=nan)
