@@ -84,9 +84,9 @@ def _places(length: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
 def kept_first(index: Tensor, sequences: int, length: int, tokens: tuple[int, ...]) -> Tensor:
     """Put the rows to keep in front of the others. Does not wait for the device.
 
-    `index` has the numbers of the rows that are not left out, ascending, `length` counts the others too, and `tokens`
-    are positions among the rows of `index` in their sequence. Both parts stay in order. A sequence that lacks a token leaves the last places of
-    the first part to others.
+    `index` has the numbers of the rows that are not left out, ascending; `length` counts the others too, and `tokens`
+    are positions among the rows of `index` in their sequence. Both parts stay in order. A sequence that lacks a token
+    leaves the last places of the first part to others.
     """
     sequence = torch.div(index, length, rounding_mode="floor").long()
     counts = torch.zeros(sequences, dtype=torch.int64, device=index.device)
