@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary, valid_rows
 from rmm_linear.functional import linear
@@ -323,7 +324,7 @@ def test_compiled_layers_keep_their_rows_and_lengths_are_not_compiled_one_by_one
     torch.compiler.reset()
     config = RMMConfig(ratio=0.5, storage=storage, skip_padding=True, min_rows=1, keep_tokens=tokens)
     layer = RMMLinear(FEATURES, OUTPUTS, config=config)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for length in range(40, 52, 1 if storage is None else 4):
         x = torch.randn(SEQUENCES, length, FEATURES)
