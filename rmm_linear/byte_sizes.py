@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """A unit that sizes are shown in.
-
-    Attributes:
-        name: Such as "MiB".
-        size_bytes: Bytes of one.
-    """
+    """A unit in which sizes are shown, such as "MiB"."""
 
     name: str
     size_bytes: int

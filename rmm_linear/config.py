@@ -81,7 +81,6 @@ class RMMConfig:
     sketch_object: Sketch = field(init=False, repr=False, compare=False)
     kept_rows: KeptRows = field(init=False, repr=False, compare=False)
     graph_key: str = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
@@ -104,7 +103,6 @@ class RMMConfig:
             sketch = LowBit(sketch if self.ratio < 1 else None, self.storage)
         object.__setattr__(self, "sketch_object", Centered(sketch) if self.center else sketch)
         object.__setattr__(self, "kept_rows", KeptRows(self.storage))
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _knobs())))
         of = type(self)
         code = fingerprint(SKETCHES[self.sketch]) or _THIS_PROCESS
         if of is not RMMConfig:
@@ -113,24 +111,15 @@ class RMMConfig:
         if of is not RMMConfig:
             _OTHERS[self.graph_key] = self
 
-    def __hash__(self) -> int:
-        # of all knobs, once: every call of a layer looks for those that are configured alike
-        return self._hash
-
     @property
     def is_exact(self) -> bool:
         """Whether a layer so configured is an `nn.Linear` in effect: ratio 1, and nothing rounded."""
         return self.ratio == 1 and self.storage is None
 
     def sketches(self, rows: int, kept: int = 0) -> bool:
-        """Tell whether an input of `rows` rows is sketched rather than kept.
+        """Tell whether an input of so many rows, `kept` of them because of `keep_tokens`, is sketched.
 
-        Args:
-            rows: Rows of the flattened input; those that are not padding where it is left out.
-            kept: How many of them are kept because of `keep_tokens`.
-
-        Returns:
-            False at ratio 1 without a storage, below `min_rows`, and where no rows are left to sketch.
+        False at ratio 1 without a storage, below `min_rows`, and where no rows are left to sketch.
         """
         return rows >= self.min_rows and rows > kept and (self.ratio < 1 or self.storage is not None)
 
@@ -169,9 +158,6 @@ class RMMConfig:
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed.
 
-        Returns:
-            The new configuration.
-
         Raises:
             ValueError: If a name is unknown or a value is bad.
         """
@@ -195,13 +181,9 @@ class RMMConfig:
 
     @classmethod
     def from_recipe(cls, name: str, **changes: Any) -> "RMMConfig":
-        """Return a named configuration.
+        """Return a named configuration with some knobs changed, most often `ratio`.
 
         "default"; "fast" (no centering); "paper" (Bershatsky et al. 2022: dense Gaussian).
-
-        Args:
-            name: Name of the recipe.
-            **changes: Knobs to change, most often `ratio`.
 
         Raises:
             ValueError: If the recipe or a knob is unknown, or a value is bad.
@@ -219,11 +201,7 @@ def config_of(key: str) -> RMMConfig:
 
 
 def config_around(sketch: Sketch) -> RMMConfig:
-    """Return a configuration around a sketch that need not be in the registry, and that sketches any row count.
-
-    Args:
-        sketch: A sketch with a ratio below 1, or one that is not exact at ratio 1 (low-bit storage).
-    """
+    """Return a configuration around a sketch, which need not be in the registry, for inputs of any row count."""
     config = RMMConfig(ratio=sketch.ratio, min_rows=1, storage="int8" if sketch.ratio == 1 else None)
     object.__setattr__(config, "sketch_object", sketch)
     object.__setattr__(config, "graph_key", f"{_THIS_PROCESS}/{next(_numbers)}")

@@ -24,14 +24,9 @@ _KNOWN = (nn.Embedding, nn.EmbeddingBag, _ConvNd)
 
 
 def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
-    """Say why a linear layer cannot be converted.
+    """Say why a linear layer cannot be converted; None if it can be (or is already).
 
-    Args:
-        module: The layer.
-        model: The model that it is a part of, which tells sharded weights from tensor-parallel ones.
-
-    Returns:
-        The reason, or None if it can be converted (or is already).
+    The model that it is a part of tells sharded weights from tensor-parallel ones.
     """
     kind = type(module)
     if not is_linear_layer(module):

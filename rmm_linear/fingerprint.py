@@ -27,12 +27,8 @@ _FINGERPRINT = None if IS_INTERPRETED else _of_library()
 
 
 def fingerprint(of: type) -> str | None:
-    """Return a text that changes when the code changes that a layer's graph is made by.
+    """Return a text that changes with the code by which the graph of a layer with this class of sketch is made.
 
-    Args:
-        of: The class of the layer's sketch.
-
-    Returns:
-        16 hexadecimal digits; None for a class of another package, whose code may be anywhere and look at anything.
+    16 hexadecimal digits; None for a class of another package, whose code may be anywhere and look at anything.
     """
     return _FINGERPRINT if of.__module__.partition(".")[0] == __name__.partition(".")[0] else None

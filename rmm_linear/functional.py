@@ -50,31 +50,30 @@ from rmm_linear.sharing import SharedSketch
 
 
 class _Kept(NamedTuple):
-    """All that a layer keeps of its input.
-
-    Attributes:
-        config: How the layer sketches.
-        features: Columns of the input.
-        layout: How its rows are dealt out.
-        valid: Rows that are not left out, the ones that are kept beside the sketch first; None for all rows.
-        check: Looks at the gradient of rows that are left out, or None.
-        shared: The group of layers that keep one sketch, or None.
-        seed: The sketch's, 0-d int64.
-        left_out: The number of one row that is left out, the row, and how many there are; or nothing.
-        beside: Tensors of the rows beside the sketch.
-        sketch: Tensors of the sketch of the rest.
-    """
+    """All that a layer keeps of its input."""
 
     config: RMMConfig
     features: int
     layout: Layout
-    valid: Tensor | None
+    # looks at the gradient of rows that are left out
     check: Look | None
     shared: SharedSketch | None
+    # rows that are not left out, the ones that are kept beside the sketch first; None for all rows
+    valid: Tensor | None
     seed: Tensor
+    # the number of one row that is left out, the row, and how many there are; or nothing
     left_out: tuple[Tensor, ...]
+    # tensors of the rows beside the sketch, and of the sketch of the rest
     beside: tuple[Tensor, ...]
     sketch: tuple[Tensor, ...]
+
+    def flattened(self) -> tuple[Any, ...]:
+        """Values that are no tensors, `_PLAIN` of them, and the tensors."""
+        plain = *self[:5], len(self.left_out), len(self.beside)
+        return *plain, self.valid, self.seed, *self.left_out, *self.beside, *self.sketch
+
+
+_PLAIN = 7
 
 
 def linear(
@@ -96,9 +95,9 @@ def linear(
     made x keeps it anyway (ReLU, tanh, a fused attention: see `rmm_linear.producers`), so that a sketch would free
     nothing. Autocast is followed as there.
 
-    Under `torch.no_grad` a seed is drawn all the same, and not used: reentrant checkpointing runs its first forward so,
-    and the dropout after this layer must find the generator in the same state in both of its passes. Compilers drop
-    draws that are not used, and move others: checkpoint compiled code with use_reentrant=False.
+    Under `torch.no_grad` a seed is drawn all the same: reentrant checkpointing runs its first forward so, and dropout
+    after this layer must find the generator in the same state in both passes. Compilers drop draws that are not used,
+    and move others: checkpoint compiled code with use_reentrant=False.
 
     Warning:
         Noise inflates the gradient's norm by sqrt(1 + relative variance). Clipping at a fixed norm then clips more
@@ -178,11 +177,8 @@ def linear(
         if shared is not None:
             shared.remember(seed, *made)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    kept = _Kept(config, x.shape[-1], layout, index, check, shared, seed, *made)
-    # torch.func knows only a class with a setup_context
-    if is_transformed:
-        return _TransformedSketchedLinear.apply(x, weight, bias, *_flattened(kept))
-    return _SketchedLinear.apply(x, weight, bias, kept)
+    kept = _Kept(config, x.shape[-1], layout, check, shared, index, seed, *made)
+    return _SketchedLinear.apply(x, weight, bias, *kept.flattened())
 
 
 def _compiled(
@@ -240,7 +236,7 @@ def _sketched_linear(
         number, times = drawn_row(mask, seed)
         left_out = number, _flat(x.detach()).index_select(0, number), times
     kept = _Kept(config, x.shape[-1], layout, None, None, None, seed, left_out, beside, sketch)
-    return _SketchedLinear.apply(x, weight, bias, kept)
+    return _SketchedLinear.apply(x, weight, bias, *kept.flattened())
 
 
 torch.library.define(
@@ -252,12 +248,7 @@ torch.library.impl("rmm_linear::sketched_linear", "CompositeImplicitAutograd")(_
 
 
 def _compressed(
-    x: Tensor,
-    seed: Tensor,
-    config: RMMConfig,
-    layout: Layout,
-    index: Tensor | None,
-    valid_rows: ValidRows | None,
+    x: Tensor, seed: Tensor, config: RMMConfig, layout: Layout, index: Tensor | None, valid_rows: ValidRows | None
 ) -> tuple[tuple[Tensor, ...], ...]:
     """The kept tensors of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()
@@ -279,11 +270,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that F.linear computes in: autocast lowers all floats but float64.
-
-    Returns:
-        The dtype.
-    """
+    """Return the dtype that F.linear computes in: autocast lowers all floats but float64."""
     # Fast path; not while compiling, where the question would enter the graph.
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return x.dtype
@@ -374,36 +361,11 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.aten._unsafe_view.default(output, output.shape) if output.dim() > 2 else output
 
 
-def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> None:
-    tensors = kept.seed, *kept.left_out, *kept.beside, *kept.sketch
-    # As nn.Linear does: the weight is needed for grad_input alone.
-    ctx.save_for_backward(weight if x.requires_grad else None, kept.valid, *tensors)
-    # without its tensors
-    ctx.kept = kept.config, kept.features, kept.layout, kept.check, kept.shared, len(kept.left_out), len(kept.beside)
-    ctx.is_column_major = x.requires_grad and _is_column_major(x)
-    ctx.weight_dtype = weight.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
 class _SketchedLinear(torch.autograd.Function):
-    """F.linear forward; in the backward pass the weight gradient comes from the sketch."""
+    """F.linear forward; in the backward pass the weight gradient comes from the sketch.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> Tensor:
-        _save(ctx, x, weight, bias, kept)
-        return _output(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(ctx, g), None)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _no_transform("forward-mode differentiation")
-
-
-class _TransformedSketchedLinear(torch.autograd.Function):
-    """The same for torch.func, whose tensors have to be arguments: the fields of a `_Kept`, and its parts' lengths."""
+    torch.func needs a `setup_context`, and tensors that are arguments: a `_Kept`, flattened.
+    """
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *kept: Any) -> Tensor:
@@ -411,9 +373,13 @@ class _TransformedSketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, left_out, beside, *others = inputs
-        fields, tensors = others[:_FIELDS], tuple(others[_FIELDS:])
-        _save(ctx, x, weight, bias, _Kept(*fields, *_parts(tensors, left_out, beside)))
+        x, weight, bias, *kept = inputs
+        # As nn.Linear does: the weight is needed for grad_input alone.
+        ctx.save_for_backward(weight if x.requires_grad else None, *kept[_PLAIN:])
+        ctx.kept = kept[:_PLAIN]
+        ctx.is_column_major = x.requires_grad and _is_column_major(x)
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -427,19 +393,6 @@ class _TransformedSketchedLinear(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise _no_transform("forward-mode differentiation")
-
-
-# Fields of a `_Kept` in front of its three parts.
-_FIELDS = len(_Kept._fields) - 3
-
-
-def _flattened(kept: _Kept) -> tuple[Any, ...]:
-    tensors = (*kept.left_out, *kept.beside, *kept.sketch)
-    return len(kept.left_out), len(kept.beside), *kept[:_FIELDS], *tensors
-
-
-def _parts(tensors: tuple[Tensor, ...], left_out: int, beside: int) -> tuple[tuple[Tensor, ...], ...]:
-    return tensors[:left_out], tensors[left_out : left_out + beside], tensors[left_out + beside :]
 
 
 def _refuse_mapped(x: Tensor) -> None:
@@ -479,8 +432,10 @@ def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
 def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
     """Those of x, weight and bias, None where they are not wanted."""
     weight, valid, seed, *tensors = ctx.saved_tensors
-    config, features, layout, check, shared, *lengths = ctx.kept
-    kept = _Kept(config, features, layout, valid, check, shared, seed, *_parts(tuple(tensors), *lengths))
+    config, features, layout, check, shared, left_out, beside = ctx.kept
+    beside += left_out
+    parts = [tuple(part) for part in (tensors[:left_out], tensors[left_out:beside], tensors[beside:])]
+    kept = _Kept(config, features, layout, check, shared, valid, seed, *parts)
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
     rows_of_g = _flat(g)
     if check is not None:

@@ -17,7 +17,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.errors import TracingError
 from rmm_linear.functional import compute_dtype, linear
 from rmm_linear.padding import RowsCheck, current_valid_rows
-from rmm_linear.sharing import shared_sketch
+from rmm_linear.sharing import current_groups
 
 _MATRIX = 2
 
@@ -57,7 +57,7 @@ class SketchedLayer(nn.Module):
         if config.share_sketch:
             # weakly: a group lives as long as its input
             key = config, None if valid is None else weakref.ref(valid)
-            shared = shared_sketch(input, self, key, compute_dtype(input))
+            shared = current_groups().find(input, self, key, compute_dtype(input))
         return linear(
             x,
             weight,

@@ -22,9 +22,8 @@ A layer uses the mask if the leading dimensions of its input are the mask's. Whe
 That g is zero at the rows left out is the model's doing, and some models break it: a convolution over the sequence, a
 mean over all positions, labels at padded positions, left padding where the first position is read. So:
 
-- Each layer looks at its backward passes until one has shown that all is well: rows were left out, the others had a
-  gradient, and these had none. A gradient on a row left out raises `PaddingGradientError` until then. No later
-  pass is checked, unless `valid_rows(mask, check=True)` asks for it.
+- Each layer looks at its backward passes until one has shown that all is well (`RowsCheck`). A gradient on a row left
+  out raises `PaddingGradientError` until then. `valid_rows(mask, check=True)` has all passes checked.
 - The estimate is unbiased, whatever g is. Of the n rows left out, one is drawn by the sketch's seed and kept as it is:
   n times its g_i x_i^T has their part of g^T x as its mean, and is zero if none of them carries any. Noise is the price
   if one does, as it may later (a gate that starts at zero): n times the sum of their ||g_i||^2 ||x_i||^2.
@@ -96,11 +95,7 @@ class ValidRows:
         self._ordered: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:
-        """Tell whether the mask speaks of the rows of `x`.
-
-        Args:
-            x: Shape (..., features).
-        """
+        """Tell whether the mask speaks of the rows of `x`, shape (..., features)."""
         return x.shape[:-1] == self.mask.shape
 
     @property
@@ -117,15 +112,7 @@ class ValidRows:
         return self.index_on(self.mask.device)
 
     def index_on(self, device: torch.device, keep_tokens: tuple[int, ...] = ()) -> Tensor | None:
-        """Return `index` on a device; layers on one device share one tensor.
-
-        Args:
-            device: Where the input is.
-            keep_tokens: Positions, among the valid tokens of each sequence, of rows that come first (see
-                `rmm_linear.rows`).
-
-        Returns:
-            Shape (count,), int32, or None if all rows are valid. Ascending but for rows that come first.
+        """Return `index` on a device, rows of `keep_tokens` first; layers on one device share one tensor.
 
         Raises:
             ValueError: If no row is valid, or another number than the one given.
@@ -142,26 +129,16 @@ class ValidRows:
         return self._ordered[key]
 
     def one_left_out(self, seed: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw one of the rows that are left out. Does not wait for the device.
-
-        Args:
-            seed: 0-d int64 on the input's device, for which `index_on` has found that rows are left out.
+        """Draw one of the rows that `index_on` leaves out, by a seed on that device. Does not wait for the device.
 
         Returns:
-            The number of one of them, each as likely, shape (1,); how many they are, 0-d. int32.
+            The row's number, each as likely, shape (1,), and how many they are, 0-d; both int32.
         """
         rows, times = self._left_out[seed.device]
         return rows.index_select(0, seed.remainder(rows.shape[0]).reshape(1)), times
 
     def keep_only_valid(self, x: Tensor) -> Tensor:
-        """Return x with its other rows set to zero: a compiled graph has static shapes.
-
-        Args:
-            x: Shape (..., features).
-
-        Returns:
-            The same shape and dtype.
-        """
+        """Return x with its other rows set to zero: a compiled graph has static shapes."""
         return torch.where(self.mask.unsqueeze(-1) != 0, x, 0)
 
     def _find(self, device: torch.device) -> Tensor:
@@ -204,14 +181,10 @@ class ValidRows:
 
 
 def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one of the rows that are no valid ones, as `ValidRows.one_left_out` does, for compilers: by shapes alone.
-
-    Args:
-        mask: Not zero where a row is valid, shape (...).
-        seed: 0-d int64.
+    """Draw one of the rows where the mask is zero, as `ValidRows.one_left_out` does, for compilers: by shapes alone.
 
     Returns:
-        The number of the row, shape (1,), any where all are valid; how many there are to draw from, 0-d. int64.
+        The row's number, shape (1,), any where all are valid, and how many there are to draw from, 0-d; both int64.
     """
     # how many there are up to each row
     found = (mask.flatten() == 0).cumsum(0)
@@ -277,14 +250,7 @@ _announced = _Announced()
 
 
 def current_valid_rows(x: Tensor) -> ValidRows | None:
-    """Return the announced valid rows of `x`, while a forward pass runs.
-
-    Args:
-        x: Input of a linear layer, shape (..., in).
-
-    Returns:
-        The valid rows, or None where nothing is known: all rows are kept then.
-    """
+    """Return the announced valid rows of an input (..., in), or None where nothing is known: all rows are kept then."""
     if not torch.compiler.is_compiling() and _in_checkpoint():
         return None
     return _announced.scopes[-1].rows_of(x) if _announced.scopes else None
@@ -349,21 +315,16 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 class RowsCheck:
     """Looks at a layer's backward passes until one has shown that rows left out carry no gradient.
 
-    Attributes:
-        is_satisfied: True once a pass has: rows were left out, the others had a finite gradient, and these had none.
+    It is satisfied once rows were left out, the others had a finite gradient, and these had none.
     """
 
     def __init__(self) -> None:
         self.is_satisfied = False
 
     def see(self, g: Tensor, index: Tensor) -> None:
-        """Look at one gradient. Waits for the device.
+        """Look at one gradient (rows, out), of which the rows of `index` were kept. Waits for the device.
 
         Values that are not finite pass: after an overflow they are everywhere, and a `GradScaler` skips the step.
-
-        Args:
-            g: Gradient of a layer's output, shape (rows, out).
-            index: Rows that were kept.
 
         Raises:
             PaddingGradientError: If another row is finite and not zero.
@@ -442,15 +403,7 @@ class MaskHook:
 
 
 def needed_check(rows: ValidRows, check: RowsCheck | None) -> Look | None:
-    """Return the check of the next backward pass.
-
-    Args:
-        rows: The valid rows.
-        check: The layer's; None for a call that belongs to none.
-
-    Returns:
-        None if nothing has to: the layer has seen enough, or the call belongs to none, and the rows do not ask.
-    """
+    """Return the check of the next backward pass, if the rows ask for one or the layer has not seen enough yet."""
     if rows.check:
         return (check or RowsCheck()).see
     return None if check is None or check.is_satisfied else check.see
@@ -460,7 +413,7 @@ def install_hooks(model: nn.Module) -> int:
     """Have the modules of a model that are given an attention mask announce it, unless they do already."""
     modules = list(_modules_with_mask(model))
     # of a part of the model that was converted on its own, say
-    _remove_hooks(module for module in model.modules() if module not in modules)
+    remove_hooks(module for module in model.modules() if module not in modules)
     for module in modules:
         if not any(map(_is_mask_hook, module._forward_pre_hooks.values())):
             hook = MaskHook(module)
@@ -469,12 +422,8 @@ def install_hooks(model: nn.Module) -> int:
     return len(modules)
 
 
-def remove_hooks(model: nn.Module) -> None:
+def remove_hooks(modules: Iterable[nn.Module]) -> None:
     """Take off what `install_hooks` put on."""
-    _remove_hooks(model.modules())
-
-
-def _remove_hooks(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         take_off_hooks(module, _is_mask_hook)
 

@@ -50,15 +50,10 @@ _VIEWS = frozenset(
 
 
 def is_free_to_keep(x: Tensor, dtype: torch.dtype, *, in_graph: bool = False) -> bool:
-    """Tell whether a linear layer can keep its input without a byte more than is kept anyway.
+    """Tell whether a linear layer that computes in `dtype` can keep its input without a byte more than is kept anyway.
 
-    Args:
-        x: Its input.
-        dtype: The dtype that the layer computes in.
-        in_graph: Whether a compiler is tracing.
-
-    Returns:
-        True if what made it keeps it, and the layer multiplies by the very memory, and not by a copy.
+    True if the operation that made x keeps it, and the layer multiplies by the very memory, and not by a copy.
+    `in_graph` tells that a compiler is tracing.
     """
     if x.dtype != dtype:
         return False
@@ -78,14 +73,11 @@ def flattens_in_place(x: Tensor) -> bool:
 
 
 def keeping_producer(x: Tensor) -> str | None:
-    """Find the operation that made a tensor, or the base that it is a view of, if the operation keeps it.
+    """Return the autograd node, by name, that made a tensor (or its base) and keeps it; None if none is known to.
 
     Within a checkpoint that both are a part of, nothing is kept, and all of it is there in the second forward pass: the
     answer is the same in both. Where hooks on saved tensors have put something else in the tensor's place (a checkpoint
     that has ended, a copy on the CPU) there is none.
-
-    Returns:
-        The operation's autograd node, by name; None if none is known to keep it.
     """
     node: Any = x.grad_fn
     place = x.output_nr

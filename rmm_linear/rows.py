@@ -15,6 +15,7 @@ Inputs of three dimensions or more have sequences: the last dimension but one ru
 all of its rows are sketched.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,33 +46,16 @@ NO_ROWS_KEPT = Layout()
 
 
 def sequences_of(shape: Sequence[int]) -> int:
-    """Return how many sequences an input has.
-
-    Args:
-        shape: Shape of the input, (..., length, features).
-
-    Returns:
-        The product of all dimensions but the last two; 0 for a matrix, whose rows belong to none.
-    """
-    if len(shape) < _SEQUENCE_DIMENSIONS:
-        return 0
-    sequences = 1
-    for size in shape[:-2]:
-        sequences *= size
-    return sequences
+    """Return how many sequences an input (..., length, features) has; 0 for a matrix, whose rows belong to none."""
+    return math.prod(shape[:-2]) if len(shape) >= _SEQUENCE_DIMENSIONS else 0
 
 
 def layout_of(shape: Sequence[int], tokens: tuple[int, ...], index: Tensor | None = None) -> Layout:
-    """Return how the rows of an input are dealt out.
+    """Return how the rows of an input of this shape are dealt out.
 
-    Args:
-        shape: Shape of the input, (..., features).
-        tokens: Positions in a sequence of the rows to keep, from its end if negative.
-        index: Numbers of the rows that are not left out, or None for all.
-
-    Returns:
-        The layout. It keeps len(tokens) rows a sequence, or all there are: where a sequence is too short for all of the
-        tokens, other rows are kept in their stead.
+    `tokens` are positions in a sequence, from its end if negative, and `index` has the numbers of the rows that are not
+    left out, or is None for all. len(tokens) rows a sequence are kept, or all there are: where a sequence is too short
+    for all of the tokens, other rows are kept in their stead.
     """
     sequences = sequences_of(shape) if tokens else 0
     if not sequences:
@@ -100,16 +84,9 @@ def _places(length: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
 def kept_first(index: Tensor, sequences: int, length: int, tokens: tuple[int, ...]) -> Tensor:
     """Put the rows to keep in front of the others. Does not wait for the device.
 
-    Args:
-        index: Numbers of the rows that are not left out, ascending, shape (count,).
-        sequences: Number of sequences.
-        length: Rows of each, those included that are left out.
-        tokens: Positions of the rows to keep among those of their sequence that are not left out, from its end if
-            negative.
-
-    Returns:
-        The same numbers in another order, which is the old one within both parts. A sequence that lacks a token leaves
-        the last places of the first part to others.
+    `index` has the numbers of the rows that are not left out, ascending; `length` counts the others too, and `tokens`
+    are positions among the rows of `index` in their sequence. Both parts stay in order. A sequence that lacks a token
+    leaves the last places of the first part to others.
     """
     sequence = torch.div(index, length, rounding_mode="floor").long()
     counts = torch.zeros(sequences, dtype=torch.int64, device=index.device)
@@ -123,15 +100,9 @@ def kept_first(index: Tensor, sequences: int, length: int, tokens: tuple[int, ..
 
 
 def split(y: Tensor, layout: Layout, index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the rows that are kept, and those that are sketched.
+    """Return the rows of y (rows, features) that are kept, which share no memory with `y`, and the sketched ones.
 
-    Args:
-        y: Shape (rows, features).
-        layout: As `layout_of` returns it.
-        index: The rows that are not left out, the kept ones first; None for all rows, kept by their places.
-
-    Returns:
-        Two matrices. The first shares no memory with `y`.
+    `index` has the rows that are not left out, the kept ones first; None stands for all rows, kept by their places.
     """
     if not layout.kept:
         return y.new_empty((0, y.shape[1])), y if index is None else y.index_select(0, index)

@@ -4,28 +4,24 @@ An exact model keeps an input that three layers share once. Three sketches of it
 exact model above a ratio of 1/3. So layers that are given the same tensor in one forward pass keep one sketch, with one
 S. The estimate of each weight gradient is what it would be alone; only the errors of the members are correlated.
 
-Groups are found while the model runs, and not by names: layers share if they are called with the same tensor
-object, unchanged since (its version counter tells), are configured alike and compute in one dtype. A group takes new
-members only between the first member's forward and the first backward of any: as long as its sketch is kept by a graph,
-and nothing has been learnt with its S. After that, for a layer that comes back to the tensor, and for layers with one
-weight (whose errors would add up), a new group begins, with a new S.
+Groups are found while the model runs: layers share if they are called with the same tensor object, unchanged since (its
+version counter tells), are configured alike and compute in one dtype. A group takes new members between the first
+member's forward and the first backward of any: as long as a graph keeps its sketch, and nothing was learnt with its S.
+After that, for a layer that comes back to the tensor, and for layers with one weight (whose errors would add up), a new
+group begins, with a new S. A change through `x.data`, or through memory that numpy shares, is not counted by the
+version: the later layer's gradient is then that of the earlier values.
 
 PEFT casts an input for each adapter anew, if the model has another dtype. Such copies count as the tensor that they
 were made of: `adapters.py` tells which tensor an adapted layer is given, and the graph whether the adapter's input is a
-copy of it. (So where that tensor has no gradient, each adapter keeps its own sketch.)
+copy of it. (Where that tensor has no gradient, each adapter keeps its own sketch.)
 
-A version counter does not count changes through `x.data` or through memory that numpy shares: after one in between two
-layers of one forward pass, the later layer's gradient is that of the earlier values.
+Under torch.compile none of this runs: the compiler merges what is equal, one draw of a seed for a tensor that several
+layers of one graph read, and one sketch (`rmm_linear.ops.draw_seed`); copies of one tensor and layers with one weight
+too. Each estimate is unbiased as before. `share_sketch=False` keeps them apart.
 
-Under torch.compile none of this runs. There the compiler merges what is equal: one draw of a seed for a tensor that
-several layers of one graph read, and one sketch (see `rmm_linear.ops.draw_seed`). So does it with copies of one tensor
-(`x.clone()`, two casts), which it merges first, and for layers with one weight: eager mode draws an S for each, and all
-have one there. Each estimate is unbiased as before; their errors go together, and those of one weight's layers add up.
-`share_sketch=False` keeps them apart. Layers of different graphs keep their own.
-
-Nothing is kept alive by this. A group refers to its input, its layers and its sketch weakly, and lives as long as a
-graph that was made with it. Every layer draws a seed, also one that uses its group's: the random generator is in the
-same state with and without sharing, in both passes of a checkpoint as well.
+A group refers to its input, its layers and its sketch weakly, and lives as long as a graph that was made with it. Every
+layer draws a seed, also one that uses its group's: the random generator is in the same state with and without sharing,
+in both passes of a checkpoint as well.
 """
 
 import threading
@@ -56,31 +52,17 @@ class SharedSketch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the group is closed: its sketch is gone, or a backward pass has used it."""
+        """Whether its sketch is gone, or a backward pass has used it."""
         return self.seed is not None and self.tensors(self.seed) is None
 
     def seed_or(self, seed: Tensor) -> Tensor:
-        """Return the group's seed.
-
-        Args:
-            seed: The seed that this member has drawn: the group's if there is no sketch to share.
-
-        Returns:
-            The seed of the sketch that is there, or `seed`.
-        """
+        """Return the seed of the sketch that is there, or else the one that this member has drawn: now the group's."""
         if self.seed is None or self.is_over:
             self.seed, self._parts = seed, None
         return self.seed
 
     def tensors(self, seed: Tensor) -> tuple[tuple[Tensor, ...], ...] | None:
-        """Return the remembered tensors.
-
-        Args:
-            seed: As `seed_or` returned it.
-
-        Returns:
-            The tensors; None if there are none, some are gone, or the group is closed.
-        """
+        """Return the tensors made with a seed; None if there are none, some are gone, or the group is closed."""
         if self._parts is None or seed is not self.seed:
             return None
         found = []
@@ -185,17 +167,10 @@ class InputGroups:
                 return
 
     def find(self, x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
-        """Return the group of a layer that is called with a tensor.
+        """Return the group of a layer that is called with `x`: a new one unless another layer has one on this tensor.
 
-        Args:
-            x: The tensor, as the layer was given it.
-            layer: The layer.
-            key: Equal for layers that may share.
-            dtype: The dtype that it computes in; layers of different ones do not share.
-
-        Returns:
-            The group, a new one unless another layer has one on the same tensor; None for tensors whose changes can't
-            be noticed.
+        Layers share if `key` and the dtype in which they compute are equal. None for tensors whose changes can't be
+        noticed.
         """
         if x.is_inference():
             return None
@@ -206,15 +181,7 @@ class InputGroups:
         return known.group_of(layer, (key, dtype, x.dtype, x.device), dtype)
 
     def first_reader(self, x: Tensor, dtype: torch.dtype) -> nn.Module | None:
-        """Return the first layer of those that were called with a tensor in this forward pass.
-
-        Args:
-            x: The tensor, as the layers were given it.
-            dtype: The dtype that they compute in.
-
-        Returns:
-            The layer, or None where none is known.
-        """
+        """Return the first layer that was called with `x` in this forward pass and computes in `dtype`, or None."""
         if x.is_inference():
             return None
         source = self._source_of(x) if self._given else x
@@ -243,16 +210,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-
-
-def shared_sketch(x: Tensor, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch | None:
-    """Return the group that a layer shares its sketch with; see `InputGroups.find`."""
-    return _current.groups.find(x, layer, key, dtype)
-
-
-def first_reader(x: Tensor, dtype: torch.dtype) -> nn.Module | None:
-    """Return the first layer of those that share an input; see `InputGroups.first_reader`."""
-    return _current.groups.first_reader(x, dtype)
 
 
 def current_groups() -> InputGroups:

@@ -56,6 +56,10 @@ def failing(*args):
     raise RuntimeError("Failed to find C compiler")
 
 
+def out_of_memory(*args):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_plain_torch_runs_on_a_cpu_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -115,26 +119,17 @@ def test_kernels_that_fail_are_replaced_with_one_warning_for_all(launches):
     assert len(launches.names) == len(backend._state.broken) == 4
 
 
-def test_a_kernel_that_is_asked_for_and_fails_raises(launches):
-    launches.kernel = failing
-    with use_kernels("triton"), pytest.raises(RuntimeError, match="C compiler"):
-        backend.run("hadamard_sketch", on_a_gpu())
-
-
-def test_a_kernel_that_fails_while_a_graph_is_captured_says_what_to_do(launches, monkeypatch):
-    launches.kernel = failing
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="run a step before the capture"):
-        backend.run("hadamard_sketch", on_a_gpu())
-    assert backend._state.broken == {}
-
-
-def test_running_out_of_memory_is_no_fault_of_the_kernel(launches):
-    def kernel(x):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    launches.kernel = kernel
-    with pytest.raises(torch.OutOfMemoryError):
+@pytest.mark.parametrize("why", ["asked for", "captured", "no memory"])
+def test_failures_that_are_no_fault_of_a_kernel_or_can_not_be_passed_over_raise(launches, monkeypatch, why):
+    expected = {
+        "asked for": (RuntimeError, "C compiler"),
+        "captured": (RuntimeError, "run a step before the capture"),
+        "no memory": (torch.OutOfMemoryError, "CUDA out of memory"),
+    }
+    launches.kernel = failing if why != "no memory" else out_of_memory
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
+    kind, message = expected[why]
+    with use_kernels("triton" if why == "asked for" else "auto"), pytest.raises(kind, match=message):
         backend.run("hadamard_sketch", on_a_gpu())
     assert backend._state.broken == {}
 

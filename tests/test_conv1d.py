@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 from rmm_linear import RMMConfig, convert_linears, revert_linears, summary
 from rmm_linear.layer import RMMConv1D, SketchedLayer
 from rmm_linear.memory import MeasuredSaving, SavedTensors, profile
-from rmm_linear.sketches.contract import assert_unbiased
 from rmm_linear.variance.probe import LayerProbe
 
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
@@ -98,21 +97,6 @@ def test_siblings_share_whatever_the_strides() -> None:
             model(x)
         assert kept.bytes == report.predict(CONFIG) == CONFIG.saved_bytes(138, 40, torch.float32)
         revert_linears(model)
-
-
-@pytest.mark.montecarlo
-def test_the_weight_gradient_is_unbiased() -> None:
-    # a bias of 1 % is seen at 6 standard errors; false-alarm rate 3e-6
-    exact, sketched = pair(RMMConfig(ratio=0.8, min_rows=1))
-    x, g = torch.randn(64, 40) + 0.5, torch.randn(64, 24) + 0.3
-    exact(x).backward(g)
-
-    def draw() -> Tensor:
-        sketched.weight.grad = None
-        sketched(x).backward(g)
-        return sketched.weight.grad
-
-    assert_unbiased(draw, exact.weight.grad)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

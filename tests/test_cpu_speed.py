@@ -27,11 +27,7 @@ def profiled_calls(config: RMMConfig | None, rows: int = 512, features: int = 12
 
 @pytest.mark.parametrize(
     ("config", "most"),
-    [
-        (RMMConfig(), 125),
-        (RMMConfig(center=False), 95),
-        (RMMConfig(sketch="gaussian"), 150),
-    ],
+    [(RMMConfig(), 125), (RMMConfig(center=False), 95), (RMMConfig(sketch="gaussian"), 150)],
     ids=str,
 )
 def test_a_step_of_a_small_layer_has_few_calls(config: RMMConfig, most: int) -> None:

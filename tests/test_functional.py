@@ -1,7 +1,5 @@
 """The functional layer: exact where it promises to be, estimated where it says so, and clear about bad input."""
 
-import gc
-import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmm_linear import DoubleBackwardError, RMMConfig
+from rmm_linear import RMMConfig
 from rmm_linear.functional import linear
 
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
@@ -155,27 +153,6 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
         assert [leaf.grad is not None for leaf in leaves] == [bool(need_x), bool(need_weight), bool(need_bias)]
 
 
-def test_no_grad_and_inference_mode_give_a_plain_output() -> None:
-    x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            output = linear(x, weight, config=CONFIG)
-            assert torch.equal(output, F.linear(x, weight))
-        assert not output.requires_grad
-
-
-def test_the_input_dies_before_the_backward_pass() -> None:
-    weight = torch.randn(5, 8, requires_grad=True)
-    for config in (CONFIG, CONFIG.replace(center=False), CONFIG.replace(sketch="crs")):
-        x = torch.randn(512, 8) * 1.0
-        gone = weakref.ref(x.untyped_storage())
-        output = linear(x, weight, config=config)
-        del x
-        gc.collect()
-        assert gone() is None
-        output.sum().backward()
-
-
 def test_same_seed_is_bitwise_equal_and_the_default_generator_governs() -> None:
     x, weight = torch.randn(300, 8), torch.randn(5, 8)
 
@@ -191,23 +168,6 @@ def test_same_seed_is_bitwise_equal_and_the_default_generator_governs() -> None:
     assert not torch.equal(first, second)
     torch.manual_seed(0)
     assert torch.equal(gradient(), first)
-
-
-def test_every_forward_of_a_step_draws_its_own_seed() -> None:
-    x, weight = torch.randn(300, 8), torch.randn(8, 8)
-    layers = [weight.clone().requires_grad_() for _ in range(3)]
-    for leaf in layers:
-        linear(x, leaf, config=CONFIG).square().sum().backward()
-    assert not torch.equal(layers[0].grad, layers[1].grad)
-    assert not torch.equal(layers[1].grad, layers[2].grad)
-
-
-def test_second_derivatives_are_refused_by_name() -> None:
-    x, weight = torch.randn(200, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
-    output = linear(x, weight, config=CONFIG).square().sum()
-    (grad_x,) = torch.autograd.grad(output, x, create_graph=True)
-    with pytest.raises(DoubleBackwardError, match=r"revert_linears"):
-        grad_x.square().sum().backward()
 
 
 def test_create_graph_alone_gives_the_same_gradients() -> None:
@@ -251,15 +211,15 @@ def test_an_input_without_gradient_does_not_keep_the_weight() -> None:
     assert all(t.data_ptr() != computed.data_ptr() for t in kept)
 
 
-def test_inference_mode_draws_nothing_and_no_grad_draws_a_seed() -> None:
+def test_no_grad_and_inference_mode_give_a_plain_output_and_only_no_grad_draws_a_seed() -> None:
     x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
-    state = torch.get_rng_state()
-    with torch.inference_mode():
-        linear(x, weight, config=CONFIG)
-    assert torch.equal(torch.get_rng_state(), state)
-    with torch.no_grad():
-        linear(x, weight, config=CONFIG)
-    assert not torch.equal(torch.get_rng_state(), state)
+    for mode in (torch.inference_mode, torch.no_grad):
+        state = torch.get_rng_state()
+        with mode():
+            output = linear(x, weight, config=CONFIG)
+            assert torch.equal(output, F.linear(x, weight))
+        assert not output.requires_grad
+        assert torch.equal(torch.get_rng_state(), state) == (mode is torch.inference_mode)
 
 
 def test_nested_inputs_train_exactly_and_meta_ones_have_a_shape() -> None:
@@ -277,15 +237,6 @@ def test_transients_stay_small_at_a_tiny_ratio() -> None:
     x, weight = torch.randn(20000, 2), torch.randn(3, 2, requires_grad=True)
     linear(x, weight, config=CONFIG.replace(ratio=1e-4)).sum().backward()
     assert weight.grad.isfinite().all()
-
-
-def test_nan_and_inf_in_the_input_show_in_the_weight_gradient() -> None:
-    for sketch in ("hadamard", "gaussian", "crs", "wta_crs"):
-        for bad in (float("nan"), float("inf")):
-            x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
-            x[17, 3] = bad
-            linear(x, weight, config=CONFIG.replace(sketch=sketch)).backward(torch.ones(200, 5))
-            assert not weight.grad[:, 3].isfinite().any(), (sketch, bad)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 ALLOWED = {
     "errors": set(),
     "backend": {"errors"},
-    "kernel_checks": {"backend"},
     "fingerprint": {"backend"},
     "sketches": {"backend", "errors"},
     "config": {"sketches", "fingerprint", "errors"},

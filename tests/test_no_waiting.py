@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.sketches import STORAGES, available_sketches
 
-ROWS, FEATURES, OUT = 300, 32, 16
+FEATURES, OUT = 32, 16
 FILLS_ONE_PLACE = torch.__version__ >= "2.15"
 MAKERS = ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (Tensor, "new_tensor"))
 
@@ -62,13 +62,12 @@ class Waits(TorchDispatchMode):
         return make
 
 
-def waits(**options: Any) -> list[str]:
+def waits(dtype: torch.dtype = torch.bfloat16, rows: int = 300, **options: Any) -> list[str]:
     """Of a step: inside of the operators, and around them."""
-    dtype = options.pop("dtype", torch.bfloat16)
     config = RMMConfig(min_rows=1, **options)
     layer = RMMLinear(FEATURES, OUT, config=config, device="meta", dtype=dtype)
-    x = torch.randn(ROWS, FEATURES, device="meta", dtype=dtype)
-    g = torch.randn(ROWS, OUT, device="meta", dtype=dtype)
+    x = torch.randn(rows, FEATURES, device="meta", dtype=dtype)
+    g = torch.randn(rows, OUT, device="meta", dtype=dtype)
     seed = torch.empty((), dtype=torch.int64, device="meta")
     with Waits() as found:
         config.sketch_object.backward(g, config.sketch_object.compress(x, seed))
@@ -77,33 +76,29 @@ def waits(**options: Any) -> list[str]:
     return found.found
 
 
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("storage", [None, *STORAGES])
-@pytest.mark.parametrize("sketch", available_sketches())
-def test_no_step_waits(sketch, storage, center):
-    assert waits(sketch=sketch, storage=storage, center=center, ratio=0.3) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("sketch", available_sketches())
-def test_no_step_waits_in_any_dtype(sketch, dtype):
-    assert waits(sketch=sketch, ratio=0.3, dtype=dtype) == []
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_no_step_of_low_bits_alone_waits(storage):
-    assert waits(storage=storage, ratio=1.0) == []
-
-
-@pytest.mark.parametrize("rows", [4, 24, 80, 144, 200, 256])
-def test_no_order_of_the_matrix_waits(rows, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.ROWS", rows)
-    assert waits(ratio=0.3) == []
-
-
-@pytest.mark.parametrize("tokens", [(0,), (0, -1)])
-def test_no_step_that_keeps_tokens_waits(tokens):
-    assert waits(ratio=0.3, keep_tokens=tokens) == []
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"sketch": sketch, "storage": storage, "center": center}
+            for sketch in available_sketches()
+            for storage in (None, *STORAGES)
+            for center in (False, True)
+        ),
+        *(
+            {"sketch": sketch, "dtype": dtype}
+            for sketch in available_sketches()
+            for dtype in (torch.float64, torch.float32, torch.float16)
+        ),
+        *({"storage": storage, "ratio": 1.0} for storage in STORAGES),
+        # orders of the Hadamard matrix
+        *({"rows": rows} for rows in (4, 24, 80, 144, 200, 256)),
+        *({"keep_tokens": tokens} for tokens in ((0,), (0, -1))),
+    ],
+    ids=str,
+)
+def test_no_step_waits(options):
+    assert waits(**{"ratio": 0.3, **options}) == []
 
 
 @pytest.mark.parametrize(

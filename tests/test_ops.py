@@ -143,16 +143,14 @@ def test_flops_are_counted():
         assert counts["aten.addmm"] + counts["aten.mm"] == 2 / 3 * exact.get_total_flops()
 
 
-def test_draw_seed_follows_the_default_generator():
-    x = torch.randn(3)
+def test_draw_seed_follows_the_default_generator(device):
+    x = torch.randn(3, device=device)
     torch.manual_seed(5)
-    first = [int(ops.draw_seed(x)) for _ in range(4)]
+    first = [ops.draw_seed(x) for _ in range(4)]
     torch.manual_seed(5)
-    assert [int(ops.draw_seed(x)) for _ in range(4)] == first
-    assert len(set(first)) == 4
-    seed = ops.draw_seed(x)
-    assert seed.dim() == 0
-    assert seed.dtype == torch.int64
+    assert all(map(torch.equal, [ops.draw_seed(x) for _ in range(4)], first))
+    assert len({int(seed) for seed in first}) == 4
+    assert all((seed.dim(), seed.dtype, seed.device) == (0, torch.int64, x.device) for seed in first)
 
 
 @pytest.mark.montecarlo
@@ -166,11 +164,25 @@ def test_draw_seed_covers_all_64_bits():
     assert drawn.unique().numel() == 20_000
 
 
-def test_ranks_seeded_alike_draw_different_seeds(monkeypatch):
-    x = torch.randn(3)
-    drawn = []
-    for rank in (0, 1, 2, 63):
+def test_ranks_seeded_alike_draw_different_seeds_a_stride_apart(monkeypatch):
+    """Rank 0 adds nothing: a launch less on a GPU."""
+    x, stride, ranks, drawn = torch.randn(3), 0x9E3779B97F4A7C15, (0, 1, 2, 63, 1023, 2**20), []
+    for rank in ranks:
         monkeypatch.setattr("rmm_linear.ops.data_parallel_rank", lambda rank=rank: rank)
         torch.manual_seed(5)
-        drawn.append(tuple(int(ops.draw_seed(x)) for _ in range(3)))
-    assert len({seed for seeds in drawn for seed in seeds}) == 12
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            drawn.append([int(ops.draw_seed(x)) for _ in range(3)])
+        assert ("aten::add" in [event.name for event in profile.events()]) == (rank > 0)
+    assert len({seed for seeds in drawn for seed in seeds}) == 3 * len(ranks)
+    torch.manual_seed(5)
+    own = int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64))
+    assert [(seeds[0] - own) % (1 << 64) for seeds in drawn] == [rank * stride % (1 << 64) for rank in ranks]
+
+
+def test_a_real_process_group_supplies_the_rank(tmp_path):
+    assert ops.data_parallel_rank() == 0
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert ops.data_parallel_rank() == 0
+    finally:
+        torch.distributed.destroy_process_group()

@@ -3,14 +3,13 @@
 import gc
 import itertools
 import math
-import pickle
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary, valid_rows
 from rmm_linear.functional import linear
@@ -159,16 +158,8 @@ def test_it_is_the_sketch_of_the_rest_and_the_kept_rows(x, weight, g, storage):
     ("storage", "ratio", "skip"),
     [
         (None, 0.5, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (None, 0.5, False),
-                ("int4", 0.5, False),
-                ("int4", 0.5, True),
-                ("int2", 1.0, True),
-                ("fp8", 0.5, True),
-            )
-        ),
+        pytest.param("int4", 0.5, False, marks=pytest.mark.slow),
+        pytest.param("int2", 1.0, True, marks=pytest.mark.slow),
     ],
 )
 def test_the_weight_gradient_is_unbiased(x, weight, g, mask, storage, ratio, skip):
@@ -260,39 +251,6 @@ def test_an_input_without_rows_to_sketch_is_kept_as_it_is(weight):
     assert gradient_noise(x, g, config).sketch_variance == 0
 
 
-def test_matrices_are_sketched_as_without_it(x, weight, g):
-    flat, flat_g = x.flatten(0, 1), g.flatten(0, 1)
-    found = [
-        torch.autograd.grad(linear(flat, weight, config=config, seed=3), weight, flat_g)[0]
-        for config in (RMMConfig(ratio=0.3), RMMConfig(ratio=0.3, keep_tokens=(0,)))
-    ]
-    assert torch.equal(*found)
-
-
-def test_autocast(x, g):
-    layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, keep_tokens=(0,)))
-    g = torch.cat([g[:, :1], torch.zeros_like(g[:, 1:])], 1).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    y.backward(g)
-    exact = g[:, 0].double().t() @ x[:, 0].bfloat16().double()
-    torch.testing.assert_close(layer.weight.grad.double(), exact, rtol=1e-2, atol=1e-2)
-
-
-def test_checkpointing_replays_it(x, g):
-    layer = RMMLinear(FEATURES, OUTPUTS, config=RMMConfig(ratio=0.5, storage="int4", keep_tokens=(0,)))
-    found = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(7)
-        inputs = x.clone().requires_grad_()
-        y = layer(inputs) if reentrant is None else checkpoint(layer, inputs, use_reentrant=reentrant)
-        layer.weight.grad = None
-        y.backward(g)
-        found.append(layer.weight.grad)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 def test_a_model_is_converted_measured_and_profiled(mask):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, OUTPUTS))
@@ -327,19 +285,6 @@ def test_profiled_options_are_those_of_gradient_noise(x, g, mask):
         assert option.variance == pytest.approx(known, rel=0.05)
         valid = index.numel()
         assert option.saved_bytes == config.saved_bytes(SEQUENCES * LENGTH, FEATURES, g.dtype, valid, SEQUENCES)
-
-
-def test_the_rounding_of_kept_rows_is_profiled(x, g):
-    """Nothing else has a gradient: the whole variance is that of 8 bits."""
-    g = torch.cat([g[:, :1], torch.zeros_like(g[:, 1:])], 1)
-    for storage, kept in (("int4", "int8"), ("fp8", "fp8")):
-        config = RMMConfig(ratio=0.5, storage=storage, min_rows=1, keep_tokens=(0,))
-        alone = RMMConfig(ratio=1.0, storage=kept, center=False, min_rows=1)
-        expected = gradient_noise(x[:, 0], g[:, 0], alone).sketch_variance
-        (option,) = layer_options(x, g, [config])
-        assert option.variance == pytest.approx(expected, rel=1e-6)
-        assert gradient_noise(x, g, config).sketch_variance == pytest.approx(expected, rel=1e-6)
-        assert expected > 0
 
 
 def test_min_rows_counts_the_kept_rows_as_well(x, weight):
@@ -379,7 +324,7 @@ def test_compiled_layers_keep_their_rows_and_lengths_are_not_compiled_one_by_one
     torch.compiler.reset()
     config = RMMConfig(ratio=0.5, storage=storage, skip_padding=True, min_rows=1, keep_tokens=tokens)
     layer = RMMLinear(FEATURES, OUTPUTS, config=config)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for length in range(40, 52, 1 if storage is None else 4):
         x = torch.randn(SEQUENCES, length, FEATURES)
@@ -430,16 +375,11 @@ def test_no_copy_of_the_rows_outlives_their_use(x, weight):
 
 def test_configurations_from_before_the_field_are_read():
     old = RMMConfig(ratio=0.25, storage="int4")
-    state = dict(vars(old))
-    for name in ("keep_tokens", "share_sketch", "kept_rows", "sketch_object"):
-        del state[name]
+    state = {name: value for name, value in vars(old).items() if name not in ("keep_tokens", "kept_rows")}
     new = RMMConfig.__new__(RMMConfig)
     new.__setstate__(state)
     assert new == old
     assert new.saved_bytes(300, 8, torch.float32, sequences=3) == old.saved_bytes(300, 8, torch.float32)
-    twin = pickle.loads(pickle.dumps(old))
-    assert twin == old
-    assert twin.sketch_object == old.sketch_object
 
 
 def test_models_that_hold_the_length_first_are_named():

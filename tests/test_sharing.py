@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, revert_linears, valid_rows
 from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.memory import SavedTensors, measure_kept_bytes, profile
-from rmm_linear.sharing import InputGroups, _current
+from rmm_linear.sharing import _current
 from rmm_linear.sketches.contract import assert_unbiased
 from rmm_linear.variance import AdaptiveRatios, allocate_ratios, profile_noise
 
@@ -84,76 +84,85 @@ def test_the_random_state_does_not_tell_who_shares():
     assert torch.equal(*states)
 
 
-def test_different_configurations_form_groups_of_their_own():
-    x = torch.randn(ROWS, WIDTH)
-    other = RMMConfig(ratio=0.5)
-    assert measure_kept_bytes(Three(CONFIG, other), x) == one() + one(other)
-    assert measure_kept_bytes(Three(CONFIG, other, CONFIG.replace(storage="int8")), x) == (
-        one() + one(other) + one(CONFIG.replace(storage="int8"))
-    )
-
-
-def test_a_tensor_that_was_changed_in_between_is_another():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-
-    def forward():
-        y = model.layers[0](x)
-        x.mul_(2)
-        return y + model.layers[1](x)
-
-    assert measure_kept_bytes(forward) == 2 * one()
-    before = x.clone()
-    g = torch.randn(ROWS, WIDTH)
-    torch.manual_seed(0)
-    forward().backward(g)
-    kept = [layer.weight.grad for layer in model.layers[:2]]
-    # near what each had for an input
-    for grad, exact in zip(kept, (g.t() @ before, g.t() @ (2 * before)), strict=True):
-        assert F.cosine_similarity(grad.flatten(), exact.flatten(), 0) > 0.2
-
-
-def test_equal_tensors_that_are_not_one_do_not_share():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    assert measure_kept_bytes(lambda: sum(layer(x.clone()) for layer in model.layers)) == 3 * one()
-    assert measure_kept_bytes(lambda: sum(layer(x.view(ROWS, WIDTH)) for layer in model.layers)) == 3 * one()
-
-
-def test_a_layer_that_comes_back_draws_anew():
-    layer, x = RMMLinear(WIDTH, WIDTH, config=CONFIG), torch.randn(ROWS, WIDTH)
-    g = torch.randn(ROWS, WIDTH)
-    with SavedTensors(layer) as kept:
-        outputs = [layer(x) for _ in range(4)]
-    assert kept.bytes == 4 * one()
-    found = [torch.autograd.grad(y, layer.weight, g)[0] for y in outputs]
-    assert all(not torch.equal(found[0], other) for other in found[1:])
-
-
-def test_forwards_before_a_backward_have_an_s_each():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    g = torch.randn(ROWS, WIDTH)
-    with SavedTensors(model) as kept:
-        outputs = [model(x) for _ in range(3)]
-    assert kept.bytes == 3 * one()
+def seeds_of(*runs) -> list[int]:
+    """The seeds that layers' graphs hold, numbered in the order in which they come."""
+    numbers: dict[int, int] = {}
     found = []
-    for y in outputs:
-        model.zero_grad()
-        y.backward(g)
-        found.append([layer.weight.grad for layer in model.layers])
-    for grads in found:
-        assert torch.equal(grads[0], grads[1])
-        assert torch.equal(grads[0], grads[2])
-    assert not torch.equal(found[0][0], found[1][0])
-    assert not torch.equal(found[1][0], found[2][0])
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.int64 and tensor.dim() == 0:
+            found.append(numbers.setdefault(int(tensor), len(numbers)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # graphs live on until all have run
+        alive = [run() for run in runs]
+    del alive
+    return found
 
 
-def test_every_step_and_micro_step_draws_anew():
-    model, seen = Three(), []
-    x, g = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    for _ in range(6):
-        model.zero_grad()
-        model(x).backward(g)
-        seen.append(model.layers[1].weight.grad.clone())
-    assert all(not torch.equal(one, other) for number, one in enumerate(seen) for other in seen[:number])
+def step(function, *args, retain: bool = False):
+    """A forward and a backward pass, whose graph lives on if it is retained."""
+
+    def run():
+        y = function(*args)
+        y.sum().backward(retain_graph=retain)
+        return y
+
+    return run
+
+
+def changed_between(model, x):
+    return model.layers[0](x) + model.layers[1](x.mul_(2))
+
+
+def some_of(model, x, members):
+    return lambda: sum(model.layers[member](x) for member in members).sum().backward()
+
+
+def without_a_gradient(model, place):
+    model.layers[place].weight.requires_grad_(False)
+    return model
+
+
+def with_one_weight(model):
+    model.layers[1].weight = model.layers[0].weight
+    return model
+
+
+# name -> functions that run, and numbers of their layers' seeds
+SEEDS = {
+    "one forward pass": (lambda m, x: [lambda: m(x)], [0, 0, 0]),
+    "a frozen member": (lambda m, x: [lambda: without_a_gradient(m, 0)(x)], [0, 0]),
+    "layers with one weight": (lambda m, x: [lambda: with_one_weight(m)(x)], [0, 1, 1]),
+    "two configurations": (lambda m, x: [lambda: Three(CONFIG, RMMConfig(ratio=0.5))(x)], [0, 1, 0]),
+    "share_sketch=False": (lambda m, x: [lambda: Three(CONFIG.replace(share_sketch=False))(x)], [0, 1, 2]),
+    "a tensor changed in between": (lambda m, x: [lambda: changed_between(m, x)], [0, 1]),
+    "equal tensors": (lambda m, x: [lambda: sum(layer(x.clone()) for layer in m.layers)], [0, 1, 2]),
+    "views": (lambda m, x: [lambda: sum(layer(x.view(x.shape)) for layer in m.layers)], [0, 1, 2]),
+    "a layer that comes back": (lambda m, x: [lambda: m.layers[0](x)] * 3, [0, 1, 2]),
+    "forwards before a backward": (lambda m, x: [lambda: m(x)] * 2, [0, 0, 0, 1, 1, 1]),
+    "steps": (lambda m, x: [step(m, x)] * 2, [0, 0, 0, 1, 1, 1]),
+    **{
+        # the second layer takes a new S, since the first has been trained with the old one
+        f"a step on one layer and then on another, retained: {retain}": (
+            lambda m, x, retain=retain: [step(m.layers[n], x, retain=retain) for n in (0, 1, 0)],
+            [0, 1, 2],
+        )
+        for retain in (False, True)
+    },
+    "layers skipped in some steps": (
+        lambda m, x: [some_of(m, x, members) for members in ([0, 1], [0, 2], [1, 2], [2], [1], [0])],
+        [0, 0, 1, 1, 2, 2, 3, 4, 5],
+    ),
+    "copies of the model": (lambda m, x: [step(copy.deepcopy(m), x) for _ in range(2)], [0, 0, 0, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("case", SEEDS)
+def test_these_layers_have_one_seed(case):
+    runs, expected = SEEDS[case]
+    assert seeds_of(*runs(Three(), torch.randn(ROWS, WIDTH))) == expected
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -217,18 +226,6 @@ def test_checkpointed_blocks_replay_their_random_numbers(reentrant, outside):
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 
 
-def test_checkpointed_gradients_are_those_of_the_plain_run():
-    model, found = Three(), []
-    for wrapped in (False, True):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        model.zero_grad()
-        torch.manual_seed(9)
-        y = checkpoint(model, x, use_reentrant=False) if wrapped else model(x)
-        y.square().sum().backward()
-        found.append([layer.weight.grad.clone() for layer in model.layers])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_padding_is_part_of_what_is_shared():
     config = RMMConfig(ratio=0.25, min_rows=1, skip_padding=True)
     model, x = Three(config), torch.randn(4, 64, WIDTH)
@@ -242,12 +239,6 @@ def test_padding_is_part_of_what_is_shared():
 
     sizes = [config.saved_bytes(256, WIDTH, x.dtype, int(mask.sum())) + 4 * int(mask.sum()) + 4 for mask in masks]
     assert measure_kept_bytes(forward) == sum(sizes)
-
-
-def test_a_frozen_member_changes_nothing():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    model.layers[0].weight.requires_grad_(False)
-    assert measure_kept_bytes(model, x) == one()
 
 
 def test_nothing_grows_over_a_thousand_steps():
@@ -278,15 +269,6 @@ def test_a_sketch_is_freed_with_its_graph():
     assert group() is None
 
 
-def test_the_input_is_freed_as_before():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    storage = StorageWeakRef(x.untyped_storage())
-    y = model(x)
-    del x
-    assert storage.expired()
-    y.sum().backward()
-
-
 def test_threads_do_not_share():
     model, x, kept = Three(), torch.randn(ROWS, WIDTH), []
     with SavedTensors(model) as saved:
@@ -297,53 +279,6 @@ def test_threads_do_not_share():
     assert saved.bytes == one()
     assert kept == [one()]
     assert len(outputs) == 1
-
-
-def test_models_are_copied_and_pickled():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    y = model(x)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert measure_kept_bytes(twin, x) == one()
-    y.sum().backward()
-
-
-def test_the_profile_predicts_shared_sketches():
-    x = torch.randn(ROWS, WIDTH)
-    plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = plain
-
-        def forward(self, x):
-            return sum(layer(x) for layer in self.layers)
-
-    model = Model()
-    report = profile(model, x)
-    assert len({call.group for call in report.linears}) == 1
-    for share in (True, False):
-        config = CONFIG.replace(share_sketch=share)
-        predicted = report.predict(config)
-        convert_linears(model, config=config, target_modules=".*")
-        assert measure_kept_bytes(model, x) == predicted == (one() if share else 3 * one())
-
-
-def test_t5_keeps_one_sketch_of_the_encoders_output_for_all_layers():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_decoder_layers=3, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config).train()
-    ids = torch.randint(1, 50, (8, 32))
-    report = profile(model, input_ids=ids, labels=ids)
-    cross = [call for call in report.linears if "EncDecAttention.k" in call.layer or "EncDecAttention.v" in call.layer]
-    assert len(cross) == 6
-    assert len({call.group for call in cross}) == 1
-    predicted = report.predict(CONFIG)
-    convert_linears(model, config=CONFIG)
-    assert measure_kept_bytes(model, input_ids=ids, labels=ids) == predicted
 
 
 def test_a_roberta_layer_keeps_what_the_design_says():
@@ -378,98 +313,13 @@ def test_a_roberta_layer_keeps_what_the_design_says():
         assert alone == pytest.approx(10 + 8 * ratio, rel=0.02)
 
 
-def test_groups_are_found_by_identity_version_key_and_dtype():
-    groups, layers = InputGroups(), [nn.Linear(2, 2) for _ in range(3)]
-    x, dtype = torch.zeros(3, 2), torch.float32
-    first = groups.find(x, layers[0], "a", dtype)
-    assert first.seed_or(torch.tensor(1)) == 1
-    sketch = torch.zeros(2)
-    first.remember(first.seed, (), (sketch,))
-    assert groups.find(x, layers[1], "a", dtype) is first
-    assert first.seed_or(torch.tensor(2)) == 1
-    assert groups.find(x, layers[1], "b", dtype) is not first
-    assert groups.find(x, layers[2], "a", torch.bfloat16) is not first
-    assert groups.first_reader(x, dtype) is layers[1]
-    assert groups.first_reader(x, torch.bfloat16) is layers[2]
-    assert groups.find(x, layers[0], "a", dtype) is not first
-    x.add_(1)
-    assert groups.first_reader(x, dtype) is None
-    assert groups.find(x, layers[2], "a", dtype) is not first
-    assert len(groups) == 1
-    with torch.inference_mode():
-        assert groups.find(torch.zeros(2), layers[0], "a", dtype) is None
-    del x
-    assert len(groups) == 0
-
-
-def test_a_sketch_that_is_gone_is_nobodys():
-    shared = InputGroups().find(torch.zeros(3, 2), nn.Linear(2, 2), "a", torch.float32)
-    sketch = torch.zeros(2)
-    seed = shared.seed_or(torch.tensor(1))
-    shared.remember(seed, (), (sketch,))
-    assert shared.tensors(seed)[1][0] is sketch
-    del sketch
-    assert shared.tensors(seed) is None
-    assert shared.seed_or(torch.tensor(2)) == 2
-
-
-def seeds_of(*runs) -> list[int]:
-    """The seeds that layers' graphs hold."""
-    found = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: found.append(int(tensor)) or tensor if tensor.dtype == torch.int64 else tensor, lambda t: t
-    ):
-        for run in runs:
-            run()
-    return found
-
-
-@pytest.mark.parametrize("retain", [False, True])
-def test_nothing_is_learnt_with_one_s_and_used_again_by_another_layer(retain):
-    """A step on one layer, then on another, on one tensor that lives on: the second S may not be the first's."""
-    first, second = (RMMLinear(WIDTH, WIDTH, config=CONFIG) for _ in range(2))
-    x, alive = torch.randn(ROWS, WIDTH), []
-
-    def step(layer):
-        y = layer(x)
-        alive.append(y)
-        y.sum().backward(retain_graph=retain)
-
-    found = seeds_of(lambda: step(first), lambda: step(second), lambda: step(first))
-    assert len(set(found)) == 3
-
-
-def test_copies_of_a_model_draw_anew():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    runs = [lambda: copy.deepcopy(model)(x).sum().backward() for _ in range(4)]
-    found = seeds_of(*runs)
-    assert [found[3 * number] for number in range(4)] == [found[3 * number + 1] for number in range(4)]
-    assert len(set(found)) == 4
-
-
-def test_a_layer_that_is_skipped_in_some_steps_gets_no_seed_of_the_past():
-    model, x = Three(), torch.randn(ROWS, WIDTH)
-    used: list[set[int]] = []
-    for members in ([0, 1], [0, 2], [1, 2], [2], [1], [0]):
-        used.append(set(seeds_of(lambda members=members: sum(model.layers[m](x) for m in members).sum().backward())))
-    assert all(len(seeds) == 1 for seeds in used)
-    assert len(set.union(*used)) == len(used)
-
-
 def test_a_checkpoint_beside_another_reader_of_the_same_tensor_never_meets_an_old_seed():
     first, second = (RMMLinear(WIDTH, WIDTH, config=CONFIG) for _ in range(2))
-    x, used = torch.randn(ROWS, WIDTH).requires_grad_(), []
-    for _ in range(3):
-        seeds = seeds_of(lambda: (first(x) + checkpoint(second, x, use_reentrant=False)).sum().backward())
-        assert not set(seeds) & {seed for before in used for seed in before}
-        used.append(seeds)
-
-
-def test_layers_with_one_weight_do_not_share():
-    one_layer, other = (RMMLinear(WIDTH, WIDTH, config=CONFIG) for _ in range(2))
-    other.weight = one_layer.weight
-    x = torch.randn(ROWS, WIDTH)
-    assert measure_kept_bytes(lambda: one_layer(x) + other(x)) == 2 * one()
+    x = torch.randn(ROWS, WIDTH).requires_grad_()
+    found = seeds_of(*[step(lambda: first(x) + checkpoint(second, x, use_reentrant=False))] * 3)
+    a_step = len(found) // 3
+    used = [set(found[place : place + a_step]) for place in range(0, len(found), a_step)]
+    assert sum(map(len, used)) == len(set.union(*used))
 
 
 def test_groups_of_masks_that_are_gone_are_dropped():
@@ -480,16 +330,6 @@ def test_groups_of_masks_that_are_gone_are_dropped():
         with valid_rows(mask):
             sum(layer(x) for layer in layers)[mask].sum().backward()
     assert len(_current.groups._inputs[id(x)].groups) <= 2
-
-
-def test_no_tensor_is_refused_as_nn_linear_does():
-    with pytest.raises(TypeError):
-        RMMLinear(4, 4)(None)
-
-
-def test_refused():
-    with pytest.raises(ValueError, match="share_sketch=1 is not a bool"):
-        RMMConfig(share_sketch=1)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -601,70 +441,54 @@ def test_copies_of_one_tensor_share():
     assert report.predict(CONFIG) == measure_kept_bytes(Adapters(), x)
 
 
-def test_copies_in_two_dtypes_do_not():
-    model = Adapters(dtypes=(torch.float32, torch.float64, torch.float32))
-    assert sketches(model, lowered()) == one() + one(dtype=torch.float64)
-
-
-CHANGES = {
-    "in place": lambda x: x.mul_(-1.0),
-    "no_grad": lambda x: no_grad_mul(x, -1.0),
-    "through an alias": lambda x: x.detach().mul_(-1.0) is None or x,
-    "in part": lambda x: no_grad_mul(x[:7], 0.0) is None or x,
-}
-
-
 def no_grad_mul(x, factor):
     with torch.no_grad():
         return x.mul_(factor)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_copies_of_a_tensor_that_changed_do_not(change):
-    class Changing(Adapters):
-        def between(self, x):
-            return CHANGES[change](x)
-
-    x = lowered()
-    # the product with a number keeps nothing; the sine's output may be changed
-    assert sketches(Changing(), x) == 3 * one()
+class OfLeaf(Adapters):
+    def forward(self, x):
+        return sum(adapted(x) for adapted in self.adapted)
 
 
-def test_a_copy_that_was_changed_is_none():
-    class Shifted(Adapted):
-        def cast(self, x):
-            return super().cast(x).add_(1)
-
-    class Masked(Adapted):
-        def cast(self, x):
-            x = super().cast(x)
-            x.detach()[3:].zero_()
-            return x
-
-    for changed in (Shifted, Masked):
-
-        class Changed(Adapters):
-            kind = changed
-
-        assert sketches(Changed(), lowered()) == 3 * one()
+def between(change) -> Adapters:
+    """The tensor changes between the adapters."""
+    return type("Changing", (Adapters,), {"between": lambda self, x: change(x)})()
 
 
-def test_copies_of_a_leaf_that_an_optimizer_changed_do_not():
-    class OfLeaf(Adapters):
-        def forward(self, x):
-            return sum(adapted(x) for adapted in self.adapted)
+def cast_and(change) -> Adapters:
+    """Each adapter changes its copy of the tensor."""
+    kind = type("Cast", (Adapted,), {"cast": lambda self, x: change(Adapted.cast(self, x))})
+    return type("Changed", (Adapters,), {"kind": kind})()
 
-    model, x = OfLeaf(), lowered()
-    seeds = []
-    for layer in model.layers:
-        layer.register_forward_hook(lambda layer, args, output: seeds.append(_seed_of(output)))
-    first = model(x)
-    assert len(set(seeds)) == 1
-    with torch.no_grad():
-        x.mul_(0.5)
-    second = model(x)
-    assert len(set(seeds)) == 2
-    del first, second
+
+def run_on(x, *models):
+    return [lambda model=model: model(x) for model in models]
+
+
+def of_a_leaf_that_an_optimizer_changes(x):
+    model = OfLeaf()
+    return [lambda: model(x), lambda: model(no_grad_mul(x, 0.5))]
+
+
+COPIES = {
+    "copies": (lambda x: run_on(x, Adapters()), [0, 0, 0]),
+    "two forwards": (lambda x: run_on(x, *[Adapters()] * 2), [0, 0, 0, 1, 1, 1]),
+    "in two dtypes": (lambda x: run_on(x, Adapters(dtypes=(torch.float32, torch.float64, torch.float32))), [0, 1, 0]),
+    "of a leaf that an optimizer changes": (of_a_leaf_that_an_optimizer_changes, [0, 0, 0, 1, 1, 1]),
+    "changed in place": (lambda x: run_on(x, between(lambda x: x.mul_(-1.0))), [0, 1, 2]),
+    "changed without a gradient": (lambda x: run_on(x, between(lambda x: no_grad_mul(x, -1.0))), [0, 1, 2]),
+    "changed through an alias": (lambda x: run_on(x, between(lambda x: x.detach().mul_(-1.0) is None or x)), [0, 1, 2]),
+    "changed in part": (lambda x: run_on(x, between(lambda x: no_grad_mul(x[:7], 0.0) is None or x)), [0, 1, 2]),
+    "a copy that is shifted": (lambda x: run_on(x, cast_and(lambda x: x.add_(1))), [0, 1, 2]),
+    "a copy that is masked": (lambda x: run_on(x, cast_and(lambda x: x.detach()[3:].zero_() is None or x)), [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_these_copies_have_one_seed(case):
+    runs, expected = COPIES[case]
+    assert seeds_of(*runs(lowered())) == expected
 
 
 def test_hooks_on_adapted_layers_come_and_go():
@@ -678,22 +502,6 @@ def test_hooks_on_adapted_layers_come_and_go():
     assert [len(each._forward_pre_hooks) for each in model.adapted] == [1, 1, 1]
     revert_linears(model)
     assert [len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.adapted] == [0, 0, 0]
-
-
-def _seed_of(output):
-    """The seed that a layer's node keeps: the only 0-d tensor."""
-    return next(int(each) for each in output.grad_fn.saved_tensors if each is not None and each.dim() == 0)
-
-
-def test_two_forwards_have_two_groups_of_copies():
-    model, x = Adapters(), lowered()
-    outputs = [model(x) for _ in range(2)]
-    found = []
-    for output in outputs:
-        model.zero_grad()
-        output.square().sum().backward()
-        found.append(model.layers[2].weight.grad.clone())
-    assert not torch.equal(*found)
 
 
 def test_groups_of_copies_keep_no_graph_alive():
@@ -716,28 +524,6 @@ def test_groups_of_copies_keep_no_graph_alive():
             assert all(reference.expired() for reference in references if reference.cdata not in own)
     finally:
         gc.enable()
-
-
-@pytest.mark.montecarlo
-def test_gradients_of_copies_are_unbiased():
-    # 600 draws see a bias of 4 % at 6 standard errors; false-alarm rate 3e-6
-    model, x = Adapters(RMMConfig(ratio=0.6)), lowered()
-    weighting = torch.randn(ROWS, WIDTH) + 0.3
-
-    def gradients():
-        model.zero_grad()
-        (model(x) * weighting).sum().backward()
-        return torch.cat([layer.weight.grad.flatten() for layer in model.layers])
-
-    exact = gradients_of_exact(model, gradients)
-    assert_unbiased(gradients, exact, draws=600, bias=0.04)
-
-
-def gradients_of_exact(model, gradients):
-    model.eval()
-    exact = gradients()
-    model.train()
-    return exact
 
 
 def test_allocation_ties_the_readers_of_copies():

@@ -185,6 +185,18 @@ def test_copies_of_one_tensor_count_as_that_tensor_unless_nothing_is_shared(shar
         assert torch.allclose(first, other) == share
 
 
+def test_two_calls_with_one_tensor_draw_twice() -> None:
+    """Their exact gradients cancel; with one S for both the estimates would cancel as well."""
+
+    class Difference(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x) - self.layers[0](x)
+
+    model, x = Difference(CONFIG.replace(share_sketch=False)), torch.randn(ROWS, WIDTH)
+    torch.compile(model, backend="aot_eager", fullgraph=True)(x).backward(torch.randn(ROWS, WIDTH))
+    assert model.layers[0].weight.grad.norm() > 1
+
+
 def test_two_forwards_before_a_backward_have_two_sketches() -> None:
     model = Attention()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

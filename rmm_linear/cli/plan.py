@@ -52,10 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """Run the command.
-
-    Args:
-        options: What `add_options` describes.
+    """Run the command with these options.
 
     Raises:
         ValueError: If the model or an option is not usable.

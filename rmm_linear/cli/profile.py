@@ -28,12 +28,7 @@ _RATIOS = (0.5, 0.2, 0.1)
 
 @dataclass(frozen=True)
 class Column:
-    """One way to train the model.
-
-    Attributes:
-        name: The way.
-        bytes: What one forward pass keeps for its backward pass.
-    """
+    """One way to train the model, and the bytes that a forward pass keeps for its backward pass."""
 
     name: str
     bytes: int
@@ -58,10 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """Run the command.
-
-    Args:
-        options: What `add_options` describes.
+    """Run the command with these options.
 
     Raises:
         ValueError: If the model or an option is not usable.
@@ -124,13 +116,10 @@ def _run(options: argparse.Namespace, name: str, configs: list[RMMConfig], hf_mo
 
 
 def refuse_below_one(options: argparse.Namespace) -> None:
-    """Refuse numbers of sequences, tokens and layers that are none.
-
-    Args:
-        options: What `add_options` describes.
+    """Refuse numbers of sequences, tokens and layers below 1.
 
     Raises:
-        ValueError: If one is below 1.
+        ValueError: If there is one.
     """
     for name in ("batch", "seq", "layers"):
         value = getattr(options, name)
@@ -148,9 +137,8 @@ def compare(
 ) -> list[Column]:
     """Say what each way to train the model would keep.
 
-    Returns:
-        The ways: exact; for each configuration every linear layer converted, and those alone that a sketch frees
-        anything of; and gradient checkpointing, where the model has it and can be run.
+    The ways are: exact; for each configuration every linear layer converted, and the layers alone of which a sketch
+    frees anything; and gradient checkpointing, where the model has it and can be run.
 
     Raises:
         RuntimeError: What the model raises.

@@ -1,4 +1,4 @@
-"""Turn the linear layers of a model into sketched ones, back again, and say what was done.
+"""Turn the linear layers of a model into sketched ones, and back again.
 
 A module is converted by changing its class: it stays the same object, with the same parameters, hooks and place in the
 model, so optimizers, state dicts, tied weights, adapters and wrappers notice nothing. That is right only for a module
@@ -7,14 +7,14 @@ linear layer is left as it is, with a reason (see `summary`).
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.config import RMMConfig
-from rmm_linear.convert.matching import LinearLayer, Matcher, check_overrides, linear_layers, other_modules
+from rmm_linear.convert.matching import ALL_LINEAR, LinearLayer, Selection, linear_layers, other_modules
 from rmm_linear.convertible import has_foreign_forward, is_sharded_class, why_not
 from rmm_linear.layer import SketchedLayer, convertible_classes, sketched_class
 from rmm_linear.memory import profile
@@ -29,8 +29,9 @@ LEFT_EXACT = "_rmm_left_exact"
 # (FSDP2's class, base, new base) -> the same class with the new base
 _SHARDED_CLASSES: dict[tuple[type, type, type], type] = {}
 
-ALL_LINEAR = "all-linear"
 DEFAULT_RATIO = 0.5
+# a layer, and the configuration that it is to have, or None for an exact one
+Planned = tuple[LinearLayer, RMMConfig | None]
 
 
 def convert_linears(
@@ -40,11 +41,10 @@ def convert_linears(
     config: RMMConfig | None = None,
     target_modules: str | Collection[str] = ALL_LINEAR,
     exclude_modules: str | Collection[str] | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     overrides: Mapping[str, RMMConfig | None] | None = None,
     sample: object = None,
 ) -> nn.Module:
-    """Turn the linear layers of a model into sketched ones, in place.
+    """Turn the linear layers of a model into sketched ones, in place, and return the model.
 
     Modules keep their identity: parameters, hooks, state_dict keys and tied weights are untouched, so this may be
     called before or after the optimizer is made, and before or after wrapping. Calling it again does nothing, or
@@ -73,7 +73,6 @@ def convert_linears(
             of names ("query" is "encoder.0.query"), or a regular expression for the whole name.
         exclude_modules: Which of them not, by a list or a regular expression; one that matches nothing is named in a
             warning.
-        filter_fn: Called with each layer that is still in question and its name; False leaves it out.
         overrides: Full name, end of a name or regular expression -> the configuration of the targeted layers that
             match, or None for exact ones. The first match wins.
         sample: A batch to run forward once, in training mode, to see which layers a sketch frees anything of: others
@@ -83,9 +82,6 @@ def convert_linears(
             converted. Of these, layers whose input is kept by what made it (ReLU, a fused attention) find that out
             while they run, and are exact (see `rmm_linear.producers`).
 
-    Returns:
-        The same model.
-
     Raises:
         ValueError: If both `ratio` and `config` are given, a value is bad, no layer matches, or none of those that
             match can be converted or frees anything.
@@ -93,42 +89,24 @@ def convert_linears(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     default = _resolve_config(ratio, config)
-    targets, excluded = Matcher("target_modules", target_modules), Matcher("exclude_modules", exclude_modules or ())
-    rules = check_overrides(overrides or {})
-
+    selection = Selection(target_modules, exclude_modules, overrides or {})
     found, others = list(linear_layers(model)), list(other_modules(model))
-    if not found:
-        instead = "; ".join(["", *(f"{other.label}: {reason}" for other, reason in others[:1])])
-        raise ValueError(f"{type(model).__name__} has no linear layers; there is nothing to convert{instead}")
-
-    def is_meant(layer: LinearLayer) -> bool:
-        is_targeted = not layer.in_head if target_modules == ALL_LINEAR else targets.matches(layer)
-        return is_targeted and not excluded.matches(layer)
-
-    matched = [
-        layer for layer in found if is_meant(layer) and (filter_fn is None or filter_fn(layer.module, layer.name))
-    ]
-    if not matched:
-        message = _nothing_matched(found, target_modules, exclude_modules, filter_fn)
-        unlike = [f"{other.name}: {reason}" for other, reason in others if is_meant(other)]
-        raise ValueError("; ".join([message, *([listed(unlike)] if unlike else [])]))
-
-    plan: list[tuple[LinearLayer, RMMConfig | None]] = []
-    named, skipped = set(), []
+    matched = _matched(model, selection, found, others)
+    plan: list[Planned] = []
+    skipped = []
     for layer in matched:
-        rule = next((rule for rule in rules if rule.matches(layer)), None)
+        rule = selection.rule_for(layer)
         wanted = default if rule is None else rule.config
         reason = why_not(layer.module, model) if wanted is not None else None
         if reason is not None:
             skipped.append(f"{layer.label}: {reason}")
-            continue
-        plan.append((layer, wanted))
-        if rule is not None:
-            named.add(layer.name)
+        else:
+            plan.append((layer, wanted))
     if not plan:
         raise ValueError("none of the layers that match can be converted; left exact: " + listed(skipped))
-
     useless = {} if sample is None else _useless(model, plan, sample)
+    # layers that the overrides name are converted all the same
+    named = {layer.name for layer in matched if selection.rule_for(layer)}
     useless = {name: reason for name, reason in useless.items() if name not in named}
     if len(useless) == len(plan):
         reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
@@ -143,52 +121,78 @@ def convert_linears(
             _to_sketched(layer.module)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
     watch_adapted_layers(model)
-
-    messages = []
-    if not any(isinstance(module, SketchedLayer) and module.rmm_config.skip_padding for module in model.modules()):
-        remove_hooks(model)
-    elif not install_hooks(model):
-        messages.append(
-            "skip_padding=True, but no part of the model takes an attention_mask that is known to speak of all of its"
-            " rows: they are kept, unless rmm_linear.valid_rows(mask) announces which are valid"
-        )
-    if (may_overflow := _that_may_overflow(plan)) is not None:
-        messages.append(may_overflow)
-    if any(wanted is not None and wanted.keep_tokens for _, wanted in plan) and _is_time_first(model):
-        messages.append(
-            f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
-            " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out"
-        )
-    # frozen ones keep no input: there is nothing to miss
-    unusual = dict.fromkeys(
-        f"{pattern(other.name)}: {reason}"
-        for other, reason in others
-        if is_meant(other) and any(parameter.requires_grad for parameter in other.module.parameters(recurse=False))
+    messages = (
+        _padding_message(model),
+        _overflow_message(plan),
+        _time_first_message(model, plan),
+        _left_exact_message(skipped, [other for other in others if selection.is_meant(other[0])]),
+        _frozen_message(model, plan),
+        *selection.unused([*found, *(other for other, _ in others)], matched),
     )
-    if skipped or unusual:
-        messages.append("left exact: " + listed([*skipped, *unusual]))
-    chosen = [layer.module for layer, _ in plan if isinstance(layer.module, SketchedLayer)]
-    weights = [getattr(layer, "weight", None) for layer in chosen]
-    is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if chosen and is_trained and not any(isinstance(each, Tensor) and each.requires_grad for each in weights):
-        messages.append(
-            f"none of the {len(chosen)} layers that are sketched now has a trainable weight: they keep nothing, and"
-            " there is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were"
-            " added"
-        )
-    everything = [*found, *(other for other, _ in others)]
-    unused = [str(part) for part in excluded.parts() if not any(map(part.matches, everything))]
-    if unused:
-        messages.append(f"exclude_modules that match no linear layer: {listed(unused)}")
-    unused = [repr(rule.pattern) for rule in rules if not any(map(rule.matches, matched))]
-    if unused:
-        messages.append(f"overrides that match none of the layers to convert: {listed(unused)}")
-    for message in messages:
+    for message in filter(None, messages):
         warnings.warn(message, UserWarning, stacklevel=2)
     return model
 
 
-def _useless(model: nn.Module, plan: list[tuple[LinearLayer, RMMConfig | None]], sample: object) -> dict[str, str]:
+def _matched(
+    model: nn.Module, selection: Selection, found: list[LinearLayer], others: list[tuple[LinearLayer, str]]
+) -> list[LinearLayer]:
+    if not found:
+        instead = "; ".join(["", *(f"{other.label}: {reason}" for other, reason in others[:1])])
+        raise ValueError(f"{type(model).__name__} has no linear layers; there is nothing to convert{instead}")
+    matched = [layer for layer in found if selection.is_meant(layer)]
+    if not matched:
+        names = [f"{layer.label}{' (output head)' if layer.in_head else ''}" for layer in found]
+        message = f"{selection} matches none of the model's {len(found)} linear layers: {listed(names)}"
+        unlike = [f"{other.name}: {reason}" for other, reason in others if selection.is_meant(other)]
+        raise ValueError("; ".join([message, *([listed(unlike)] if unlike else [])]))
+    return matched
+
+
+def _padding_message(model: nn.Module) -> str | None:
+    """Announce the mask of padding to the layers that need it, or say that there is none."""
+    if not any(isinstance(module, SketchedLayer) and module.rmm_config.skip_padding for module in model.modules()):
+        remove_hooks(model.modules())
+    elif not install_hooks(model):
+        return (
+            "skip_padding=True, but no part of the model takes an attention_mask that is known to speak of all of its"
+            " rows: they are kept, unless rmm_linear.valid_rows(mask) announces which are valid"
+        )
+    return None
+
+
+def _left_exact_message(skipped: list[str], others: list[tuple[LinearLayer, str]]) -> str | None:
+    # frozen ones keep no input: there is nothing to miss
+    unusual = dict.fromkeys(
+        f"{pattern(other.name)}: {reason}"
+        for other, reason in others
+        if any(parameter.requires_grad for parameter in other.module.parameters(recurse=False))
+    )
+    return "left exact: " + listed([*skipped, *unusual]) if skipped or unusual else None
+
+
+def _frozen_message(model: nn.Module, plan: list[Planned]) -> str | None:
+    chosen = [layer.module for layer, _ in plan if isinstance(layer.module, SketchedLayer)]
+    weights = [getattr(layer, "weight", None) for layer in chosen]
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if not chosen or not is_trained or any(isinstance(each, Tensor) and each.requires_grad for each in weights):
+        return None
+    return (
+        f"none of the {len(chosen)} layers that are sketched now has a trainable weight: they keep nothing, and there"
+        " is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were added"
+    )
+
+
+def _time_first_message(model: nn.Module, plan: list[Planned]) -> str | None:
+    if not any(wanted is not None and wanted.keep_tokens for _, wanted in plan) or not _is_time_first(model):
+        return None
+    return (
+        f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
+        " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out"
+    )
+
+
+def _useless(model: nn.Module, plan: list[Planned], sample: object) -> dict[str, str]:
     """Run a sample through the model with exact layers, and say which sketches would free nothing."""
     configs = {layer.name: wanted for layer, wanted in plan if wanted is not None}
     before = [(module, module.rmm_config) for module in model.modules() if isinstance(module, SketchedLayer)]
@@ -229,13 +233,7 @@ def _is_time_first(model: nn.Module) -> bool:
 
 
 def revert_linears(model: nn.Module) -> nn.Module:
-    """Turn every sketched layer of a model back into an `nn.Linear`, in place.
-
-    Args:
-        model: Any module. Without sketched layers nothing happens.
-
-    Returns:
-        The same model.
+    """Turn every sketched layer of a model back into an `nn.Linear`, in place, and return the model.
 
     Raises:
         ValueError: If `model` is not a module.
@@ -245,13 +243,12 @@ def revert_linears(model: nn.Module) -> nn.Module:
     for module in model.modules():
         _to_exact(module)
         vars(module).pop(LEFT_EXACT, None)
-    remove_hooks(model)
+    remove_hooks(model.modules())
     watch_adapted_layers(model)
     return model
 
 
-def _that_may_overflow(plan: list[tuple[LinearLayer, RMMConfig | None]]) -> str | None:
-    """What to say of layers whose estimate is so noisy that float16 may have no room for it."""
+def _overflow_message(plan: list[Planned]) -> str | None:
     layers = [layer.module for layer, wanted in plan if wanted is not None and wanted.ratio < _SMALL_RATIO]
     found = [layer for layer in layers if isinstance(layer, SketchedLayer) and layer.weight.dtype == torch.float16]
     if not found:
@@ -272,21 +269,6 @@ def _resolve_config(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
     if not isinstance(config, RMMConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig")
     return config
-
-
-def _nothing_matched(
-    found: list[LinearLayer],
-    target_modules: str | Collection[str],
-    exclude_modules: str | Collection[str] | None,
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-) -> str:
-    wanted = f"target_modules={target_modules!r}"
-    if exclude_modules is not None:
-        wanted += f" without exclude_modules={exclude_modules!r}"
-    if filter_fn is not None:
-        wanted += " and filter_fn"
-    names = [f"{layer.label}{' (output head)' if layer.in_head else ''}" for layer in found]
-    return f"{wanted} matches none of the model's {len(found)} linear layers: {listed(names)}"
 
 
 def _with_base(kind: type, old: type, new: type) -> type:

@@ -125,12 +125,6 @@ def summary(model: nn.Module) -> ConversionSummary:
     projections) keep it once in an exact model: the sums over layers say what the layers keep one by one, not what the
     model saves. `rmm_linear.memory.SavedTensors` and `rmm_linear.memory.MeasuredSaving` measure that.
 
-    Args:
-        model: Any module.
-
-    Returns:
-        The rows and totals, which print as a table.
-
     Raises:
         ValueError: If `model` is not a module.
     """
@@ -182,28 +176,14 @@ def _note(layer: LinearLayer, model: nn.Module, *, frozen: bool) -> str:
 
 
 def aligned(table: list[tuple[str, ...]]) -> list[str]:
-    """Lay a table out in columns, with a rule below its first row.
-
-    Args:
-        table: Rows of as many cells each.
-
-    Returns:
-        Lines.
-    """
+    """Lay a table out in columns, with a rule below its first row; one text a line."""
     widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
     rows = [table[0], tuple("-" * width for width in widths), *table[1:]]
     return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
 
 def describe(config: RMMConfig | None) -> str:
-    """Say in a few words how a layer keeps its input.
-
-    Args:
-        config: Its configuration, or None for an exact layer.
-
-    Returns:
-        Such as "hadamard 0.5 centered in int4, from 128 rows"; "-" for an exact layer.
-    """
+    """Describe a configuration: "hadamard 0.5 centered in int4, from 128 rows"; "-" for None, an exact layer."""
     if config is None:
         return "-"
     # at ratio 1 a storage holds the input itself, without a sketch

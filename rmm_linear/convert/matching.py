@@ -14,7 +14,9 @@ from rmm_linear.adapters import adapters_of, is_adapted
 from rmm_linear.config import RMMConfig
 from rmm_linear.convertible import why_no_layer
 from rmm_linear.layer import is_linear_layer
-from rmm_linear.names import in_output_head, strip_wrappers
+from rmm_linear.names import in_output_head, listed, strip_wrappers
+
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -85,16 +87,47 @@ class Override:
         return any(matcher.matches(layer) for matcher in self._matchers)
 
 
-def check_overrides(overrides: Mapping[str, RMMConfig | None]) -> list[Override]:
-    """Read the option `overrides`, or say what is wrong with it."""
-    if not isinstance(overrides, Mapping):
-        raise ValueError(f"overrides is a {type(overrides).__name__}; pass a dict of pattern -> RMMConfig or None")
-    for pattern, wanted in overrides.items():
-        if not isinstance(pattern, str):
-            raise ValueError(f"overrides has the key {pattern!r}; pass names or regular expressions")
-        if wanted is not None and not isinstance(wanted, RMMConfig):
-            raise ValueError(f"overrides[{pattern!r}] is {wanted!r}; pass an RMMConfig, or None for an exact layer")
-    return [Override(pattern, wanted) for pattern, wanted in overrides.items()]
+class Selection:
+    """The options of a conversion that say which layers, and with which configuration."""
+
+    def __init__(
+        self,
+        target_modules: str | Collection[str],
+        exclude_modules: str | Collection[str] | None,
+        overrides: Mapping[str, RMMConfig | None],
+    ) -> None:
+        self._options = target_modules, exclude_modules
+        self._targets = Matcher("target_modules", target_modules)
+        self._excluded = Matcher("exclude_modules", exclude_modules or ())
+        if not isinstance(overrides, Mapping):
+            raise ValueError(f"overrides is a {type(overrides).__name__}; pass a dict of pattern -> RMMConfig or None")
+        for pattern, wanted in overrides.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"overrides has the key {pattern!r}; pass names or regular expressions")
+            if wanted is not None and not isinstance(wanted, RMMConfig):
+                raise ValueError(f"overrides[{pattern!r}] is {wanted!r}; pass an RMMConfig, or None for an exact layer")
+        self._rules = [Override(pattern, config) for pattern, config in overrides.items()]
+
+    def is_meant(self, layer: LinearLayer) -> bool:
+        """Tell whether a layer is a target, and not excluded."""
+        is_targeted = not layer.in_head if self._options[0] == ALL_LINEAR else self._targets.matches(layer)
+        return is_targeted and not self._excluded.matches(layer)
+
+    def rule_for(self, layer: LinearLayer) -> Override | None:
+        """Return the first of the overrides that matches."""
+        return next((rule for rule in self._rules if rule.matches(layer)), None)
+
+    def unused(self, everything: Collection[LinearLayer], matched: Collection[LinearLayer]) -> Iterator[str]:
+        """Name the patterns that match nothing."""
+        if parts := [str(part) for part in self._excluded.parts() if not any(map(part.matches, everything))]:
+            yield f"exclude_modules that match no linear layer: {listed(parts)}"
+        if rules := [repr(rule.pattern) for rule in self._rules if not any(map(rule.matches, matched))]:
+            yield f"overrides that match none of the layers to convert: {listed(rules)}"
+
+    def __str__(self) -> str:
+        targets, excluded = self._options
+        without = "" if excluded is None else f" without exclude_modules={excluded!r}"
+        return f"target_modules={targets!r}{without}"
 
 
 def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_linear_layer) -> Iterator[LinearLayer]:

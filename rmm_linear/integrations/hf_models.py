@@ -27,24 +27,12 @@ _STACKS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder
 
 
 def build_model(
-    name: str,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    layers: int | None = None,
-    **changes: Any,
+    name: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, layers: int | None = None, **changes: Any
 ) -> nn.Module:
-    """Make a model with random weights, in training mode.
+    """Make a model with random weights, in training mode, of the class that its configuration names, or the bare one.
 
-    Args:
-        name: A name on the hub, or a folder or JSON file with a model's configuration; weights are not read.
-        device: Where its parameters are to be: "meta" takes no memory.
-        dtype: Of its parameters.
-        layers: Layers of its stacks, encoder and decoder; those of the configuration by default.
-        **changes: Values of the configuration that are to be others.
-
-    Returns:
-        A model of the class that the configuration names, or the bare model if it names none.
+    `name` is one on the hub, or a folder or JSON file with a model's configuration; weights are not read. `layers` is
+    the depth of its stacks, encoder and decoder, and `changes` are values of the configuration.
 
     Raises:
         ValueError: If there is no such configuration, or no class for it.
@@ -95,13 +83,7 @@ def _head(url: str, *, timeout: float) -> None:
 
 
 def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cpu") -> dict[str, Tensor]:
-    """Make a batch that a model takes, with labels if it computes a loss.
-
-    Args:
-        model: A model of transformers.
-        batch: Sequences, or images.
-        length: Tokens of each sequence; images have the size that the configuration names.
-        device: Where the tensors are to be.
+    """Make a batch of sequences of some length, or of images, with labels if the model computes a loss.
 
     Raises:
         ValueError: If the model takes neither tokens nor images, or the length is more than it has positions for.

@@ -21,14 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 try:
-    from transformers import (
-        PreTrainedModel,
-        Trainer,
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
+    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError('RMMCallback needs transformers: pip install "rmm-linear[hf]"') from error
 
@@ -77,11 +70,10 @@ class RMMCallback(TrainerCallback):
     - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers,
     - `rmm/freed`: the part of these that it did not keep, 1 - kept / exact; below 0 where sketches cost memory.
 
-    They come as a log of their own, straight after each training log; a log between a change of the ratios and its
-    measurement is without them. Nothing of this is logged where it can't be
-    measured: under `torch.compile`, which would compile the measurement, under `DataParallel`, and in a planned model
-    (`checkpoint_model`), whose plan says what it keeps. If less than half of the saving that the layers promise one by
-    one is measured, a warning tells the reasons.
+    They come as a log of their own, straight after each training log, but for the one between a change of the ratios
+    and its measurement. Nothing of this is logged under `torch.compile`, which would compile the measurement, under
+    `DataParallel`, and in a planned model (`checkpoint_model`), whose plan says what it keeps. If less than half of the
+    saving that the layers promise one by one is measured, a warning tells the reasons.
 
     With `monitor`, each layer's noise is sampled every so many steps (`rmm_linear.variance.VarianceMonitor`), records
     go to `rmm_noise.jsonl` in the output folder, and the logs have, over all layers:
@@ -208,20 +200,11 @@ class RMMCallback(TrainerCallback):
                 " model; leave them out, or train in eager mode with one process a device and without"
                 " checkpoint_model"
             )
-        if is_in_plan:
-            warnings.warn(
-                f"{KEPT_KEY} and {EXACT_KEY} are not measured and not logged: a planned model keeps what its plan"
-                " says, print(checkpoint_model(...))",
-                UserWarning,
-                stacklevel=2,
-            )
-            return
         if is_hidden:
-            warnings.warn(
-                f"{KEPT_KEY} and {EXACT_KEY} are not measured under torch.compile or DataParallel, and not logged",
-                UserWarning,
-                stacklevel=2,
-            )
+            why = "not measured under torch.compile or DataParallel, and not logged"
+            if is_in_plan:
+                why = "not logged: a planned model keeps what its plan says, print(checkpoint_model(...))"
+            warnings.warn(f"{KEPT_KEY} and {EXACT_KEY} are {why}", UserWarning, stacklevel=2)
             return
         self._watch(model, args, state)
         self._measure(model)
@@ -396,11 +379,7 @@ class RMMCallback(TrainerCallback):
 
 
 class _OneForward:
-    """Measures the next training forward of a model; its hooks go when that is done, or has failed.
-
-    Attributes:
-        is_pending: Whether that is still to come.
-    """
+    """Measures the next training forward of a model; its hooks go when that is done, or has failed."""
 
     def __init__(self, model: nn.Module, report: Callable[[MeasuredSaving], None]) -> None:
         self._report = report

@@ -21,10 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that keeping `tensor` keeps alive.
-
-    One for an ordinary tensor, several for a sparse one and for a wrapper such as DTensor.
-    """
+    """Yield the storages of a tensor: several for a sparse one and for a wrapper such as DTensor."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages_of(getattr(tensor, name))
@@ -56,11 +53,7 @@ class StorageSet:
                 self.add(storage)
 
     def add(self, storage: torch.UntypedStorage) -> int:
-        """Add a storage, if it is not there yet.
-
-        Returns:
-            Its key in `sizes`.
-        """
+        """Add a storage, if it is not there yet, and return its key in `sizes`."""
         key = storage._cdata
         if key not in self._references:
             self._references[key] = StorageWeakRef(storage)
@@ -130,11 +123,7 @@ class SavedTensors:
         return dict(self._kept.sizes)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tell whether the memory of `tensor` is kept for the backward pass.
-
-        Returns:
-            True if something was saved that lies in (any of) the storages of `tensor`.
-        """
+        """Tell whether a saved tensor lies in (any of) the storages of `tensor`."""
         return any(storage in self._kept for storage in storages_of(tensor))
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:

@@ -97,8 +97,6 @@ class _Recorder(SavedTensors):
         self._nodes: list[Any] = []
         self._group_numbers: list[SharedSketch] = []
         self._keys = StorageSet()
-        self.peak: tuple[int, str] | None = None
-        self._cuda = any(parameter.is_cuda for parameter in model.parameters())
 
     def _pack(self, tensor: Tensor) -> tuple[Any, ...]:
         storages = tuple(self._keys.add(each) for each in storages_of(tensor) if each not in self._excluded)
@@ -106,15 +104,7 @@ class _Recorder(SavedTensors):
         if call is not None:
             self.calls[call].packs += 1
         self.packs.append(
-            _Pack(
-                storages,
-                name,
-                type(module).__name__,
-                call,
-                tuple(tensor.shape),
-                tensor.dtype,
-                str(tensor.device),
-            )
+            _Pack(storages, name, type(module).__name__, call, tuple(tensor.shape), tensor.dtype, str(tensor.device))
         )
         return (*super()._pack(tensor), len(self.packs) - 1)
 
@@ -173,7 +163,6 @@ class _Recorder(SavedTensors):
                     _Call(name, module, rows, sequences_of(x.shape), dtype, trains, group, module.training, is_free)
                 )
         self._running.append((name, module, call))
-        self._note_peak()
 
     def _group_of(self, x: Tensor, module: nn.Module) -> int:
         group = self._groups.find(x, module, None, compute_dtype(x)) or SharedSketch()
@@ -182,7 +171,6 @@ class _Recorder(SavedTensors):
         return self._group_numbers.index(group)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        self._note_peak()
         if is_adapted(module):
             self._groups.leave(layer_input(args, kwargs))
         if self._running and self._running[-1][1] is module:
@@ -191,12 +179,6 @@ class _Recorder(SavedTensors):
                 self.calls[call].wants_gradient = output.requires_grad
                 if output.grad_fn is not None:
                     self._nodes.append(output.grad_fn)
-
-    def _note_peak(self) -> None:
-        if self._cuda:
-            peak = torch.cuda.max_memory_allocated()
-            if self.peak is None or peak > self.peak[0]:
-                self.peak = peak, self._running[-1][0] if self._running else ""
 
     def __enter__(self) -> "_Recorder":
         super().__enter__()
@@ -210,14 +192,11 @@ class _Recorder(SavedTensors):
         for module in self._names:
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._note_peak()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -255,8 +234,6 @@ class _Recorder(SavedTensors):
             linears=tuple(
                 self._linear_call(number, inputs, copies, of_parameters) for number in range(len(self.calls))
             ),
-            peak_bytes=None if self.peak is None else self.peak[0],
-            peak_module=None if self.peak is None else self.peak[1],
         )
 
     @staticmethod
@@ -332,9 +309,6 @@ def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:
         model: Any module, converted or not.
         *args: What to call it with.
         **kwargs: The same by name.
-
-    Returns:
-        The report.
 
     Raises:
         ValueError: If `model` is no module.

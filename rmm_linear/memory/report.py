@@ -35,13 +35,13 @@ _PRINTED = 12
 
 @dataclass(frozen=True)
 class Keeper:
-    """Who keeps a storage.
+    """An operation that keeps a storage.
 
     Attributes:
         module: Name of the innermost module that was running, without wrappers' prefixes; "" for the model itself.
         kind: Its class.
-        op: The operation that keeps it, as autograd's node is called; "" where the graph does not tell.
-        role: What the operation keeps it as, such as "mat1"; "" where the graph does not tell.
+        op: The operation, as autograd's node is called; "" where the graph does not tell.
+        role: The name by which the operation keeps it, such as "mat1"; "" where the graph does not tell.
         shape: Shape of the tensor that is kept.
         dtype: Its dtype.
     """
@@ -106,20 +106,12 @@ class LinearCall:
     is_free: bool = False
 
     def saved_bytes(self, config: RMMConfig) -> int:
-        """Return what a sketch of this input would keep.
-
-        Args:
-            config: How to sketch; padding is not known and counts as rows.
-        """
+        """Return the bytes that a sketch of this input would keep; padding is not known and counts as rows."""
         dtype = getattr(torch, self.dtype)
         return config.saved_bytes(self.rows, self.in_features, dtype, sequences=self.sequences)
 
     def is_sketched_by(self, config: RMMConfig) -> bool:
-        """Tell whether a configuration would sketch this input.
-
-        Returns:
-            False for a call that keeps no input, for an input that is kept anyway, and for too few rows.
-        """
+        """Tell whether a configuration would sketch this input: one that is kept, not for free, of enough rows."""
         kept = min(self.rows, self.sequences * len(config.keep_tokens))
         return self.status in (KEPT, PARAMETER) and not self.is_free and config.sketches(self.rows, kept)
 
@@ -132,15 +124,11 @@ class MemoryReport:
         model: The model's class.
         storages: Every storage that is kept, in the order in which they were first saved.
         linears: Every call of a linear layer, in order.
-        peak_bytes: Most bytes that CUDA's allocator had given out during the forward; None on a CPU.
-        peak_module: The module that ran when it was reached, or None.
     """
 
     model: str
     storages: tuple[KeptStorage, ...]
     linears: tuple[LinearCall, ...]
-    peak_bytes: int | None = None
-    peak_module: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -189,15 +177,9 @@ class MemoryReport:
         return total - sum(self.storages[place].bytes for place, calls in copies.items() if converted.issuperset(calls))
 
     def frees_nothing(self, configs: Mapping[str, RMMConfig]) -> dict[str, str]:
-        """Tell which layers a sketch would free nothing of, and why.
+        """Tell which of the layers that ran, converted to these configurations by name, would free nothing, and why.
 
         A layer that runs several times frees something if any of its calls does.
-
-        Args:
-            configs: Layer -> how it would sketch, for the layers that are to be converted; others stay as they are.
-
-        Returns:
-            Layer -> the reason, for those of them that ran and do not pay.
         """
         reasons: dict[str, str] = {}
         pays: set[str] = set()
@@ -250,11 +232,10 @@ class MemoryReport:
         return call.layer in configs and call.is_sketched_by(configs[call.layer])
 
     def by_op(self) -> dict[str, int]:
-        """Return the bytes of each kind of operation, each storage once.
+        """Return the bytes of each kind of operation, each storage once, the largest first.
 
-        Returns:
-            Operation -> bytes, the largest first. A storage that only linear layers keep, as inputs, counts as
-            `LINEAR_INPUTS`; others count for the first operation that keeps them as something else.
+        A storage that only linear layers keep, as inputs, counts as `LINEAR_INPUTS`; others count for the first
+        operation that keeps them as something else.
         """
         return self._sums(self._op_of)
 
@@ -291,11 +272,7 @@ class MemoryReport:
         return bool(names) and all(_is_linear_input(keeper, names) for keeper in self.storages[place].keepers)
 
     def others(self, call: LinearCall) -> tuple[str, ...]:
-        """Return the operations, other than linear layers' products, that keep a call's input.
-
-        Args:
-            call: One of `linears`.
-        """
+        """Return the operations, other than linear layers' products, that keep a call's input."""
         if call.storage is None:
             return ()
         names = self._linear_names
@@ -360,14 +337,10 @@ def _headline(report: MemoryReport) -> str:
 
 def _ceiling(report: MemoryReport) -> str:
     share = 100 * report.own_bytes / report.total_bytes if report.total_bytes else 0.0
-    line = (
+    return (
         f"{_size(report, report.own_bytes)} of it ({share:.1f} %) are inputs of linear layers that nothing else needs:"
         " the most that sketches can free"
     )
-    if report.peak_bytes is not None:
-        where = report.peak_module or "the model"
-        line += f"\nthe forward's peak is {_size(report, report.peak_bytes)}, reached in {where}"
-    return line
 
 
 def _op_lines(report: MemoryReport) -> list[str]:

@@ -22,13 +22,23 @@ import torch
 from torch import Tensor
 
 from rmm_linear import backend
-from rmm_linear.sketches.sizes import larger, smaller
 
 SEED_BYTES = 8
 # Decimal ratios such as 0.3 are meant exactly: 0.3 of 10 rows is 3, although the float is slightly less.
 _RATIO_DENOMINATOR = 10**6
 # Shape and dtype of a tensor.
 Stored = tuple[tuple[int, ...], torch.dtype]
+
+
+def larger(a: int, b: int) -> int:
+    """Return the larger of two sizes, which may be symbols: `max` would fix them by a guard of the compiler."""
+    # sym_max of plain numbers can't be traced by torch 2.11
+    return torch.sym_max(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else max(a, b)
+
+
+def smaller(a: int, b: int) -> int:
+    """Return the smaller of two sizes, which may be symbols."""
+    return torch.sym_min(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else min(a, b)
 
 
 class SavedSketch(NamedTuple):
@@ -44,11 +54,7 @@ class SavedSketch(NamedTuple):
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sketches sum: float64 for float64, else float32.
-
-    Returns:
-        `torch.float64` or `torch.float32`.
-    """
+    """Return the dtype in which sketches sum: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -79,30 +85,16 @@ class Sketch(ABC):
         object.__setattr__(self, "denominator", fraction.denominator if fraction else _RATIO_DENOMINATOR)
 
     def rank(self, rows: int) -> int:
-        """Return how many rows are kept of `rows`: round(ratio * rows), at least 1 of any row.
-
-        Args:
-            rows: Number of rows; may be a SymInt while a compiler traces.
-        """
+        """Return how many rows are kept of `rows` (a SymInt in a compiler): round(ratio * rows), at least 1 of any."""
         kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
         return smaller(rows, larger(1, kept))
 
     def is_exact(self, rows: int) -> bool:
-        """Tell whether S S^T = I in every draw: the estimate is then the gradient itself, up to rounding.
-
-        Returns:
-            False unless the sketch is an orthogonal one at full rank.
-        """
+        """Tell whether S S^T = I in every draw: the estimate is then the gradient itself, up to rounding."""
         return rows == 0
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
-        """Return the shapes and dtypes of the tensors that `compress` returns; a compiler knows them by this.
-
-        Args:
-            rows: Rows of x; may be a SymInt.
-            features: Columns of x.
-            dtype: Dtype of x.
-        """
+        """Return the shapes and dtypes of the tensors that `compress` returns, where compilers find them."""
         return (((self.rank(rows), features), dtype),)
 
     @abstractmethod
@@ -123,26 +115,11 @@ class Sketch(ABC):
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) for the S that `compress` used, scaled to go with the stored sketch.
 
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            mean: Shape (out,), or None.
-
-        Returns:
-            Shape (rank, out), float32 (float64 for float64).
+        `g` has shape (rows, out) and the result (rank, out), in float32 (float64 for float64).
         """
 
     def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Estimate (g - 1 mean^T)^T x.
-
-        Args:
-            g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
-            mean: Shape (out,), or None.
-
-        Returns:
-            Shape (out, in), float32 (float64 for float64), memory that the caller may write into.
-        """
+        """Estimate (g - 1 mean^T)^T x, shape (out, in), float32 (float64 for float64); the caller may write into it."""
         sketched = self.sketch_gradient(g, saved, mean=mean)
         return backend.estimate(sketched, saved.tensors[0], backend.product_dtype(g), self.headroom)
 
@@ -164,7 +141,7 @@ class Sketch(ABC):
 
         Args:
             g: Gradient of the output, shape (rows, out).
-            saved: What `compress` returned.
+            saved: The result of `compress`.
             need_weight: Whether the weight gradient is wanted.
             need_bias: Whether the bias gradient is wanted.
             dtype: Dtype of the estimate; float32 (float64 for float64) if None. Sums are formed in float32 anyway.
@@ -179,13 +156,9 @@ class Sketch(ABC):
         return grad_weight, g.sum(0) if need_bias else None
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes that a forward pass keeps, all-in: the sketch, the seed, and whatever goes with them.
+        """Return the bytes that a forward pass keeps of x (rows, features): all stored tensors and the seed.
 
-        Args:
-            rows: Rows of x.
-            features: Columns of x.
-            dtype: Dtype of x.
-            valid_rows: Rows that are sketched, where others (padding) are left out; all rows by default.
+        `valid_rows` are sketched, where others (padding) are left out.
         """
         stored = self.stored(rows if valid_rows is None else valid_rows, features, dtype)
         return sum(math.prod(shape) * each.itemsize for shape, each in stored) + SEED_BYTES
@@ -196,38 +169,20 @@ class Sketch(ABC):
 
     @abstractmethod
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2 in closed form.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return E||estimate - g^T x||_F^2 in closed form, 0-d float64, for x (rows, in) and g (rows, out)."""
 
     def variance_family(self, rows: int) -> Hashable | None:
         """Return a key of the sketches whose variances lie on one line in 1 / rank.
 
         Where two sketches have equal keys for a number of rows, each pair (x, g) has an a and a b such that
-        `variance` is a + b / rank(rows) for both, and where `is_exact`, 0. Two evaluations then serve all ratios.
-
-        Returns:
-            A key; None for a sketch that stands alone.
+        `variance` is a + b / rank(rows) for both, and where `is_exact`, 0. Two evaluations then serve all ratios. None
+        for a sketch that stands alone.
         """
         return self.name if self.variance_is_affine_in_inverse_rank else None
 
     @abstractmethod
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S itself for many seeds. Large: for tests.
-
-        Args:
-            x: Activations, shape (rows, in); some sketches depend on them.
-            seeds: Shape (draws,), int64.
-
-        Returns:
-            Shape (draws, rows, rank), float64.
-        """
+        """Return S itself for seeds (draws,), int64: shape (draws, rows, rank), float64. Large: for tests."""
 
 
 class ObliviousSketch(Sketch):
@@ -235,16 +190,10 @@ class ObliviousSketch(Sketch):
 
     @abstractmethod
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T), times or over the storage scale.
+        """Return S^T (y - 1 mean^T), shape (rank, features).
 
-        Args:
-            y: Shape (rows, features), any float dtype.
-            seed: 0-d int64.
-            mean: Shape (features,), or None.
-            gradient: False for the stored sketch of x, true for that of g.
-
-        Returns:
-            Shape (rank, features); in y's dtype for x, in float32 (float64 for float64) for g.
+        With `gradient` it is the sketch of g: over the storage scale, in float32 (float64 for float64). Otherwise it is
+        that of x: times the scale, in y's dtype.
         """
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
@@ -260,13 +209,7 @@ SKETCHES: dict[str, type[Sketch]] = {}
 
 
 def register(sketch: type[Sketch]) -> type[Sketch]:
-    """Enter a sketch class under its `name`; a decorator for third-party sketches as well.
-
-    Args:
-        sketch: A concrete subclass of `Sketch` constructible as `sketch(ratio=...)`.
-
-    Returns:
-        The class itself.
+    """Enter a class that is made as `sketch(ratio=...)` under its `name`; a decorator, also for other packages.
 
     Raises:
         ValueError: If the name is taken by another class.
@@ -279,9 +222,5 @@ def register(sketch: type[Sketch]) -> type[Sketch]:
 
 
 def available_sketches() -> tuple[str, ...]:
-    """Return the names that `RMMConfig(sketch=...)` accepts.
-
-    Returns:
-        Names, in alphabetical order.
-    """
+    """Return the names that `RMMConfig(sketch=...)` accepts, in alphabetical order."""
     return tuple(sorted(SKETCHES))

@@ -18,27 +18,13 @@ from rmm_linear.sketches.base import SavedSketch, Sketch, Stored, accumulate_dty
 
 
 def centred(g: Tensor) -> Tensor:
-    """Return g - 1 mean^T, which is sketched in the place of g.
-
-    Args:
-        g: Shape (rows, features), any float dtype.
-
-    Returns:
-        The same shape, float32 (float64 for float64).
-    """
+    """Return g - 1 mean^T in float32 (float64 for float64), which is sketched in the place of g."""
     wide = g.to(accumulate_dtype(g.dtype))
     return wide - wide.mean(0) if g.shape[0] else wide
 
 
 def centred_input(x: Tensor) -> Tensor:
-    """Return x - 1 mean^T, which is sketched in the place of x.
-
-    Args:
-        x: Shape (rows, in), any float dtype.
-
-    Returns:
-        The same shape, float32 (float64 for float64).
-    """
+    """Return x - 1 mean^T in float32 (float64 for float64), which is sketched in the place of x."""
     compute = accumulate_dtype(x.dtype)
     return x.to(compute) - x.sum(0, dtype=compute) / max(1, x.shape[0])
 

@@ -45,11 +45,7 @@ class GradientSums(NamedTuple):
 def product_dtype(*operands: Tensor) -> torch.dtype:
     """Return the dtype in which products of rows are to be formed. Waits for the device.
 
-    Args:
-        *operands: Any float dtypes.
-
-    Returns:
-        float32; float64 if an operand is float64, or too large or small for its squares to be held in float32.
+    float32; float64 if an operand is float64, or too large or small for its squares to be held in float32.
     """
     if any(y.dtype == torch.float64 for y in operands):
         return torch.float64
@@ -64,41 +60,19 @@ def product_dtype(*operands: Tensor) -> torch.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in the operands' own dtype, under autocast as well.
-
-    Args:
-        a: A matrix or a batch of them.
-        b: The same.
-    """
+    """Return a @ b in the operands' own dtype, under autocast as well."""
     with torch.autocast(device_type=a.device.type, enabled=False):
         return a @ b
 
 
 def row_squares(y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the squared norm of every row.
-
-    Args:
-        y: Shape (rows, features), any float dtype.
-        dtype: As `product_dtype` tells; found by it if None.
-
-    Returns:
-        Shape (rows,), float64.
-    """
+    """Return the squared norm of every row, shape (rows,), float64; formed in `product_dtype(y)` by default."""
     dtype = product_dtype(y) if dtype is None else dtype
     return torch.linalg.vector_norm(y, dim=1, dtype=dtype).double().square()
 
 
 def row_inner_products(y: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the inner product of every row with another one.
-
-    Args:
-        y: Shape (rows, features), any float dtype.
-        others: Number of the other row, shape (rows,).
-        dtype: As `product_dtype` tells.
-
-    Returns:
-        Shape (rows,), float64.
-    """
+    """Return the inner product of every row with another one, by number in `others` (rows,); float64."""
     step = max(1, SLAB_ELEMENTS // max(1, y.shape[1]))
     found = [
         (y.index_select(0, other).to(dtype) * y[start : start + step].to(dtype)).sum(1).double()
@@ -108,15 +82,7 @@ def row_inner_products(y: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gradient_sums(x: Tensor, g: Tensor) -> GradientSums:
-    """Return P, Q, C and s.
-
-    Args:
-        x: Activations, shape (rows, in).
-        g: Gradient of the output, shape (rows, out).
-
-    Returns:
-        The sums, in float64.
-    """
+    """Return P, Q, C and s of x (rows, in) and g (rows, out), in float64."""
     dtype = product_dtype(x, g)
     x_rows, g_rows = row_squares(x, dtype), row_squares(g, dtype)
     # Rows without a gradient, padding most often, have no part in the product.

@@ -59,14 +59,9 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def z_bound(comparisons: int = 1, false_alarm: float = FALSE_ALARM) -> float:
-    """Return the |z| that at least one of some comparisons exceeds by chance with at most the given probability.
+    """Return the |z| that any of so many two-sided comparisons exceeds by chance with at most the given probability.
 
-    Args:
-        comparisons: How many two-sided comparisons are made at once (Bonferroni).
-        false_alarm: Probability of a false alarm in any of them.
-
-    Returns:
-        4.9 for one comparison at 1e-6, 6.4 for 5,000.
+    By Bonferroni's correction: 4.9 for one comparison at 1e-6, 6.4 for 5,000.
     """
     return -NormalDist().inv_cdf(false_alarm / (2 * comparisons))
 
@@ -85,10 +80,7 @@ def assert_unbiased(
     Three comparisons, each with the given false-alarm rate: the mean's projection on the exact gradient; its sum over
     all entries; and its entries one by one, with Bonferroni's correction. A bias of the size `bias` along the exact
     gradient has at least 6 standard errors and is caught with a probability of at least 0.86, twice that bias with
-    certainty (1 - 1e-12).
-
-    Works for anything that draws its own seeds: a layer, compiled or not, a checkpointed block, a whole model. All
-    draws alike (one seed for all steps) fail as well, unless they are exact.
+    certainty (1 - 1e-12). All draws alike (one seed for all steps) fail as well, unless they are exact.
 
     Example:
         >>> import torch
@@ -157,10 +149,8 @@ def structured_pair(rows: int, features: int, outputs: int, *, seed: int) -> tup
     """Return activations and a gradient with what real ones have, and independent normal numbers lack.
 
     Neighbouring rows are alike, as tokens of one sentence are; the columns have means; some rows are heavy; and g
-    depends on x. Without these, mixed-up blocks, missing signs and wrong probabilities have the right variance.
-
-    Returns:
-        x (rows, features) and g (rows, outputs), float64, on the CPU.
+    depends on x. Without these, mixed-up blocks, missing signs and wrong probabilities have the right variance. x is
+    (rows, features) and g (rows, outputs), float64, on the CPU.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -181,30 +171,23 @@ def structured_pair(rows: int, features: int, outputs: int, *, seed: int) -> tup
 
 
 class Products(NamedTuple):
-    """What many draws of S S^T are, against the identity.
+    """Many draws of S S^T against the identity."""
 
-    Attributes:
-        deviation: Mean of S S^T - I, (rows, rows).
-        spread: Variance of its entries, (rows, rows).
-        diagonal_error: Largest |(S S^T)_ii - 1| in any draw.
-    """
-
+    # mean of S S^T - I, and the variance of its entries, (rows, rows)
     deviation: Tensor
     spread: Tensor
+    # largest |(S S^T)_ii - 1| in any draw
     diagonal_error: float
 
 
 class Estimates(NamedTuple):
-    """What many estimates of g^T x are, against g^T x; each of shape (draws,).
+    """Many estimates of g^T x against g^T x, each of shape (draws,)."""
 
-    Attributes:
-        along: Projection of the error on the exact gradient, relative to that.
-        total: Sum of the error, over the exact gradient's size and the root of its number of entries.
-        squared_error: ||estimate - g^T x||^2.
-    """
-
+    # projection of the error on the exact gradient, relative to that
     along: Tensor
+    # sum of the error, over the exact gradient's size and the root of its number of entries
     total: Tensor
+    # ||estimate - g^T x||^2
     squared_error: Tensor
 
 
@@ -219,14 +202,7 @@ def _drawn(sketch: Sketch, x: Tensor, draws: int, seed: int, largest: int) -> It
 
 
 def draw_products(sketch: Sketch, x: Tensor, *, draws: int, seed: int) -> Products:
-    """Draw S many times and compare S S^T with the identity.
-
-    Args:
-        sketch: The sketch; only its `dense` is used.
-        x: What it is applied to, shape (rows, in), float64.
-        draws: Number of draws.
-        seed: Seed of the draws' seeds.
-    """
+    """Draw S many times, by `dense`, and compare S S^T with the identity."""
     rows = x.shape[0]
     identity = torch.eye(rows, dtype=torch.float64, device=x.device)
     first, second, diagonal_error = torch.zeros_like(identity), torch.zeros_like(identity), 0.0
@@ -240,15 +216,7 @@ def draw_products(sketch: Sketch, x: Tensor, *, draws: int, seed: int) -> Produc
 
 
 def draw_estimates(sketch: Sketch, x: Tensor, g: Tensor, *, draws: int, seed: int) -> Estimates:
-    """Draw S many times and compare the estimates of g^T x with it.
-
-    Args:
-        sketch: The sketch; only its `dense` is used.
-        x: Shape (rows, in), float64; for a centred sketch, centred.
-        g: Shape (rows, out), float64; for a centred sketch, centred.
-        draws: Number of draws.
-        seed: Seed of the draws' seeds.
-    """
+    """Draw S many times, by `dense`, and compare the estimates of g^T x with it; both centred for a centred sketch."""
     rows, rank = x.shape[0], sketch.rank(x.shape[0])
     exact = g.t() @ x
     size = exact.norm()
@@ -324,20 +292,11 @@ class SketchContract:
         cls._estimates = {}
 
     def make(self, ratio: float) -> Sketch:
-        """Return the sketch under test; to be defined by the subclass.
-
-        Args:
-            ratio: In (0, 1].
-        """
+        """Return the sketch under test, of a ratio in (0, 1]; to be defined by the subclass."""
         raise NotImplementedError(f"{type(self).__name__} has to define make(self, ratio)")
 
     def sketched_pair(self, sketch: Sketch, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Split g^T x into a product that is sketched and a part that is known. Override for other wrappers.
-
-        Args:
-            sketch: The sketch.
-            x: Shape (rows, in), float64.
-            g: Shape (rows, out), float64.
 
         Returns:
             x' and g', such that the estimate is known + (S^T g')^T (S^T x'); and known (out, in), or None.
@@ -431,11 +390,7 @@ class SketchContract:
     def test_gradients_are_finite_and_right_at_all_magnitudes(self) -> None:
         """|x| from 1e-4 to 1e3 in float16, from 1e-30 to 1e30 otherwise; in all rows, or in every second one."""
         wide = [10.0**exponent for exponent in range(-30, 31, 10)]
-        for dtype, sizes in (
-            (torch.float16, [1e-4, 1e-2, 1.0, 1e3]),
-            (torch.bfloat16, wide),
-            (torch.float32, wide),
-        ):
+        for dtype, sizes in ((torch.float16, [1e-4, 1e-2, 1.0, 1e3]), (torch.bfloat16, wide), (torch.float32, wide)):
             sketch = self.make(0.1)
             x, g = self._pair(67)
             # Entries of one sign add up to the largest sums. g is small, or the exact gradient would overflow float16.

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from rmm_linear import backend
-from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, register
+from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, larger, register
 from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, product, product_dtype
-from rmm_linear.sketches.sizes import larger
 
 _BLOCK = 64
 
@@ -65,14 +64,7 @@ class Hadamard(ObliviousSketch):
         object.__setattr__(self, "block", max(_BLOCK, 1 << (needed - 1).bit_length()))
 
     def geometry(self, rows: int) -> tuple[int, int]:
-        """Return the number of blocks and the Hadamard rows kept of each.
-
-        Args:
-            rows: Number of rows; may be a SymInt.
-
-        Returns:
-            (blocks, kept).
-        """
+        """Return the number of blocks and the Hadamard rows kept of each; `rows` may be a SymInt."""
         if isinstance(rows, int) and rows == 0:
             return 0, 1
         blocks = (rows + self.block - 1) // self.block

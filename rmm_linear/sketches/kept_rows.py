@@ -37,29 +37,15 @@ class KeptRows:
         object.__setattr__(self, "_low_bit", None if kind is None else LowBit(None, kind))
 
     def compress(self, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        """Keep rows: the forward pass.
+        """Return the tensors that `grad_weight` needs of x (kept, in), whose memory must not change.
 
-        Args:
-            x: Shape (kept, in), any float dtype, memory that does not change.
-            seed: 0-d int64, the sketch's.
-
-        Returns:
-            Tensors for `grad_weight`: `x` itself without a storage, and where it takes no more.
+        That is `x` itself without a storage, and where it takes no more. `seed` is the sketch's.
         """
         low_bit = self._rounding(x.shape[0], x.dtype)
         return (x,) if low_bit is None else low_bit.compress(x, seed ^ _OTHER_SEED).tensors
 
     def grad_weight(self, g: Tensor, tensors: tuple[Tensor, ...], seed: Tensor) -> Tensor:
-        """Return the kept rows' part of g^T x.
-
-        Args:
-            g: Gradient of the output at these rows, shape (kept, out).
-            tensors: What `compress` returned.
-            seed: What `compress` was given.
-
-        Returns:
-            Shape (out, in), float32 (float64 for float64); exact without a storage, unbiased with one.
-        """
+        """Return the kept rows' part of g^T x, float32 (float64 for float64): exact, or unbiased with a storage."""
         if self._low_bit is None or len(tensors) == 1:
             return backend.estimate(g, tensors[0], backend.product_dtype(g))
         return self._low_bit.grad_weight(g, SavedSketch(seed ^ _OTHER_SEED, tensors))
@@ -81,15 +67,7 @@ class KeptRows:
         return low_bit.saved_bytes(rows, features, dtype) - SEED_BYTES
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2 over the rounding, in closed form.
-
-        Args:
-            x: Shape (kept, in).
-            g: Shape (kept, out).
-
-        Returns:
-            0-d float64; 0 without a storage.
-        """
+        """Return E||estimate - g^T x||_F^2 over the rounding, in closed form; 0 without a storage."""
         low_bit = self._rounding(x.shape[0], x.dtype)
         return torch.zeros((), dtype=torch.float64, device=x.device) if low_bit is None else low_bit.variance(x, g)
 

@@ -92,24 +92,10 @@ class LowBit(Sketch):
         return SavedSketch(seed, (*codes, *rest))
 
     def decoded(self, saved: SavedSketch, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the values that the codes stand for, shape (rank, in).
-
-        Args:
-            saved: What `compress` returned.
-            dtype: float32, bfloat16 or float16.
-        """
+        """Return the values that the codes stand for, shape (rank, in), in float32, bfloat16 or float16."""
         codes, steps, offsets = saved.tensors[:_PARTS]
-        return backend.run(
-            "dequantize",
-            codes,
-            steps,
-            offsets,
-            saved.seed,
-            kind=self.storage,
-            group=self.group,
-            features=steps.shape[-1],
-            dtype=dtype,
-        )
+        how = {"kind": self.storage, "group": self.group, "features": steps.shape[-1], "dtype": dtype}
+        return backend.run("dequantize", codes, steps, offsets, saved.seed, **how)
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`."""
@@ -139,15 +125,7 @@ class LowBit(Sketch):
         return rounding if self.inner is None else self.inner.variance(x, g) + rounding
 
     def rounding_variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the rounding's part of the variance, averaged over `draws` draws of S; exact without a sketch.
-
-        Args:
-            x: Activations, shape (rows, in).
-            g: Gradient of the output, shape (rows, out).
-
-        Returns:
-            0-d float64.
-        """
+        """Return the rounding's part of the variance, averaged over `draws` draws of S; exact without a sketch."""
         if self.inner is None:
             return self._rounding(x, g)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -170,15 +148,7 @@ class LowBit(Sketch):
 
 
 def with_draws(sketch: Sketch, draws: int) -> Sketch:
-    """Return the sketch with another number of draws in `LowBit.variance`: few are enough to watch a training run.
-
-    Args:
-        sketch: Any sketch, centred or not.
-        draws: Draws of S to average over, at least 1.
-
-    Raises:
-        ValueError: If there are no draws.
-    """
+    """Return the sketch with another number of draws in `LowBit.variance`: few are enough to watch a training run."""
     if isinstance(sketch, Centered):
         return Centered(with_draws(sketch.inner, draws))
     return replace(sketch, draws=draws) if isinstance(sketch, LowBit) else sketch

@@ -1,4 +1,16 @@
-"""Rows of a matrix, their norms, and draws of them by integer weights, without a host synchronisation.
+"""Sketches that keep rows of x: a uniform subset, CRS and WTA-CRS. None waits for the device.
+
+Uniform. A subset without replacement: the cheapest sketch, and the baseline of all others. Its variance has the finite
+population's factor: (n - r) / (r (n - 1)) * (n s - C).
+
+CRS. Rows drawn with replacement, p_i proportional to ||x_i|| (Drineas, Kannan and Mahoney 2006, "Fast Monte Carlo
+algorithms for matrices I"). Of r independent draws of g_i x_i^T / p_i the variance is
+(sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r.
+
+WTA-CRS (Liu et al. 2023, "Winner-Take-All Column Row Sampling", arXiv 2305.15265, section 3). The k rows of largest
+probability are kept as they are, the others drawn with replacement from the rest, with q = p renormalised there. k
+minimises (1 - sum of its p) / (r - k), the factor in front of the drawn part's variance
+(sum over the rest of ||x_i||^2 ||g_i||^2 / q_i - ||sum over the rest of g_i x_i^T||^2) / (r - k).
 
 Importance sampling runs on integer weights: w_i = round(2**40 * norm_i / max norm), at least 1 where the norm is not
 zero (fewer bits beyond 2**22 rows, so that the sum fits). The probabilities are then exactly p_i = w_i / sum(w), an
@@ -6,11 +18,16 @@ int64 cumulative sum is deterministic on every device (a float one on CUDA is no
 the draws have, so that the rounding costs no bias.
 """
 
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from rmm_linear import backend
-from rmm_linear.sketches.base import accumulate_dtype
+from rmm_linear.sketches.base import ObliviousSketch, SavedSketch, Sketch, Stored, accumulate_dtype, register
+from rmm_linear.sketches.closed_forms import gradient_sums
 
 _WEIGHT_BITS = 40
 _SUM_BITS = 62
@@ -27,16 +44,7 @@ def gather_rows(
     scale: float = 1.0,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return scale * scales_j * (x[index_j] - mean), row by row, shape (rank, features).
-
-    Args:
-        x: Input, shape (rows, features), any float dtype.
-        index: Row numbers, shape (rank,), any integer dtype.
-        mean: Shape (features,), or None.
-        scales: Factor of each row, shape (rank,), or None for 1.
-        scale: Factor of all rows.
-        dtype: Dtype of the result; formed in float32, or float64 for a float64 `x`.
-    """
+    """Return scale * scales_j * (x[index_j] - mean), row by row, shape (rank, features), formed in float32 or 64."""
     compute = accumulate_dtype(x.dtype)
     out = x.index_select(0, index).to(compute)
     if mean is not None:
@@ -57,11 +65,7 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
 
 
 def integer_weights(norms: Tensor) -> Tensor:
-    """Return the integer sampling weights of the rows, shape (rows,), int64: p_i is weight i over their sum.
-
-    Args:
-        norms: Row norms up to a common factor, shape (rows,), float64, not negative.
-    """
+    """Return the sampling weights of rows with these norms, up to a common factor; shape (rows,), int64."""
     # A row with a NaN or an infinity counts as a heavy one; `_nan_if_not_finite` makes the gradient show it.
     finite = torch.where(norms.isfinite(), norms, 0)
     largest = finite.amax().clamp(min=torch.finfo(torch.float64).tiny)
@@ -78,18 +82,7 @@ def _nan_if_not_finite(norms: Tensor) -> Tensor:
 
 
 def sample_rows(norms: Tensor, seed: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-    """Column-row sampling (CRS): draw rows with replacement, p_i proportional to `norms`.
-
-    Drineas, Kannan and Mahoney 2006, "Fast Monte Carlo algorithms for matrices I".
-
-    Args:
-        norms: Row norms up to a common factor, shape (rows,), float64, not negative.
-        seed: 64-bit seeds, shape (...,), int64.
-        rank: Number of draws r.
-
-    Returns:
-        Row numbers (..., rank), int64, and squared entries of S, 1 / (r p_i), (..., rank), float64.
-    """
+    """Draw rows with replacement, p_i proportional to `norms`; see `ColumnRowSampling.sample`."""
     weights, factor = integer_weights(norms), _nan_if_not_finite(norms)
     ends = weights.cumsum(0)
     total = ends[-1]
@@ -103,18 +96,10 @@ def _targets(fractions: Tensor, total: Tensor) -> Tensor:
 
 
 def winners(weights: Tensor, *, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Choose WTA-CRS's kept set: the rows of largest probability, as many as minimise the rest's weight.
-
-    The size k minimises (1 - sum of the k largest p) / (rank - k) over k = 0 .. rank - 1, or is `rank` where no more
-    than `rank` rows have a norm (Liu et al. 2023, arXiv 2305.15265, section 3).
-
-    Args:
-        weights: As `integer_weights` returns them, shape (rows,), int64.
-        rank: Number of rows to keep in all.
+    """Choose WTA-CRS's kept set: its k is `rank` where no more than `rank` rows have a norm.
 
     Returns:
-        Row numbers in falling order of weight (rows,), int64; their weights (rows,), int64; cumulative sums of these
-        (rows,), int64; and k, 0-d int64.
+        Row numbers in falling order of weight (rows,), their weights, cumulative sums of these, and k, 0-d; all int64.
     """
     weights, order = torch.sort(weights, descending=True, stable=True)
     ends = weights.cumsum(0)
@@ -127,17 +112,7 @@ def winners(weights: Tensor, *, rank: int) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def sample_rows_winner_take_all(norms: Tensor, seed: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-    """WTA-CRS: keep the k rows of largest probability as they are, draw the other rank - k with replacement.
-
-    Args:
-        norms: Row norms (or row norms of x times those of g) up to a common factor, shape (rows,), float64.
-        seed: 64-bit seeds, shape (...,), int64.
-        rank: Number of rows to keep in all, r, at most the number of rows.
-
-    Returns:
-        Row numbers (..., rank), int64, and squared entries of S, (..., rank), float64: 1 for the kept ones,
-        1 / ((r - k) q_i) for the drawn ones, q being p renormalised outside the kept set.
-    """
+    """Keep the k rows of largest probability, draw the other rank - k; see `ColumnRowSampling.sample`."""
     fractions, factor = backend.random.fractions(seed, rank), _nan_if_not_finite(norms)
     order, weights, ends, size = winners(integer_weights(norms), rank=rank)
     # gathered: an index of no dimension would be read by the host
@@ -149,3 +124,150 @@ def sample_rows_winner_take_all(norms: Tensor, seed: Tensor, *, rank: int) -> tu
     position = torch.where(keep, slot, position.clamp(max=order.numel() - 1))
     drawn = (rank - size).clamp(min=1).to(torch.float64) * weights[position].to(torch.float64).clamp(min=1)
     return order[position], factor * torch.where(keep, 1.0, tail.to(torch.float64) / drawn)
+
+
+@register
+@dataclass(frozen=True)
+class RowsWithoutReplacement(ObliviousSketch):
+    """A uniform subset of `rank` rows."""
+
+    name: ClassVar[str] = "rows_without_replacement"
+    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
+
+    def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
+        """Return the drawn rows of y - 1 mean^T; see `ObliviousSketch.project`."""
+        rows, rank = y.shape[0], self.rank(y.shape[0])
+        index = backend.random.subset(seed, rows, rank)
+        if not gradient:
+            return gather_rows(y, index, mean, dtype=y.dtype)
+        return gather_rows(y, index, mean, scale=rows / max(1, rank), dtype=accumulate_dtype(y.dtype))
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return S; see `Sketch.dense`."""
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        index = backend.random.subset(seeds, rows, rank)
+        dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
+        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
+
+    def is_exact(self, rows: int) -> bool:
+        """Tell whether all rows are kept."""
+        return self.rank(rows) == rows
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return (n - r) / (r (n - 1)) * (n s - C)."""
+        sums = gradient_sums(x, g)
+        if self.is_exact(sums.rows):
+            return torch.zeros_like(sums.gradient_squared)
+        rank = self.rank(sums.rows)
+        population = (sums.rows - rank) / (rank * (sums.rows - 1))
+        # rounding may leave a little less than nothing
+        return population * (sums.rows * sums.row_products - sums.gradient_squared).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class ColumnRowSampling(Sketch):
+    """Rows sampled with probabilities proportional to their norms; S depends on x.
+
+    The rows are stored as they are, and all of S's weight goes on the rows of g: nothing can overflow.
+    """
+
+    def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
+        """Return rows, row numbers and squared entries of S; see `Sketch.stored`."""
+        kept = (self.rank(rows),)
+        return *super().stored(rows, features, dtype), (kept, torch.int32), (kept, accumulate_dtype(dtype))
+
+    def compress(
+        self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None, grad_norms: Tensor | None = None
+    ) -> SavedSketch:
+        """Sample rows by x's norms, times those of g, `grad_norms` (rows,), if given; see `Sketch.compress`."""
+        rank = self.rank(x.shape[0])
+        if rank == 0:
+            empty = (x.new_empty(shape, dtype=dtype) for shape, dtype in self.stored(0, x.shape[1], x.dtype))
+            return SavedSketch(seed, tuple(empty))
+        norms = row_norms(x, mean)
+        if grad_norms is not None:
+            norms = norms * grad_norms.to(norms.dtype)
+        index, squared = self.sample(norms, seed, rank=rank)
+        index = index.to(torch.int32)
+        rows = gather_rows(x, index, mean, dtype=x.dtype)
+        return SavedSketch(seed, (rows, index, squared.to(accumulate_dtype(x.dtype))))
+
+    def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
+        """Return the drawn rows of g - 1 mean^T times the squared entries of S; see `Sketch.sketch_gradient`."""
+        _, index, squared = saved.tensors
+        return gather_rows(g, index, mean, scales=squared, dtype=accumulate_dtype(g.dtype))
+
+    @abstractmethod
+    def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
+        """Draw rows of these norms, up to a common factor, shape (rows,), float64, for seeds (...,), int64.
+
+        Returns:
+            Row numbers (..., rank), int64, and squared entries of S (..., rank), float64.
+        """
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return S; see `Sketch.dense`."""
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
+        if rows == 0:
+            return dense
+        index, squared = self.sample(row_norms(x, None), seeds, rank=rank)
+        return dense.scatter_(1, index.unsqueeze(1), squared.sqrt().unsqueeze(1))
+
+
+@register
+@dataclass(frozen=True)
+class CRS(ColumnRowSampling):
+    """Rows drawn with replacement, with probabilities proportional to their norms."""
+
+    name: ClassVar[str] = "crs"
+    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
+
+    def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
+        """Draw rows; see `ColumnRowSampling.sample`."""
+        return sample_rows(norms, seeds, rank=rank)
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r."""
+        rows = x.shape[0]
+        if rows == 0:
+            return torch.zeros((), dtype=torch.float64, device=x.device)
+        weights = integer_weights(row_norms(x, None)).double()
+        sums = gradient_sums(x, g)
+        products = sums.x_rows * sums.g_rows
+        # A row of weight 0 is a zero row: its product is 0 as well.
+        weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
+        # rounding may leave a little less than nothing
+        return (weighted.sum() - sums.gradient_squared).clamp(min=0) / self.rank(rows)
+
+
+@register
+@dataclass(frozen=True)
+class WTACRS(ColumnRowSampling):
+    """The heaviest rows as they are, the rest drawn with replacement by their norms."""
+
+    name: ClassVar[str] = "wta_crs"
+
+    def is_exact(self, rows: int) -> bool:
+        """Tell whether all rows are kept."""
+        return self.rank(rows) == rows
+
+    def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
+        """Draw rows; see `ColumnRowSampling.sample`."""
+        return sample_rows_winner_take_all(norms, seeds, rank=rank)
+
+    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return the drawn part's variance; see the module's docstring."""
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        if rows == 0:
+            return torch.zeros((), dtype=torch.float64, device=x.device)
+        order, weights, _, size = winners(integer_weights(row_norms(x, None)), rank=rank)
+        kept = int(size)
+        if kept == rank:
+            return torch.zeros((), dtype=torch.float64, device=x.device)
+        rest, weights = order[kept:], weights[kept:].double()
+        sums = gradient_sums(x[rest], g[rest])
+        products = sums.x_rows * sums.g_rows
+        weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
+        # rounding may leave a little less than nothing
+        return (weighted.sum() - sums.gradient_squared).clamp(min=0) / (rank - kept)

@@ -1,4 +1,8 @@
-"""The base of the DCT and the DFT sketches: S = sqrt(n / r) D Q[:, columns], Q orthonormal, and its variance.
+"""Subsampled randomised cosine and Fourier transforms (two of the sketches of Bershatsky et al. 2022).
+
+S = sqrt(n / r) D Q[:, columns] with random signs D and an orthonormal Q. The DFT is in its real form: column 0 is
+constant; columns 2 f - 1 and 2 f are sqrt(2 / n) times the cosine and the sine of 2 pi i f / n; for an even n the last
+column is the alternating one. So `rank` counts stored reals.
 
 Variance. Let A = S S^T without the signs, f = n (n - r) / (r (n - 1)) and M_ij = sum_c Q_ic^2 Q_jc^2. Drawing r of the
 n columns without replacement gives, with G = g g^T and X = x x^T,
@@ -23,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import backend
-from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype
+from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, register
 from rmm_linear.sketches.closed_forms import gradient_sums, product_dtype, row_inner_products
 
 # Elements of x that are transformed at a time.
@@ -60,26 +64,11 @@ class TrigonometricSketch(ObliviousSketch):
 
     @abstractmethod
     def transformed(self, y: Tensor, columns: Tensor) -> Tensor:
-        """Return some rows of Q^T y.
-
-        Args:
-            y: Shape (n, features), float32 or float64, n at least 1.
-            columns: Columns of Q, shape (rank,), int64.
-
-        Returns:
-            Shape (rank, features).
-        """
+        """Return the rows `columns` (rank,) of Q^T y, shape (rank, features), of y (n, features), n at least 1."""
 
     @abstractmethod
     def partners(self, row: Tensor) -> list[Tensor]:
-        """Return, for every row, the rows with which its squared entries of Q correlate.
-
-        Args:
-            row: 0 .. n - 1, shape (n,), int64.
-
-        Returns:
-            Permutations of the rows, each of shape (n,), the first one `row` itself.
-        """
+        """Return, for every row 0 .. n - 1, the rows with which its squared entries of Q correlate, itself first."""
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
@@ -111,3 +100,46 @@ class TrigonometricSketch(ObliviousSketch):
         transposed = self.transformed(identity, torch.arange(rows, device=x.device))
         chosen = transposed[columns] * signs.unsqueeze(1) * math.sqrt(rows / rank)  # (draws, rank, rows)
         return chosen.transpose(1, 2)
+
+
+@register
+@dataclass(frozen=True)
+class DCT(TrigonometricSketch):
+    """Random row signs, the orthonormal DCT-II over the rows, `rank` random columns of it."""
+
+    name: ClassVar[str] = "dct"
+
+    def transformed(self, y: Tensor, columns: Tensor) -> Tensor:
+        """Return rows of the DCT-II by one FFT of the even rows and the reversed odd ones (Makhoul 1980)."""
+        n = y.shape[0]
+        spectrum = torch.fft.fft(torch.cat((y[::2], y[1::2].flip(0))), dim=0).index_select(0, columns)
+        angle = columns.to(y.dtype).mul_(-math.pi / (2 * n))
+        factor = torch.full_like(angle, math.sqrt(2 / n)).masked_fill_(columns == 0, math.sqrt(1 / n))
+        return (spectrum * torch.polar(factor, angle).unsqueeze(1)).real
+
+    def partners(self, row: Tensor) -> list[Tensor]:
+        """Return i and n - 1 - i; see `TrigonometricSketch.partners`."""
+        return [row, row.flip(0)]
+
+
+@register
+@dataclass(frozen=True)
+class DFT(TrigonometricSketch):
+    """Random row signs, the orthonormal real DFT over the rows, `rank` random columns of it."""
+
+    name: ClassVar[str] = "dft"
+
+    def transformed(self, y: Tensor, columns: Tensor) -> Tensor:
+        """Return rows of the real DFT, out of the spectrum's real and imaginary parts."""
+        n, frequency = y.shape[0], (columns + 1) // 2
+        spectrum = torch.fft.rfft(y, dim=0).index_select(0, frequency)
+        factor = torch.full_like(columns, math.sqrt(2 / n), dtype=y.dtype)
+        factor.masked_fill_((columns == 0) | (2 * frequency == n), math.sqrt(1 / n))
+        is_cosine = ((columns % 2 == 1) | (columns == 0)).unsqueeze(1)
+        return torch.where(is_cosine, spectrum.real, -spectrum.imag) * factor.unsqueeze(1)
+
+    def partners(self, row: Tensor) -> list[Tensor]:
+        """Return i and -i, and for an even n also i + n / 2 and n / 2 - i, modulo n."""
+        n = row.numel()
+        shifts = (0,) if n % 2 else (0, n // 2)
+        return [(shift + sign * row) % n for shift in shifts for sign in (1, -1)]

@@ -9,7 +9,6 @@ from rmm_linear.variance.allocation import (
     Option,
     allocate_for_noise,
     allocate_ratios,
-    optimal_ratios,
 )
 from rmm_linear.variance.bershatsky2022 import PaperQuantities, paper_quantities
 from rmm_linear.variance.gradient_noise import GradientNoise, Measured, gradient_noise, measure_sketch_variance
@@ -39,7 +38,6 @@ __all__ = [
     "layer_options",
     "measure_sketch_variance",
     "measure_step_noise",
-    "optimal_ratios",
     "paper_quantities",
     "profile_noise",
 ]

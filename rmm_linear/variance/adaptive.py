@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -27,7 +26,7 @@ from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.layer import SketchedLayer
 from rmm_linear.variance.allocation import Allocation, NoiseProfile, allocate_for_noise, allocate_ratios
-from rmm_linear.variance.probe import LayerProbe
+from rmm_linear.variance.probe import LayerSampler
 from rmm_linear.variance.profile import ProfileBuilder
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
@@ -44,14 +43,7 @@ _log = logging.getLogger("rmm_linear")
 
 @dataclass(frozen=True)
 class RatioChange:
-    """One layer's configuration was changed.
-
-    Attributes:
-        step: Optimizer steps before the change.
-        layer: Name of the layer.
-        before: Its configuration until then.
-        after: Its configuration from then on.
-    """
+    """A change of one layer's configuration, after so many optimizer steps."""
 
     step: int
     layer: str
@@ -59,30 +51,17 @@ class RatioChange:
     after: RMMConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the change as plain values, ready for JSON.
-
-        Returns:
-            What `from_dict` takes back.
-        """
-        return {
-            "step": self.step,
-            "layer": self.layer,
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
-        }
+        """Return the change as plain values, ready for JSON and for `from_dict`."""
+        return {**vars(self), "before": self.before.to_dict(), "after": self.after.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RatioChange":
-        """Make a change of `to_dict`'s output.
-
-        Args:
-            values: What `to_dict` returned.
-        """
+        """Make a change of `to_dict`'s output."""
         before, after = (RMMConfig.from_dict(values[name]) for name in ("before", "after"))
         return cls(int(values["step"]), str(values["layer"]), before, after)
 
 
-class AdaptiveRatios:
+class AdaptiveRatios(LayerSampler):
     """Chooses every sketched layer's ratio under a byte budget, a noise target, or both.
 
     Call `step()` after each optimizer step. The layers' other knobs stay as they are.
@@ -136,22 +115,20 @@ class AdaptiveRatios:
         recheck_steps: int = 500,
     ) -> None:
         self.check(budget, noise_target, measure_steps, recheck_steps)
-        self._probe: LayerProbe | None = LayerProbe(model, self._measure)
+        super().__init__(model)
         self._ratios = tuple(ratios)
         # bad ratios are found here, not in the middle of a training
         for ratio in self._ratios:
             RMMConfig(ratio=ratio)
         self._budget, self._noise_target = budget, noise_target
         self._measure_steps, self._recheck_steps = int(measure_steps), int(recheck_steps)
-        self._steps = 0
         self._builder = ProfileBuilder()
         self.allocation: Allocation | None = None
         self.budget_bytes = None if budget is None or isinstance(budget, str) else float(budget)
         # of an "auto" budget, in all that the layers could keep
         self._share: float | None = None
         self.changes: list[RatioChange] = []
-        self._layers = tuple(self._probe.layers)
-        self._probe.watch(self._due())
+        self._begin_step()
 
     @staticmethod
     def check(budget: object, noise_target: object, measure_steps: object, recheck_steps: object) -> None:
@@ -192,17 +169,14 @@ class AdaptiveRatios:
         if self._steps % self._recheck_steps == self._measure_steps % self._recheck_steps:
             made = self._decide()
             self._builder = ProfileBuilder()
-        self._probe.watch(self._due())
+        self._begin_step()
         return made
 
-    def _due(self) -> list[str]:
+    def _due(self) -> Sequence[str]:
         turn = self._steps % self._recheck_steps
-        if turn >= self._measure_steps:
-            return []
         # every layer once in each half of the measurement
         half = max(1, self._measure_steps // _SAMPLES)
-        turn, count = turn % half, len(self._layers)
-        return list(self._layers[turn * count // half : (turn + 1) * count // half])
+        return self._spread(turn % half, half) if turn < self._measure_steps else ()
 
     def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         own = layer.rmm_config
@@ -309,13 +283,10 @@ class AdaptiveRatios:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one was, between two steps: the layers get its configurations.
-
-        Args:
-            state: What `state_dict` returned.
+        """Go on where the object was that returned this `state_dict`: the layers get its configurations.
 
         Raises:
-            ValueError: If it is something else, or has configurations of layers that this model lacks.
+            ValueError: If the state is something else, or has configurations of layers that this model lacks.
         """
         assert self._probe is not None
         try:
@@ -328,33 +299,15 @@ class AdaptiveRatios:
             raise ValueError(
                 f"this is no state of AdaptiveRatios ({type(error).__name__}: {error}); pass what state_dict() returned"
             ) from None
-        unknown = [name for name in configs if name not in self._probe.layers]
-        if unknown:
-            raise ValueError(
-                f"the state has a configuration of {unknown[0]!r}, which is no sketched layer of this model; convert"
-                " the model as it was when the state was saved"
-            )
+        for name in configs:
+            self._check_layer(name, "configuration")
         self._builder = ProfileBuilder()
         self._builder.load_state_dict(measured)
         self._steps, self.budget_bytes, self.allocation, self.changes = steps, budget_bytes, allocation, changes
         self._share = share
         for name, config in configs.items():
             self._probe.layers[name].rmm_config = config
-        self._probe.watch(self._due())
-
-    def close(self) -> None:
-        """Leave the model, whose layers stay as they are configured."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
-
-    def __enter__(self) -> "AdaptiveRatios":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        self._begin_step()
 
 
 def _without_lower(profile: NoiseProfile, now: Allocation) -> NoiseProfile:

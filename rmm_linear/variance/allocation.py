@@ -5,22 +5,19 @@ Of every layer l one option j is to be taken, with w_lj bytes and the variance c
 
     least  sum_l c_l,j(l)   subject to   sum_l w_l,j(l) <= budget           a multiple-choice knapsack problem
 
-Of each layer's options those on the lower convex hull of (w, c) are taken, from the lightest on, along the hulls'
-edges: of all layers' edges the steepest first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not
-fit is left out, and with it the layer's further ones. Until then that is the linear relaxation's way, which ends with
-the part of this edge that fits: no choice costs less than that. The cost that is found is above this bound by less than
-what the edge gains, one step of one layer. An `Allocation` says its gap to the bound.
-
-With continuous ratios, and variances c_l (1 / ratio_l - 1), the optimum is in closed form: see `optimal_ratios`.
+Each layer starts at its lightest option and walks along the edges of the lower convex hull of its (w, c): of all
+layers' edges the steepest one first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not fit is
+left out, and with it the layer's further edges. The linear relaxation walks the same way and ends with the part of this
+edge that fits, so that no choice costs less. The cost that is found exceeds this bound by less than the edge gains,
+one step of one layer. An `Allocation` states its gap to the bound.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +37,11 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Option:
-    """One way a layer may keep its input.
+    """One way in which a layer may keep its input.
 
     Attributes:
-        config: How.
-        saved_bytes: What a forward pass keeps at the profiled rows, all-in.
+        config: The configuration.
+        saved_bytes: Bytes that a forward pass keeps at the profiled rows, all-in.
         variance: E||estimate - g^T x||^2, mean over the profiled batches.
     """
 
@@ -111,18 +108,15 @@ class NoiseProfile:
     @property
     def least_bytes(self) -> int:
         """The fewest bytes that the layers can keep together."""
-        return sum(min(self.layers[unit[0]].options, key=_size).saved_bytes for unit in _units(self))
+        return sum(min(option.saved_bytes for option in self.layers[unit[0]].options) for unit in _units(self))
 
     @property
     def most_bytes(self) -> int:
         """The most bytes that the layers can keep together."""
-        return sum(max(self.layers[unit[0]].options, key=_size).saved_bytes for unit in _units(self))
+        return sum(max(option.saved_bytes for option in self.layers[unit[0]].options) for unit in _units(self))
 
     def uniform(self, config: RMMConfig) -> "Allocation":
-        """Return the allocation that gives every layer the same configuration: what an optimised one is to beat.
-
-        Args:
-            config: One of the options of every layer.
+        """Return the allocation that gives every layer the same configuration, one of its options.
 
         Raises:
             ValueError: If a layer has no such option.
@@ -130,10 +124,7 @@ class NoiseProfile:
         return self.allocation({layer.name: config for layer in self.layers})
 
     def allocation(self, configs: Mapping[str, RMMConfig]) -> "Allocation":
-        """Return the allocation that gives the layers these configurations.
-
-        Args:
-            configs: One of its options for every layer, by name.
+        """Return the allocation that gives each layer, by name, one of its options.
 
         Raises:
             ValueError: If a layer has no such option, or names are missing or unknown.
@@ -153,51 +144,10 @@ class NoiseProfile:
             raise ValueError(f"options that were not profiled: {listed(without)}; profile the layers with them")
         return _allocation(self, choice)
 
-    def to_json(self) -> str:
-        """Return the profile as JSON.
-
-        Returns:
-            Text that `from_json` takes back.
-        """
-        layers = [
-            {
-                "name": layer.name,
-                "gradient_squared": float(layer.gradient_squared),
-                "minibatch_variance": _finite_or_none(layer.minibatch_variance),
-                "group": layer.group,
-                "options": [_option_to_dict(option) for option in layer.options],
-            }
-            for layer in self.layers
-        ]
-        return json.dumps({"layers": layers})
-
-    @classmethod
-    def from_json(cls, text: str) -> "NoiseProfile":
-        """Make a profile of `to_json`'s output.
-
-        Raises:
-            ValueError: If the text is no such JSON, or a value is bad.
-        """
-        try:
-            layers = [_layer_from_dict(layer) for layer in json.loads(text)["layers"]]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"not a profile's JSON ({type(error).__name__}: {error}); pass what NoiseProfile.to_json() returned"
-            ) from None
-        return cls(tuple(layers))
-
 
 @dataclass(frozen=True)
 class AllocatedLayer:
-    """One layer of an `Allocation`.
-
-    Attributes:
-        name: Its name.
-        option: The option that was chosen.
-        gradient_squared: As in its `LayerProfile`.
-        minibatch_variance: As in its `LayerProfile`.
-        group: As in its `LayerProfile`.
-    """
+    """One layer of an `Allocation`: the option that was chosen, and the other fields as in `LayerProfile`."""
 
     name: str
     option: Option
@@ -273,11 +223,7 @@ class Allocation:
             layers[name].rmm_config = config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the allocation as plain values, ready for JSON.
-
-        Returns:
-            `layers`, each a dictionary, the totals and the gap; None for what is not finite.
-        """
+        """Return layers, totals and gap as plain values, ready for JSON; None for a number that is not finite."""
         return {
             "layers": [
                 {
@@ -285,7 +231,9 @@ class Allocation:
                     "gradient_squared": float(layer.gradient_squared),
                     "minibatch_variance": _finite_or_none(layer.minibatch_variance),
                     "group": layer.group,
-                    **_option_to_dict(layer.option),
+                    "config": layer.option.config.to_dict(),
+                    "saved_bytes": int(layer.option.saved_bytes),
+                    "variance": float(layer.option.variance),
                 }
                 for layer in self.layers
             ],
@@ -298,16 +246,22 @@ class Allocation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Allocation":
-        """Make an allocation of `to_dict`'s output.
-
-        Args:
-            values: What `to_dict` returned; the totals are not read.
+        """Make an allocation of `to_dict`'s output, whose totals are not read.
 
         Raises:
             ValueError: If it is something else, or a value is bad.
         """
         try:
-            layers = tuple(_layer_from_dict({**layer, "options": [layer]}) for layer in values["layers"])
+            layers = tuple(
+                LayerProfile(
+                    name=layer["name"],
+                    gradient_squared=layer["gradient_squared"],
+                    minibatch_variance=math.nan if layer["minibatch_variance"] is None else layer["minibatch_variance"],
+                    options=(Option(RMMConfig.from_dict(layer["config"]), layer["saved_bytes"], layer["variance"]),),
+                    group=layer.get("group"),
+                )
+                for layer in values["layers"]
+            )
             gap = values.get("gap")
         except (KeyError, TypeError) as error:
             raise ValueError(
@@ -359,9 +313,6 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
         objective: "total" for the least sum of variances, the noise of the whole gradient; "relative" for the least
             sum of each layer's variance over its own squared gradient.
 
-    Returns:
-        The allocation.
-
     Raises:
         ValueError: If the budget is not a number or is below what the least options take, the objective is unknown, or
             a layer of no gradient has a variance and the objective is "relative".
@@ -393,9 +344,6 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
             `s * sum(layer.minibatch_variance for layer in profile.layers)`.
         objective: "total" or "relative", as in `allocate_ratios`.
 
-    Returns:
-        The allocation.
-
     Raises:
         ValueError: If the limit is not a number or is below what the least options have, the objective is unknown, or
             a layer of no gradient has a variance and the objective is "relative".
@@ -414,77 +362,6 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
     return _allocation(profile, _expanded(units, choice), gap)
 
 
-def optimal_ratios(
-    coefficients: Sequence[float], bytes_at_one: Sequence[float], budget_bytes: float, *, least_ratio: float = 0.0
-) -> list[float]:
-    """Return the ratios of least variance under a budget, in closed form.
-
-    Minimises sum_l c_l / ratio_l, and with it sum_l c_l (1 / ratio_l - 1), subject to sum_l b_l ratio_l <= budget and
-    least_ratio <= ratio_l <= 1. By the Karush-Kuhn-Tucker conditions ratio_l = t sqrt(c_l / b_l), cut to
-    [least_ratio, 1], with one t for all layers; what they spend is piecewise linear in t, which gives t exactly.
-
-    Example:
-        >>> from rmm_linear.variance.allocation import optimal_ratios
-        >>> optimal_ratios([1.0, 4.0], [100.0, 100.0], 60.0)
-        [0.2, 0.4]
-        >>> optimal_ratios([1.0, 100.0], [100.0, 100.0], 125.0)
-        [0.25, 1.0]
-
-    Args:
-        coefficients: c_l, one a layer.
-        bytes_at_one: b_l: bytes of the layer at ratio 1.
-        budget_bytes: What they may take together; may be infinite.
-        least_ratio: In [0, 1].
-
-    Returns:
-        The ratios. A layer of coefficient 0 has `least_ratio`, unless it takes no bytes: those have 1.
-
-    Raises:
-        ValueError: If lengths differ, a value is bad, or the budget does not pay for the least ratios.
-    """
-    if len(coefficients) != len(bytes_at_one):
-        raise ValueError(
-            f"{len(coefficients)} coefficients and {len(bytes_at_one)} bytes_at_one; pass both for every layer"
-        )
-    for name, values in (("coefficients", coefficients), ("bytes_at_one", bytes_at_one)):
-        for index, value in enumerate(values):
-            _check_amount(f"{name}[{index}]", value)
-    _check_bound("budget_bytes", budget_bytes)
-    if isinstance(least_ratio, bool) or not isinstance(least_ratio, Real) or not 0 <= least_ratio <= 1:
-        raise ValueError(f"least_ratio={least_ratio!r} is not in [0, 1]; pass a share, such as 0.05")
-    c, b = np.asarray(coefficients, dtype=np.float64), np.asarray(bytes_at_one, dtype=np.float64)
-    ratios = np.where(b > 0, float(least_ratio), 1.0)
-    # what the caller cut to exactly the least ratios may be less than their bytes by rounding
-    spare = budget_bytes * (1 + _ROUNDING) - float(b @ ratios)
-    wanted = (b > 0) & (c > 0)
-    if spare < 0 or (wanted.any() and budget_bytes == 0):
-        raise ValueError(
-            f"budget_bytes={budget_bytes} does not pay for least_ratio={least_ratio}, which takes"
-            f" {float(b @ ratios):g} bytes; pass more than that"
-        )
-    c, b = c[wanted], b[wanted]
-    slope = np.sqrt(c) / np.sqrt(b)
-    # t at which a layer leaves the least ratio, and at which it reaches 1
-    rises, ends = least_ratio / slope, 1 / slope
-
-    def ratios_at(t: float) -> NDArray[np.float64]:
-        return np.where(ends <= t, 1.0, np.where(rises >= t, least_ratio, slope * t))
-
-    available = budget_bytes - least_ratio * float(np.asarray(bytes_at_one, dtype=np.float64)[~wanted].sum())
-    start = 0.0
-    for t in np.unique(np.concatenate((rises, ends))).tolist():
-        if float(b @ ratios_at(t)) > available:
-            moving = (rises <= start) & (ends > start)
-            # none moves where the budget is that of the least ratios, and is passed by rounding alone
-            if moving.any():
-                settled = float(b[~moving] @ ratios_at(start)[~moving])
-                start = (available - settled) / float(b[moving] @ slope[moving])
-            break
-        start = t
-    ratios[wanted] = np.clip(ratios_at(start), least_ratio, 1.0)
-    return [float(ratio) for ratio in ratios]
-
-
 def _check_amount(what: str, value: object, *, whole: bool = False) -> None:
     kind = Integral if whole else Real
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < math.inf:  # type: ignore[operator]
@@ -497,28 +374,6 @@ def _check_amount(what: str, value: object, *, whole: bool = False) -> None:
 def _check_bound(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:  # type: ignore[operator]
         raise ValueError(f"{name}={value!r} is not a number of at least 0; pass an int or a float")
-
-
-def _option_to_dict(option: Option) -> dict[str, Any]:
-    return {
-        "config": option.config.to_dict(),
-        "saved_bytes": int(option.saved_bytes),
-        "variance": float(option.variance),
-    }
-
-
-def _layer_from_dict(values: Mapping[str, Any]) -> LayerProfile:
-    minibatch = values["minibatch_variance"]
-    return LayerProfile(
-        name=values["name"],
-        gradient_squared=values["gradient_squared"],
-        minibatch_variance=math.nan if minibatch is None else minibatch,
-        options=tuple(
-            Option(RMMConfig.from_dict(option["config"]), option["saved_bytes"], option["variance"])
-            for option in values["options"]
-        ),
-        group=values.get("group"),
-    )
 
 
 def _finite_or_none(value: float) -> float | None:
@@ -535,10 +390,6 @@ def _allocation(profile: NoiseProfile, choice: Sequence[int], gap: float | None 
         ),
         gap,
     )
-
-
-def _size(option: Option) -> int:
-    return option.saved_bytes
 
 
 def _units(profile: NoiseProfile) -> list[list[int]]:
@@ -583,59 +434,49 @@ def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence
     return [np.sum([values[layer] for layer in unit], axis=0, dtype=np.float64) for unit in units]
 
 
-class _Choices(NamedTuple):
-    """The options of a layer that no other undercuts, by increasing weight and so by decreasing cost."""
-
-    weights: NDArray[np.float64]
-    costs: NDArray[np.float64]
-
-
 def _solve(
     weights: Sequence[NDArray[np.float64]], costs: Sequence[NDArray[np.float64]], capacity: float
 ) -> tuple[list[int], float]:
-    """Choose one option a layer, of little cost and together within the capacity; and say the gap to the bound."""
+    """Choose one option a layer, of little cost and together within the capacity; and return the gap to the bound."""
     # the module's docstring has the method
-    orders = [_undominated(*pair) for pair in zip(weights, costs, strict=True)]
-    layers = [_Choices(w[order], c[order]) for w, c, order in zip(weights, costs, orders, strict=True)]
-    choice, gap = _walk(layers, capacity)
-    return [int(order[index]) for order, index in zip(orders, choice, strict=True)], gap
-
-
-def _undominated(weights: NDArray[np.float64], costs: NDArray[np.float64]) -> NDArray[np.int64]:
-    order = np.lexsort((costs, weights))
-    least_before = np.concatenate(([np.inf], np.minimum.accumulate(costs[order])[:-1]))
-    return order[costs[order] < least_before]
-
-
-def _walk(layers: Sequence[_Choices], capacity: float) -> tuple[list[int], float]:
-    """Walk the lower convex hulls, steepest edge first, and leave out what does not fit."""
+    hulls = [_lower_hull(w, c) for w, c in zip(weights, costs, strict=True)]
     edges = []
-    for index, layer in enumerate(layers):
+    for layer, hull in enumerate(hulls):
         gain = math.inf
-        for left, right in pairwise(_lower_hull(layer)):
-            slope = float(layer.costs[left] - layer.costs[right]) / float(layer.weights[right] - layer.weights[left])
+        for place, (left, right) in enumerate(pairwise(hull)):
+            less, more = costs[layer][left] - costs[layer][right], weights[layer][right] - weights[layer][left]
             # hulls are convex; rounding must not put an edge before the one that leads to it
-            gain = min(gain, slope)
-            edges.append((-gain, index, left, right))
-    choice = [0] * len(layers)
-    spent, bound = math.fsum(float(layer.weights[0]) for layer in layers), None
-    for negative_gain, index, left, right in sorted(edges):
-        more = float(layers[index].weights[right] - layers[index].weights[left])
+            gain = min(gain, float(less) / float(more))
+            edges.append((-gain, layer, place, float(more)))
+    places = [0] * len(hulls)
+
+    def cost() -> float:
+        return math.fsum(float(costs[layer][hull[places[layer]]]) for layer, hull in enumerate(hulls))
+
+    spent, bound = math.fsum(float(w[hull[0]]) for w, hull in zip(weights, hulls, strict=True)), None
+    for negative_gain, layer, place, more in sorted(edges):
         # an edge can be walked only from where the one before it ended
-        if choice[index] == left and spent + more <= capacity:
-            choice[index] = right
+        if places[layer] == place and spent + more <= capacity:
+            places[layer] += 1
             spent += more
         elif bound is None:
-            bound = _total(layers, choice) + negative_gain * (capacity - spent)
-    cost = _total(layers, choice)
+            bound = cost() + negative_gain * (capacity - spent)
+    found = cost()
     # where all edges fit, nothing costs less
-    return choice, 0.0 if bound is None or cost == 0 else max(0.0, 1 - bound / cost)
+    gap = 0.0 if bound is None or found == 0 else max(0.0, 1 - bound / found)
+    return [hull[place] for hull, place in zip(hulls, places, strict=True)], gap
 
 
-def _lower_hull(layer: _Choices) -> list[int]:
-    w, c = layer.weights.tolist(), layer.costs.tolist()
+def _lower_hull(weights: NDArray[np.float64], costs: NDArray[np.float64]) -> list[int]:
+    """Options on the lower convex hull, by increasing weight and decreasing cost."""
+    w, c = weights.tolist(), costs.tolist()
     hull: list[int] = []
-    for i in range(len(w)):
+    least = math.inf
+    for i in np.lexsort((costs, weights)).tolist():
+        if c[i] >= least:
+            # another option is no heavier and no dearer
+            continue
+        least = c[i]
         while len(hull) > 1:
             j, k = hull[-2:]
             if (c[k] - c[j]) * (w[i] - w[k]) < (c[i] - c[k]) * (w[k] - w[j]):
@@ -643,7 +484,3 @@ def _lower_hull(layer: _Choices) -> list[int]:
             hull.pop()
         hull.append(i)
     return hull
-
-
-def _total(layers: Sequence[_Choices], choice: Sequence[int]) -> float:
-    return math.fsum(float(layer.costs[index]) for layer, index in zip(layers, choice, strict=True))

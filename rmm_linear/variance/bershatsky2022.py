@@ -54,9 +54,6 @@ def paper_quantities(x: Tensor, g: Tensor, *, rank: int) -> PaperQuantities:
         g: Gradient of the output, shape (..., out).
         rank: Rank r of the sketch.
 
-    Returns:
-        The quantities.
-
     Raises:
         ValueError: If shapes do not fit, there are fewer than two rows, or the rank is not positive.
     """

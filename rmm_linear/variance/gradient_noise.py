@@ -25,15 +25,13 @@ from torch import Tensor
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.rows import kept_first, layout_of, split
-from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, gradient_sums, product, product_dtype, row_squares
+from rmm_linear.sketches.closed_forms import gradient_sums, product, product_dtype, row_squares
 from rmm_linear.sketches.low_bit import with_draws
 
 # How far ||estimate - G||^2 of one draw lies from the next one's is seen from this many.
 _LEAST_DRAWS = 2
 # Inputs of so many dimensions or more have sequences; others have rows alone.
 _SEQUENCE_DIMENSIONS = 3
-# Sequences that are multiplied at once: many enough for one large product, few enough to be of about one length.
-_SEQUENCES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,13 @@ class GradientNoise:
 
     @property
     def noise_ratio(self) -> float:
-        """The sketch's variance over the minibatch's: over sequences where they are known, else over rows."""
-        minibatch = self.row_variance if self.sequence_variance is None else self.sequence_variance
-        return _ratio(self.sketch_variance, minibatch)
+        """The sketch's variance over `minibatch_variance`."""
+        return _ratio(self.sketch_variance, self.minibatch_variance)
+
+    @property
+    def minibatch_variance(self) -> float:
+        """The minibatch's variance: over sequences where they are known, else over rows."""
+        return self.row_variance if self.sequence_variance is None else self.sequence_variance
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -116,9 +118,6 @@ def gradient_noise(
         draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default. 2 are enough to
             watch many layers over many steps.
 
-    Returns:
-        The variances.
-
     Raises:
         ValueError: If shapes or lengths do not fit, or there are no draws.
     """
@@ -153,12 +152,7 @@ def gradient_noise(
 
 
 class DealtRows(NamedTuple):
-    """A layer's x and g, as it deals their rows out.
-
-    Attributes:
-        sketched: x and g at the rows that are sketched.
-        beside: x and g at the rows that are kept beside the sketch.
-    """
+    """A layer's x and g at the rows that are sketched, and at the rows that are kept beside the sketch."""
 
     sketched: tuple[Tensor, Tensor]
     beside: tuple[Tensor, Tensor]
@@ -172,14 +166,10 @@ class DealtRows(NamedTuple):
 def dealt_rows(
     x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
 ) -> DealtRows:
-    """Return the rows that a layer sketches, and those that it keeps beside the sketch.
+    """Return the rows that a layer sketches, and the rows that it keeps beside the sketch.
 
-    Args:
-        x: Activations, shape (rows, in).
-        g: Gradient of the output, shape (rows, out).
-        shape: Of the activations as the layer got them, (..., in).
-        keep_tokens: The configuration's.
-        index: Numbers of the rows that are not left out, ascending, or None for all.
+    `x` (rows, in) and `g` (rows, out) are matrices, `shape` is that of the activations before they were flattened, and
+    `index` has the numbers of the rows that are not left out, ascending.
     """
     layout = layout_of(shape, keep_tokens, index)
     if index is not None and layout.kept:
@@ -189,14 +179,7 @@ def dealt_rows(
 
 
 def batch_sequences(x: Tensor) -> list[int] | None:
-    """Return the `sequence_lengths` of a layer's input whose first dimension is that of the batch's sequences.
-
-    Args:
-        x: Shape (sequences, ..., in), or (rows, in).
-
-    Returns:
-        Rows of each sequence; None for a matrix, whose rows are the samples, and for an empty input.
-    """
+    """Return the rows of each sequence of an input (sequences, ..., in); None for a matrix, and for an empty input."""
     if x.dim() < _SEQUENCE_DIMENSIONS or x.numel() == 0:
         return None
     return [x.shape[1:-1].numel()] * x.shape[0]
@@ -204,13 +187,7 @@ def batch_sequences(x: Tensor) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A Monte Carlo estimate.
-
-    Attributes:
-        value: The estimate.
-        standard_error: Its standard error.
-        draws: How many draws it is from.
-    """
+    """A Monte Carlo estimate of so many draws, and its standard error."""
 
     value: float
     standard_error: float
@@ -286,38 +263,20 @@ def _checked_lengths(lengths: Sequence[int], rows: int) -> list[int]:
 
 def _sum_of_squared_norms(x: Tensor, g: Tensor, lengths: list[int]) -> float:
     """The sum over the sequences of ||g_k^T x_k||_F^2."""
-    # Several sequences at once, of about one length; rows at their ends that have no gradient, padding, stay out.
-    dtype = product_dtype(x, g)
-    length = torch.tensor(lengths, device=x.device)
-    end = length.cumsum(0)
-    sequence = torch.repeat_interleave(length, output_size=x.shape[0])
-    position = torch.arange(x.shape[0], device=x.device) - (end - length)[sequence]
-    used = torch.where(row_squares(g, dtype) > 0, position + 1, 0)
-    used = torch.zeros_like(length).scatter_reduce_(0, sequence, used, "amax")
-    used, order = used.sort(descending=True)
-    first, longest = (end - length)[order], [rows for rows in used.tolist() if rows]
-    total, start = 0.0, 0
-    while start < len(longest):
-        rows = longest[start]
-        largest = rows * max(rows, x.shape[1] + g.shape[1])
-        stop = start + max(1, min(_SEQUENCES_AT_ONCE, SLAB_ELEMENTS // largest))
-        some = slice(start, min(stop, len(longest)))
-        inside = torch.arange(rows, device=x.device).expand(len(longest[some]), rows)
-        index = (first[some].unsqueeze(1) + inside).clamp(max=x.shape[0] - 1)
-        part_x, part_g = (y.index_select(0, index.flatten()).to(dtype).view(*index.shape, y.shape[1]) for y in (x, g))
-        # rows of the next sequence
-        part_g.masked_fill_((inside >= used[some].unsqueeze(1)).unsqueeze(-1), 0)
-        total += _squared_norm(part_x, part_g)
-        start = some.stop
+    dtype, total = product_dtype(x, g), 0.0
+    for part_x, part_g in zip(x.split(lengths), g.split(lengths), strict=True):
+        # without padding, whatever its rows hold
+        rows = row_squares(part_g, dtype).nonzero().squeeze(1)
+        total += _squared_norm(*(part.index_select(0, rows).to(dtype) for part in (part_x, part_g)))
     return total
 
 
 def _squared_norm(x: Tensor, g: Tensor) -> float:
-    """||g^T x||_F^2, summed over a batch, by whichever product is smaller: g^T x, or the Gram matrices of the rows."""
-    rows, features, outputs = x.shape[-2], x.shape[-1], g.shape[-1]
+    """||g^T x||_F^2 by whichever product is smaller: g^T x, or the Gram matrices of the rows."""
+    (rows, features), outputs = x.shape, g.shape[1]
     if rows * (features + outputs) < features * outputs:
-        return float((product(x, x.mT).double() * product(g, g.mT)).sum())
-    return float(product(g.mT, x).double().square().sum())
+        return float((product(x, x.t()).double() * product(g, g.t())).sum())
+    return float(product(g.t(), x).double().square().sum())
 
 
 def _product(x: Tensor, g: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ these steps: no step has more than ceil(L / N) of them, holds more than their in
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from rmm_linear import ops
 from rmm_linear.layer import SketchedLayer
 from rmm_linear.variance.gradient_noise import GradientNoise, _ratio, batch_sequences, gradient_noise
-from rmm_linear.variance.probe import LayerProbe
+from rmm_linear.variance.probe import LayerSampler
 
 # Draws of S for what low-bit storage adds: good to a few percent of that, and of all layers together to less.
 DRAWS = 2
@@ -79,7 +78,7 @@ class NoiseSummary:
     layers_total: int
 
 
-class VarianceMonitor:
+class VarianceMonitor(LayerSampler):
     """Measures the noise of a model's weight gradients while it trains.
 
     Call `step()` after each optimizer step. Records come in during the backward passes: `latest` has each layer's last
@@ -106,12 +105,11 @@ class VarianceMonitor:
 
     Args:
         model: A model with sketched layers, in eager mode.
-        every: Steps in which each layer is measured once.
+        every: Steps in which each layer is measured once; also an attribute.
         path: JSON-lines file that records are appended to, by data-parallel rank 0; None for no file. Numbers that are
             not finite are null in it.
 
     Attributes:
-        every: Steps in which each layer is measured once.
         latest: The last record of each layer measured so far.
 
     Raises:
@@ -124,25 +122,20 @@ class VarianceMonitor:
             raise ValueError(f"every={every!r} is not a positive int; pass the steps from one sample to the next")
         self.every: int = int(every)
         self.latest: dict[str, NoiseRecord] = {}
-        self._steps: int = 0
         # ints, or tensors where the norms are: counting must not wait for a device
         self._observed: int | Tensor = 0
         self._clipped: int | Tensor = 0
-        probe = LayerProbe(model, self._measure)
-        self._layers: tuple[str, ...] = tuple(probe.layers)
+        super().__init__(model)
         self._file: TextIO | None = None if path is None else _appended(Path(path))
-        self._probe: LayerProbe | None = probe
-        probe.watch(self._due())
+        self._begin_step()
 
     def step(self) -> None:
         """End a training step; to be called after each optimizer step. Nothing happens after `close`."""
-        if self._probe is not None:
-            self._steps += 1
-            self._probe.watch(self._due())
+        self._steps += self._probe is not None
+        self._begin_step()
 
-    def _due(self) -> list[str]:
-        turn, count = self._steps % self.every, len(self._layers)
-        return list(self._layers[turn * count // self.every : (turn + 1) * count // self.every])
+    def _due(self) -> Sequence[str]:
+        return self._spread(self._steps % self.every, self.every)
 
     def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         config, lengths = layer.rmm_config, batch_sequences(x)
@@ -154,11 +147,7 @@ class VarianceMonitor:
             self._file.flush()
 
     def noise(self) -> NoiseSummary | None:
-        """Sum up the latest records of all layers.
-
-        Returns:
-            The summary, or None before anything is measured.
-        """
+        """Sum up the latest records of all layers; None before anything is measured."""
         records = [
             record
             for record in self.latest.values()
@@ -166,22 +155,14 @@ class VarianceMonitor:
         ]
         if not records:
             return None
-        ratio = snr = float("nan")
         known = [record for record in records if math.isfinite(record.minibatch_variance)]
-        if known:
-            c, v, m = (
-                math.fsum(getattr(record, name) for record in known)
-                for name in ("gradient_squared", "sketch_variance", "minibatch_variance")
-            )
-            ratio, snr = _ratio(v, m), _snr(c, v, m)
+        c, v, m = _sums(known)
+        all_c, all_v, _ = _sums(records)
         relative = [record.relative_variance for record in records if record.gradient_squared]
         return NoiseSummary(
-            relative_variance=_ratio(
-                math.fsum(record.sketch_variance for record in records),
-                math.fsum(record.gradient_squared for record in records),
-            ),
-            noise_ratio=ratio,
-            snr=snr,
+            relative_variance=_ratio(all_v, all_c),
+            noise_ratio=_ratio(v, m) if known else math.nan,
+            snr=_snr(c, v, m) if known else math.nan,
             mean_relative_variance=math.fsum(relative) / len(relative) if relative else float("nan"),
             layers_measured=len(records),
             layers_total=len(self._layers),
@@ -220,13 +201,10 @@ class VarianceMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another monitor was, between two steps.
-
-        Args:
-            state: What `state_dict` returned.
+        """Go on where the monitor was that returned this `state_dict`, between two steps.
 
         Raises:
-            ValueError: If it is something else, or has records of layers that this model lacks.
+            ValueError: If the state is something else, or has records of layers that this model lacks.
         """
         try:
             steps, observed, clipped = (int(state[name]) for name in ("steps", "observed", "clipped"))
@@ -236,49 +214,33 @@ class VarianceMonitor:
                 f"this is no state of a VarianceMonitor ({type(error).__name__}: {error}); pass what state_dict()"
                 " returned"
             ) from None
-        unknown = [record.layer for record in latest if record.layer not in self._layers]
-        if unknown:
-            raise ValueError(
-                f"the state has a record of {unknown[0]!r}, which is no sketched layer of this model; convert the model"
-                " as it was when the state was saved"
-            )
+        for record in latest:
+            self._check_layer(record.layer, "record")
         self._steps, self._observed, self._clipped = steps, observed, clipped
         self.latest = {record.layer: record for record in latest}
-        if self._probe is not None:
-            self._probe.watch(self._due())
+        self._begin_step()
 
     def close(self) -> None:
-        """Leave the model, and close the file; what was recorded stays here."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
+        """Leave the model, and close the file; the records stay here."""
+        super().close()
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> "VarianceMonitor":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def _record(step: int, layer: str, rows: int, noise: GradientNoise) -> NoiseRecord:
-    c, v = noise.gradient_squared, noise.sketch_variance
-    m = noise.row_variance if noise.sequence_variance is None else noise.sequence_variance
+    c, v, m = noise.gradient_squared, noise.sketch_variance, noise.minibatch_variance
     return NoiseRecord(
-        step=step,
-        layer=layer,
-        rows=rows,
-        gradient_squared=c,
-        sketch_variance=v,
-        minibatch_variance=m,
-        relative_variance=noise.relative_variance,
-        noise_ratio=noise.noise_ratio,
-        snr=_snr(c, v, m),
-        alpha=noise.alpha,
+        step, layer, rows, c, v, m, noise.relative_variance, noise.noise_ratio, _snr(c, v, m), noise.alpha
+    )
+
+
+def _sums(records: Sequence[NoiseRecord]) -> tuple[float, float, float]:
+    """C, V and M, summed over the layers."""
+    return (
+        math.fsum(record.gradient_squared for record in records),
+        math.fsum(record.sketch_variance for record in records),
+        math.fsum(record.minibatch_variance for record in records),
     )
 
 
@@ -295,11 +257,8 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restored(record: Mapping[str, Any]) -> NoiseRecord:
-    values: dict[str, Any] = {}
-    for field in fields(NoiseRecord):
-        value = record[field.name]
-        values[field.name] = float("nan") if value is None else value
-    return NoiseRecord(**values)
+    values: dict[str, Any] = {field.name: record[field.name] for field in fields(NoiseRecord)}
+    return NoiseRecord(**(values | {name: math.nan for name, value in values.items() if value is None}))
 
 
 def _appended(path: Path) -> TextIO | None:

@@ -6,10 +6,12 @@ inputs of those layers.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +22,13 @@ from rmm_linear.layer import SketchedLayer, layer_input
 from rmm_linear.names import strip_wrappers
 from rmm_linear.padding import current_valid_rows
 from rmm_linear.producers import is_free_to_keep
-from rmm_linear.sharing import first_reader
+from rmm_linear.sharing import current_groups
 
 Measure = Callable[[str, SketchedLayer, Tensor, Tensor, Tensor | None], object]
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether torch.compile, or module.compile, was applied to any part of the model.
-
-    Returns:
-        True if a part of it does not run eagerly.
-    """
+    """Tell whether torch.compile, or module.compile, was applied to any part of the model."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
         for module in model.modules()
@@ -48,11 +46,8 @@ class _Held:
     index: Tensor | None
 
 
-class _Hook:
-    """Calls a probe's method with a layer's name, and nothing once the probe is gone.
-
-    A copy of it, in a copied or pickled model, belongs to no probe.
-    """
+class _ForwardHook:
+    """Refers to a probe weakly. A copy of it, in a copied or pickled model, belongs to no probe."""
 
     def __init__(self, name: str, probe: "LayerProbe | None") -> None:
         self._name = name
@@ -61,19 +56,16 @@ class _Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._name, None)
 
-
-class _ForwardHook(_Hook):
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         probe = None if self._probe is None else self._probe()
         if probe is not None and isinstance(output, Tensor) and not torch.compiler.is_compiling():
             probe._after_forward(self._name, layer, layer_input(args, kwargs), output)
 
 
-class _GradientHook(_Hook):
-    def __call__(self, g: Tensor) -> None:
-        probe = None if self._probe is None else self._probe()
-        if probe is not None:
-            probe._with_gradient(self._name, g)
+def _with_gradient(probe: "weakref.ref[LayerProbe]", name: str, g: Tensor) -> None:
+    found = probe()
+    if found is not None:
+        found._with_gradient(name, g)
 
 
 class LayerProbe:
@@ -140,11 +132,7 @@ class LayerProbe:
         self._held: dict[str, _Held] = {}
 
     def watch(self, names: Iterable[str]) -> None:
-        """Begin a step in which these layers, and no others, are measured.
-
-        Args:
-            names: Keys of `layers`.
-        """
+        """Begin a step in which these layers, by their names in `layers`, and no others are measured."""
         self.close()
         for name in names:
             # first, so that the output is the layer's own, whatever other hooks make of it
@@ -168,15 +156,15 @@ class LayerProbe:
         if not trains or x.is_nested or x.layout != torch.strided or is_free_to_keep(x, compute_dtype(x)):
             return
         self._seen.add(name)
-        first = first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None
+        first = current_groups().first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None
         if isinstance(first, SketchedLayer) and first in self._names:
             self.groups[name] = self._names[first]
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None
         index = rows.index_on(x.device) if rows is not None else None
         version = None if x.is_inference() else x._version
         self._held[name] = _Held(layer, x.detach(), version, index)
-        # The hook knows no tensor: a graph that somebody keeps would keep it as well.
-        self._handles.append(output.register_hook(_GradientHook(name, self)))
+        # The hook knows no tensor: a graph that lives on would keep it alive.
+        self._handles.append(output.register_hook(partial(_with_gradient, weakref.ref(self), name)))
 
     def _with_gradient(self, name: str, g: Tensor) -> None:
         held = self._held.pop(name, None)
@@ -184,3 +172,53 @@ class LayerProbe:
             return
         with torch.no_grad():
             self._measure(name, held.layer, held.x, g.detach(), held.index)
+
+
+_S = TypeVar("_S", bound="LayerSampler")
+
+
+class LayerSampler(ABC):
+    """Measures the layers of a model by turns while it trains; a context manager that leaves the model at its end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._steps = 0
+        self._probe: LayerProbe | None = LayerProbe(model, self._measure)
+        self._layers = tuple(self._probe.layers)
+
+    def _begin_step(self) -> None:
+        if self._probe is not None:
+            self._probe.watch(self._due())
+
+    @abstractmethod
+    def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
+        """Take a measurement; see `LayerProbe`."""
+
+    @abstractmethod
+    def _due(self) -> Sequence[str]:
+        """The layers to be measured in the step that begins."""
+
+    def _spread(self, turn: int, turns: int) -> Sequence[str]:
+        """The layers of one turn, where all of them are spread evenly over so many."""
+        count = len(self._layers)
+        return self._layers[turn * count // turns : (turn + 1) * count // turns]
+
+    def _check_layer(self, name: str, what: str) -> None:
+        if name not in self._layers:
+            raise ValueError(
+                f"the state has a {what} of {name!r}, which is no sketched layer of this model; convert the model as it"
+                " was when the state was saved"
+            )
+
+    def close(self) -> None:
+        """Leave the model."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -38,17 +38,10 @@ _S = TypeVar("_S", bound=Sketch)
 def layer_options(
     x: Tensor, g: Tensor, configs: Sequence[RMMConfig], *, index: Tensor | None = None
 ) -> tuple[Option, ...]:
-    """Return what each configuration keeps of one layer's input, and its variance on this batch.
+    """Return the bytes and the variance of each configuration, in order, on one layer's input and gradient.
 
-    Args:
-        x: Activations, shape (..., in), any float dtype.
-        g: Gradient of the layer's output, shape (..., out), in the dtype that the layer computes in.
-        configs: Candidates.
-        index: Numbers of the rows that are not padding, for the candidates that leave padding out; see
-            `gradient_noise`.
-
-    Returns:
-        An option a configuration, in order.
+    `x` has shape (..., in) and any float dtype, `g` (..., out) and the dtype that the layer computes in. `index` has
+    the numbers of the rows that are not padding, for the candidates that leave padding out; see `gradient_noise`.
 
     Raises:
         ValueError: If shapes do not fit.
@@ -202,13 +195,8 @@ class ProfileBuilder:
         for a single sequence; 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, is left
         out.
 
-        Args:
-            name: Name of the layer.
-            x: Activations, shape (..., in).
-            g: Gradient of the layer's output, shape (..., out).
-            configs: Candidates, the same ones at each call for this layer.
-            index: Numbers of the rows that are not padding; see `layer_options`.
-            group: The sharing group that the layer belongs to; see `LayerProfile`.
+        `configs` are the same candidates at each call for this layer; `layer_options` has the other arguments, and
+        `LayerProfile` the `group`.
 
         Raises:
             ValueError: If shapes do not fit, or the candidates are other ones than before.
@@ -238,10 +226,7 @@ class ProfileBuilder:
         self._layers[name] = sums
 
     def build(self) -> NoiseProfile:
-        """Return the means.
-
-        Returns:
-            The profile, its layers in the order in which they were first added.
+        """Return the means, the layers in the order in which they were first added.
 
         Raises:
             ValueError: If nothing was added.
@@ -278,13 +263,10 @@ class ProfileBuilder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another builder was.
-
-        Args:
-            state: What `state_dict` returned.
+        """Go on where the builder was that returned this `state_dict`.
 
         Raises:
-            ValueError: If it is something else.
+            ValueError: If the state is something else.
         """
         try:
             layers = {
@@ -309,11 +291,7 @@ class ProfileBuilder:
 
 
 def profile_noise(
-    model: nn.Module,
-    runs: Sequence[Callable[[], object]],
-    configs: Sequence[RMMConfig],
-    *,
-    layers_at_once: int = 4,
+    model: nn.Module, runs: Sequence[Callable[[], object]], configs: Sequence[RMMConfig], *, layers_at_once: int = 4
 ) -> NoiseProfile:
     """Measure, on a few batches, what each configuration would cost each sketched layer.
 

@@ -9,14 +9,14 @@ and a', b', which differ by the step's draws alone:
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.variance.gradient_noise import Measured
 
 _LEAST_BATCHES = 4
@@ -85,7 +85,7 @@ def measure_step_noise(
     by_parameter: dict[str, list[float]] = {}
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient")
-    with _as_it_was(model):
+    with unchanged(model):
         for at in range(0, len(batches) - 1, 2):
             draws = [[_gradient(model, batch, loss_fn) for _ in range(2)] for batch in batches[at : at + 2]]
             for a, b in draws:
@@ -121,21 +121,3 @@ def _gradient(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], 
 
 def _measured(values: Sequence[float]) -> Measured:
     return Measured(statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5, len(values))
-
-
-@contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
-    devices = {tensor.device for tensor in (*gradients, *buffers)} - {torch.device("cpu")}
-    try:
-        for parameter in gradients:
-            parameter.grad = None
-        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-            yield
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)

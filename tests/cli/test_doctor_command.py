@@ -5,14 +5,15 @@ import json
 import pytest
 import torch
 
-from rmm_linear import backend, kernel_checks
+from rmm_linear import backend
+from rmm_linear.cli import doctor as command
 from rmm_linear.cli import main
 from rmm_linear_kernels.hadamard import reference
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(kernel_checks, "_ON_CPU", (128, 16))
+    monkeypatch.setattr(command, "_ON_CPU", (128, 16))
     monkeypatch.setattr(backend, "_state", backend._State("auto"))
 
 

@@ -19,14 +19,10 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = transformers.GPT2Config(
-        vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=4096, architectures=["GPT2LMHeadModel"]
-    )
-    config.save_pretrained(tmp_path / "gpt2-small")
-    (tmp_path / "empty").mkdir()
-    return tmp_path
+def folder(gpt2_folder, monkeypatch):
+    monkeypatch.chdir(gpt2_folder.parent)
+    (gpt2_folder.parent / "empty").mkdir()
+    return gpt2_folder.parent
 
 
 @pytest.fixture

@@ -9,18 +9,12 @@ import torch
 from rmm_linear.checkpointing import Schedule, capture, simulate
 from rmm_linear.cli import main
 
-transformers = pytest.importorskip("transformers")
 hf_models = pytest.importorskip("rmm_linear.integrations.hf_models")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config = transformers.GPT2Config(
-        vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=64, architectures=["GPT2LMHeadModel"]
-    )
-    config.save_pretrained(tmp_path)
-    return str(tmp_path)
+def folder(gpt2_folder):
+    return str(gpt2_folder)
 
 
 @pytest.fixture

@@ -219,13 +219,6 @@ def test_under_a_compiler_nothing_is_measured_and_that_is_said(tmp_path):
     assert trainer_rows(trainer) == []
 
 
-def test_bad_options_are_refused_before_there_is_a_trainer():
-    with pytest.raises(ValueError, match="ratio=1.5"):
-        RMMCallback(ratio=1.5)
-    with pytest.raises(ValueError, match="both ratio=0.5 and config"):
-        RMMCallback(0.5, config=RMMConfig())
-
-
 def collated():
     return transformers.default_data_collator(make_data(8))
 
@@ -234,9 +227,8 @@ def left_exact(model):
     return {name.rpartition("layer.")[2] for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
-@pytest.mark.parametrize("bf16", [True])
-def test_a_sample_leaves_exact_what_frees_nothing(tmp_path, bf16):
-    trainer = make_trainer(tmp_path, RMMCallback(config=RMMConfig(ratio=0.25), sample=collated()), bf16=bf16)
+def test_a_sample_leaves_exact_what_frees_nothing(tmp_path):
+    trainer = make_trainer(tmp_path, RMMCallback(config=RMMConfig(ratio=0.25), sample=collated()), bf16=True)
     exact = {f"{layer}.attention.output.dense" for layer in range(2)}
     assert exact < left_exact(trainer.model)
     assert converted(trainer.model) == LAYERS - 2

@@ -174,6 +174,8 @@ def test_what_sees_nothing_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"ratio": 1.5}, "ratio=1.5"),
+        ({"ratio": 0.5, "config": RMMConfig()}, "both ratio=0.5 and config"),
         ({"monitor": -1}, "monitor=-1"),
         ({"monitor": "yes"}, "monitor='yes'"),
         ({"budget": math.nan}, "budget=nan"),

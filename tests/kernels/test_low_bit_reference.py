@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rmm_linear_kernels.low_bit import reference
+from rmm_linear_kernels.low_bit import cpu, reference
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize, rounding_variance
 from rmm_linear_kernels.philox.reference import random_halves, random_words
 
@@ -91,6 +91,72 @@ def test_high_codes_are_not_biased():
         assert (round_trip(y, torch.tensor(seed), kind="int8", group=256) - y).abs().max() <= 0.5
 
 
+def use(codec, monkeypatch):
+    """An implementation in the place of this module's functions."""
+    for name in ("quantize", "dequantize"):
+        monkeypatch.setattr(f"{__name__}.{name}", getattr(codec, name))
+
+
+@pytest.fixture(params=[reference, cpu], ids=["of a GPU", "of a CPU"])
+def codec(request, monkeypatch):
+    use(request.param, monkeypatch)
+
+
+@pytest.fixture
+def codec_of_a_cpu(monkeypatch):
+    use(cpu, monkeypatch)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_every_element_is_unbiased_with_the_variance_it_says_on_a_cpu(kind, mean, codec_of_a_cpu):
+    """4,000 draws of each element, 100 of them side by side: they see 1 % of a step, and 15 % of its variance."""
+    (rows, features), copies, seeds = (37, 9), 100, 40
+    y = uneven(rows, features)
+    centre = y.mean(0) if mean else None
+    exact = y if centre is None else y - centre
+    step = quantize(y, torch.tensor(0), centre, kind=kind, group=GROUP)[1].double()
+    step = step.repeat_interleave(GROUP, 0)[:rows]
+    wide, wide_centre = y.repeat(1, copies), None if centre is None else centre.repeat(copies)
+    drawn = torch.stack(
+        [round_trip(wide, torch.tensor(seed), wide_centre, kind=kind).double() for seed in range(seeds)]
+    )
+    error = drawn.unflatten(-1, (copies, features)).transpose(1, 2).flatten(0, 1) - exact
+    # where float32 can tell the values apart
+    seen = step > 2**-12 * exact.abs().clamp(min=1e-30)
+    assert seen.sum() > 150
+    error, draws = error[:, seen] / step[seen], copies * seeds
+    # uniform on +-1/2: 1e-6 by Bonferroni over 333 elements
+    assert (error.mean(0) * (12 * draws) ** 0.5).abs().max() < 6.1
+    assert ((error.var(0) * 12 - 1) / (0.8 / draws) ** 0.5).abs().max() < 6.1
+    # all of them together, of which those of a row and a seed have a part in common
+    assert abs(float(error.mean())) < 0.003
+    assert abs(float(error.square().mean()) * 12 - 1) < 0.01
+    assert error.abs().max() < 0.501
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_and_offsets_are_the_reference_s_and_tiles_do_not_show(kind, dtype, monkeypatch):
+    for rows, features in ((0, 5), (1, 1), (100, 7), (161, 24)):
+        y, seed = (torch.randn(rows, features) + 1).to(dtype), torch.tensor(3)
+        for mean in (None, torch.randn(features)):
+            whole = cpu.quantize(y, seed, mean, kind=kind, group=GROUP)
+            expected = reference.quantize(y, seed, mean, kind=kind, group=GROUP)
+            assert [part.shape for part in whole] == [part.shape for part in expected]
+            assert all(torch.equal(one, other) for one, other in zip(whole[1:], expected[1:], strict=True))
+            values = cpu.dequantize(*whole, seed, kind=kind, group=GROUP, features=features, dtype=dtype)
+            assert values.dtype == dtype
+            for elements in (1, 5 * features, 40 * features):
+                with monkeypatch.context() as patch:
+                    patch.setattr(cpu, "_TILE_ELEMENTS", elements)
+                    parts = cpu.quantize(y, seed, mean, kind=kind, group=GROUP)
+                    assert all(torch.equal(one, other) for one, other in zip(parts, whole, strict=True))
+                    again = cpu.dequantize(*parts, seed, kind=kind, group=GROUP, features=features, dtype=dtype)
+                assert torch.equal(again, values)
+
+
+@pytest.mark.usefixtures("codec")
 @pytest.mark.parametrize("kind", ["int8", "int4", "int3", "int2"])
 def test_the_largest_values_do_not_overflow(kind):
     y = torch.tensor([[2.4e38, 2e38], [-2.4e38, -2e38], [1e38, 1e38], [0.0, 1.0]])
@@ -121,8 +187,9 @@ def test_zeros_stay_zeros_and_a_constant_column_stays_near(kind):
     assert (constant / 1.2345678 - 1).abs().max() < (2**-3 if kind == "fp8" else 2**-7)
 
 
+@pytest.mark.usefixtures("codec")
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 40])
-@pytest.mark.parametrize("features", [1, 6, 7, 8, 9, 11])
+@pytest.mark.parametrize("features", [0, 1, 6, 7, 8, 9, 11])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_and_dtypes(kind, features, rows):
     seed = torch.tensor(0)
@@ -186,6 +253,7 @@ def test_all_magnitudes(kind, size):
     assert error < {"int8": 0.006, "int4": 0.1, "int3": 0.22, "int2": 0.5, "fp8": 0.06}[kind]
 
 
+@pytest.mark.usefixtures("codec")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_shows_in_its_column(kind, value):

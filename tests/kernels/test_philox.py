@@ -1,12 +1,10 @@
-"""Philox in plain torch: published vectors, triton's bits, fair and independent streams."""
+"""Philox in plain torch: published vectors, the paper's words, and the signs, subsets and normals made of them.
 
-import importlib.util
-import os
-import subprocess
-import sys
+`on_triton/test_philox_kernel.py` holds the kernels' words against these.
+"""
+
 from itertools import combinations
 from math import comb
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch
 from rmm_linear.sketches.contract import FALSE_ALARM, z_bound
 from rmm_linear_kernels.philox import reference as philox
 
-INTERPRETED = Path(__file__).with_name("interpreted_philox.py")
 SEEDS = (0, 1, -1, 42, 0x299F31D0A4093822, -(1 << 63), (1 << 63) - 1, 1 << 32, 0xFFFFFFFF, -(1 << 32))
 
 
@@ -22,32 +19,9 @@ def seeds(*values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-def signed(word):
-    """A 64-bit pattern as the int64 that torch takes."""
-    return word - (1 << 64) if word >= 1 << 63 else word
-
-
 def many_seeds(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator)
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        # Random123's known-answer file; `tl.randint4x` sets the two high words of the counter to 0.
-        ((0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        # The same cipher by an independent implementation below, checked against all vectors of that file.
-        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), None),
-        ((0x243F6A88, 0x85A308D3), (0xA4093822, 0x299F31D0), None),
-    ],
-)
-def test_known_answers(counter, key, expected):
-    offset = signed(counter[0] | counter[1] << 32)
-    words = philox.randint4x(torch.tensor(signed(key[0] | key[1] << 32)), seeds(offset))
-    assert tuple(words[:, 0].tolist()) == philox_by_the_paper((*counter, 0, 0), key)
-    if expected is not None:
-        assert tuple(words[:, 0].tolist()) == expected
 
 
 def philox_by_the_paper(counter, key):
@@ -86,53 +60,6 @@ def test_words_equal_the_paper_s_for_many_seeds_and_counters():
             key, counter = seed % (1 << 64), offset % (1 << 64)
             expected = philox_by_the_paper((counter % (1 << 32), counter >> 32, 0, 0), (key % (1 << 32), key >> 32))
             assert tuple(words[:, row, column].tolist()) == expected
-
-
-@pytest.fixture(scope="module")
-def from_triton(tmp_path_factory):
-    """Offsets, and triton's words and normals for them: (offsets, seeds, 4, count)."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'")
-    index = torch.arange(64)
-    offsets = [
-        index.to(torch.int32),
-        (index + (1 << 31) - 64).to(torch.int32),
-        index,
-        index + (philox.CHOICE_STREAM << 32),
-        index + (philox.PROJECTION_STREAM << 32) + 12_345,
-        many_seeds(64, seed=2),
-    ]
-    folder = tmp_path_factory.mktemp("philox")
-    torch.save((seeds(*SEEDS), offsets), folder / "asked.pt")
-    command = [sys.executable, str(INTERPRETED), str(folder / "asked.pt"), str(folder / "words.pt")]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return offsets, *torch.load(folder / "words.pt")
-
-
-def test_words_are_triton_s_bit_for_bit(from_triton):
-    offsets, words, _ = from_triton
-    for offset, expected in zip(offsets, words, strict=True):
-        # a 32-bit offset is a counter with the high word 0
-        counter = offset.to(torch.int64)
-        got = philox.randint4x(seeds(*SEEDS), counter).movedim(0, 1)
-        assert torch.equal(got, expected), offset.dtype
-
-
-def test_streams_are_read_as_a_kernel_reads_them(from_triton):
-    """Word w of a stream is lane w % 4 of tl.randint4x(seed, stream << 32 | w // 4)."""
-    _, words, _ = from_triton
-    for position, stream in ((2, philox.SIGN_STREAM), (3, philox.CHOICE_STREAM)):
-        got = philox.random_words(seeds(*SEEDS), 256, stream=stream)
-        assert torch.equal(got, words[position].movedim(1, 2).flatten(1))
-
-
-def test_normals_are_triton_s_up_to_rounding(from_triton):
-    _, _, normals = from_triton
-    for position, stream, first in ((2, 0, 0), (3, 1, 0), (4, philox.PROJECTION_STREAM, 12_345)):
-        got = philox.randn4x(seeds(*SEEDS), torch.arange(first, first + 64) + (stream << 32))
-        torch.testing.assert_close(got.movedim(1, 0), normals[position], rtol=1e-5, atol=1e-5)
 
 
 def test_a_stream_can_be_entered_anywhere():
@@ -184,26 +111,6 @@ def test_streams_and_seeds_share_no_words():
     flat = torch.stack(words).flatten()
     assert flat.numel() - flat.unique().numel() <= 20
     assert len({philox.SIGN_STREAM, philox.CHOICE_STREAM, philox.PROJECTION_STREAM}) == 3
-
-
-@pytest.mark.montecarlo
-def test_signs_are_fair_and_uncorrelated():
-    """One z-score for all, one a position, one a pair of positions: false-alarm rate 3e-6, fixed seeds."""
-    draws = 50_000
-    signs = philox.random_signs(many_seeds(draws), 160, dtype=torch.float32)
-    assert set(signs.unique().tolist()) == {-1.0, 1.0}
-    assert abs(signs.sum()) <= z_bound() * signs.numel() ** 0.5
-    assert signs.sum(0).abs().max() <= z_bound(160) * draws**0.5
-    pairs = (signs.t() @ signs).triu(1).abs().max()
-    assert pairs <= z_bound(160 * 159 // 2) * draws**0.5
-
-
-@pytest.mark.montecarlo
-def test_signs_of_neighbouring_seeds_are_uncorrelated():
-    """Seeds 0, 1, 2, ... and one stream: one z-score a pair of 200 seeds, false-alarm rate 1e-6, fixed seeds."""
-    count = 100_000
-    signs = philox.random_signs(torch.arange(200), count, dtype=torch.float32)
-    assert (signs @ signs.t()).triu(1).abs().max() <= z_bound(200 * 199 // 2) * count**0.5
 
 
 @pytest.mark.montecarlo

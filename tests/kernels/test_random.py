@@ -1,4 +1,4 @@
-"""Random numbers of a CPU, and sums that do not depend on slabs and tiles."""
+"""Random numbers of a CPU, and sums that do not depend on slabs."""
 
 import pytest
 import torch
@@ -8,12 +8,7 @@ from rmm_linear import ops, use_kernels
 from rmm_linear.sketches import SKETCHES, LowBit
 from rmm_linear_kernels import random
 from rmm_linear_kernels.hadamard import reference as hadamard
-from rmm_linear_kernels.low_bit import cpu as low_bit
-from rmm_linear_kernels.low_bit import reference as low_bit_reference
 from rmm_linear_kernels.projection import reference as projection
-
-INTEGERS = ("int8", "int4", "int3", "int2")
-GROUP = 16
 
 
 def words(seed: int, stream: int) -> Tensor:
@@ -84,97 +79,6 @@ def test_products_are_those_with_the_whole_of_s(rows: int, gaussian: bool, monke
             got = projection.random_projection(g, seed, centre, rank=rank, dtype=torch.float64, **options)
             torch.testing.assert_close(got, 0.3 * entries.t() @ centred)
     assert x.shape[0] == rows
-
-
-def uneven(rows: int, features: int) -> Tensor:
-    """Columns of very different sizes and means, one of them constant, one zero."""
-    y = torch.randn(rows, features, dtype=torch.float64) * torch.logspace(-3, 3, features, dtype=torch.float64)
-    y += 3 * torch.randn(features, dtype=torch.float64)
-    y[:, 2], y[:, 3] = 1.2345678, 0
-    return y
-
-
-def round_trip(y: Tensor, seed: int, mean: Tensor | None, kind: str, group: int = GROUP) -> Tensor:
-    codes = low_bit.quantize(y, torch.tensor(seed), mean, kind=kind, group=group)
-    return low_bit.dequantize(*codes, torch.tensor(seed), kind=kind, group=group, features=y.shape[1])
-
-
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("kind", INTEGERS)
-def test_every_element_is_unbiased_with_the_variance_it_says(kind: str, mean: bool) -> None:
-    """4,000 draws of each element, 100 of them side by side: they see 1 % of a step, and 15 % of its variance."""
-    (rows, features), copies, seeds = (37, 9), 100, 40
-    y = uneven(rows, features)
-    centre = y.mean(0) if mean else None
-    exact = y if centre is None else y - centre
-    step = low_bit.quantize(y, torch.tensor(0), centre, kind=kind, group=GROUP)[1].double()
-    step = step.repeat_interleave(GROUP, 0)[:rows]
-    wide, wide_centre = y.repeat(1, copies), None if centre is None else centre.repeat(copies)
-    drawn = torch.stack([round_trip(wide, seed, wide_centre, kind).double() for seed in range(seeds)])
-    error = drawn.unflatten(-1, (copies, features)).transpose(1, 2).flatten(0, 1) - exact
-    # where float32 can tell the values apart
-    seen = step > 2**-12 * exact.abs().clamp(min=1e-30)
-    assert seen.sum() > 150
-    error, draws = error[:, seen] / step[seen], copies * seeds
-    # uniform on +-1/2: 1e-6 by Bonferroni over 333 elements
-    assert (error.mean(0) * (12 * draws) ** 0.5).abs().max() < 6.1
-    assert ((error.var(0) * 12 - 1) / (0.8 / draws) ** 0.5).abs().max() < 6.1
-    # all of them together, of which those of a row and a seed have a part in common
-    assert abs(float(error.mean())) < 0.003
-    assert abs(float(error.square().mean()) * 12 - 1) < 0.01
-    assert error.abs().max() < 0.501
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", [*INTEGERS, "fp8"])
-def test_steps_and_offsets_are_the_reference_s_and_tiles_do_not_show(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rows, features in ((0, 5), (1, 1), (100, 7), (161, 24)):
-        y, seed = (torch.randn(rows, features) + 1).to(dtype), torch.tensor(3)
-        for mean in (None, torch.randn(features)):
-            whole = low_bit.quantize(y, seed, mean, kind=kind, group=GROUP)
-            expected = low_bit_reference.quantize(y, seed, mean, kind=kind, group=GROUP)
-            assert [part.shape for part in whole] == [part.shape for part in expected]
-            assert all(torch.equal(one, other) for one, other in zip(whole[1:], expected[1:], strict=True))
-            values = low_bit.dequantize(*whole, seed, kind=kind, group=GROUP, features=features, dtype=dtype)
-            assert values.dtype == dtype
-            for elements in (1, 5 * features, 40 * features):
-                with monkeypatch.context() as patch:
-                    patch.setattr(low_bit, "_TILE_ELEMENTS", elements)
-                    parts = low_bit.quantize(y, seed, mean, kind=kind, group=GROUP)
-                    assert all(torch.equal(one, other) for one, other in zip(parts, whole, strict=True))
-                    again = low_bit.dequantize(*parts, seed, kind=kind, group=GROUP, features=features, dtype=dtype)
-                assert torch.equal(again, values)
-
-
-@pytest.mark.parametrize("kind", INTEGERS)
-def test_the_largest_values_do_not_overflow(kind: str) -> None:
-    y = torch.tensor([[2.4e38, 2e38], [-2.4e38, -2e38], [1e38, 1e38], [0.0, 1.0]])
-    for seed in range(20):
-        got = round_trip(y, seed, None, kind)
-        assert got.isfinite().all()
-        assert ((got / 2.4e38 - y / 2.4e38).abs() <= 1.05 / low_bit_reference.LEVELS[kind]).all()
-
-
-@pytest.mark.parametrize("kind", INTEGERS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_leaves_none_in_its_group(kind: str, value: float) -> None:
-    y = torch.randn(40, 5)
-    y[20, 2] = value
-    got = round_trip(y, 3, None, kind)
-    assert not got[16:32, 2].isfinite().any()
-    got[16:32, 2] = 0
-    assert got.isfinite().all()
-
-
-@pytest.mark.parametrize("kind", [*INTEGERS, "fp8"])
-def test_nothing_to_round(kind: str) -> None:
-    for shape in ((0, 5), (5, 0)):
-        codes = low_bit.quantize(torch.empty(shape), torch.tensor(3), None, kind=kind, group=GROUP)
-        options = {"kind": kind, "group": GROUP, "features": shape[1]}
-        assert low_bit.dequantize(*codes, torch.tensor(3), **options).shape == shape
-        assert low_bit_reference.dequantize(*codes, torch.tensor(3), **options).shape == shape
 
 
 @pytest.mark.parametrize("order", [2, 4, 8, 16, 32, 64])

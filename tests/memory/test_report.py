@@ -119,6 +119,7 @@ def test_the_model_is_as_it_was():
         (RMMConfig(ratio=0.1, center=False, storage="int4", keep_tokens=(0, -1)), True, True),
         (RMMConfig(ratio=0.9, sketch="crs"), False, True),
         (RMMConfig(ratio=0.5, min_rows=201), False, True),
+        (RMMConfig(ratio=0.25, share_sketch=False), False, False),
         (RMMConfig(ratio=1.0), True, False),
     ],
 )
@@ -193,23 +194,6 @@ def test_autocasts_copies_of_weights_are_worth_a_sketch(width):
     assert (predicted < report.total_bytes) == ("output" not in useless) == (width == 256)
 
 
-def test_a_mixed_autocast_is_predicted():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
-
-        def forward(self, x):
-            y = self.a(x)
-            with torch.autocast("cpu", torch.bfloat16):
-                return y + self.b(x) + self.c(x)
-
-    model, x, config = Mixed(), torch.randn(256, 32, requires_grad=True), RMMConfig(ratio=0.25)
-    predicted = profile(model, x).predict(config)
-    convert_linears(model, config=config, target_modules=".*")
-    assert kept_by(model, x) == predicted
-
-
 def test_buffers_that_a_forward_replaces_are_put_back_with_what_goes_with_them():
     class Cache(nn.Module):
         def __init__(self):
@@ -264,20 +248,33 @@ def test_statuses():
         assert words in text
 
 
-def test_a_layer_that_runs_twice_has_two_calls():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
 
-        def forward(self, x):
-            return self.layer(nn.functional.gelu(self.layer(x)))
+    def forward(self, x):
+        return self.layer(nn.functional.gelu(self.layer(x)))
 
-    model, x, config = Twice(), torch.randn(256, 8), RMMConfig(ratio=0.25)
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        y = self.a(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return y + self.b(x) + self.c(x)
+
+
+@pytest.mark.parametrize(("make", "calls"), [(Twice, 2), (Mixed, 3)])
+def test_layers_that_run_twice_or_partly_in_autocast_are_predicted(make, calls):
+    model, x, config = make(), torch.randn(256, 32, requires_grad=True), RMMConfig(ratio=0.25)
     report = profile(model, x)
-    assert [call.layer for call in report.linears] == ["layer", "layer"]
+    assert len(report.linears) == calls
     predicted = report.predict(config)
-    assert kept_by(convert_linears(model, config=config), x) == predicted
+    assert kept_by(convert_linears(model, config=config, target_modules=".*"), x) == predicted
 
 
 def test_what_the_output_does_not_depend_on_is_counted_and_guessed():

@@ -78,13 +78,6 @@ def dft(n):
     return matrix / matrix.norm(dim=0)
 
 
-@pytest.mark.parametrize("transform", [dct, dft])
-@pytest.mark.parametrize("rows", range(1, 8))
-def test_transforms_are_orthonormal(transform, rows):
-    matrix = transform(rows)
-    torch.testing.assert_close(matrix.t() @ matrix, torch.eye(rows, dtype=torch.float64), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", ["dct", "dft"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7])
 def test_trigonometric_sketches(name, rows):
@@ -255,12 +248,3 @@ def test_zero_rows_and_zeros_have_no_variance(name, center):
     assert sketch.variance(torch.zeros(0, 3), torch.zeros(0, 2)) == 0
     assert sketch.variance(torch.zeros(9, 3), torch.ones(9, 2)) == 0
     assert sketch.variance(torch.ones(9, 3), torch.zeros(9, 2)) == 0
-
-
-def test_the_papers_form_is_another_one():
-    """Bershatsky et al. 2022 print (P Q - C) / r for all of their sketches: off by 2 C / r for the Gaussian."""
-    x, g = pair(6)
-    sketch = SKETCHES["gaussian"](ratio=0.5)
-    gradient = (g.t() @ x).square().sum()
-    paper = (x.square().sum() * g.square().sum() - gradient) / sketch.rank(6)
-    torch.testing.assert_close(sketch.variance(x, g) - paper, 2 * gradient / sketch.rank(6), rtol=1e-12, atol=0)

@@ -7,6 +7,7 @@ from rmm_linear.sketches import (
     CRS,
     DCT,
     DFT,
+    SKETCHES,
     WTACRS,
     Centered,
     Gaussian,
@@ -47,93 +48,41 @@ class CentringWhatLooksAtNoData(Centring):
         assert torch.equal(sketch.dense(x, seeds), sketch.inner.dense(x, seeds))
 
 
-class TestGaussian(SketchContract):
-    def make(self, ratio):
-        return Gaussian(ratio=ratio)
+BY_NORM = {"identity_draws": 360_000}
+# sketch -> knobs of its contract, and the knobs that differ with centring
+CONTRACTS = {
+    Gaussian: ({}, {"exact_rows": (1,)}),
+    Rademacher: ({"unit_diagonal": True}, {"exact_rows": (1,)}),
+    DCT: ({"exact_rows": TRIED}, {}),
+    DFT: ({"exact_rows": TRIED}, {}),
+    Hadamard: ({"unit_diagonal": True, "exact_rows": (1, 2, 12, 64, 128)}, {}),
+    RowsWithoutReplacement: ({"exact_rows": TRIED, "reads_every_row": False}, {"exact_by_symmetry": (2,)}),
+    CRS: (BY_NORM, {"exact_by_symmetry": (2,), "exact_rows": (1,)}),
+    WTACRS: (BY_NORM | {"exact_rows": TRIED}, {"exact_by_symmetry": (2,)}),
+}
+# S depends on the data
+BY_DATA = (CRS, WTACRS)
+# of two of a kind, one is centred in `make test`
+ALIKE = (Rademacher, DCT)
 
 
-class TestRademacher(SketchContract):
-    unit_diagonal = True
-
-    def make(self, ratio):
-        return Rademacher(ratio=ratio)
-
-
-class TestDCT(SketchContract):
-    exact_rows = TRIED
-
-    def make(self, ratio):
-        return DCT(ratio=ratio)
+def contract_of(sketch, knobs):
+    return type(
+        f"Test{sketch.__name__}",
+        (SketchContract,),
+        {"make": lambda self, ratio: sketch(ratio=ratio), "__module__": __name__, **knobs},
+    )
 
 
-class TestDFT(SketchContract):
-    exact_rows = TRIED
-
-    def make(self, ratio):
-        return DFT(ratio=ratio)
-
-
-class TestHadamard(SketchContract):
-    unit_diagonal = True
-    exact_rows = (1, 2, 12, 64, 128)
-
-    def make(self, ratio):
-        return Hadamard(ratio=ratio)
+for sketch, (knobs, centred) in CONTRACTS.items():
+    plain = contract_of(sketch, knobs)
+    bases = (Centring if sketch in BY_DATA else CentringWhatLooksAtNoData, plain)
+    around = type(f"TestCentered{sketch.__name__}", bases, {"__module__": __name__, **centred})
+    globals()[plain.__name__] = plain
+    globals()[around.__name__] = pytest.mark.grid(around) if sketch in ALIKE else around
+# or they would be collected twice
+del plain, around
 
 
-class TestRowsWithoutReplacement(SketchContract):
-    exact_rows = TRIED
-    reads_every_row = False
-
-    def make(self, ratio):
-        return RowsWithoutReplacement(ratio=ratio)
-
-
-class TestCRS(SketchContract):
-    identity_draws = 360_000
-
-    def make(self, ratio):
-        return CRS(ratio=ratio)
-
-
-class TestWTACRS(SketchContract):
-    exact_rows = TRIED
-    identity_draws = 360_000
-
-    def make(self, ratio):
-        return WTACRS(ratio=ratio)
-
-
-class TestCenteredGaussian(CentringWhatLooksAtNoData, TestGaussian):
-    exact_rows = (1,)
-
-
-@pytest.mark.grid
-class TestCenteredRademacher(CentringWhatLooksAtNoData, TestRademacher):
-    exact_rows = (1,)
-
-
-@pytest.mark.grid
-class TestCenteredDCT(CentringWhatLooksAtNoData, TestDCT):
-    pass
-
-
-class TestCenteredDFT(CentringWhatLooksAtNoData, TestDFT):
-    pass
-
-
-class TestCenteredHadamard(CentringWhatLooksAtNoData, TestHadamard):
-    pass
-
-
-class TestCenteredRowsWithoutReplacement(CentringWhatLooksAtNoData, TestRowsWithoutReplacement):
-    exact_by_symmetry = (2,)
-
-
-class TestCenteredCRS(Centring, TestCRS):
-    exact_by_symmetry = (2,)
-    exact_rows = (1,)
-
-
-class TestCenteredWTACRS(Centring, TestWTACRS):
-    exact_by_symmetry = (2,)
+def test_every_sketch_has_a_contract():
+    assert set(CONTRACTS) == set(SKETCHES.values())

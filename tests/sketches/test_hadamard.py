@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rmm_linear.sketches import Hadamard
+from rmm_linear.sketches.contract import draw_estimates, draw_products, structured_pair, z_bound
 from rmm_linear_kernels.hadamard.reference import (
     POLYNOMIALS,
     columns_of_words,
@@ -50,23 +51,26 @@ def test_orders_leave_little_room():
             assert order & (order - 1) == 0
 
 
-def test_geometry_of_round_numbers():
-    assert Hadamard(ratio=0.5).geometry(4096) == (64, 32)
-    assert Hadamard(ratio=0.25).geometry(8192) == (128, 16)
-    # 0.1 of 64 is 6 of 64
-    assert Hadamard(ratio=0.1).geometry(4096) == (64, 6)
-    assert Hadamard(ratio=1.0).geometry(4096) == (64, 64)
-    # decimals are meant exactly, although 0.3 * 64 * 10 in floats is slightly less than 192
-    assert Hadamard(ratio=0.3).geometry(640) == (10, 19)
-    assert Hadamard(ratio=0.7).geometry(10) == (1, 7)
-
-
-def test_geometry_of_few_rows():
-    assert Hadamard(ratio=0.5).geometry(0)[0] == 0
-    assert Hadamard(ratio=0.5).rank(0) == 0
-    assert Hadamard(ratio=0.01).geometry(1) == (1, 1)
-    assert Hadamard(ratio=0.5).geometry(63) == (1, 31)
-    assert Hadamard(ratio=0.5).geometry(65) == (2, 16)
+@pytest.mark.parametrize(
+    ("ratio", "rows", "geometry"),
+    [
+        (0.5, 4096, (64, 32)),
+        (0.25, 8192, (128, 16)),
+        # 0.1 of 64 is 6 of 64
+        (0.1, 4096, (64, 6)),
+        (1.0, 4096, (64, 64)),
+        # decimals are meant exactly, although 0.3 * 64 * 10 in floats is slightly less than 192
+        (0.3, 640, (10, 19)),
+        (0.7, 10, (1, 7)),
+        (0.5, 0, (0, 1)),
+        (0.01, 1, (1, 1)),
+        (0.5, 63, (1, 31)),
+        (0.5, 65, (2, 16)),
+    ],
+)
+def test_geometry(ratio, rows, geometry):
+    assert Hadamard(ratio=ratio).geometry(rows) == geometry
+    assert Hadamard(ratio=ratio).rank(rows) == math.prod(geometry)
 
 
 def test_small_ratios_take_larger_blocks():
@@ -165,3 +169,20 @@ def test_kept_rows_are_bounded_for_every_row_count():
         for rows in (*range(1, 2001), 8191, 104_729, 1_299_709):
             share = thousandth * rows / 1000
             assert max(1, math.floor(share / 2)) <= sketch.rank(rows) <= max(1, math.floor(share)), (thousandth, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.montecarlo
+@pytest.mark.parametrize(("rows", "ratio"), [(200, 0.02), (300, 0.01), (129, 0.03)])
+def test_the_large_blocks_of_small_ratios_have_the_mean_and_variance_they_say(rows, ratio):
+    """Below a ratio of 1/32 blocks have 128 rows and more: false-alarm rate 2e-6 a case."""
+    x, g = structured_pair(rows, 24, 20, seed=7)
+    sketch = Hadamard(ratio=ratio)
+    relative = draw_estimates(sketch, x, g, draws=20_000, seed=8).squared_error / sketch.variance(x, g)
+    error = relative.std().item() / 20_000**0.5
+    assert error < 0.01
+    assert abs(relative.mean().item() - 1) <= z_bound() * error
+    products = draw_products(sketch, x, draws=20_000, seed=8)
+    assert products.diagonal_error < 1e-12
+    entries = (products.spread / 20_000 + 1e-24).sqrt()
+    assert (products.deviation.abs() <= z_bound(rows * (rows + 1) // 2) * entries).all()

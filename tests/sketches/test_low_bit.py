@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from rmm_linear import DoubleBackwardError, RMMConfig, RMMLinear, convert_linears, summary
-from rmm_linear.config import config_around
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
 from rmm_linear.functional import linear
 from rmm_linear.memory import measure_kept_bytes
-from rmm_linear.sketches import CRS, STORAGES, Centered, Hadamard, LowBit, available_sketches
+from rmm_linear.sketches import STORAGES, Centered, Hadamard, LowBit, available_sketches
 from rmm_linear.sketches.contract import Estimates, SketchContract, assert_unbiased
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize
 
@@ -107,24 +105,6 @@ class HoldsTheInput(LowBitContract):
         return ((rows, 1.0) for rows in (0, 1, 2, 3, 13, 64, 67, 200, 257, 600))
 
 
-@pytest.mark.slow
-class TestInt8Hadamard(LowBitContract):
-    def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "int8", draws=self.draws)
-
-
-@pytest.mark.slow
-class TestInt4Hadamard(LowBitContract):
-    def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "int4", draws=self.draws)
-
-
-@pytest.mark.slow
-class TestInt3Hadamard(LowBitContract):
-    def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "int3", draws=self.draws)
-
-
 class TestInt2Hadamard(LowBitContract):
     # a larger part of the variance is the rounding's
     gradient_draws = 18_000
@@ -133,10 +113,17 @@ class TestInt2Hadamard(LowBitContract):
         return LowBit(Hadamard(ratio=ratio), "int2", draws=self.draws)
 
 
-@pytest.mark.slow
-class TestFp8Hadamard(LowBitContract):
+def contract_of(kind):
     def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "fp8", draws=self.draws)
+        return LowBit(Hadamard(ratio=ratio), kind, draws=self.draws)
+
+    name = f"Test{kind.capitalize()}Hadamard"
+    return pytest.mark.slow(type(name, (LowBitContract,), {"make": make, "__module__": __name__}))
+
+
+TestInt8Hadamard, TestInt4Hadamard, TestInt3Hadamard, TestFp8Hadamard = map(
+    contract_of, ("int8", "int4", "int3", "fp8")
+)
 
 
 class TestCenteredInt4Hadamard(LowBitContract):
@@ -222,19 +209,6 @@ def test_every_combination_is_unbiased(sketch: str, storage: str | None, center:
     )
 
 
-@pytest.mark.slow
-def test_crs_with_low_bits_is_unbiased():
-    generator = torch.Generator().manual_seed(0)
-    x, g = (torch.randn(67, 32, generator=generator, dtype=torch.float64) for _ in range(2))
-    g = g + x
-    weight = torch.zeros(32, 32, dtype=torch.float64, requires_grad=True)
-    for sketch in (LowBit(CRS(ratio=0.6), "int8"), Centered(LowBit(CRS(ratio=0.6), "int8"))):
-        config = config_around(sketch)
-        assert_unbiased(
-            lambda c=config: torch.autograd.grad(linear(x, weight, config=c), weight, g)[0], g.t() @ x, bias=0.02
-        )
-
-
 def test_rounding_costs_little_next_to_the_rank_that_it_buys():
     contract = TestInt4Hadamard()
     x, g = contract._pair(200)
@@ -272,29 +246,6 @@ def test_little_rank_little_gain_and_the_bytes_say_so():
         RMMConfig(ratio=0.01, storage=each).saved_bytes(128, 768, torch.bfloat16) for each in (None, "int8")
     )
     assert rounded > plain
-
-
-def test_ratio_1_with_a_storage_is_no_plain_layer_and_the_error_says_so():
-    x, weight = torch.randn(200, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    output = linear(x, weight, config=RMMConfig(ratio=1.0, storage="int8"))
-    (grad,) = torch.autograd.grad(output.square().sum(), weight, create_graph=True)
-    with pytest.raises(DoubleBackwardError, match="ratio=1.0 with storage=None"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize("preserve_rng_state", [True, False])
-def test_checkpointing_replays_the_rounding(preserve_rng_state):
-    config = RMMConfig(ratio=1.0, storage="int4", min_rows=1)
-    layer, x = RMMLinear(16, 8, config=config), torch.randn(70, 16)
-    exact = torch.autograd.grad(nn.functional.linear(x, layer.weight, layer.bias).square().sum(), layer.weight)[
-        0
-    ].double()
-
-    def draw_gradient() -> Tensor:
-        output = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-        return torch.autograd.grad(output.square().sum(), layer.weight)[0]
-
-    assert_unbiased(draw_gradient, exact, draws=400)
 
 
 def test_a_storage_is_a_knob_like_the_others():

@@ -12,16 +12,7 @@ from rmm_linear import RMMConfig
 from rmm_linear.sketches import SKETCHES, Centered, Gaussian, Hadamard, available_sketches, register
 from rmm_linear.sketches.contract import structured_pair
 
-NAMES = (
-    "crs",
-    "dct",
-    "dft",
-    "gaussian",
-    "hadamard",
-    "rademacher",
-    "rows_without_replacement",
-    "wta_crs",
-)
+NAMES = ("crs", "dct", "dft", "gaussian", "hadamard", "rademacher", "rows_without_replacement", "wta_crs")
 
 
 def test_all_sketches_are_registered_under_their_names():
@@ -36,12 +27,7 @@ def test_a_taken_name_is_refused_and_the_registry_unchanged():
 
     with pytest.raises(ValueError, match="'hadamard' is taken by Hadamard"):
         register(Impostor)
-    assert SKETCHES["hadamard"] is Hadamard
-
-
-def test_registering_a_sketch_twice_is_harmless():
-    assert register(Hadamard) is Hadamard
-    assert SKETCHES["hadamard"] is Hadamard
+    assert register(Hadamard) is SKETCHES["hadamard"] is Hadamard
 
 
 def test_a_third_party_sketch_is_reachable_by_name(monkeypatch):
@@ -57,12 +43,6 @@ def test_a_third_party_sketch_is_reachable_by_name(monkeypatch):
         assert "mine" in available_sketches()
     finally:
         del SKETCHES["mine"]
-
-
-def test_centering_is_not_a_sketch_of_its_own():
-    assert "centered" not in available_sketches()
-    with pytest.raises(ValueError, match="sketch='centered' is unknown"):
-        RMMConfig(sketch="centered")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,21 +69,6 @@ def test_rank_is_the_rounded_share_and_at_least_one(name):
             expected = min(rows, max(1, math.floor(exact + Fraction(1, 2))))
             assert sketch.rank(rows) == expected, (ratio, rows)
             assert Centered(sketch).rank(rows) == expected
-
-
-def test_decimal_ratios_are_meant_exactly():
-    """0.29 * 100 is 28.999999999999996 in floats, 0.145 * 100 is 14.499999999999998."""
-    assert Gaussian(ratio=0.29).rank(100) == 29
-    assert Gaussian(ratio=0.145).rank(100) == 15
-    assert Hadamard(ratio=0.29).rank(50) == 14
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_valid_rows_count_in_place_of_rows(name):
-    for sketch in (SKETCHES[name](ratio=0.3), Centered(SKETCHES[name](ratio=0.3))):
-        whole = sketch.saved_bytes(200, 24, torch.float16)
-        assert sketch.saved_bytes(500, 24, torch.float16, valid_rows=200) == whole
-        assert whole < 200 * 24 * 2
 
 
 @pytest.mark.parametrize("name", ["crs", "wta_crs"])

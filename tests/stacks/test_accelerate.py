@@ -44,13 +44,6 @@ def two_layers() -> nn.Sequential:
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 
 
-def test_hooks_before_the_conversion_are_refused_by_name():
-    model = two_layers()
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="its forward is replaced on the instance \\(accelerate's hooks do that\\)"):
-        convert_linears(model, config=CONFIG, target_modules=".*")
-
-
 def test_hooks_after_the_conversion_call_the_sketched_forward():
     model, x = convert_linears(two_layers(), config=CONFIG, target_modules=".*"), torch.randn(160, 16)
     for layer in model:

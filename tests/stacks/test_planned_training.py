@@ -143,18 +143,9 @@ def test_the_callback_tells_that_no_step_ran_by_plan(tmp_path):
     assert callback.planned.planned_runs == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({}, 'the option "budget" is missing'),
-        ({"budget": "60%", "stratgey": "auto"}, "option 'stratgey' is unknown; choose among budget, strategy"),
-        ({"budget": "60%", "executor": "fast"}, "executor='fast' is unknown"),
-        ({"budget": "60 apples"}, "60 apples"),
-    ],
-)
-def test_wrong_options_are_refused_when_the_callback_is_made(options, told):
-    with pytest.raises(ValueError, match=told):
-        RMMCallback(compile=options)
+def test_wrong_options_are_refused_when_the_callback_is_made():
+    with pytest.raises(ValueError, match="option 'stratgey' is unknown; choose among budget, strategy"):
+        RMMCallback(compile={"budget": "60%", "stratgey": "auto"})
 
 
 def test_a_model_that_is_planned_or_compiled_is_refused_when_training_begins(tmp_path, planned_roberta):

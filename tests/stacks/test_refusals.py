@@ -33,7 +33,7 @@ def loss_of(model: nn.Module, x: Tensor):
 def test_double_backward_raises(x):
     model = network()
     gradients = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
-    with pytest.raises(DoubleBackwardError, match="no second derivative"):
+    with pytest.raises(DoubleBackwardError, match="no second derivative.*ratio=1.0 with storage=None"):
         sum(gradient.square().sum() for gradient in gradients).backward()
     parameters = dict(model.named_parameters())
     with pytest.raises(DoubleBackwardError, match="no second derivative"):
@@ -81,15 +81,6 @@ def test_forward_mode_is_exact_for_parameters(x):
         parameters = dict(model.named_parameters())
         found.append(jvp(loss_of(model, x), (parameters,), (parameters,))[1])
     assert torch.equal(*found)
-
-
-def test_func_grad_is_the_same_estimate(x):
-    model = network()
-    torch.manual_seed(1)
-    found = grad(loss_of(model, x))(dict(model.named_parameters()))
-    torch.manual_seed(1)
-    model(x).square().sum().backward()
-    assert all(torch.equal(found[name], parameter.grad) for name, parameter in model.named_parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated.*")

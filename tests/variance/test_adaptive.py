@@ -71,22 +71,42 @@ def test_auto_spends_what_the_uniform_ratio_spends_and_has_less_variance() -> No
     assert chosen.variance < 0.8 * profile.uniform(CONFIG).variance
 
 
-def test_a_number_of_bytes_is_kept_to() -> None:
-    model = make_model()
-    budget = 0.4 * LAYERS * RMMConfig(ratio=1.0).saved_bytes(256, 24, torch.float32)
-    with AdaptiveRatios(model, budget=budget, measure_steps=6) as ratios:
-        train(model, ratios, 0, 6)
-        assert ratios.allocation is not None
-        assert 0.9 * budget < ratios.allocation.saved_bytes <= budget
+BYTES = 0.4 * LAYERS * RMMConfig(ratio=1.0).saved_bytes(256, 24, torch.float32)
+COARSE = CONFIG.replace(storage="int2", ratio=1.0)
+# configuration, options, a condition on the allocation's bytes and noise, and the warning
+FIRST = {
+    "bytes": (CONFIG, {"budget": BYTES}, lambda kept, noise, budget: 0.9 * BYTES < kept <= BYTES == budget, ""),
+    "a target": (
+        CONFIG,
+        {"budget": None, "noise_target": 0.2},
+        lambda kept, noise, budget: 0.1 < noise <= 0.2 and budget is None,
+        "",
+    ),
+    "bytes that break the target": (
+        CONFIG,
+        {"budget": "auto", "noise_target": 1e-3},
+        lambda kept, noise, budget: noise <= 1e-3 and kept > budget,
+        "above the target of 0.001; the target goes before",
+    ),
+    "a target out of reach": (
+        CONFIG.replace(storage="int2"),
+        {"budget": None, "noise_target": 1e-6},
+        lambda kept, noise, budget: kept == LAYERS * COARSE.saved_bytes(256, 24, torch.float32),
+        "take a finer storage",
+    ),
+}
 
 
-def test_a_noise_target_alone_is_reached_by_the_fewest_bytes() -> None:
-    model = make_model()
-    with AdaptiveRatios(model, budget=None, noise_target=0.2, measure_steps=6) as ratios:
+@pytest.mark.parametrize("case", FIRST)
+def test_the_first_allocation(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    config, options, holds, said = FIRST[case]
+    model = make_model(config)
+    with caplog.at_level(logging.WARNING, "rmm_linear"), AdaptiveRatios(model, measure_steps=6, **options) as ratios:  # type: ignore[arg-type]
         train(model, ratios, 0, 6)
-        assert ratios.allocation is not None
-        assert 0.1 < ratios.allocation.noise_ratio <= 0.2
-        assert ratios.budget_bytes is None
+    assert ratios.allocation is not None
+    assert holds(ratios.allocation.saved_bytes, ratios.allocation.noise_ratio, ratios.budget_bytes)
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
 
 
 def test_a_broken_target_raises_ratios_and_lowers_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,27 +124,6 @@ def test_a_broken_target_raises_ratios_and_lowers_none(caplog: pytest.LogCapture
     assert ratios.allocation.noise_ratio <= 0.02
     assert "step 16: " in caplog.text
     assert "goes from ratio" in caplog.text
-
-
-def test_a_budget_that_breaks_the_target_yields_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model()
-    ratios = AdaptiveRatios(model, budget="auto", noise_target=1e-3, measure_steps=6)
-    with caplog.at_level(logging.WARNING, "rmm_linear"):
-        train(model, ratios, 0, 6)
-    assert ratios.allocation is not None
-    assert ratios.budget_bytes is not None
-    assert ratios.allocation.noise_ratio <= 1e-3
-    assert ratios.allocation.saved_bytes > ratios.budget_bytes
-    assert "above the target of 0.001; the target goes before" in caplog.text
-
-
-def test_a_target_out_of_reach_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model(CONFIG.replace(storage="int2"))
-    ratios = AdaptiveRatios(model, budget=None, noise_target=1e-6, measure_steps=6)
-    with caplog.at_level(logging.WARNING, "rmm_linear"):
-        train(model, ratios, 0, 6)
-    assert {config.ratio for config in configs(model)} == {1.0}
-    assert "take a finer storage" in caplog.text
 
 
 def test_a_budget_too_small_is_an_error_that_says_the_least() -> None:

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,6 @@ from rmm_linear.variance.allocation import (
     Option,
     allocate_for_noise,
     allocate_ratios,
-    optimal_ratios,
 )
 
 EXACT = RMMConfig(ratio=1.0)
@@ -98,57 +96,24 @@ def shared_profile(draw: random.Random) -> NoiseProfile:
 
 @pytest.mark.parametrize("objective", ["total", "relative"])
 @pytest.mark.parametrize("kind", ["ties", "tenths", "spread"])
-def test_no_combination_within_the_budget_is_better_by_more_than_the_gap(kind, objective):
+def test_no_combination_within_the_bound_is_better_by_more_than_the_gap(kind, objective):
     draw, relative = random.Random(f"{kind} {objective}"), objective == "relative"
-    exact = 0
+    exact = {allocate_ratios: 0, allocate_for_noise: 0}
     for _ in range(80):
         profile = random_profile(draw, kind)
         every = combinations(profile, relative=relative)
-        low, high = every[:, 0].min(), every[:, 0].max()
-        for budget in (low, high, draw.uniform(low, high), float(draw.choice(every[:, 0].tolist()))):
-            found = allocate_ratios(profile, budget, objective=objective)
-            cost, least = cost_of(found, relative=relative), every[every[:, 0] <= budget, 1].min()
-            assert found.saved_bytes <= budget
-            assert 0 <= found.gap <= 1
-            assert cost * (1 - found.gap) <= least * (1 + 1e-11)
-            exact += cost == pytest.approx(least, rel=1e-11, abs=0)
+        for allocate, bounded, least in ((allocate_ratios, 0, 1), (allocate_for_noise, 1, 0)):
+            low, high = every[:, bounded].min(), every[:, bounded].max()
+            for bound in (low, high, draw.uniform(low, high), float(draw.choice(every[:, bounded].tolist()))):
+                found = allocate(profile, bound, objective=objective)
+                values = found.saved_bytes, cost_of(found, relative=relative)
+                best = every[every[:, bounded] <= bound * (1 + 1e-12), least].min()
+                assert values[bounded] <= bound * (1 + 2e-12)
+                assert 0 <= found.gap <= 1
+                assert values[least] * (1 - found.gap) <= best * (1 + 1e-11)
+                exact[allocate] += values[least] == pytest.approx(best, rel=1e-11, abs=0)
     # the steepest edges first are most often the best choice
-    assert exact > 200
-
-
-@pytest.mark.parametrize("objective", ["total", "relative"])
-@pytest.mark.parametrize("kind", ["ties", "tenths", "spread"])
-def test_no_combination_within_the_noise_limit_is_smaller_by_more_than_the_gap(kind, objective):
-    draw, relative = random.Random(f"{kind} {objective}"), objective == "relative"
-    exact = 0
-    for _ in range(80):
-        profile = random_profile(draw, kind)
-        every = combinations(profile, relative=relative)
-        low, high = every[:, 1].min(), every[:, 1].max()
-        for limit in (low, high, draw.uniform(low, high), draw.choice(every[:, 1].tolist())):
-            found = allocate_for_noise(profile, limit, objective=objective)
-            fewest = every[every[:, 1] <= limit * (1 + 1e-12), 0].min()
-            assert cost_of(found, relative=relative) <= limit * (1 + 2e-12)
-            assert 0 <= found.gap <= 1
-            assert found.saved_bytes * (1 - found.gap) <= fewest * (1 + 1e-11)
-            exact += found.saved_bytes == fewest
-    assert exact > 200
-
-
-@pytest.mark.parametrize("limit", [0.0, 1.0])
-def test_the_ends_are_the_optimum_and_their_gap_is_none(limit):
-    profile = realistic_profile(6, 5, seed=7)
-    bytes_, variances = (
-        [[getattr(option, name) for option in layer.options] for layer in profile.layers]
-        for name in ("saved_bytes", "variance")
-    )
-    for found in (
-        allocate_ratios(profile, sum(map(max, bytes_)) + limit),
-        allocate_for_noise(profile, math.fsum(map(max, variances)) + limit),
-    ):
-        assert found.gap == 0
-    assert allocate_ratios(profile, math.inf).variance == math.fsum(map(min, variances))
-    assert allocate_for_noise(profile, math.inf).saved_bytes == sum(map(min, bytes_))
+    assert min(exact.values()) > 200
 
 
 def test_a_concave_frontier_is_told_by_its_gap():
@@ -170,26 +135,14 @@ def test_more_bytes_never_mean_more_variance():
     assert all(fewer <= more for more, fewer in itertools.pairwise(kept))
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.9])
-def test_it_is_no_worse_than_a_uniform_allocation_of_the_same_bytes(ratio):
-    profile = realistic_profile(24, 100, seed=2)
-    uniform = profile.uniform(RMMConfig(ratio=ratio))
-    assert {config.ratio for config in uniform.configs.values()} == {ratio}
-    found = allocate_ratios(profile, uniform.saved_bytes)
-    assert found.saved_bytes <= uniform.saved_bytes
-    assert found.variance < 0.9 * uniform.variance
-    smaller = allocate_for_noise(profile, uniform.variance)
-    assert smaller.variance <= uniform.variance
-    assert smaller.saved_bytes < uniform.saved_bytes
-
-
 def test_a_boundless_budget_takes_the_least_variance_and_of_those_the_fewest_bytes():
     profile = profile_of([(9, 1.0), (7, 1.0), (8, 1.0), (1, 2.0)], [(3, 0.0), (5, 0.0)], [(4, 2.5)])
     for budget in (math.inf, 10**400, 20, np.float32(16)):
         found = allocate_ratios(profile, budget)
         assert (found.saved_bytes, found.variance) == (14, 3.5)
+        assert found.gap == 0
     found = allocate_for_noise(profile, math.inf)
-    assert (found.saved_bytes, found.variance) == (8, 4.5)
+    assert (found.saved_bytes, found.variance, found.gap) == (8, 4.5, 0)
     assert allocate_for_noise(profile, 3.5).saved_bytes == 14
 
 
@@ -221,17 +174,13 @@ def test_totals_are_sums_over_the_layers():
 
 
 @pytest.mark.parametrize("profile", [realistic_profile(3, 4, seed=0), shared_profile(random.Random(1))])
-def test_json_round_trips(profile):
-    assert NoiseProfile.from_json(profile.to_json()) == profile
+def test_allocations_survive_json(profile):
     found = allocate_ratios(profile, 1e9)
-    assert Allocation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert Allocation.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
     unknown = NoiseProfile((replace(profile.layers[0], minibatch_variance=math.nan),))
-    json.loads(unknown.to_json(), parse_constant=pytest.fail)
-    assert math.isnan(NoiseProfile.from_json(unknown.to_json()).layers[0].minibatch_variance)
-    assert allocate_ratios(unknown, 1e9).to_dict()["noise_ratio"] is None
-    for text in ("[", "[]", '{"layers": [{}]}', "3"):
-        with pytest.raises(ValueError, match="not a profile's JSON .*; pass what NoiseProfile.to_json"):
-            NoiseProfile.from_json(text)
+    values = json.loads(json.dumps(allocate_ratios(unknown, 1e9).to_dict(), allow_nan=False))
+    assert values["noise_ratio"] is None
+    assert math.isnan(Allocation.from_dict(values).layers[0].minibatch_variance)
     with pytest.raises(ValueError, match="not an allocation .*; pass what Allocation.to_dict"):
         Allocation.from_dict({"configs": {}})
 
@@ -254,25 +203,17 @@ class Block(nn.Module):
         self.query, self.output, self.norm = nn.Linear(8, 8), nn.Linear(8, 4), nn.LayerNorm(4)
 
 
-class Wrapper(nn.Module):
-    """Names its model as DistributedDataParallel does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
 def renamed(found: Allocation, *names: str) -> Allocation:
     return Allocation(tuple(replace(layer, name=name) for layer, name in zip(found.layers, names, strict=True)))
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_apply_configures_the_layers_of_these_names(wrapped):
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_apply_configures_the_layers_of_these_names(wrap):
     model = convert_linears(Block(), 0.9)
     found = profile_of([(1, 1.0)], [(2, 1.0), (1, 2.0)]).allocation(
         {"layers.0": RMMConfig(ratio=0.01), "layers.1": RMMConfig(ratio=0.02)}
     )
-    renamed(found, "query", "output").apply(Wrapper(model) if wrapped else model)
+    renamed(found, "query", "output").apply(wrap(model))
     assert (model.query.rmm_config.ratio, model.output.rmm_config.ratio) == (0.01, 0.02)
     renamed(Allocation(found.layers[1:]), "query").apply(model)
     assert (model.query.rmm_config.ratio, model.output.rmm_config.ratio) == (0.02, 0.02)
@@ -285,23 +226,12 @@ def test_apply_changes_all_layers_or_none():
         renamed(found, "query", "key").apply(model)
     with pytest.raises(ValueError, match=r"not sketched layers: output \(Linear\); convert them with convert_linears"):
         renamed(found, "query", "output").apply(model)
-    with pytest.raises(ValueError, match=r"not sketched layers: norm \(LayerNorm\)"):
-        renamed(found, "query", "norm").apply(model)
     with pytest.raises(ValueError, match="model is a int; pass a torch.nn.Module"):
         found.apply(3)
     assert model.query.rmm_config.ratio == 0.9
 
 
-@pytest.mark.parametrize("value", [math.nan, -1, True, "10", None])
-@pytest.mark.parametrize(
-    ("function", "name"), [(allocate_ratios, "budget_bytes"), (allocate_for_noise, "variance_limit")]
-)
-def test_bounds_that_are_none_are_refused(function, name, value):
-    with pytest.raises(ValueError, match=f"{name}=.* is not a number of at least 0; pass an int or a float"):
-        function(profile_of([(1, 1.0)]), value)
-
-
-def test_bounds_below_the_least_possible_say_what_that_is():
+def test_bounds_that_are_no_numbers_or_below_the_least_possible_are_refused():
     profile = profile_of([(3, 1.0), (9, 0.5)], [(4, 2.0), (8, 0.25)])
     assert allocate_ratios(profile, 7).saved_bytes == 7
     with pytest.raises(ValueError, match="budget_bytes=6.9 is below the least possible, 7 bytes"):
@@ -309,7 +239,10 @@ def test_bounds_below_the_least_possible_say_what_that_is():
     assert allocate_for_noise(profile, 0.75).variance == 0.75
     with pytest.raises(ValueError, match="variance_limit=0.74 is below the least possible, 0.75 with"):
         allocate_for_noise(profile, 0.74)
-    for function in (allocate_ratios, allocate_for_noise):
+    for function, name in ((allocate_ratios, "budget_bytes"), (allocate_for_noise, "variance_limit")):
+        for value in (math.nan, -1, True, "10", None):
+            with pytest.raises(ValueError, match=f"{name}=.* is not a number of at least 0; pass an int or a float"):
+                function(profile, value)
         with pytest.raises(ValueError, match="objective='most' is unknown; choose one of total, relative"):
             function(profile, 100, objective="most")
 
@@ -320,13 +253,10 @@ def test_bounds_below_the_least_possible_say_what_that_is():
         ({"name": 3}, "name=3 is not a layer's name"),
         ({"options": ()}, "layer 'a' has no options; give it at least one"),
         ({"gradient_squared": math.inf}, "layer 'a': gradient_squared is inf; expected a finite number of at least 0"),
-        ({"gradient_squared": -1.0}, "layer 'a': gradient_squared is -1.0"),
         ({"minibatch_variance": math.inf}, "layer 'a': minibatch_variance is inf"),
         ({"options": (Option(EXACT, 3, math.nan),)}, r"layer 'a', RMMConfig\(ratio=1.0.*: variance is nan; expected"),
-        ({"options": (Option(EXACT, 3, math.inf),)}, "layer 'a', .*: variance is inf"),
         ({"options": (Option(EXACT, 3, -1e-9),)}, "variance is -1e-09; .* below 0 by rounding alone"),
         ({"options": (Option(EXACT, 3.0, 0.0),)}, "saved_bytes is 3.0; expected a finite whole number"),
-        ({"options": (Option(EXACT, -3, 0.0),)}, "saved_bytes is -3"),
         ({"options": (Option(EXACT, True, 0.0),)}, "saved_bytes is True"),
         ({"options": (Option(EXACT, 3, 0.0), Option(EXACT, 4, 0.0))}, "layer 'a' has two options of one configuration"),
     ],
@@ -342,81 +272,12 @@ def test_bad_layers_are_named(change, message):
         LayerProfile(**{**values, **change})
 
 
-def test_optimal_ratios_meet_the_kkt_conditions():
-    draw = random.Random(0)
-    capped = lifted = 0
-    for _ in range(300):
-        n, least = draw.randint(1, 8), draw.choice([0.0, 0.01, 0.2])
-        c, b = [10 ** draw.uniform(-3, 3) for _ in range(n)], [10 ** draw.uniform(0, 4) for _ in range(n)]
-        budget = draw.uniform(least + 1e-3, 1.1) * sum(b)
-        ratios = optimal_ratios(c, b, budget, least_ratio=least)
-        spent = sum(one * ratio for one, ratio in zip(b, ratios, strict=True))
-        assert all(least <= ratio <= 1 for ratio in ratios)
-        assert spent == pytest.approx(min(budget, sum(b)), rel=1e-9)
-        # what one more byte would gain: equal where no cap binds, no more at 1's other side, no less at the least
-        gains = [one / (other * ratio**2) for one, other, ratio in zip(c, b, ratios, strict=True)]
-        free = [gain for gain, ratio in zip(gains, ratios, strict=True) if least < ratio < 1]
-        price = max(free, default=0.0)
-        assert all(gain == pytest.approx(price, rel=1e-9) for gain in free)
-        if free:
-            assert all(gain >= price * (1 - 1e-9) for gain, r in zip(gains, ratios, strict=True) if r == 1)
-            assert all(gain <= price * (1 + 1e-9) for gain, r in zip(gains, ratios, strict=True) if r == least)
-        capped += ratios.count(1.0) not in {0, n}
-        lifted += least > 0 and least in ratios
-    # caps of both kinds have been met
-    assert capped > 30
-    assert lifted > 30
-
-
-def test_optimal_ratios_at_their_edges():
-    assert optimal_ratios([1.0, 2.0], [3.0, 4.0], math.inf) == [1.0, 1.0]
-    assert optimal_ratios([1.0, 2.0], [3.0, 4.0], 7.0) == [1.0, 1.0]
-    assert optimal_ratios([0.0, 2.0, 5.0, 0.0], [3.0, 4.0, 0.0, 0.0], 4.3, least_ratio=0.1) == [0.1, 1.0, 1.0, 1.0]
-    assert optimal_ratios([0.0, 1.0, 4.0], [10.0, 100.0, 100.0], 61.0, least_ratio=0.1) == pytest.approx(
-        [0.1, 0.2, 0.4]
-    )
-    assert optimal_ratios([1.0, 9.0], [10.0, 10.0], 2.0, least_ratio=0.1) == pytest.approx([0.1, 0.1])
-    assert optimal_ratios([1.0, 9.0], [10.0, 10.0], 20.0, least_ratio=1.0) == [1.0, 1.0]
-    assert optimal_ratios([], [], 0) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"coefficients": [1.0]}, "1 coefficients and 2 bytes_at_one; pass both for every layer"),
-        ({"coefficients": [1.0, math.nan]}, r"coefficients\[1\] is nan; expected a finite number"),
-        ({"bytes_at_one": [-1.0, 2.0]}, r"bytes_at_one\[0\] is -1.0"),
-        ({"budget_bytes": math.nan}, "budget_bytes=nan is not a number of at least 0"),
-        ({"budget_bytes": 0}, "budget_bytes=0 does not pay for least_ratio=0.0"),
-        ({"least_ratio": 1.5}, r"least_ratio=1.5 is not in \[0, 1\]"),
-        (
-            {"least_ratio": 0.5, "budget_bytes": 9.0},
-            "budget_bytes=9.0 does not pay for least_ratio=0.5, which takes 10 ",
-        ),
-    ],
-    ids=str,
-)
-def test_optimal_ratios_refuse(change, message):
-    values = {"coefficients": [1.0, 2.0], "bytes_at_one": [10.0, 10.0], "budget_bytes": 15.0, **change}
-    with pytest.raises(ValueError, match=message):
-        optimal_ratios(
-            values["coefficients"],
-            values["bytes_at_one"],
-            values["budget_bytes"],
-            least_ratio=values.get("least_ratio", 0.0),
-        )
-
-
-def test_models_of_hundreds_of_layers_take_seconds_at_most():
+def test_hundreds_of_layers_leave_little_of_the_budget():
     profile = realistic_profile(200, 40, seed=6)
     budget = 0.3 * sum(layer.options[-1].saved_bytes for layer in profile.layers)
-    started = time.perf_counter()
     found = allocate_ratios(profile, budget)
     dual = allocate_for_noise(profile, found.variance)
-    # a few hundredths of a second on one slow core
-    assert time.perf_counter() - started < 5
     assert dual.saved_bytes * (1 - dual.gap) <= found.saved_bytes
-    # hundreds of layers leave little of the budget
     assert max(found.gap, dual.gap) < 0.005
     assert 0.99 * budget < found.saved_bytes <= budget
 

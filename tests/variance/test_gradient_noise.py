@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rmm_linear import RMMConfig, RMMLinear, available_sketches
+from rmm_linear import RMMConfig, available_sketches
 from rmm_linear.sketches import STORAGES
 from rmm_linear.sketches.contract import structured_pair
 from rmm_linear.variance import gradient_noise, measure_sketch_variance, paper_quantities
@@ -63,7 +63,9 @@ def test_the_sketchs_variance_is_the_measured_one(sketch, storage, center, pair)
     x, g = (y.float() for y in pair)
     config = CONFIG.replace(sketch=sketch, storage=storage, center=center)
     expected = gradient_noise(x, g, config).sketch_variance
+    state = torch.get_rng_state()
     found = measure_sketch_variance(x, g, config, draws=1200)
+    assert torch.equal(torch.get_rng_state(), state)
     # 4.9 standard errors are passed by chance once in a million; the closed form's own average is good to 1 %
     assert abs(found.value - expected) < 4.9 * found.standard_error + (0.01 * expected if storage else 0)
     assert found.standard_error < 0.05 * expected
@@ -108,20 +110,6 @@ def test_edges(pair):
     assert (nothing.sketch_variance, nothing.relative_variance, nothing.alpha) == (0, 0, 0)
     flat, deep = gradient_noise(x, g, CONFIG), gradient_noise(x.view(1, 67, 24), g.view(1, 67, 20), CONFIG)
     assert flat == deep
-
-
-def test_it_fits_a_real_layer_and_leaves_generators_alone():
-    torch.manual_seed(0)
-    layer, x = RMMLinear(24, 20, config=CONFIG), torch.randn(4, 33, 24)
-    seen = {}
-    output = layer(x)
-    output.register_hook(lambda g: seen.update(g=g))
-    nn.functional.gelu(output).mean().backward()
-    state = torch.get_rng_state()
-    noise = gradient_noise(x, seen["g"], layer.rmm_config, sequence_lengths=[33] * 4)
-    measure_sketch_variance(x, seen["g"], layer.rmm_config, draws=5)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert 0 < noise.relative_variance < 20
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from captured import captured
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, ops
@@ -77,22 +78,11 @@ def sketched(network: nn.Module) -> list[str]:
     return [name for name, layer in network.named_modules() if isinstance(layer, RMMLinear)]
 
 
-def captured(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """(x, g) of every layer in one step, by hooks that have nothing to do with a probe."""
-    inputs, gradients = {}, {}
-    for name, layer in network.named_modules():
-        if isinstance(layer, RMMLinear):
-            layer.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0].detach()}))
-            layer.register_full_backward_hook(lambda _, gin, gout, name=name: gradients.update({name: gout[0]}))
-    train_step(network)
-    return {name: (inputs[name], gradients[name]) for name in inputs}
-
-
 @pytest.mark.parametrize("config", [CONFIG, CONFIG.replace(storage="int4"), CONFIG.replace(sketch="gaussian")], ids=str)
 def test_records_are_the_noise_of_what_the_layers_saw(config):
     network = transformer(config)
     state = torch.get_rng_state()
-    expected = captured(copy.deepcopy(network))
+    expected = captured(copy.deepcopy(network), train_step)
     torch.set_rng_state(state)
     with VarianceMonitor(network, every=1) as monitor:
         train_step(network)
@@ -104,17 +94,10 @@ def test_records_are_the_noise_of_what_the_layers_saw(config):
             # the last layer's rows are its sequences
             minibatch = noise.row_variance if x.dim() == 2 else noise.sequence_variance
             assert (record.step, record.layer, record.rows) == (0, name, x.numel() // x.shape[-1])
-            for found, value in (
-                (record.gradient_squared, noise.gradient_squared),
-                (record.sketch_variance, noise.sketch_variance),
-                (record.minibatch_variance, minibatch),
-                (record.relative_variance, noise.sketch_variance / noise.gradient_squared),
-                (record.noise_ratio, noise.sketch_variance / minibatch),
-                (record.alpha, noise.alpha),
-            ):
-                assert found == pytest.approx(value)
-            signal = max(noise.gradient_squared - minibatch, 0)
-            assert record.snr == pytest.approx(signal / (minibatch + noise.sketch_variance))
+            c, v = noise.gradient_squared, noise.sketch_variance
+            ratios = v / c, v / minibatch, max(c - minibatch, 0) / (minibatch + v)
+            expected = (c, v, minibatch, *ratios, noise.alpha)
+            assert list(vars(record).values())[3:] == pytest.approx(expected)
 
 
 def test_the_summary_adds_up_the_layers():
@@ -136,17 +119,15 @@ def test_the_summary_adds_up_the_layers():
     assert found.snr == pytest.approx(max(c - m, 0) / (m + v))
     assert found.mean_relative_variance == pytest.approx(sum(record.relative_variance for record in records) / 13)
     assert found.layers_measured == 13
-
-
-def test_what_is_not_finite_stays_out_of_the_summary():
-    network = transformer()
-    monitor = VarianceMonitor(network, every=1)
-    train_step(network)
-    whole, nan = monitor.noise(), float("nan")
+    # records that are not finite stay out
+    whole, nan = found, float("nan")
     name = next(iter(monitor.latest))
     monitor.latest[name] = replace(monitor.latest[name], gradient_squared=nan, sketch_variance=nan)
     assert monitor.noise().layers_measured == 12
     assert math.isfinite(monitor.noise().relative_variance)
+    name = list(monitor.latest)[-1]
+    monitor.latest[name] = replace(monitor.latest[name], minibatch_variance=nan)
+    assert math.isfinite(monitor.noise().noise_ratio)
     monitor.latest = {name: replace(record, minibatch_variance=nan) for name, record in monitor.latest.items()}
     assert math.isnan(monitor.noise().snr)
     assert math.isnan(monitor.noise().noise_ratio)
@@ -154,7 +135,7 @@ def test_what_is_not_finite_stays_out_of_the_summary():
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 13, 50])
-def test_layers_take_turns(every, monkeypatch):
+def test_layers_take_turns(every):
     """Each once in `every` steps, evenly, and no more than their inputs are held."""
     network = transformer()
     names, most = sketched(network), -(-13 // every)
@@ -301,37 +282,3 @@ def test_bad_arguments_and_states_are_refused(every, tmp_path):
     for state in ({}, {"steps": "many", "observed": 0, "clipped": 0, "latest": []}):
         with pytest.raises(ValueError, match="no state of a VarianceMonitor"):
             monitor.load_state_dict(state)
-
-
-@pytest.mark.montecarlo
-@pytest.mark.parametrize("center", [False, True])
-def test_the_relative_variance_is_the_real_spread_of_the_gradients(center):
-    """Many backward passes of one batch: only the sketches differ."""
-    network = transformer(RMMConfig(ratio=0.3, center=center, min_rows=16))
-    network.dropout.p = 0.0
-    with VarianceMonitor(network, every=1) as monitor:
-        train_step(network)
-        records = dict(monitor.latest)
-    layers = {name: network.get_submodule(name) for name in records}
-    exact = copy.deepcopy(network)
-    for module in exact.modules():
-        if isinstance(module, RMMLinear):
-            module.rmm_config = RMMConfig(ratio=1.0)
-    exact.zero_grad()
-    train_step(exact)
-    draws = 250
-    errors = {name: torch.empty(draws, dtype=torch.float64) for name in layers}
-    for draw in range(draws):
-        network.zero_grad()
-        train_step(network)
-        for name, layer in layers.items():
-            true = exact.get_submodule(name).weight.grad
-            errors[name][draw] = (layer.weight.grad - true).double().square().sum() / true.double().square().sum()
-    # the last layer has fewer rows than min_rows
-    assert records["labels"].sketch_variance == 0
-    assert errors.pop("labels").max() < 1e-10
-    for name, found in errors.items():
-        z = (found.mean() - records[name].relative_variance) / (found.std() / draws**0.5)
-        # 24 layers in all: passed by chance once in 3000 runs of this file; the seed is fixed
-        assert abs(z) < 4.5, (name, z)
-        assert found.std() / draws**0.5 < 0.1 * found.mean()

@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
+from captured import captured
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear import RMMConfig, RMMLinear, convert_linears
+from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.variance.probe import LayerProbe, is_compiled
 
 CONFIG = RMMConfig(ratio=0.5, min_rows=1)
@@ -57,27 +58,13 @@ def x() -> Tensor:
     return torch.randn(4, 9, 8, requires_grad=True)
 
 
-def captured_by_hand(network: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    inputs: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-
-    def writer(name):
-        def write(layer, args, output):
-            inputs[name], outputs[name] = args[0], output
-
-        return write
-
-    for name, layer in network.named_modules():
-        if isinstance(layer, RMMLinear):
-            layer.register_forward_hook(writer(name))
-    loss = network(x).square().sum()
-    grads = torch.autograd.grad(loss, list(outputs.values()))
-    return {name: (inputs[name].detach(), g) for name, g in zip(outputs, grads, strict=True)}
+def step_on(x: Tensor):
+    return lambda network: network(x).square().sum().backward()
 
 
 def test_it_hands_over_input_and_gradient(x):
     network = model()
-    expected = captured_by_hand(copy.deepcopy(network), x)
+    expected = captured(copy.deepcopy(network), step_on(x))
     recorder = Recorder(network)
     network(x).square().sum().backward()
     # in the order of the backward pass
@@ -96,7 +83,7 @@ def test_a_checkpointed_layer_is_measured_once(reentrant, x):
     network = model(Block(reentrant), Block())
     plain = copy.deepcopy(network)
     plain[0].reentrant = None
-    expected = captured_by_hand(plain, x)
+    expected = captured(plain, step_on(x))
     recorder = Recorder(network)
     for _ in range(2):
         recorder.calls.clear()

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from captured import captured
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, available_sketches, convert_linears
@@ -15,7 +16,6 @@ from rmm_linear.variance import gradient_noise
 from rmm_linear.variance.profile import ProfileBuilder, layer_options, profile_noise
 
 RATIOS = (0.05, 0.1, 0.3, 0.5, 0.77, 1.0)
-AFFINE = [name for name in available_sketches() if name != "wta_crs"]
 
 
 @pytest.fixture
@@ -129,41 +129,22 @@ def runs_of(network: nn.Module) -> list:
 def test_a_profile_is_the_mean_over_the_batches(network):
     profile = profile_noise(network, runs_of(network), CONFIGS, layers_at_once=1)
     assert [layer.name for layer in profile.layers] == ["first", "second", "last"]
-    pairs: dict[str, list] = {layer.name: [] for layer in profile.layers}
-    state = torch.get_rng_state()
+    state, pairs = torch.get_rng_state(), []
     for x in batches():
         torch.set_rng_state(state)
-        inputs: dict[str, Tensor] = {}
-        outputs: dict[str, Tensor] = {}
-        other = copy.deepcopy(network)
-        for name in pairs:
-            other.get_submodule(name).register_forward_hook(writer(name, inputs, outputs))
-        loss = other(x).square().mean()
-        for name, g in zip(outputs, torch.autograd.grad(loss, list(outputs.values())), strict=True):
-            pairs[name].append((inputs[name], g))
+        pairs.append(captured(copy.deepcopy(network), lambda net, x=x: net(x).square().mean().backward()))
     for layer in profile.layers:
         for option, config in zip(layer.options, CONFIGS, strict=True):
             assert option.config == config
-            noise = [gradient_noise(x, g, config, sequence_lengths=[x.shape[1]] * 5) for x, g in pairs[layer.name]]
+            seen = [pair[layer.name] for pair in pairs]
+            noise = [gradient_noise(x, g, config, sequence_lengths=[x.shape[1]] * 5) for x, g in seen]
             # atol: at ratio 1 nothing is sketched
             assert option.variance == pytest.approx(sum(each.sketch_variance for each in noise) / 2, rel=1e-4)
-            kept = [
-                config.saved_bytes(5 * length, layer_width(network, layer.name), torch.float32) for length in (40, 61)
-            ]
+            width = network.get_submodule(layer.name).in_features
+            kept = [config.saved_bytes(5 * length, width, torch.float32) for length in (40, 61)]
             assert option.saved_bytes == pytest.approx(sum(kept) / 2, abs=0.5)
         assert layer.gradient_squared == pytest.approx(sum(each.gradient_squared for each in noise) / 2, rel=1e-4)
         assert layer.minibatch_variance == pytest.approx(sum(each.sequence_variance for each in noise) / 2, rel=1e-4)
-
-
-def writer(name: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor]):
-    def write(layer, args, output):
-        inputs[name], outputs[name] = args[0], output
-
-    return write
-
-
-def layer_width(network: nn.Module, name: str) -> int:
-    return network.get_submodule(name).in_features
 
 
 def test_training_goes_on_as_if_nothing_had_been_done(network):

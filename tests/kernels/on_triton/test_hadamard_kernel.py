@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from operands import operands
 
 from rmm_linear.sketches import Hadamard
 from rmm_linear_kernels.hadamard import kernel, reference
@@ -20,14 +21,6 @@ GEOMETRIES = [
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [(dtype, out) if torch.float32 in (dtype, out) else grid(dtype, out) for dtype in DTYPES for out in DTYPES]
-
-
-def operands(rows, features, dtype, device):
-    """An input inside a frame of NaN, so that reading beyond its edge shows, and a mean."""
-    frame = torch.full((rows + 2, features + 3), torch.nan, dtype=dtype, device=device)
-    x = frame[1:-1, 2:-1]
-    x.copy_(torch.randn(rows, features))
-    return x, torch.randn(features, device=device)
 
 
 def check(x, seed, mean, ratio, *, scale=0.3, dtype=torch.float32):

@@ -4,20 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from operands import operands
 
 from rmm_linear_kernels.projection import kernel, reference
 
 # cases alike: a GPU runs them all
 grid = partial(pytest.param, marks=pytest.mark.grid)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def operands(rows, features, dtype, device, spread=1.0):
-    """An input inside a frame of NaN, so that reading beyond its edge shows, and a mean."""
-    frame = torch.full((rows + 2, features + 3), torch.nan, dtype=dtype, device=device)
-    x = frame[1:-1, 2:-1]
-    x.copy_(torch.randn(rows, features) * spread)
-    return x, torch.randn(features, device=device) * spread
 
 
 def assert_is_as_good_as_the_reference(x, seed, mean, *, rank, gaussian, dtype, scale=0.1):
