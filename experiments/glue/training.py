@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -47,7 +48,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from rmm_linear import RMMCallback, SketchedLayer, convert_linears, revert_linears
-from rmm_linear.compiler import plans
 from rmm_linear.integrations.hf_trainer import NOISE_KEY
 from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
@@ -354,11 +354,12 @@ class PreparedRun:
         trainer = self._trainer(checkpoints, on_save, conversion, callbacks)
         if settings.method == CHECKPOINTING:
             _enable_checkpointing(self.model)
-        step: nn.Module = self.model
         if settings.compile_options is not None:
-            step = torch.compile(self.model, backend="rmm_linear", options=settings.compile_options)
-        gradient_noise = self._gradient_noise(step)
-        kept_bytes = self._kept_bytes() if step is self.model else self._planned_bytes(step)
+            # before the training begins, so that what is measured first runs by the training's plan
+            conversion[0].on_train_begin(trainer.args, trainer.state, trainer.control, model=self.model)
+        gradient_noise = self._gradient_noise(trainer)
+        is_planned = settings.compile_options is not None
+        kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
@@ -401,18 +402,25 @@ class PreparedRun:
         assert loss.requires_grad
         return int(kept.bytes)
 
-    def _planned_bytes(self, step: nn.Module) -> int:
+    def _planned_bytes(self, trainer: Trainer, callback: RMMCallback) -> int:
         """Bytes that the plan of the same step has in memory when its forward pass ends."""
         with self._training() as batch_at:
-            step(**batch_at(0))
-        return plans(step)[-1].planned.forward_bytes
+            self._loss(trainer)(self.model, batch_at(0))
+        assert callback.planned is not None
+        return callback.planned.plans[-1].planned.forward_bytes
 
-    def _gradient_noise(self, step: nn.Module) -> dict[str, float] | None:
+    def _loss(self, trainer: Trainer) -> Callable[[nn.Module, Any], torch.Tensor]:
+        """The loss of the training: with other arguments, a model would be compiled twice."""
+        count = torch.tensor(self.settings.batch_size, device=self.device)
+        return functools.partial(trainer.compute_loss, num_items_in_batch=count)
+
+    def _gradient_noise(self, trainer: Trainer) -> dict[str, float] | None:
         """Variances of the initial gradient; None if there are too few batches."""
         if len(self.splits["train"]) < _NOISE_BATCHES * self.settings.batch_size:
             return None
         with self._training() as batch_at:
-            noise = measure_step_noise(step, [batch_at(number) for number in range(_NOISE_BATCHES)])
+            batches = [batch_at(number) for number in range(_NOISE_BATCHES)]
+            noise = measure_step_noise(self.model, batches, loss_fn=self._loss(trainer))
         return {
             "gradient_squared": noise.gradient_squared,
             "step_variance": noise.step.value,
