@@ -124,9 +124,9 @@ class Row:
     time_differs: int
 
     @property
-    def knob(self) -> str | None:
-        """The ratio, the bits or the budget; None for methods that have none."""
-        return f"{self.ratio:g}" if self.ratio is not None else self.bits or self.budget
+    def time_over_exact(self) -> float | None:
+        """The median of the step times over exact's, and 1 for exact itself."""
+        return 1.0 if self.method == EXACT else None if self.step_time is None else self.step_time.median
 
     @property
     def description(self) -> str:

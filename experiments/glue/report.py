@@ -23,7 +23,7 @@ from .settings import CHECKPOINTING, EXACT, VARIANTS
 _MIB = 2**20
 # points of score within which a method counts as equal to exact
 _EQUAL = 1.0
-# shares of exact's bytes that count as the same, where what to show is chosen
+# shares of exact's bytes, and of a step time, that count as the same
 _SAME_SHARE = 0.03
 
 
@@ -250,21 +250,27 @@ def _task_clause(task: str, rows: Sequence[Row]) -> str:
 
 def _dominance(rows: Sequence[Row]) -> str:
     """Which methods are worse than another one in kept bytes and in step time, and not better in noise."""
-    timed = [row for row in rows if row.step_time is not None and row.noise is not None]
-    words = []
-    for row in timed:
-        better = [other for other in timed if _dominates(other, row)]
+    beaten: dict[str, list[str]] = {}
+    for row in rows:
+        better = [other for other in rows if _dominates(other, row)]
         if better:
             best = min(better, key=lambda other: other.kept_bytes)
-            words.append(f"{best.description} dominates {row.description}")
-    return f"; of kept bytes, step time and noise, {', '.join(words)} in each" if words else ""
+            beaten.setdefault(best.description, []).append(row.description)
+    words = [f"{best} beats {_listed(others)}" for best, others in beaten.items()]
+    return f"; in kept bytes and step time, at no more noise, {_listed(words)}" if words else ""
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _dominates(first: Row, second: Row) -> bool:
-    if first.step_time is None or second.step_time is None or first.noise is None or second.noise is None:
+    times = first.time_over_exact, second.time_over_exact
+    if None in (*times, first.noise, second.noise):
         return False
-    is_faster = first.step_time.median <= (1 - _SAME_SHARE) * second.step_time.median
-    return is_faster and first.kept_share <= second.kept_share - _SAME_SHARE and first.noise <= second.noise
+    is_faster = times[0] <= (1 - _SAME_SHARE) * times[1]  # type: ignore[operator]
+    is_no_noisier = first.noise <= second.noise  # type: ignore[operator]
+    return is_faster and is_no_noisier and first.kept_share <= second.kept_share - _SAME_SHARE
 
 
 def _outcome(row: Row) -> str:

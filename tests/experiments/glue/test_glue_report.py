@@ -198,6 +198,21 @@ def test_times_are_told_apart_only_where_the_noise_allows(
     assert words in one_sentence(compare(tmp_path))
 
 
+@pytest.mark.parametrize(("noise", "is_beaten"), [(1.0, True), (3.0, False)])
+def test_the_sentence_says_what_is_worse_in_bytes_time_and_noise(
+    noise: float, is_beaten: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRUTH, "hadamard-0.1-centered", (0.03, 0.4, 0.8))
+    noises = {"gaussian-0.1": 2.0, "hadamard-0.1-centered": noise, "hadamard-0.5-centered": 0.5}
+    for result in _fake_results(tmp_path):
+        variances = {"step_variance": noises.get(_label(result), 0.0), "minibatch_variance": 1.0}
+        _edited(tmp_path, result["name"], lambda r, variances=variances: r.update(gradient_noise=variances))  # type: ignore[misc]
+    words = "; in kept bytes and step time, at no more noise, centered hadamard at 0.1 beats gaussian at 0.1"
+    assert (words in one_sentence(compare(tmp_path))) == is_beaten
+    # hadamard at 0.5 and exact gradients have less noise, and checkpointing keeps less
+    assert one_sentence(compare(tmp_path)).count("beats") == is_beaten
+
+
 def test_the_report_ends_with_table_figure_and_sentence_and_lists_the_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
