@@ -22,7 +22,6 @@ from experiments.glue.sketch_noise import (
     HEADLINE_BUDGETS,
     REAL_ROWS,
     TO_LONGEST,
-    read_numbers,
     read_records,
 )
 from experiments.glue.variance_report import best_of, describe
@@ -79,7 +78,7 @@ def variance_table() -> str:
     records = [record for record in read_records(VARIANCE / GRID_FILE) if record["task"] == "mrpc"]
     first = records[0]
     step = max(record["step"] for record in records)
-    together = [row for row in read_numbers(VARIANCE / allocated.FILE) if row["way"] == allocated.BEST_WAY]
+    together = [row for row in read_records(VARIANCE / allocated.FILE) if row["way"] == allocated.BEST_WAY]
     lines = [
         "| bytes | the paper's gaussian | best here | padding left out | and the first token kept, one a layer |",
         "|---|---|---|---|---|",

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _TASKS_A_ROW = 3
 _NOISE_COLOURS = colormaps["plasma"]
-# between the numbers of points that lie close together, in points
-_LEAST_HEIGHT, _LEAST_WIDTH = 9, 14
-# of a column of names, in inches
+# in points: how near is close, and the height of a number; in inches: the width of a method's name
+_CLOSE, _TEXT_HEIGHT = 18, 9
 _LEGEND_WIDTH = 3.6
 
 
@@ -62,7 +61,7 @@ def draw_figure(comparison: Comparison, path: Path) -> None:
     for unused in panels:
         unused.set_visible(False)
     if scale:
-        label = "noise over the minibatch's variance; black: none"
+        label = "noise / minibatch's own (black: none)"
         figure.colorbar(ScalarMappable(scale, _NOISE_COLOURS), ax=grid[:, -1], label=label)
     handles = [
         Line2D([], [], linestyle="", marker=f"${number}$", color="black", markersize=8, label=name)
@@ -107,13 +106,22 @@ def _draw(
 
 
 def _write_numbers(axes: Axes, points: Iterable[tuple[int, float, float]]) -> None:
-    """Write the numbers beside the points, from below, each above the numbers that it would cover."""
+    """Write the numbers on the right of points that lie close together, from below and none over another."""
+    scale = 72 / axes.figure.dpi
+    places = [(number, (x, y), axes.transData.transform((x, y)) * scale) for number, x, y in points]
     written: list[tuple[float, float]] = []
-    for number, x, y in sorted(points, key=lambda point: point[2]):
-        right, own = axes.transData.transform((x, y)) * 72 / axes.figure.dpi
-        below = [top for other, top in written if abs(other - right) < _LEAST_WIDTH]
-        height = max([own, *(top + _LEAST_HEIGHT for top in below)])
+    for number, point, (across, up) in sorted(places, key=lambda place: place[2][1]):
+        close = [x for *_, (x, y) in places if 0 <= x - across < _CLOSE and abs(y - up) < _CLOSE]
+        right = max(close)
+        height = max([up, *(top + _TEXT_HEIGHT for other, top in written if abs(other - right) < _CLOSE)])
         written.append((right, height))
         axes.annotate(
-            str(number), (x, y), (7, height - own), textcoords="offset points", va="center", fontsize=9, zorder=5
+            str(number),
+            point,
+            (right - across + 8, height - up),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            zorder=5,
+            arrowprops={"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0},
         )

@@ -23,7 +23,7 @@ from .settings import CHECKPOINTING, EXACT, VARIANTS
 _MIB = 2**20
 # points of score within which a method counts as equal to exact
 _EQUAL = 1.0
-# shares of exact's bytes, and of a step time, that count as the same
+# shares of exact's bytes that count as the same
 _SAME_SHARE = 0.03
 
 
@@ -38,9 +38,10 @@ def write_report(folder: Path) -> str:
     """
     comparison = compare(folder)
     table, sentence = markdown_table(comparison), one_sentence(comparison)
-    notes = _notes(comparison)
+    notes, beaten = _notes(comparison), beaten_methods(comparison)
     figure = folder / "report.png"
-    text = "\n\n".join([f"# Results: {', '.join(comparison.tasks)}", sentence, table, "![figure](report.png)", notes])
+    parts = [f"# Results: {', '.join(comparison.tasks)}", sentence, table, "![figure](report.png)", beaten, notes]
+    text = "\n\n".join(filter(None, parts))
     try:
         replace_file(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
         replace_file(folder / "table.csv", lambda path: path.write_text(_table_csv(comparison), encoding="utf-8"))
@@ -50,7 +51,7 @@ def write_report(folder: Path) -> str:
         raise HarnessError(
             f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
         ) from error
-    return f"{table}\n\n{notes}\n\nfigure: {figure}\n{sentence}"
+    return "\n".join(filter(None, [f"{table}\n\n{notes}\n\nfigure: {figure}", sentence, beaten]))
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
@@ -240,24 +241,32 @@ def _task_clause(task: str, rows: Sequence[Row]) -> str:
     fewest = min(row.kept_share for row in sketches)
     # chosen by bytes and not by score: the best of several would owe some of its lead to luck
     shown = [row for row in sketches if row.kept_share <= fewest + _SAME_SHARE]
-    words = [f"{row.description} scores {_outcome(row)}" for row in shown]
+    words = [f"{row.description} scored {_outcome(row)}" for row in shown]
     for row in rows:
         if row.ratio is None and row.method != EXACT:
-            words.append(f"{row.description} scores {_outcome(row)}{_step_time(row)}")
-    dominance = _dominance(rows)
-    return f"{task}: against {exact.score.mean:.1f} of exact, " + ", ".join(words) + _sketch_times(sketches) + dominance
+            words.append(f"{row.description} scored {_outcome(row)}{_step_time(row)}")
+    return f"{task}: against {exact.score.mean:.1f} of exact, " + ", ".join(words) + _sketch_times(sketches)
 
 
-def _dominance(rows: Sequence[Row]) -> str:
-    """Which methods are worse than another one in kept bytes and in step time, and not better in noise."""
-    beaten: dict[str, list[str]] = {}
-    for row in rows:
-        better = [other for other in rows if _dominates(other, row)]
-        if better:
-            best = min(better, key=lambda other: other.kept_bytes)
-            beaten.setdefault(best.description, []).append(row.description)
-    words = [f"{best} beats {_listed(others)}" for best, others in beaten.items()]
-    return f"; in kept bytes and step time, at no more noise, {_listed(words)}" if words else ""
+def beaten_methods(comparison: Comparison) -> str:
+    """A sentence a task: which methods kept more and were slower than another one, and had no less noise.
+
+    Nothing of tasks whose noise or times are unknown.
+    """
+    sentences = []
+    for task in comparison.tasks:
+        rows = comparison.of_task(task)
+        if not comparison.has_times or all(row.noise is None for row in rows if row.method != EXACT):
+            continue
+        beaten: dict[str, list[str]] = {}
+        for row in rows:
+            better = [other for other in rows if _dominates(other, row)]
+            if better:
+                best = min(better, key=lambda other: other.kept_bytes)
+                beaten.setdefault(best.description, []).append(row.description)
+        words = _listed([f"{best} beat {_listed(others)}" for best, others in beaten.items()])
+        sentences.append(f"{task}: in kept bytes and step time, at no more noise, {words or 'no method beat another'}.")
+    return " ".join(sentences)
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -265,12 +274,16 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _dominates(first: Row, second: Row) -> bool:
-    times = first.time_over_exact, second.time_over_exact
-    if None in (*times, first.noise, second.noise):
+    if first.noise is None or second.noise is None or first.noise > second.noise:
         return False
-    is_faster = times[0] <= (1 - _SAME_SHARE) * times[1]  # type: ignore[operator]
-    is_no_noisier = first.noise <= second.noise  # type: ignore[operator]
-    return is_faster and is_no_noisier and first.kept_share <= second.kept_share - _SAME_SHARE
+    return _is_faster(first, second) and first.kept_share <= second.kept_share - _SAME_SHARE
+
+
+def _is_faster(first: Row, second: Row) -> bool:
+    """Whether nearly all steps of one were faster than nearly all of the other; no median that the noise allows."""
+    if EXACT in (first.method, second.method):
+        return first.time_differs < second.time_differs
+    return bool(first.step_time and second.step_time and first.step_time.high < second.step_time.low)
 
 
 def _outcome(row: Row) -> str:
