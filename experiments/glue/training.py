@@ -465,7 +465,7 @@ class PreparedRun:
         callbacks: tuple[TrainerCallback, ...],
     ) -> Trainer:
         settings = self.settings
-        clock = StepClock(self.device)
+        clock = _StepClock(self.device)
         sampler = None
         if settings.group_lengths:
             lengths = [len(tokens) for tokens in self.splits["train"]["input_ids"]]
@@ -480,11 +480,11 @@ class PreparedRun:
             data_collator=self.collate,
             processing_class=self.tokenizer,
             compute_metrics=self._metrics(),
-            callbacks=[*conversion, Checkpoints(settings.save_steps, on_save), clock, *callbacks],
+            callbacks=[*conversion, _Checkpoints(settings.save_steps, on_save), clock, *callbacks],
         )
         # the stock bar prints every log, which is a line a step here
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(QuietProgress(settings.name))
+        trainer.add_callback(_QuietProgress(settings.name))
         return trainer
 
     def _arguments(self, checkpoints: Path) -> TrainingArguments:
@@ -514,7 +514,7 @@ class PreparedRun:
             bf16=settings.precision == "bfloat16",
             use_cpu=self.device.type == "cpu",
             eval_strategy="epoch",
-            # Checkpoints decides when to save
+            # _Checkpoints decides when to save
             save_strategy="no",
             save_total_limit=1,
             logging_steps=1,
@@ -614,11 +614,10 @@ def _split_log(
     return steps, epochs
 
 
-class StepClock(TrainerCallback):
+class _StepClock(TrainerCallback):
     """Time each training step: forward, backward, clipping and the optimizer; neither data, evaluation nor saving."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start with no step timed."""
         self._device = device
         self._began = 0.0
         self.seconds = 0.0
@@ -629,11 +628,9 @@ class StepClock(TrainerCallback):
         return time.perf_counter()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the clock."""
         self._began = self._now()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Stop the clock."""
         self.seconds = self._now() - self._began
 
 
@@ -672,7 +669,7 @@ class _GroupedByLength(Sampler[int]):
 class _RecordingTrainer(Trainer):
     """A `Trainer` whose log, and so every checkpoint, holds the time of each step as well."""
 
-    def __init__(self, clock: StepClock, sampler: Sampler[int] | None, **arguments: Any) -> None:
+    def __init__(self, clock: _StepClock, sampler: Sampler[int] | None, **arguments: Any) -> None:
         self._clock = clock
         self._sampler = sampler
         super().__init__(**arguments)
@@ -687,7 +684,7 @@ class _RecordingTrainer(Trainer):
         super().log(logs, *arguments, **keywords)
 
 
-class Checkpoints(TrainerCallback):
+class _Checkpoints(TrainerCallback):
     """Ask for a checkpoint at the end of each epoch, after its evaluation, and every so many steps within.
 
     `Trainer`'s own strategies can't do both. A checkpoint at an epoch's last step, before its evaluation, would lose
@@ -695,38 +692,32 @@ class Checkpoints(TrainerCallback):
     """
 
     def __init__(self, every_steps: int, on_saved: Callable[[], None]) -> None:
-        """Save every so many steps."""
         self._every_steps = every_steps
         self._on_saved = on_saved
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Ask within an epoch."""
         assert state.epoch is not None
         due = self._every_steps > 0 and state.global_step % self._every_steps == 0
         if due and not float(state.epoch).is_integer() and state.global_step < state.max_steps:
             control.should_save = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Ask at the end of an epoch."""
         if state.global_step < state.max_steps:
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Pass it on."""
         self._on_saved()
 
 
-class QuietProgress(ProgressCallback):
+class _QuietProgress(ProgressCallback):
     """`Trainer`'s progress bar, with the last loss and score beside it instead of a printed line a step."""
 
     def __init__(self, name: str) -> None:
-        """Label the bar."""
         super().__init__()
         self._name = name
         self._shown: dict[str, str] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Open the bar."""
         super().on_train_begin(args, state, control)
         if self.training_bar is not None:
             self.training_bar.set_description(self._name)
@@ -749,7 +740,6 @@ class QuietProgress(ProgressCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Show the loss and the metrics of the last evaluation."""
         if self.training_bar is None or not logs:
             return
         hidden = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_loss")
