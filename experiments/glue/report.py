@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.blocks import table
+
 from .command_line import report_command
 from .comparison import Comparison, Mean, Row, compare
 from .errors import HarnessError
@@ -37,10 +39,10 @@ def write_report(folder: Path) -> str:
         HarnessError: If there is nothing to report, the runs don't compare, or the folder can't be written to.
     """
     comparison = compare(folder)
-    table, sentence = markdown_table(comparison), one_sentence(comparison)
+    numbers, sentence = markdown_table(comparison), one_sentence(comparison)
     notes, beaten = _notes(comparison), beaten_methods(comparison)
     figure = folder / "report.png"
-    parts = [f"# Results: {', '.join(comparison.tasks)}", sentence, table, "![figure](report.png)", beaten, notes]
+    parts = [f"# Results: {', '.join(comparison.tasks)}", sentence, numbers, "![figure](report.png)", beaten, notes]
     text = "\n\n".join(filter(None, parts))
     try:
         replace_file(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
@@ -51,16 +53,11 @@ def write_report(folder: Path) -> str:
         raise HarnessError(
             f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
         ) from error
-    return "\n".join(filter(None, [f"{table}\n\n{notes}\n\nfigure: {figure}", sentence, beaten]))
+    return "\n".join(filter(None, [f"{numbers}\n\n{notes}\n\nfigure: {figure}", sentence, beaten]))
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a file beside `path`, then put it in its place as a whole.
-
-    Args:
-        path: The place.
-        write: Writes to the path that it is given.
-    """
+    """Let `write` make a file beside `path`, then put it in its place as a whole."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
     os.close(handle)
     try:
@@ -90,11 +87,7 @@ def _signed(points: float) -> str:
 
 
 def markdown_table(comparison: Comparison) -> str:
-    """One Markdown table a task.
-
-    Returns:
-        The tables, each under the task's name if there are several.
-    """
+    """Return one Markdown table a task, each under the task's name if there are several."""
     parts = []
     for task in comparison.tasks:
         rows = comparison.of_task(task)
@@ -109,16 +102,14 @@ def markdown_table(comparison: Comparison) -> str:
             header.append("noise")
         if comparison.has_times:
             header += ["training s", "step time / exact"]
-        lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        lines = []
         for row in rows:
             cells = _cells(row, shown, knobs)
             if has_noise:
                 cells.append(f"{row.noise:.1g}" if row.noise else "0")
-            if comparison.has_times:
-                cells += _time_cells(row)
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append([*cells, *(_time_cells(row) if comparison.has_times else [])])
         title = f"**{task}**\n\n" if len(comparison.tasks) > 1 else ""
-        parts.append(title + "\n".join(lines))
+        parts.append(title + table(header, lines))
     return "\n\n".join(parts)
 
 
@@ -189,22 +180,17 @@ def _notes(comparison: Comparison) -> str:
         notes.append("Times are left out: the machine had other work during these runs (`timing` is off in them).")
     if comparison.incomplete:
         notes.append("Left out, for they are not complete: " + ", ".join(comparison.incomplete) + ".")
-    origins: dict[tuple[Any, ...], set[str]] = {}
+    origins: dict[str, set[str]] = {}
     for result in comparison.results:
         hardware, versions = result["hardware"], result["versions"]
-        origin = (
-            versions["rmm_linear"],
-            versions["torch"],
-            versions["transformers"],
-            hardware["gpu"] or hardware["cpu"],
-            hardware["torch_threads"],
+        threads = hardware["torch_threads"]
+        where = (
+            f"torch {versions['torch']}, transformers {versions['transformers']} on"
+            f" {hardware['gpu'] or hardware['cpu']}, {threads} thread{'s' if threads != 1 else ''}."
         )
-        origins.setdefault(origin, set()).add(_commit(result))
-    for (version, torch_version, transformers_version, chip, threads), commits in sorted(origins.items()):
-        notes.append(
-            f"Ran with rmm_linear {version} ({', '.join(sorted(commits))}), torch {torch_version}, transformers "
-            f"{transformers_version} on {chip}, {threads} thread{'s' if threads != 1 else ''}."
-        )
+        origins.setdefault(f"{versions['rmm_linear']} ({{}}), {where}", set()).add(_commit(result))
+    for origin, commits in sorted(origins.items()):
+        notes.append("Ran with rmm_linear " + origin.format(", ".join(sorted(commits))))
     return "\n".join(f"- {note}" for note in notes)
 
 
@@ -334,15 +320,10 @@ def _table_csv(comparison: Comparison) -> str:
     records = []
     for row in comparison.rows:
         interval = row.difference.interval() if row.difference else None
+        knobs = ("task", "method", "ratio", "center", "storage", "bits", "budget")
         records.append(
             {
-                "task": row.task,
-                "method": row.method,
-                "ratio": row.ratio,
-                "center": row.center,
-                "storage": row.storage,
-                "bits": row.bits,
-                "budget": row.budget,
+                **{name: getattr(row, name) for name in knobs},
                 "variant": " ".join(row.variant),
                 "seeds": len(row.seeds),
                 "kept_bytes": round(row.kept_bytes),
@@ -406,14 +387,7 @@ def as_csv(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The arguments; those of the process if None.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
-    """
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     return report_command(
         arguments,
         write_report,

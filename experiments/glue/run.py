@@ -91,14 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The arguments; those of the process if None.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
-    """
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     try:
         return exit_status(lambda: _run(_parser().parse_args(arguments)))
     except KeyboardInterrupt:

@@ -74,14 +74,8 @@ class Task:
     def parse_label(self, text: str) -> float | int:
         """Turn a label field of an official file into a number.
 
-        Args:
-            text: The field: a class name, a class number, or a score from 0 to 5.
-
-        Returns:
-            The class index, or the score of a regression task.
-
         Raises:
-            ValueError: If the field is none of these.
+            ValueError: If it is no class name, class number, or score from 0 to 5, as the task has them.
         """
         if self.is_regression:
             score = float(text)
@@ -196,14 +190,7 @@ TASKS: dict[str, Task] = {
 
 
 def load_task(task: Task, data: str) -> DatasetDict:
-    """Load the train and validation splits of a task.
-
-    Args:
-        task: The task to load.
-        data: `"hub"`, or the path of a folder in the official GLUE layout.
-
-    Returns:
-        Splits `train` and `validation` with the task's text columns and `label`.
+    """Load the train and validation splits of a task from `"hub"` or a folder in the official GLUE layout.
 
     Raises:
         HarnessError: If the folder, a file or a row is not what the official layout says, or the hub can't be reached.

@@ -57,7 +57,7 @@ from .comparison import check_comparable
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
 from .errors import HarnessError
-from .peak_memory import PeakMemory
+from .peak_memory import peak_memory
 from .result_file import (
     COMPLETE,
     DIVERGED,
@@ -84,10 +84,7 @@ def result_path(settings: RunSettings, results: Path) -> Path:
 
 
 def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | None:
-    """The result of a run, if it is complete (or has diverged, which another attempt would do as well).
-
-    Returns:
-        The result file's content, or None if the run is still to do or to finish.
+    """The result of a run, if it is complete (or has diverged, which another attempt would do as well), or None.
 
     Raises:
         HarnessError: If the file holds a run with other settings, on other data, or from another model.
@@ -122,11 +119,6 @@ def _short(value: Any) -> str:
 
 def check_folder(runs: Sequence[RunSettings], results: Path, *, force: bool = False) -> None:
     """Find out before the first of several runs what would stop the last one, or the report.
-
-    Args:
-        runs: The runs.
-        results: Their results folder.
-        force: Whether earlier results of these runs are to be thrown away.
 
     Raises:
         HarnessError: If the folder can't be written to, or holds results that don't go with the runs'.
@@ -339,14 +331,7 @@ class PreparedRun:
         on_save: Callable[[], None] = lambda: None,
         callbacks: tuple[TrainerCallback, ...] = (),
     ) -> dict[str, Any]:
-        """Train from the last checkpoint, if there is one, to the end.
-
-        Args:
-            checkpoints: Folder of this run's checkpoints.
-            on_start: Called with the step that training starts from.
-            on_save: Called after each checkpoint.
-            callbacks: More callbacks for the `Trainer`.
-        """
+        """Train from the last checkpoint, if there is one, to the end; `on_start` is told the step it starts from."""
         settings = self.settings
         exact_bytes = self._kept_bytes()
         set_seed(settings.seed)
@@ -364,7 +349,7 @@ class PreparedRun:
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
         set_seed(settings.seed)
-        with PeakMemory(self.device) as peak:
+        with peak_memory(self.device) as peak:
             trainer.train(resume_from_checkpoint=checkpoint)
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
         for planned in (callback.planned for callback in conversion if callback.planned is not None):
@@ -386,7 +371,7 @@ class PreparedRun:
                 "exact_model": exact_bytes,
                 "batch": "the first batch of the training split, in its order on disk",
             },
-            "peak_memory": peak.report,
+            "peak_memory": peak,
             "final": {key: epochs[-1][key] for key in ("score", *self.task.metrics)},
             "train_seconds": sum(steps["seconds"]),
             "epochs": epochs,
@@ -710,40 +695,20 @@ class _Checkpoints(TrainerCallback):
 
 
 class _QuietProgress(ProgressCallback):
-    """`Trainer`'s progress bar, with the last loss and score beside it instead of a printed line a step."""
+    """Trainer's progress bar, with neither a printed line a step nor a second bar for an evaluation."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._shown: dict[str, str] = {}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        super().on_train_begin(args, state, control)
+    def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+        super().on_train_begin(*arguments, **keywords)
         if self.training_bar is not None:
             self.training_bar.set_description(self._name)
 
-    def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: Any = None,
-        **_: Any,
-    ) -> None:
-        """Show no second bar for an evaluation."""
+    def on_prediction_step(self, *arguments: Any, **keywords: Any) -> None:
+        pass
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        if self.training_bar is None or not logs:
-            return
-        hidden = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_loss")
-        for key, value in logs.items():
-            if key == "loss" or (key.startswith("eval_") and key not in hidden):
-                self._shown[key.removeprefix("eval_")] = f"{value:.3f}"
-        self.training_bar.set_postfix(self._shown, refresh=False)
+    def on_log(self, *arguments: Any, logs: dict[str, Any] | None = None, **keywords: Any) -> None:
+        if self.training_bar is not None and "loss" in (logs or {}):
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)  # type: ignore[index]
