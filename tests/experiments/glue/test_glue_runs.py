@@ -203,6 +203,28 @@ def test_methods_start_alike_checkpointing_is_exact_and_both_keep_less(results: 
     assert kept["checkpointing"]["model"] < 0.5 * kept["exact"]["model"]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_demo")
+def test_a_compiled_run_measures_and_trains_by_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Recorded(training.RMMCallback):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(training, "RMMCallback", Recorded)
+    knobs = {"epochs": 1, "batch_size": 10, "pad_multiple": 16}
+    exact = execute(RunSettings(**knobs), tmp_path)
+    coded = execute(RunSettings(method="codes", bits="8", **knobs), tmp_path)
+    assert [len(callback.planned.plans) for callback in made] == [1]
+    # 8 steps, two gradients each of 8 batches, and the step whose bytes are told
+    assert made[0].planned.planned_runs == 8 + 16 + 1
+    assert coded["kept_bytes"]["model"] < 0.5 * coded["kept_bytes"]["exact_model"]
+    assert coded["gradient_noise"]["step_variance"] > exact["gradient_noise"]["step_variance"] == 0.0
+    assert coded["steps"]["loss"] == pytest.approx(exact["steps"]["loss"], rel=0.05)
+
+
 @pytest.mark.usefixtures("tiny_demo")
 def test_a_finished_run_is_not_run_again_unless_forced_nor_mistaken_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
