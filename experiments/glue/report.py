@@ -273,19 +273,17 @@ def _is_faster(first: Row, second: Row) -> bool:
 
 
 def _outcome(row: Row) -> str:
-    """Score, difference to exact and share of the bytes kept."""
+    """Score, difference to exact, whose interval the table has, and share of the bytes kept."""
     score = f"{row.score.mean:.1f}"
     if row.difference is not None:
-        score += f" ({_signed_points(row.difference)})"
+        score += f" ({_signed(row.difference.mean)})"
     return f"{score} with {100 * row.kept_share:.0f} % of its bytes"
 
 
 def _step_time(row: Row) -> str:
-    if row.step_time is None:
+    if row.step_time is None or row.time_differs == 0:
         return ""
-    if row.time_differs == 0:
-        return " at a step time not to be told from exact's"
-    return f" at {row.step_time.median:.2f} times exact's step time"
+    return f" at {row.step_time.median:.2f} times its step time"
 
 
 def _sketch_times(sketches: Sequence[Row]) -> str:
