@@ -1,18 +1,17 @@
-"""Parts of a page that are made from results: between `<!-- begin: NAME -->` and `<!-- end: NAME -->`."""
+"""Tables, and parts of a page that are made from results: between `<!-- begin: NAME -->` and `<!-- end: NAME -->`."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
-    """Return a text with its blocks filled.
-
-    Args:
-        text: Markdown with markers.
-        blocks: What makes each block.
-
-    Returns:
-        The same text with what the results say between the markers.
+    """Return a text with what makes each block's content between its markers.
 
     Raises:
         ValueError: If a block has no markers.

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from experiments.blocks import filled
+from experiments.blocks import filled, table
 from experiments.checkpointing.codes import codes_table
 from experiments.checkpointing.report import blocks as checkpointing_blocks
 from experiments.glue import allocated
@@ -22,7 +22,6 @@ from experiments.glue.sketch_noise import (
     HEADLINE_BUDGETS,
     REAL_ROWS,
     TO_LONGEST,
-    read_numbers,
     read_records,
 )
 from experiments.glue.variance_report import best_of, describe
@@ -55,16 +54,12 @@ def layer_tables() -> str:
             spread = f"{float(row['time_ratio_q20']):.2f}-{float(row['time_ratio_q80']):.2f}"
             cells.setdefault((shape, sketch), {})[float(row["ratio"])] = f"{float(row['time_ratio']):.2f} ({spread})"
         first = rows[0]
-        lines = [
-            f"Forward + backward time over `nn.Linear`'s, median and 20-80 % quantiles of {first['repeats']} pairs;",
-            f"{first['dtype']}, {first['hardware']}, torch {first['torch']}, commit {first['commit']}:",
-            "",
-            f"| rows x in -> out | sketch | {' | '.join(f'ratio {ratio:g}' for ratio in ratios)} |",
-            "|" + "---|" * (len(ratios) + 2),
-        ]
-        for (shape, sketch), values in cells.items():
-            lines.append(f"| {shape} | {sketch} | {' | '.join(values.get(ratio, '') for ratio in ratios)} |")
-        parts.append("\n".join(lines))
+        header = ["rows x in -> out", "sketch", *(f"ratio {ratio:g}" for ratio in ratios)]
+        times = table(header, [[*of, *(values.get(ratio, "") for ratio in ratios)] for of, values in cells.items()])
+        parts.append(
+            f"Forward + backward time over `nn.Linear`'s, median and 20-80 % quantiles of {first['repeats']} pairs;\n"
+            f"{first['dtype']}, {first['hardware']}, torch {first['torch']}, commit {first['commit']}:\n\n{times}"
+        )
     return "\n\n".join(parts)
 
 
@@ -79,11 +74,8 @@ def variance_table() -> str:
     records = [record for record in read_records(VARIANCE / GRID_FILE) if record["task"] == "mrpc"]
     first = records[0]
     step = max(record["step"] for record in records)
-    together = [row for row in read_numbers(VARIANCE / allocated.FILE) if row["way"] == allocated.BEST_WAY]
-    lines = [
-        "| bytes | the paper's gaussian | best here | padding left out | and the first token kept, one a layer |",
-        "|---|---|---|---|---|",
-    ]
+    together = [row for row in read_records(VARIANCE / allocated.FILE) if row["way"] == allocated.BEST_WAY]
+    lines = []
     for budget in HEADLINE_BUDGETS:
         cells = [f"{100 * budget:g} %"]
         every = best_of(records, step, TO_LONGEST, ALL_ROWS, budget, papers=True)
@@ -96,7 +88,7 @@ def variance_table() -> str:
             for row in together
             if (row["padding"], row["rows"], row["budget"]) == (TO_LONGEST, REAL_ROWS, budget)
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     real = next(record for record in records if (record["padding"], record["rows"]) == (TO_LONGEST, REAL_ROWS))
     share = 100 * real["sketched_rows"] / real["batch_rows"]
     head = (
@@ -104,7 +96,8 @@ def variance_table() -> str:
         f" steps, mean of {first['layers']} layers, closed forms, commit {first['commit']}; the last column is"
         f" measured, commit {together[0]['commit']}:"
     )
-    return head + "\n\n" + "\n".join(lines)
+    header = ["bytes", "the paper's gaussian", "best here", "padding left out", "and the first token kept, one a layer"]
+    return f"{head}\n\n{table(header, lines)}"
 
 
 def memory_table() -> str:

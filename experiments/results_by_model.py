@@ -18,14 +18,7 @@ _Workload = TypeVar("_Workload", bound=_Named)
 
 
 def chosen(workloads: Sequence[_Workload], names: Sequence[str] | None) -> tuple[_Workload, ...]:
-    """Return workloads by name.
-
-    Args:
-        workloads: All that there are.
-        names: Which; all if None.
-
-    Returns:
-        The workloads, in the order that all have.
+    """Return workloads by name, in the order that all have; all of them if no names are given.
 
     Raises:
         HarnessError: If there is no such workload.
@@ -38,14 +31,10 @@ def chosen(workloads: Sequence[_Workload], names: Sequence[str] | None) -> tuple
 
 
 def output_folder(given: Path | None, default: Path) -> Path:
-    """Return the folder that results are written to.
-
-    Args:
-        given: What the user asked for, which has to be there; None for the experiment's own.
-        default: The experiment's own, which is made.
+    """Return the folder that results are written to: the given one, or the experiment's own, which is made.
 
     Raises:
-        HarnessError: If it is none.
+        HarnessError: If the given one is none.
     """
     default.mkdir(exist_ok=True)
     output = given or default
@@ -57,19 +46,10 @@ def output_folder(given: Path | None, default: Path) -> Path:
 def read_rows(
     path: Path, *, kinds: Mapping[str, Callable[[str], Any]], needed: Collection[str], command: str
 ) -> list[dict[str, Any]]:
-    """Read a results file.
-
-    Args:
-        path: The CSV file.
-        kinds: What turns a column's text into its value; text where none is given.
-        needed: Columns that it must have.
-        command: What makes the file.
-
-    Returns:
-        Its rows, numbers as numbers and empty cells as None.
+    """Read a results file, which `command` makes: numbers by `kinds`, and None for empty cells.
 
     Raises:
-        HarnessError: If it is missing, empty or something else.
+        HarnessError: If it is missing, empty, something else, or lacks a column that is `needed`.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -89,14 +69,7 @@ def read_rows(
 def write_rows(
     path: Path, rows: Sequence[dict[str, Any]], *, old: Sequence[dict[str, Any]], names: Sequence[str]
 ) -> None:
-    """Write a results file; what it holds of models that are not measured anew stays.
-
-    Args:
-        path: The CSV file.
-        rows: The new rows.
-        old: The rows that it holds.
-        names: The models, in the order that their rows are to have.
-    """
+    """Write a results file, models in the order of `names`; what it holds of models without new rows stays."""
     new = {row["model"] for row in rows}
     order = {name: place for place, name in enumerate(names)}
     together = [*(row for row in old if row["model"] not in new), *rows]

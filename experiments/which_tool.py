@@ -16,7 +16,14 @@ from experiments.memory.report import method_name, read_rows
 
 # The step whose plans are shown, the models whose kept bytes are, and the layer whose time is.
 STEP, CODED, KEPT, KEPT_WITH_LORA = "roberta", "roberta", "roberta-base", "llama-1b-lora"
-LAYER = {"rows": "4096", "in_features": "768", "out_features": "3072", "sketch": "hadamard", "center": "True"}
+LAYER = {
+    "rows": "4096",
+    "in_features": "768",
+    "out_features": "3072",
+    "sketch": "hadamard",
+    "center": "True",
+    "ratio": "0.5",
+}
 # A plan that takes no time takes at most so much of the eager step's.
 NO_TIME = 1.02
 _PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
@@ -24,17 +31,7 @@ _CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
 
 def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmarks: Path) -> str:
-    """Return what each tool takes and saves.
-
-    Args:
-        checkpointing: Folder with the comparison of compiled steps.
-        memory: File of what models keep.
-        noise_records: File of the sketches' noise.
-        benchmarks: Folder with the layer's times.
-
-    Returns:
-        A table, and how it was measured.
-    """
+    """Return a table of what each tool takes and saves, and how it was measured."""
     rows = [row for row in read_compiled_rows(checkpointing / ROWS_FILE) if row["model"] == STEP]
     eager = next(row for row in rows if (row["method"], row["setting"]) == (EAGER, ""))
     blocks = {row["method"]: row for row in rows if row["setting"] == BLOCKS}
@@ -65,18 +62,10 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
         if (row["task"], row["padding"], row["rows"]) == ("mrpc", TO_LONGEST, ALL_ROWS)
         and (row["sketch"], row["center"]) == ("hadamard", True)
     }
-    time = _layer_time(benchmarks, 0.5)
     layers = [
         ("eager mode, hardly any noise", '`RMMConfig(ratio=1.0, storage="int8")`', KEPT, 1.0, "int8", "-"),
         ("eager mode, less memory", '`RMMConfig(ratio=1.0, storage="int4")`', KEPT, 1.0, "int4", "-"),
-        (
-            "eager mode, no time lost",
-            "`convert_linears(model, ratio=0.5)`",
-            KEPT,
-            0.5,
-            None,
-            _layer_time(benchmarks, 0.5),
-        ),
+        ("eager mode, no time lost", "`convert_linears(model, ratio=0.5)`", KEPT, 0.5, None, _layer_time(benchmarks)),
         ("LoRA", '`RMMConfig(ratio=1.0, storage="int8")` for `lora_A`', KEPT_WITH_LORA, 1.0, "int8", "-"),
     ]
     for want, call, model, ratio, storage, time in layers:
@@ -108,10 +97,10 @@ def _fastest(rows: list[dict[str, Any]], method: str, most_bytes: int) -> Mappin
     return min(small, key=lambda row: row["step_s"])
 
 
-def _layer_time(folder: Path, ratio: float) -> str:
+def _layer_time(folder: Path) -> str:
     for path in sorted(folder.rglob("layer-*.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                if float(row["ratio"]) == ratio and all(row[name] == value for name, value in LAYER.items()):
+                if all(row[name] == value for name, value in LAYER.items()):
                     return f"{float(row['time_ratio']):.2f}"
-    raise ValueError(f"{folder} has no time of the layer at ratio {ratio}; `make bench` measures it")
+    raise ValueError(f"{folder} has no time of the layer {LAYER}; `make bench` measures it")

@@ -17,28 +17,22 @@ its gradients.
 
 from __future__ import annotations
 
+import argparse
 import bisect
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from experiments.blocks import table
 from rmm_linear import RMMConfig
-from rmm_linear.variance import (
-    LayerProfile,
-    NoiseProfile,
-    Option,
-    allocate_ratios,
-    gradient_noise,
-    measure_sketch_variance,
-)
+from rmm_linear.variance import LayerProfile, NoiseProfile, Option, allocate_ratios, gradient_noise
 from rmm_linear.variance.profile import layer_options
 
-from .errors import HarnessError
 from .sketch_noise import (
     ALL_ROWS,
     ALLOWANCE,
@@ -48,6 +42,7 @@ from .sketch_noise import (
     TO_OWN,
     Captured,
     Subject,
+    noise_of,
     provenance_columns,
 )
 
@@ -66,83 +61,43 @@ WAYS: dict[str, tuple[bool, tuple[tuple[int, ...], ...]]] = {
     "one a layer, first token kept": (True, ((), FIRST)),
 }
 BEST_WAY = "one a layer, first token kept"
-# draws of S that the rounding's part of the closed form is averaged over
-_DRAWS = 64
-# relative variances that are nothing but the rounding of float32
-_ROUNDING = 1e-10
-_Layers = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def allocated(
-    task: str,
-    *,
-    model: str,
-    data: str,
-    steps: int,
-    batches: int = 2,
-    draws: int = 2500,
-    seed: int = 0,
-    batch_size: int = 32,
-    on_done: Callable[[dict[str, Any]], object] = lambda row: None,
-) -> list[dict[str, Any]]:
-    """Train for a while, choose configurations on some batches, and compare them on another one.
+def allocated(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train for a while, choose configurations on batches after the first, and compare them on the first.
 
-    Args:
-        task: The task.
-        model: The model.
-        data: The data.
-        steps: Training steps before anything is captured.
-        batches: Batches to choose by: those of the training split after the first, which is compared on.
-        draws: How many real sketches to draw for the last way, over all layers.
-        seed: Seed of the head, the order of the data and dropout.
-        batch_size: Sequences of a batch.
-        on_done: Called with each row.
-
-    Returns:
+    Yields:
         A row a padding, treatment of it, budget and way; none of a budget that nothing fits.
-
-    Raises:
-        HarnessError: If data or model are not usable, or nothing fits any budget.
     """
-    subject = Subject(task, model=model, data=data, seed=seed, batch_size=batch_size)
-    subject.train(steps)
-    origin = provenance_columns(subject)
-    records: list[dict[str, Any]] = []
+    subject.train(options.steps)
+    origin, sequences, batches = provenance_columns(subject), options.batch_size, options.batches or 2
     for padding in (TO_LONGEST, TO_OWN):
         held_out = subject.capture(padding)
         others = [subject.capture(padding, batch=number) for number in range(1, batches + 1)]
         for rows in (ALL_ROWS, REAL_ROWS):
             skips = rows == REAL_ROWS
-            known = _profile(others, held_out, skips=skips, sequences=batch_size)
-            layers, index = _with_sequences(held_out, batch_size), _index(held_out, skips=skips)
-            for budget in HEADLINE_BUDGETS:
-                for way in WAYS:
-                    chosen = choose(known, way, budget, whole=_whole(held_out))
-                    if chosen is None:
-                        continue
-                    configs, kept = chosen
-                    began = time.perf_counter()
-                    row = {
-                        "task": task,
-                        "step": steps,
-                        "padding": padding,
-                        "rows": rows,
-                        "budget": budget,
-                        "way": way,
-                        "bytes": kept / _whole(held_out),
-                        **_noise(layers, configs, index, draws=draws if way == BEST_WAY else None),
-                        "seconds": round(time.perf_counter() - began, 1),
-                        "configs": describe(list(configs.values())),
-                        "layers": len(layers),
-                        "batches": batches,
-                        "seed": seed,
-                        **origin,
-                    }
-                    records.append(row)
-                    on_done(row)
-    if not records:
-        raise HarnessError("no configuration fits any budget of bytes; pass a larger --batch-size")
-    return records
+            known = _profile(others, held_out, skips=skips, sequences=sequences)
+            layers, index = _with_sequences(held_out, sequences), _index(held_out, skips=skips)
+            for budget, way in itertools.product(HEADLINE_BUDGETS, WAYS):
+                chosen = choose(known, way, budget, whole=_whole(held_out))
+                if chosen is None:
+                    continue
+                configs, kept = chosen
+                began = time.perf_counter()
+                yield {
+                    "step": options.steps,
+                    "padding": padding,
+                    "rows": rows,
+                    "budget": budget,
+                    "way": way,
+                    "bytes": kept / _whole(held_out),
+                    **noise_of(layers, configs, index=index, draws=options.draws if way == BEST_WAY else None),
+                    "seconds": round(time.perf_counter() - began, 1),
+                    "configs": describe(list(configs.values())),
+                    "layers": len(layers),
+                    "batches": batches,
+                    **origin,
+                }
 
 
 def _whole(captured: Captured) -> int:
@@ -210,17 +165,7 @@ def _profile(others: Sequence[Captured], held_out: Captured, *, skips: bool, seq
 
 
 def choose(known: NoiseProfile, way: str, budget: float, *, whole: int) -> tuple[dict[str, RMMConfig], int] | None:
-    """Choose configurations of least mean variance within a budget.
-
-    Args:
-        known: What each configuration costs each layer; the same configurations for all of them.
-        way: A key of `WAYS`.
-        budget: Bytes relative to the inputs'; the allowance comes on top.
-        whole: Bytes of the inputs.
-
-    Returns:
-        Layer -> configuration, and the bytes of all; None if nothing fits the budget.
-    """
+    """Return the configurations of least mean variance within a budget, and their bytes; None if nothing fits."""
     own, tokens = WAYS[way]
     part = NoiseProfile(
         tuple(
@@ -247,43 +192,8 @@ def choose(known: NoiseProfile, way: str, budget: float, *, whole: int) -> tuple
     return best.configs, best.saved_bytes
 
 
-def _noise(
-    layers: _Layers, configs: Mapping[str, RMMConfig], index: Tensor | None, *, draws: int | None
-) -> dict[str, Any]:
-    """The mean over layers in closed form, and of real sketches if any are to be drawn."""
-    found = {
-        name: gradient_noise(x, g, configs[name], index=index, draws=_DRAWS)
-        for name, (x, g) in layers.items()
-    }  # fmt: skip
-    closed = statistics.fmean(noise.relative_variance for noise in found.values())
-    row: dict[str, Any] = {"closed_form": closed, "measured": "", "standard_error": "", "z": "", "draws": ""}
-    if draws is not None:
-        each = max(2, -(-draws // len(layers)))
-        values, errors = [], []
-        for number, (name, (x, g)) in enumerate(layers.items()):
-            measured = measure_sketch_variance(x, g, configs[name], index=index, draws=each, seed=number)
-            values.append(measured.value / found[name].gradient_squared)
-            errors.append(measured.standard_error / found[name].gradient_squared)
-        value, error = statistics.fmean(values), sum(one**2 for one in errors) ** 0.5 / len(layers)
-        row |= {
-            "measured": value,
-            "standard_error": error,
-            # float32 rounds where nothing else does
-            "z": (value - closed) / error if value > _ROUNDING else 0.0,
-            "draws": each * len(layers),
-        }
-    return row
-
-
 def describe(configs: Sequence[RMMConfig]) -> str:
-    """Say in a few words what layers are given.
-
-    Args:
-        configs: A configuration a layer.
-
-    Returns:
-        Such as "0.3 to 1, int2 x 30, int4 x 6, first token x 36"; sketches where they are not the default.
-    """
+    """Say what layers are given, such as "0.3 to 1, int2 x 30, int4 x 6, first token x 36"; no default sketch."""
     ratios = sorted({config.ratio for config in configs})
     words = [f"{ratios[0]:g}" if len(ratios) == 1 else f"{ratios[0]:g} to {ratios[-1]:g}"]
     for storage in STORAGES:
@@ -298,39 +208,27 @@ def describe(configs: Sequence[RMMConfig]) -> str:
     return ", ".join([*words, *([f"first token x {count}"] if count else [])])
 
 
-def table(records: Sequence[dict[str, Any]], targets: Mapping[float, tuple[float, float]]) -> str:
-    """Return the comparison as markdown.
-
-    Args:
-        records: Rows of the file.
-        targets: Budget -> what is to be reached with all rows, and with padding left out.
-    """
+def ways_table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the comparison as markdown, a table a padding."""
     parts = []
     for padding, label in ((TO_LONGEST, "padded to 128"), (TO_OWN, "padded to its longest")):
-        header = ["bytes", "rows", "target", *WAYS, "that is, of the last way"]
-        lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-        for budget in HEADLINE_BUDGETS:
-            for rows, name, place in ((ALL_ROWS, "all", 0), (REAL_ROWS, "padding left out", 1)):
-                cell = {
-                    row["way"]: row
-                    for row in records
-                    if (row["padding"], row["rows"], row["budget"]) == (padding, rows, budget)
-                }
-                if not cell:
-                    continue
-                bound = targets[budget][place] if budget in targets else None
-                numbers = [_number(cell[way], bound) if way in cell else "-" for way in WAYS]
-                last = cell[BEST_WAY]["configs"] if BEST_WAY in cell else ""
-                cells = [f"{budget:g}", name, "" if bound is None else f"<= {bound:g}", *numbers, last]
-                lines.append(f"| {' | '.join(cells)} |")
-        parts.append(f"**{records[0]['task']}, {label}**\n\n" + "\n".join(lines))
+        lines = []
+        for budget, (rows, name) in itertools.product(
+            HEADLINE_BUDGETS, ((ALL_ROWS, "all"), (REAL_ROWS, "padding left out"))
+        ):
+            panel = (padding, rows, budget)
+            cell = {row["way"]: row for row in records if (row["padding"], row["rows"], row["budget"]) == panel}
+            if cell:
+                numbers = [_number(cell[way]) if way in cell else "-" for way in WAYS]
+                lines.append([f"{budget:g}", name, *numbers, cell[BEST_WAY]["configs"] if BEST_WAY in cell else ""])
+        text = table(["bytes", "rows", *WAYS, "that is, of the last way"], lines)
+        parts.append(f"**{records[0]['task']}, {label}**\n\n{text}")
     return "\n\n".join(parts)
 
 
-def _number(row: dict[str, Any], bound: float | None) -> str:
-    """The variance and the bytes; for the last way also what was measured, and whether the target is missed."""
+def _number(row: dict[str, Any]) -> str:
+    """The variance and the bytes; for the last way also what was measured."""
     text = f"{row['closed_form']:.3g}"
     if row["way"] == BEST_WAY:
         text += f"; measured {row['measured']:.3g} ± {row['standard_error']:.1g} (z {row['z']:+.1f})"
-        text += " (missed)" if bound is not None and row["measured"] > bound else ""
     return f"{text} at {row['bytes']:.4f}"

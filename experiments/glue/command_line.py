@@ -13,20 +13,12 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports mistakes the way the rest of the harness does."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise, where argparse would exit.
-
-        Raises:
-            HarnessError: Always.
-        """
+        """Raise `HarnessError`, where argparse would exit."""
         raise HarnessError(f"{message}; see --help")
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """Do the work, and print what the user has to put right.
-
-    Returns:
-        The same, or 2 after a `HarnessError`.
-    """
+    """Do the work; after a `HarnessError`, print what the user has to put right and return 2."""
     try:
         return work()
     except HarnessError as error:
@@ -42,14 +34,7 @@ def report_command(
     description: str,
     default: Path | None = None,
 ) -> int:
-    """Write the report of the results folder that a command line names, and print it.
-
-    Args:
-        arguments: The arguments; those of the process if None.
-        write_report: Takes the folder, returns what the terminal is to show.
-        prog: How the command is called.
-        description: What it writes.
-        default: The folder if none is named; None if one has to be.
+    """Write the report of the results folder that a command line names, or of `default`, and print it.
 
     Returns:
         The exit status: 0, or 2 with one line on stderr if the user has something to put right.

@@ -31,13 +31,7 @@ _UNTIMED_STEPS = 2
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over seeds.
-
-    Attributes:
-        mean: The mean.
-        spread: Sample standard deviation; None for a single seed.
-        seeds: How many seeds there are.
-    """
+    """A mean over seeds, and their sample standard deviation, which is None for a single seed."""
 
     mean: float
     spread: float | None
@@ -77,18 +71,9 @@ class Row:
     """One method on one task, over its seeds.
 
     Attributes:
-        task: The task.
         label: Method and knobs in one word.
-        method: The method.
-        ratio: The sketch's ratio; None without a sketch.
-        center: Whether the sketch is centered; None without a sketch.
-        storage: Its low-bit storage; None without.
-        bits: Bits of codes; None without.
-        budget: The byte budget; None without.
         variant: What else was done, of the words of `VARIANTS`.
-        seeds: The seeds.
         score: The task's score in points: 100 times the mean of its metrics after the last epoch.
-        metrics: Each metric in points.
         difference: Score minus the exact score of the same seed; None for exact itself or without exact runs.
         kept_bytes: Bytes kept for the backward pass of one batch.
         kept_share: `kept_bytes` over those of the exact model on the same batch.
@@ -124,9 +109,9 @@ class Row:
     time_differs: int
 
     @property
-    def knob(self) -> str | None:
-        """The ratio, the bits or the budget; None for methods that have none."""
-        return f"{self.ratio:g}" if self.ratio is not None else self.bits or self.budget
+    def time_over_exact(self) -> float | None:
+        """The median of the step times over exact's, and 1 for exact itself."""
+        return 1.0 if self.method == EXACT else None if self.step_time is None else self.step_time.median
 
     @property
     def description(self) -> str:
@@ -144,13 +129,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that a report tells.
-
-    Attributes:
-        rows: The table, task by task, exact first.
-        results: The complete results that it comes from.
-        incomplete: Names and status of the runs that are not complete, which the table leaves out.
-    """
+    """Everything that a report tells: the table, the complete results, and names and status of the incomplete ones."""
 
     rows: tuple[Row, ...]
     results: tuple[dict[str, Any], ...]
@@ -225,13 +204,10 @@ def _variant(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_comparable(configs: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse runs that differ in more than what a table is about.
-
-    Args:
-        configs: The settings of each run as its result file has them, by the run's name.
+    """Refuse runs, given as settings by name, of which two of one task differ in more than what a table is about.
 
     Raises:
-        HarnessError: If two runs of one task differ in another setting.
+        HarnessError: Naming both and the setting.
     """
     first: dict[tuple[str, str], tuple[str, Any]] = {}
     for name, config in configs.items():

@@ -46,7 +46,7 @@ TRAIN_ROWS = 3_360
 VALIDATION_ROWS = 2_000
 VOCABULARY_SIZE = 600
 LONGEST_SENTENCE = 64
-HIDDEN_SIZE = 128
+HIDDEN_SIZE = 256
 LAYERS = 2
 HEADS = 4
 
@@ -252,11 +252,7 @@ def demo_tokenizer(sentences: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def wrap_tokenizer(tokenizer_json: str) -> PreTrainedTokenizerFast:
-    """Give a trained tokenizer the interface of `transformers`.
-
-    Args:
-        tokenizer_json: The tokenizer as `tokenizers` writes it.
-    """
+    """Give a trained tokenizer, as `tokenizers` writes it, the interface of `transformers`."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer_json),
         bos_token="<s>",
@@ -272,13 +268,7 @@ def wrap_tokenizer(tokenizer_json: str) -> PreTrainedTokenizerFast:
 
 
 def demo_model(vocabulary_size: int, *, num_outputs: int, is_regression: bool) -> RobertaForSequenceClassification:
-    """Build the small RoBERTa with random weights from torch's default generator.
-
-    Args:
-        vocabulary_size: Size of its vocabulary.
-        num_outputs: Size of its output.
-        is_regression: Whether its output is a number to predict.
-    """
+    """Build the small RoBERTa with random weights from torch's default generator."""
     config = RobertaConfig(
         vocab_size=vocabulary_size,
         hidden_size=HIDDEN_SIZE,

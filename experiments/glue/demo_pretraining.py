@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from . import demo
 
-STEPS = 800
+STEPS = 400
 _BATCH_SIZE = 48
 _LEARNING_RATE = 1e-3
 _WARMUP = 0.06

@@ -8,12 +8,14 @@ compared on other batches. (The training runs that go with it are `experiments.g
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from experiments.blocks import table
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.variance import Allocation, NoiseProfile, allocate_ratios, profile_noise
 
@@ -30,38 +32,13 @@ TOTAL, RELATIVE = "total", "relative"
 MIN_ROWS = 64
 
 
-def equal_bytes(
-    task: str,
-    *,
-    model: str,
-    data: str,
-    steps: int,
-    batches: int = 4,
-    seed: int = 0,
-    batch_size: int = 32,
-    on_done: Callable[[dict[str, Any]], object] = lambda row: None,
-) -> list[dict[str, Any]]:
-    """Train for a while, choose ratios on some batches, and compare them on as many others.
-
-    Args:
-        task: The task.
-        model: The model.
-        data: The data.
-        steps: Training steps before the profile.
-        batches: Batches to choose by, and batches to compare on.
-        seed: Seed of the head, the order of the data and dropout.
-        batch_size: Sequences of a batch.
-        on_done: Called with each row.
-
-    Raises:
-        HarnessError: If data or model are not usable.
-    """
-    subject = Subject(task, model=model, data=data, seed=seed, batch_size=batch_size)
-    subject.train(steps)
+def equal_bytes(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train for a while, choose ratios on some batches, and compare them on as many others."""
+    subject.train(options.steps)
     origin = provenance_columns(subject)
     convert_linears(subject.model, config=RMMConfig(ratio=1.0, skip_padding=True))
+    batches = options.batches or 4
     chosen_by, compared_on = subject.batches(batches), subject.batches(batches)
-    records: list[dict[str, Any]] = []
     for storage in STORAGES:
         configs = [RMMConfig(ratio=ratio, storage=storage, skip_padding=True, min_rows=MIN_ROWS) for ratio in RATIOS]
         known, held_out = (_profile(subject, part, configs) for part in (chosen_by, compared_on))
@@ -70,9 +47,8 @@ def equal_bytes(
             budget = known.uniform(uniform).saved_bytes
             for objective in (TOTAL, RELATIVE):
                 allocation = allocate_ratios(known, budget, objective=objective)  # type: ignore[arg-type]
-                row = {
-                    "task": task,
-                    "step": steps,
+                yield {
+                    "step": options.steps,
                     "storage": storage,
                     "ratio": ratio,
                     "objective": objective,
@@ -82,12 +58,8 @@ def equal_bytes(
                     "largest_ratio": max(config.ratio for config in allocation.configs.values()),
                     "layers": len(allocation.layers),
                     "batches": batches,
-                    "seed": seed,
                     **origin,
                 }
-                records.append(row)
-                on_done(row)
-    return records
 
 
 def _profile(
@@ -122,23 +94,17 @@ def _compared(profile: NoiseProfile, uniform: RMMConfig, allocation: Allocation,
     return found
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+def comparison_table(records: Sequence[dict[str, Any]]) -> str:
     """Return the comparison on held-out batches as markdown."""
-    header = ["storage", "uniform ratio", "objective", "bytes", "uniform", "allocated", "change", "ratios"]
-    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    lines = []
     for row in records:
-        key = "total" if row["objective"] == TOTAL else "mean"
+        is_total = row["objective"] == TOTAL
+        key = "total" if is_total else "mean"
         before, after = row[f"held_out_uniform_{key}"], row[f"held_out_allocated_{key}"]
         kept = row["held_out_allocated_bytes"] / row["held_out_uniform_bytes"]
-        cells = [
-            row["storage"] or "as the input",
-            f"{row['ratio']:g}",
-            "sum of the variances" if row["objective"] == TOTAL else "sum of the relative variances",
-            f"{100 * (kept - 1):+.1f} %",
-            f"{before:.4g}",
-            f"{after:.4g}",
-            f"{100 * (after / before - 1):+.0f} %",
-            f"{row['least_ratio']:g} to {row['largest_ratio']:g}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        objective = "sum of the variances" if is_total else "sum of the relative variances"
+        change = [f"{100 * (kept - 1):+.1f} %", f"{before:.4g}", f"{after:.4g}", f"{100 * (after / before - 1):+.0f} %"]
+        ratios = f"{row['least_ratio']:g} to {row['largest_ratio']:g}"
+        lines.append([row["storage"] or "as the input", f"{row['ratio']:g}", objective, *change, ratios])
+    header = ["storage", "uniform ratio", "objective", "bytes", "uniform", "allocated", "change", "ratios"]
+    return table(header, lines)

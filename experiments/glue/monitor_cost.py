@@ -21,61 +21,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.variance.monitor import VarianceMonitor
 
 from . import provenance
 from .comparison import Quantiles
-from .demo import DEMO_TASK, demo_model, demo_splits, demo_tokenizer
+from .demo import DEMO_TASK
 from .result_file import write_result
-from .tasks import TASKS, Task, load_task
+from .sketch_noise import Subject
 
 _WARM_UP_PAIRS = 3
-_LONGEST = 128
-# an interval in which no layer's turn comes
-_NEVER = 10**9
 # what a step takes, on the wall and of this process's processor time
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "process": time.process_time}
 
 
-def _load(model: str, data: str) -> tuple[nn.Module, PreTrainedTokenizerBase, Dataset, Task]:
-    if model == "demo":
-        splits = demo_splits()
-        tokenizer: PreTrainedTokenizerBase = demo_tokenizer(splits["train"]["sentence"])
-        return demo_model(len(tokenizer), num_outputs=2, is_regression=False), tokenizer, splits["train"], DEMO_TASK
-    task = TASKS["mrpc"]
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForSequenceClassification.from_pretrained(model, num_labels=task.num_outputs)
-    return network, tokenizer, load_task(task, data)["train"], task
-
-
-def _batches(rows: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, size: int) -> Iterator[dict[str, Any]]:
-    for start in itertools.cycle(range(0, len(rows) - size + 1, size)):
-        some = rows[start : start + size]
-        texts = [list(some[key]) for key in task.text_keys]
-        batch = tokenizer(*texts, truncation=True, max_length=_LONGEST, padding=True, return_tensors="pt")
-        yield {**batch, "labels": torch.tensor(some["label"])}
+def _subject(options: argparse.Namespace) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
+    task = DEMO_TASK.name if options.model == "demo" else "mrpc"
+    subject = Subject(task, options)
+    convert_linears(subject.model, config=RMMConfig(ratio=0.5))
+    return subject.model.train(), (batch for _ in itertools.count() for batch in subject.batches(1))
 
 
 def measure(
-    model: nn.Module, batches: Iterator[dict[str, Any]], *, every: int, windows: int, null: bool = False
+    model: nn.Module, batches: Iterator[dict[str, Any]], *, every: int, windows: int
 ) -> tuple[dict[str, list[tuple[float, float]]], int]:
-    """Time pairs of training steps.
-
-    Args:
-        model: A model with sketched layers.
-        batches: At least a batch a pair.
-        every: The monitor's interval.
-        windows: How many times `every` pairs to time.
-        null: Have no layer measured: what is left is the error of this measurement.
-
-    Returns:
-        By clock, the seconds of each pair's step without and with the monitor; and the number of records made.
-    """
+    """Return, by clock, the seconds of each pair's step without and with the monitor; and the number of records."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     seconds: dict[str, list[tuple[float, float]]] = {clock: [] for clock in _CLOCKS}
     state: dict[str, Any] | None = None
@@ -101,7 +73,7 @@ def measure(
             times: dict[bool, list[float]] = {}
             for watched in (False, True) if pair % 2 == 0 else (True, False):
                 # made in both cases: what runs just before a step decides what the caches hold
-                with VarianceMonitor(model, every=_NEVER if null else every, path=path) as monitor:
+                with VarianceMonitor(model, every=every, path=path) as monitor:
                     if state is not None:
                         monitor.load_state_dict(state)
                     if watched:
@@ -113,12 +85,6 @@ def measure(
             if pair >= 0:
                 for clock, without, watched_ in zip(_CLOCKS, times[False], times[True], strict=True):
                     seconds[clock].append((without, watched_))
-            if pair >= 0 and pair % every == every - 1:
-                so_far = {
-                    clock: round(summarised(pairs, every)["overhead_percent"]["median"], 2)
-                    for clock, pairs in seconds.items()
-                }
-                print(f"window {pair // every + 1} of {windows}: {so_far}", file=sys.stderr, flush=True)
         records = len(path.read_text(encoding="utf-8").splitlines())
     gc.enable()
     gc.unfreeze()
@@ -143,33 +109,20 @@ def summarised(pairs: Sequence[tuple[float, float]], every: int) -> dict[str, An
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="demo", help="demo, or a folder that from_pretrained reads (on MRPC)")
-    parser.add_argument("--data", default="hub", help="a folder in the official GLUE layout, or hub (not for demo)")
+    parser.add_argument("--data", default="demo", help="demo, or a folder in the official GLUE layout")
     parser.add_argument("--output", type=Path, required=True, help="result file")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--every", type=int, default=50, help="the monitor's interval")
     parser.add_argument("--windows", type=int, default=5, help="intervals to time")
-    parser.add_argument("--null", action="store_true", help="measure no layer: shows the error of the measurement")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--storage", default=None, help="low-bit storage")
-    parser.add_argument("--ratio", type=float, default=0.5)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    config = RMMConfig(ratio=options.ratio, storage=options.storage)
-    model, tokenizer, rows, task = _load(options.model, options.data)
-    convert_linears(model, config=config)
-    model.train()
-    batches = _batches(rows, tokenizer, task, options.batch_size)
-    seconds, records = measure(model, batches, every=options.every, windows=options.windows, null=options.null)
+    torch.set_num_threads(1)
+    model, batches = _subject(options)
+    seconds, records = measure(model, batches, every=options.every, windows=options.windows)
     result = {
         "what": "cost of VarianceMonitor: steps with it over steps without it, in pairs, per window of `every` steps",
         "model": Path(options.model).name,
-        "task": task.name,
-        "config": config.to_dict(),
         "batch_size": options.batch_size,
         "every": options.every,
-        "null": options.null,
-        "precision": "float32",
         "pairs": options.windows * options.every,
         "records": records,
         **{clock: summarised(pairs, options.every) for clock, pairs in seconds.items()},

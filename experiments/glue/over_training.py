@@ -9,13 +9,20 @@ Bershatsky et al. 2022 define it) and over sequences (as minibatches are drawn),
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
 from torch import Tensor
 
+from experiments.blocks import table
 from rmm_linear import RMMConfig, SketchedLayer, convert_linears
 from rmm_linear.variance import gradient_noise, paper_quantities
 from rmm_linear.variance.probe import LayerProbe
@@ -32,33 +39,8 @@ CONFIGS = {
 }
 
 
-def over_training(
-    task: str,
-    *,
-    model: str,
-    data: str,
-    steps: int,
-    every: int,
-    seed: int = 0,
-    batch_size: int = 32,
-    on_step: Callable[[int], object] = lambda step: None,
-) -> list[dict[str, Any]]:
-    """Train, and measure every layer every few steps.
-
-    Args:
-        task: The task.
-        model: The model.
-        data: The data.
-        steps: Training steps.
-        every: Steps from one measurement to the next.
-        seed: Seed of the head, the order of the data and dropout.
-        batch_size: Sequences of a batch.
-        on_step: Called with each measured step.
-
-    Raises:
-        HarnessError: If data or model are not usable.
-    """
-    subject = Subject(task, model=model, data=data, seed=seed, batch_size=batch_size)
+def over_training(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train, and measure every layer every few steps."""
     origin = provenance_columns(subject)
     # exact layers that announce which rows are padding
     convert_linears(subject.model, config=RMMConfig(ratio=1.0, skip_padding=True))
@@ -67,16 +49,16 @@ def over_training(
     def measure(name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         # poolers and heads, which see a row a sequence
         if x.dim() > 2:
-            records.append({"task": task, "step": subject.step, "layer": name, **_noise(x, g, index), **origin})
+            records.append({"step": subject.step, "layer": name, **_noise(x, g, index), **origin})
 
     probe = LayerProbe(subject.model, measure)
-    for step in range(0, steps, every):
+    for step in range(0, options.steps, options.every):
         subject.train(step)
         probe.watch(probe.layers)
         subject.train(step + 1)
         probe.close()
-        on_step(step)
-    return records
+        yield from records
+        records.clear()
 
 
 def _noise(x: Tensor, g: Tensor, index: Tensor | None) -> dict[str, float]:
@@ -101,15 +83,7 @@ def _noise(x: Tensor, g: Tensor, index: Tensor | None) -> dict[str, float]:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum the layers of each step up.
-
-    Args:
-        records: Rows of the file.
-
-    Returns:
-        A row a step: for each way of keeping x the sum of the variances over that of the minibatch's (over sequences),
-        the sum over rows in the paper's definition for its sketch, and how many layers break the paper's bound.
-    """
+    """Return a row a step: the layers' variances summed, over the minibatch's, and the paper's quantities of each."""
     rows = []
     for step in sorted({record["step"] for record in records}):
         layers = [record for record in records if record["step"] == step]
@@ -130,33 +104,22 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+def summary_table(records: Sequence[dict[str, Any]]) -> str:
     """Return the summary of some steps as markdown."""
     rows = summary(records)
-    shown = rows[:: max(1, len(rows) // 12)]
     header = ["step", *CONFIGS, "over rows / over sequences", "paper's ratio", "paper's bound", "layers above it"]
-    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-    for row in shown:
+    lines = []
+    for row in rows[:: max(1, len(rows) // 12)]:
         ratio, bound = (row[key][len(row[key]) // 2] for key in ("paper_ratio", "paper_bound"))
-        cells = [
-            f"{row['step']:g}",
-            *(f"{row[label]:.3g}" for label in CONFIGS),
-            f"{row['rows over sequences']:.2f}",
-            f"{ratio:.3g}",
-            f"{bound:.3g}",
-            f"{row['broken']} of {row['layers']}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n\nThe paper's ratio and bound are those of the median layer."
+        noises = [f"{row[label]:.3g}" for label in CONFIGS]
+        broken = f"{row['broken']} of {row['layers']}"
+        of_rows = f"{row['rows over sequences']:.2f}"
+        lines.append([f"{row['step']}", *noises, of_rows, f"{ratio:.3g}", f"{bound:.3g}", broken])
+    return table(header, lines) + "\n\nThe paper's ratio and bound are those of the median layer."
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the noise over the steps: ours on the left, the paper's quantities on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = summary(records)
     steps = [row["step"] for row in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,47 +14,25 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
 
-class PeakMemory:
-    """Context manager: CUDA's allocator where there is one, else the resident set of the whole process on Linux.
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield what is after the block its peak: `bytes`, None where they can't be measured, and `what` they are.
 
-    The two are not comparable: the resident set holds the interpreter, the libraries and the pages that the C allocator
-    has not given back from earlier work.
-
-    Attributes:
-        report: After the block: `bytes` (None where it can't be measured) and `what` they are.
+    Of CUDA's allocator, or of the resident set of the whole process on Linux. The two are not comparable: the resident
+    set holds the interpreter, the libraries and the pages that the C allocator has not given back from earlier work.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        """Measure on `device`."""
-        self._device = device
-        self.report: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
-
-    def __enter__(self) -> PeakMemory:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return self
-        self._resettable = _reset_resident_peak()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-            self.report = {"bytes": peak, "what": "tensors, by the CUDA allocator"}
-        elif self._resettable:
-            self.report = {"bytes": _resident_peak(), "what": "resident set of the whole process"}
-
-
-def _reset_resident_peak() -> bool:
+    report: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield report
+        report.update(bytes=torch.cuda.max_memory_allocated(device), what="tensors, by the CUDA allocator")
+        return
     try:
         # 5 resets VmHWM, see proc(5)
         _CLEAR_REFS.write_text("5", encoding="ascii")
     except OSError:
-        return False
-    return _STATUS.exists()
-
-
-def _resident_peak() -> int | None:
-    found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+        yield report
+        return
+    yield report
+    if found := re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE):
+        report.update(bytes=int(found[1]) * 1024, what="resident set of the whole process")

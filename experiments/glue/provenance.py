@@ -131,11 +131,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 
 def data_fingerprint(splits: DatasetDict) -> str:
-    """SHA-256 over all rows of both splits.
-
-    Args:
-        splits: Splits `train` and `validation`.
-    """
+    """SHA-256 over all rows of the splits `train` and `validation`."""
     digest = hashlib.sha256()
     for split in ("train", "validation"):
         for column in splits[split].column_names:

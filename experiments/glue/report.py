@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.blocks import table
+
 from .command_line import report_command
 from .comparison import Comparison, Mean, Row, compare
 from .errors import HarnessError
@@ -23,7 +25,7 @@ from .settings import CHECKPOINTING, EXACT, VARIANTS
 _MIB = 2**20
 # points of score within which a method counts as equal to exact
 _EQUAL = 1.0
-# shares of exact's bytes that count as the same, where what to show is chosen
+# shares of exact's bytes that count as the same
 _SAME_SHARE = 0.03
 
 
@@ -37,10 +39,11 @@ def write_report(folder: Path) -> str:
         HarnessError: If there is nothing to report, the runs don't compare, or the folder can't be written to.
     """
     comparison = compare(folder)
-    table, sentence = markdown_table(comparison), one_sentence(comparison)
-    notes = _notes(comparison)
+    numbers, sentence = markdown_table(comparison), one_sentence(comparison)
+    notes, beaten = _notes(comparison), beaten_methods(comparison)
     figure = folder / "report.png"
-    text = "\n\n".join([f"# Results: {', '.join(comparison.tasks)}", sentence, table, "![figure](report.png)", notes])
+    parts = [f"# Results: {', '.join(comparison.tasks)}", sentence, numbers, "![figure](report.png)", beaten, notes]
+    text = "\n\n".join(filter(None, parts))
     try:
         replace_file(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
         replace_file(folder / "table.csv", lambda path: path.write_text(_table_csv(comparison), encoding="utf-8"))
@@ -50,16 +53,11 @@ def write_report(folder: Path) -> str:
         raise HarnessError(
             f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
         ) from error
-    return f"{table}\n\n{notes}\n\nfigure: {figure}\n{sentence}"
+    return "\n".join(filter(None, [f"{numbers}\n\n{notes}\n\nfigure: {figure}", sentence, beaten]))
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a file beside `path`, then put it in its place as a whole.
-
-    Args:
-        path: The place.
-        write: Writes to the path that it is given.
-    """
+    """Let `write` make a file beside `path`, then put it in its place as a whole."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
     os.close(handle)
     try:
@@ -89,11 +87,7 @@ def _signed(points: float) -> str:
 
 
 def markdown_table(comparison: Comparison) -> str:
-    """One Markdown table a task.
-
-    Returns:
-        The tables, each under the task's name if there are several.
-    """
+    """Return one Markdown table a task, each under the task's name if there are several."""
     parts = []
     for task in comparison.tasks:
         rows = comparison.of_task(task)
@@ -108,16 +102,14 @@ def markdown_table(comparison: Comparison) -> str:
             header.append("noise")
         if comparison.has_times:
             header += ["training s", "step time / exact"]
-        lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        lines = []
         for row in rows:
             cells = _cells(row, shown, knobs)
             if has_noise:
                 cells.append(f"{row.noise:.1g}" if row.noise else "0")
-            if comparison.has_times:
-                cells += _time_cells(row)
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append([*cells, *(_time_cells(row) if comparison.has_times else [])])
         title = f"**{task}**\n\n" if len(comparison.tasks) > 1 else ""
-        parts.append(title + "\n".join(lines))
+        parts.append(title + table(header, lines))
     return "\n\n".join(parts)
 
 
@@ -188,22 +180,17 @@ def _notes(comparison: Comparison) -> str:
         notes.append("Times are left out: the machine had other work during these runs (`timing` is off in them).")
     if comparison.incomplete:
         notes.append("Left out, for they are not complete: " + ", ".join(comparison.incomplete) + ".")
-    origins: dict[tuple[Any, ...], set[str]] = {}
+    origins: dict[str, set[str]] = {}
     for result in comparison.results:
         hardware, versions = result["hardware"], result["versions"]
-        origin = (
-            versions["rmm_linear"],
-            versions["torch"],
-            versions["transformers"],
-            hardware["gpu"] or hardware["cpu"],
-            hardware["torch_threads"],
+        threads = hardware["torch_threads"]
+        where = (
+            f"torch {versions['torch']}, transformers {versions['transformers']} on"
+            f" {hardware['gpu'] or hardware['cpu']}, {threads} thread{'s' if threads != 1 else ''}."
         )
-        origins.setdefault(origin, set()).add(_commit(result))
-    for (version, torch_version, transformers_version, chip, threads), commits in sorted(origins.items()):
-        notes.append(
-            f"Ran with rmm_linear {version} ({', '.join(sorted(commits))}), torch {torch_version}, transformers "
-            f"{transformers_version} on {chip}, {threads} thread{'s' if threads != 1 else ''}."
-        )
+        origins.setdefault(f"{versions['rmm_linear']} ({{}}), {where}", set()).add(_commit(result))
+    for origin, commits in sorted(origins.items()):
+        notes.append("Ran with rmm_linear " + origin.format(", ".join(sorted(commits))))
     return "\n".join(f"- {note}" for note in notes)
 
 
@@ -240,47 +227,63 @@ def _task_clause(task: str, rows: Sequence[Row]) -> str:
     fewest = min(row.kept_share for row in sketches)
     # chosen by bytes and not by score: the best of several would owe some of its lead to luck
     shown = [row for row in sketches if row.kept_share <= fewest + _SAME_SHARE]
-    words = [f"{row.description} scores {_outcome(row)}" for row in shown]
+    words = [f"{row.description} scored {_outcome(row)}" for row in shown]
     for row in rows:
         if row.ratio is None and row.method != EXACT:
-            words.append(f"{row.description} scores {_outcome(row)}{_step_time(row)}")
-    dominance = _dominance(rows)
-    return f"{task}: against {exact.score.mean:.1f} of exact, " + ", ".join(words) + _sketch_times(sketches) + dominance
+            words.append(f"{row.description} scored {_outcome(row)}{_step_time(row)}")
+    return f"{task}: against {exact.score.mean:.1f} of exact, " + ", ".join(words) + _sketch_times(sketches)
 
 
-def _dominance(rows: Sequence[Row]) -> str:
-    """Which methods are worse than another one in kept bytes and in step time, and not better in noise."""
-    timed = [row for row in rows if row.step_time is not None and row.noise is not None]
-    words = []
-    for row in timed:
-        better = [other for other in timed if _dominates(other, row)]
-        if better:
-            best = min(better, key=lambda other: other.kept_bytes)
-            words.append(f"{best.description} dominates {row.description}")
-    return f"; of kept bytes, step time and noise, {', '.join(words)} in each" if words else ""
+def beaten_methods(comparison: Comparison) -> str:
+    """A sentence a task: which methods kept more and were slower than another one, and had no less noise.
+
+    Nothing of tasks whose noise or times are unknown.
+    """
+    sentences = []
+    for task in comparison.tasks:
+        rows = comparison.of_task(task)
+        if not comparison.has_times or all(row.noise is None for row in rows if row.method != EXACT):
+            continue
+        beaten: dict[str, list[str]] = {}
+        for row in rows:
+            better = [other for other in rows if _dominates(other, row)]
+            if better:
+                best = min(better, key=lambda other: other.kept_bytes)
+                beaten.setdefault(best.description, []).append(row.description)
+        words = _listed([f"{best} beat {_listed(others)}" for best, others in beaten.items()])
+        sentences.append(f"{task}: in kept bytes and step time, at no more noise, {words or 'no method beat another'}.")
+    return " ".join(sentences)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _dominates(first: Row, second: Row) -> bool:
-    if first.step_time is None or second.step_time is None or first.noise is None or second.noise is None:
+    if first.noise is None or second.noise is None or first.noise > second.noise:
         return False
-    is_faster = first.step_time.median <= (1 - _SAME_SHARE) * second.step_time.median
-    return is_faster and first.kept_share <= second.kept_share - _SAME_SHARE and first.noise <= second.noise
+    return _is_faster(first, second) and first.kept_share <= second.kept_share - _SAME_SHARE
+
+
+def _is_faster(first: Row, second: Row) -> bool:
+    """Whether nearly all steps of one were faster than nearly all of the other; no median that the noise allows."""
+    if EXACT in (first.method, second.method):
+        return first.time_differs < second.time_differs
+    return bool(first.step_time and second.step_time and first.step_time.high < second.step_time.low)
 
 
 def _outcome(row: Row) -> str:
-    """Score, difference to exact and share of the bytes kept."""
+    """Score, difference to exact, whose interval the table has, and share of the bytes kept."""
     score = f"{row.score.mean:.1f}"
     if row.difference is not None:
-        score += f" ({_signed_points(row.difference)})"
+        score += f" ({_signed(row.difference.mean)})"
     return f"{score} with {100 * row.kept_share:.0f} % of its bytes"
 
 
 def _step_time(row: Row) -> str:
-    if row.step_time is None:
+    if row.step_time is None or row.time_differs == 0:
         return ""
-    if row.time_differs == 0:
-        return " at a step time not to be told from exact's"
-    return f" at {row.step_time.median:.2f} times exact's step time"
+    return f" at {row.step_time.median:.2f} times its step time"
 
 
 def _sketch_times(sketches: Sequence[Row]) -> str:
@@ -315,15 +318,10 @@ def _table_csv(comparison: Comparison) -> str:
     records = []
     for row in comparison.rows:
         interval = row.difference.interval() if row.difference else None
+        knobs = ("task", "method", "ratio", "center", "storage", "bits", "budget")
         records.append(
             {
-                "task": row.task,
-                "method": row.method,
-                "ratio": row.ratio,
-                "center": row.center,
-                "storage": row.storage,
-                "bits": row.bits,
-                "budget": row.budget,
+                **{name: getattr(row, name) for name in knobs},
                 "variant": " ".join(row.variant),
                 "seeds": len(row.seeds),
                 "kept_bytes": round(row.kept_bytes),
@@ -387,14 +385,7 @@ def as_csv(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The arguments; those of the process if None.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
-    """
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     return report_command(
         arguments,
         write_report,

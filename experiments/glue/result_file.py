@@ -17,10 +17,7 @@ FORMAT = 1
 
 
 def check_writable(folder: Path) -> None:
-    """Fail early, and without creating anything, if results can't be written to a folder.
-
-    Args:
-        folder: The folder, which need not exist yet.
+    """Fail early, and without creating anything, if results can't be written to a folder, which need not exist yet.
 
     Raises:
         HarnessError: If it is a file, lies below one, or may not be written to.
@@ -37,11 +34,7 @@ def check_writable(folder: Path) -> None:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result file so that a reader, or a power cut, never meets half of one.
-
-    Args:
-        path: The file.
-        result: What it shall hold. Numbers that JSON lacks (nan, inf) become null.
+    """Write a result file so that a reader, or a power cut, never meets half of one; nan and inf become null.
 
     Raises:
         HarnessError: If the folder can't be written to; nothing is left behind then.
@@ -70,10 +63,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """Read a result file.
-
-    Returns:
-        Its content, or None if there is no such file.
+    """Read a result file; None if there is none.
 
     Raises:
         HarnessError: If it is not a result file.
@@ -95,11 +85,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Read all result files of a folder.
-
-    Raises:
-        HarnessError: If a JSON file in it is not a result file.
-    """
+    """Read all result files of a folder, of which each JSON file has to be one."""
     return [result for path in sorted(folder.glob("*.json")) if (result := read_result(path)) is not None]
 
 

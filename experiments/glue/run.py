@@ -37,13 +37,13 @@ _HELP = {
     "allocate": "choose each layer's ratio by its variance, at the same bytes in sum",
     "min_rows": "inputs with fewer rows stay exact",
     "exclude_modules": "linear layers that stay exact, by name or end of a name",
-    "seed": "seed of everything that is drawn",
+    "seed": "seed of the classification head, the order of the data, dropout and the sketches",
     "epochs": "passes over the training split",
-    "max_steps": "stop after so many steps; 0 for all",
+    "max_steps": "stop after so many steps, where the schedule ends too; 0 for all",
     "batch_size": "sequences a training step",
     "eval_batch_size": "sequences an evaluation step",
-    "max_length": "longest sequence in tokens",
-    "pad_multiple": "pad batches to a multiple of so many tokens; codes compile each length once",
+    "max_length": "longest sequence in tokens; batches are padded to their own longest",
+    "pad_multiple": "pad batches on to a multiple of so many tokens (codes compile each length); 0 for no more",
     "group_lengths": "make training batches of sequences of about the same length",
     "learning_rate": "peak learning rate",
     "schedule": "polynomial, linear or constant, after the warm-up",
@@ -55,7 +55,7 @@ _HELP = {
     "max_grad_norm": "clip gradients to this norm; 0 for no clipping",
     "precision": "float32 or bfloat16",
     "monitor": "steps in which the noise of each layer is measured once; 0 for no measurement",
-    "save_steps": "steps between checkpoints within an epoch; 0 for none",
+    "save_steps": "steps between checkpoints within an epoch, besides its end; 0 for none",
     "timing": "whether the machine is quiet enough for times to mean something",
 }
 _INTEGERS = (
@@ -91,14 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The arguments; those of the process if None.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
-    """
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     try:
         return exit_status(lambda: _run(_parser().parse_args(arguments)))
     except KeyboardInterrupt:

@@ -54,42 +54,7 @@ _RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor", "bits", "budget", "
 class RunSettings:
     """Everything that decides the outcome of one run; written into its result file.
 
-    Attributes:
-        task: A GLUE task, or `demo`.
-        data: `hub`, `demo`, or the path of a folder in the official GLUE layout.
-        model: `demo`, a name on the hub, or the path of a folder that `from_pretrained` reads.
-        method: `exact`, `checkpointing`, the name of a sketch, or steps compiled by the backend of torch.compile:
-            `budget` (within a byte budget, exact), `codes` (whose backward pass reads codes).
-        ratio: Rows kept by the sketch over rows of the input; None for methods without a sketch.
-        center: Whether the column mean is kept apart; None for methods without a sketch.
-        bits: Bits of codes: `8`, `4`, or `4/8` for 4 of activation functions and 8 of all else; None for other methods.
-        budget: The byte budget, such as `50%` of the step's peak; None for other methods.
-        storage: Low-bit storage of what the sketch keeps (`int8`, `int4`, `int3`, `int2`, `fp8`), or None.
-        skip_padding: Whether the sketch leaves out the rows that the attention mask marks as padding.
-        keep_first: Whether the rows of each sequence's first token are kept beside the sketch.
-        allocate: Whether the layers' ratios are chosen anew by what each costs in variance, at the same bytes in sum.
-        min_rows: Inputs with fewer rows stay exact.
-        exclude_modules: Linear layers that stay exact, by full name or end of a name.
-        seed: Seed of the classification head, the order of the data, dropout and the sketches.
-        epochs: Passes over the training split.
-        max_steps: Stop after this many steps; 0 for all of them. The learning-rate schedule ends there, too.
-        batch_size: Sequences a training step.
-        eval_batch_size: Sequences an evaluation step.
-        max_length: Longest sequence in tokens; longer ones are cut. Batches are padded to their own longest sequence.
-        pad_multiple: Batches are padded on to a multiple of so many tokens, for each length is compiled; 0 for no more.
-        group_lengths: Whether the sequences of a training batch have about the same length, which saves padding.
-        learning_rate: Peak learning rate.
-        schedule: `polynomial` (power 1, down to zero), `linear` or `constant`, each after the warm-up.
-        warmup: Share of the steps over which the learning rate rises from zero.
-        weight_decay: AdamW's weight decay.
-        beta1: AdamW's first decay rate.
-        beta2: AdamW's second decay rate.
-        epsilon: AdamW's epsilon.
-        max_grad_norm: Gradients are clipped to this norm; 0 for no clipping.
-        precision: `float32`, or `bfloat16` for autocast.
-        monitor: Steps in which the noise of each sketched layer is measured once; 0 for no measurement.
-        save_steps: Write a checkpoint every so many steps, besides the end of each epoch; 0 for epochs only.
-        timing: Whether the machine is quiet enough for the times to mean something; if not, the report leaves them out.
+    `python -m experiments.glue.run --help` explains each setting. A setting of other methods than the run's is None.
     """
 
     task: str = "demo"

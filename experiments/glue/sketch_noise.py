@@ -13,13 +13,14 @@ as the CPU has it; bfloat16 is what the bytes are counted in.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
-import math
 import os
+import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear import RMMConfig, Sketch, SketchedLayer, available_sketches, convert_linears, revert_linears
-from rmm_linear.sketches import Centered, LowBit
-from rmm_linear.variance import measure_sketch_variance
+from rmm_linear import RMMConfig, SketchedLayer, available_sketches, convert_linears, revert_linears
+from rmm_linear.variance import gradient_noise, measure_sketch_variance
 
 from .errors import HarnessError
 
@@ -53,16 +53,17 @@ _BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int3": 3, "int2": 2}
 _CROSS_STORAGES = (None, "int8", "fp8", "int4", "int2")
 # draws of S over which the rounding's part of the closed form is averaged; all layers have the same ones, so that the
 # mean over layers of a single draw is off by 2 to 5 %
-_GRID_DRAWS, _DENSE_DRAWS, _HEADLINE_DRAWS = 4, 1, 64
+_GRID_DRAWS, _DENSE_DRAWS, _MEASURED_DRAWS = 4, 1, 64
+# relative variances that are nothing but the rounding of float32
+_ROUNDING = 1e-10
 # sketches whose S is a dense matrix of random numbers: at low-bit ranks a draw of one takes seconds
 _DENSE = ("gaussian", "rademacher", "dct", "dft")
 _RATIO_STEPS = 1000
 # columns that hold words, in files where all others hold numbers
 _TEXTS = (
-    "task", "layer", "padding", "rows", "way", "configs", "storage", "objective", "weights", "model", "rmm_linear",
-    "torch", "transformers", "hardware", "commit",
+    "task", "layer", "padding", "rows", "way", "which", "sketch", "configs", "storage", "objective", "weights", "model",
+    "rmm_linear", "torch", "transformers", "hardware", "commit",
 )  # fmt: skip
-TRAINING_STEPS = {"over-training": 345, "equal-bytes": 30, "allocated": 30}
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,7 @@ class Captured:
     real: Tensor
 
     def chosen(self, rows: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the rows that are sketched.
-
-        Args:
-            rows: `ALL_ROWS` or `REAL_ROWS`.
+        """Return the rows that are sketched, of `ALL_ROWS` or `REAL_ROWS`.
 
         Raises:
             HarnessError: If a row that would be left out has a gradient: the rest would be biased.
@@ -133,11 +131,6 @@ def grid(padding: str, rows: str, *, trained: bool) -> list[Cell]:
     The lines of the figure everywhere. Of the trained model also every sketch, centred or not, at one budget; and where
     padding is left out every sketch in int4 at that budget, and in every storage at another (of the dense ones, which
     take long, int4 at the other only).
-
-    Args:
-        padding: `TO_LONGEST` or `TO_OWN`.
-        rows: `ALL_ROWS` or `REAL_ROWS`.
-        trained: Whether the model has been trained.
     """
     if not trained:
         families = [family for family in FAMILIES if family[0] != "wta_crs" and family[2] != "int8"]
@@ -156,30 +149,13 @@ def grid(padding: str, rows: str, *, trained: bool) -> list[Cell]:
 
 
 def kept_share(config: RMMConfig, widths: Sequence[int], *, rows: int, sketched: int) -> float:
-    """Return the bytes that layers keep, relative to their inputs in bfloat16.
-
-    Args:
-        config: How they sketch.
-        widths: Input features of each.
-        rows: Rows of the batch.
-        sketched: Rows that are sketched; the others are not kept.
-    """
+    """Return the bytes that layers of these widths keep, relative to their inputs in bfloat16."""
     kept = sum(config.saved_bytes(sketched, width, torch.bfloat16) for width in widths)
     return kept / (rows * sum(widths) * torch.bfloat16.itemsize)
 
 
 def config_of(cell: Cell, widths: Sequence[int], *, rows: int, sketched: int) -> RMMConfig | None:
-    """Return the cell's configuration: the largest ratio that its budget allows.
-
-    Args:
-        cell: What to keep, and in how many bytes.
-        widths: Input features of each layer.
-        rows: Rows of the batch.
-        sketched: Rows that are sketched.
-
-    Returns:
-        The configuration, or None if nothing fits the budget.
-    """
+    """Return the cell's configuration: the largest ratio that its budget allows, or None if nothing fits."""
     steps = int(_RATIO_STEPS * min(1.0, cell.budget * 16 / _BITS[cell.storage] * rows / sketched) + 1e-9)
     for step in range(steps, 0, -1):
         config = RMMConfig(
@@ -191,67 +167,54 @@ def config_of(cell: Cell, widths: Sequence[int], *, rows: int, sketched: int) ->
     return None
 
 
-def relative_variances(config: RMMConfig, layers: dict[str, tuple[Tensor, Tensor]], *, draws: int) -> list[float]:
-    """Return E||estimate - g^T x||^2 / ||g^T x||^2 of each layer, in closed form.
+def noise_of(
+    layers: Mapping[str, tuple[Tensor, Tensor]],
+    configs: Mapping[str, RMMConfig],
+    *,
+    index: Tensor | None = None,
+    draws: int | None = None,
+) -> dict[str, Any]:
+    """Return the mean over the layers of E||estimate - g^T x||^2 / ||g^T x||^2, in closed form and of real sketches.
 
     Args:
-        config: How to sketch.
         layers: Name -> x and g.
-        draws: Draws of S that the rounding's part is averaged over.
-
-    Returns:
-        One number a layer; 0 where nothing is sketched.
+        configs: How each is sketched.
+        index: Rows that are no padding; None for all.
+        draws: How many sketches to draw at least, spread evenly over the layers; None for the closed form alone.
     """
-    found = []
-    sketch = _with_draws(config.sketch_object, draws)
-    for x, g in layers.values():
-        variance = float(sketch.variance(x, g)) if config.sketches(x.shape[0]) else 0.0
-        found.append(variance / _squared_gradient(x, g) if variance else 0.0)
-    return found
-
-
-def _with_draws(sketch: Sketch, draws: int) -> Sketch:
-    if isinstance(sketch, Centered):
-        return dataclasses.replace(sketch, inner=_with_draws(sketch.inner, draws))
-    return dataclasses.replace(sketch, draws=draws) if isinstance(sketch, LowBit) else sketch
-
-
-def _squared_gradient(x: Tensor, g: Tensor) -> float:
-    return float((g.double().t() @ x.double()).square().sum())
-
-
-def measure(config: RMMConfig, layers: dict[str, tuple[Tensor, Tensor]], *, draws: int) -> tuple[float, float, int]:
-    """Measure the mean over the layers with real sketches.
-
-    Args:
-        config: How to sketch.
-        layers: Name -> x and g.
-        draws: How many sketches to draw at least, spread evenly over the layers.
-
-    Returns:
-        The mean of the relative variances, its standard error, and the number of draws.
-    """
-    each = max(2, -(-draws // len(layers)))
-    values, errors = [], []
-    for number, (x, g) in enumerate(layers.values()):
-        measured = measure_sketch_variance(x, g, config, draws=each, seed=number)
-        squared = _squared_gradient(x, g)
-        values.append(measured.value / squared)
-        errors.append(measured.standard_error / squared)
-    error = sum(each_error**2 for each_error in errors) ** 0.5 / len(layers)
-    return sum(values) / len(values), error, each * len(layers)
+    found = {
+        name: gradient_noise(x, g, configs[name], index=index, draws=_MEASURED_DRAWS)
+        for name, (x, g) in layers.items()
+    }  # fmt: skip
+    closed = statistics.fmean(noise.relative_variance for noise in found.values())
+    row: dict[str, Any] = {"closed_form": closed, "measured": "", "standard_error": "", "z": "", "draws": ""}
+    if draws is not None:
+        each = max(2, -(-draws // len(layers)))
+        values, errors = [], []
+        for number, (name, (x, g)) in enumerate(layers.items()):
+            measured = measure_sketch_variance(x, g, configs[name], index=index, draws=each, seed=number)
+            values.append(measured.value / found[name].gradient_squared)
+            errors.append(measured.standard_error / found[name].gradient_squared)
+        value, error = statistics.fmean(values), sum(one**2 for one in errors) ** 0.5 / len(layers)
+        # float32 rounds where nothing else does
+        z = (value - closed) / error if value > _ROUNDING else 0.0
+        row |= {"measured": value, "standard_error": error, "z": z, "draws": each * len(layers)}
+    return row
 
 
 class Subject:
     """A model, the batch that is captured, and the steps that it has been trained for."""
 
-    def __init__(self, task: str, *, model: str, data: str, seed: int = 0, batch_size: int = 32) -> None:
-        """Load everything.
+    def __init__(self, task: str, options: argparse.Namespace) -> None:
+        """Load everything that `options` names: `model`, `data` and `batch_size`.
 
         Raises:
             HarnessError: If data or model are not usable.
         """
-        _stay_off_the_network(model, data)
+        model, data, batch_size = options.model, options.data, options.batch_size
+        # the hub's client reads it when it is imported
+        if data != "hub" and (model == "demo" or Path(model).is_dir()):
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
         # imports that take seconds, and read the environment
         from transformers import DataCollatorWithPadding
 
@@ -259,7 +222,7 @@ class Subject:
         from .training import PreparedRun
 
         settings = RunSettings(
-            task=task, model=model, data=data, seed=seed, batch_size=batch_size, learning_rate=2e-5, max_length=LONGEST
+            task=task, model=model, data=data, batch_size=batch_size, learning_rate=2e-5, max_length=LONGEST
         )
         self.prepared: PreparedRun = PreparedRun(settings, cpu=True)
         self.model, self._train_split = self.prepared.model, self.prepared.splits["train"]
@@ -309,11 +272,7 @@ class Subject:
         return [dict(self._pad[TO_OWN]([self._train_split[row] for row in next(self._order)])) for _ in range(count)]
 
     def capture(self, padding: str, *, batch: int = 0) -> Captured:
-        """Run a batch forward and backward, dropout included, and keep what the linear layers see.
-
-        Args:
-            padding: `TO_LONGEST` or `TO_OWN`.
-            batch: Number of the batch in the training split as it is, unshuffled.
+        """Run a batch of the unshuffled training split forward and backward, and keep what the linear layers see.
 
         Raises:
             HarnessError: If no linear layer sees a row a token, or the split has no such batch.
@@ -359,12 +318,6 @@ class Subject:
         return Captured(layers, batch["attention_mask"].bool().flatten())
 
 
-def _stay_off_the_network(model: str, data: str) -> None:
-    """Put the hub's client offline where nothing is wanted of it."""
-    if data != "hub" and (model == "demo" or Path(model).is_dir()):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
 def _converted_layers(model: nn.Module) -> dict[str, SketchedLayer]:
     """The layers that `convert_linears` would sketch."""
     with warnings.catch_warnings():
@@ -396,36 +349,16 @@ def provenance_columns(subject: Subject) -> dict[str, Any]:
     }
 
 
-def against_bytes(
-    tasks: Sequence[str], *, model: str, data: str, steps: int, seed: int = 0, batch_size: int = 32
-) -> Iterator[list[dict[str, Any]]]:
-    """Compute the grid.
-
-    Args:
-        tasks: The tasks; the model is loaded anew for each.
-        model: The model.
-        data: The data.
-        steps: Training steps before the second capture.
-        seed: Seed of the head, the order of the data and dropout.
-        batch_size: Sequences of a batch.
-
-    Yields:
-        The rows of one panel: a task, a state, a padding, and all rows or the real ones.
-
-    Raises:
-        HarnessError: If data or model are not usable.
-    """
-    for task in tasks:
-        subject = Subject(task, model=model, data=data, seed=seed, batch_size=batch_size)
-        for step in dict.fromkeys((0, steps)):
-            subject.train(step)
-            origin = provenance_columns(subject)
-            for padding in (TO_LONGEST, TO_OWN):
-                captured = subject.capture(padding)
-                for rows in (ALL_ROWS, REAL_ROWS):
-                    panel = {"task": task, "step": step, "padding": padding, "rows": rows}
-                    cells = grid(padding, rows, trained=step == steps)
-                    yield [{**panel, **row, "seed": seed, **origin} for row in _panel(captured, rows, cells)]
+def against_bytes(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compute the grid before the training and after it, for each padding, of all rows and of the real ones."""
+    for step in dict.fromkeys((0, options.steps)):
+        subject.train(step)
+        origin = provenance_columns(subject)
+        for padding in (TO_LONGEST, TO_OWN):
+            captured = subject.capture(padding)
+            for rows in (ALL_ROWS, REAL_ROWS):
+                for row in _panel(captured, rows, grid(padding, rows, trained=step == options.steps)):
+                    yield {"step": step, "padding": padding, "rows": rows, **row, **origin}
 
 
 def _panel(captured: Captured, rows: str, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
@@ -439,7 +372,8 @@ def _panel(captured: Captured, rows: str, cells: Sequence[Cell]) -> Iterator[dic
             continue
         if config not in known:
             draws = _DENSE_DRAWS if config.sketch in _DENSE else _GRID_DRAWS
-            known[config] = relative_variances(config, layers, draws=draws)
+            noises = [gradient_noise(x, g, config, draws=draws) for x, g in layers.values()]
+            known[config] = [noise.relative_variance for noise in noises]
         values = known[config]
         yield {
             **dataclasses.asdict(cell),
@@ -453,35 +387,17 @@ def _panel(captured: Captured, rows: str, cells: Sequence[Cell]) -> Iterator[dic
         }
 
 
-def headline(
-    records: Sequence[dict[str, Any]],
-    *,
-    task: str,
-    model: str,
-    data: str,
-    draws: int,
-    gaussian: bool = True,
-    batch_size: int = 32,
-) -> Iterator[dict[str, Any]]:
+def headline(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure the best cells of a grid, and the Gaussian sketch, with real sketches.
 
-    Args:
-        records: Rows of the grid, as `read_records` has them.
-        task: The task whose batch is measured.
-        model: The model.
-        data: The data.
-        draws: How many sketches a cell, over all layers.
-        gaussian: Whether to measure the Gaussian as well, which takes most of the time.
-        batch_size: Sequences of the batch.
-
     Raises:
-        HarnessError: If the grid has no row of the task, or data or model are not usable.
+        HarnessError: If there is no grid, or it has no row of the task.
     """
-    mine = [record for record in records if record["task"] == task]
+    task = subject.prepared.settings.task
+    mine = [record for record in read_records(options.output / GRID_FILE) if record["task"] == task]
     if not mine:
         raise HarnessError(f"the grid has no rows of the task {task}; run against-bytes with --tasks {task} first")
-    step, seed = max(record["step"] for record in mine), mine[0]["seed"]
-    subject = Subject(task, model=model, data=data, seed=seed, batch_size=batch_size)
+    step = max(record["step"] for record in mine)
     subject.train(step)
     origin = provenance_columns(subject)
     for padding in (TO_LONGEST, TO_OWN):
@@ -489,106 +405,53 @@ def headline(
         for rows in (ALL_ROWS, REAL_ROWS):
             layers = captured.chosen(rows)
             panel = [each for each in mine if (each["step"], each["padding"], each["rows"]) == (step, padding, rows)]
-            for which, record in _headline_cells(panel, rows, gaussian=gaussian):
-                config = RMMConfig(
-                    ratio=record["ratio"],
-                    sketch=record["sketch"],
-                    center=record["center"],
-                    storage=record["storage"],
-                    min_rows=1,
-                )
-                closed = relative_variances(config, layers, draws=_HEADLINE_DRAWS)
-                expected = sum(closed) / len(closed)
+            for which, record in _headline_cells(panel, rows):
+                knobs = {key: record[key] for key in ("ratio", "sketch", "center", "storage")}
                 began = time.perf_counter()
-                measured, error, drawn = measure(config, layers, draws=draws)
-                kept = ("task", "step", "padding", "rows", "budget", "sketch", "center", "storage", "ratio", "bytes")
-                yield {
-                    "which": which,
-                    **{key: record[key] for key in kept},
-                    "closed_form": expected,
-                    "measured": measured,
-                    "standard_error": error,
-                    "z": (measured - expected) / error if error else 0.0,
-                    "draws": drawn,
-                    "seconds": round(time.perf_counter() - began, 1),
-                    "seed": seed,
-                    **origin,
-                }
+                found = noise_of(layers, dict.fromkeys(layers, RMMConfig(min_rows=1, **knobs)), draws=options.draws)
+                kept = ("step", "padding", "rows", "budget", "sketch", "center", "storage", "ratio", "bytes")
+                seconds = round(time.perf_counter() - began, 1)
+                yield {"which": which, **{key: record[key] for key in kept}, **found, "seconds": seconds, **origin}
 
 
 def best_within(records: Sequence[dict[str, Any]], budget: float) -> dict[str, Any] | None:
-    """Return the row of least variance whose bytes are within a budget.
-
-    Args:
-        records: Rows of one panel.
-        budget: The budget; the allowance comes on top.
-
-    Returns:
-        The row, of equal ones the one of fewest bytes, or None if there is none.
-    """
+    """Return the row of least variance within a budget and its allowance, of equal ones that of fewest bytes."""
     fitting = [record for record in records if record["bytes"] <= ALLOWANCE * budget]
     return min(fitting, key=lambda record: (record["relative_variance"], record["bytes"]), default=None)
 
 
-def _headline_cells(
-    panel: Sequence[dict[str, Any]], rows: str, *, gaussian: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _headline_cells(panel: Sequence[dict[str, Any]], rows: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for budget in HEADLINE_BUDGETS:
         papers = [row for row in panel if (row["sketch"], row["center"], row["storage"]) == FAMILIES[0]]
-        if gaussian and rows == ALL_ROWS:
+        if rows == ALL_ROWS:
             yield from ((GAUSSIAN, row) for row in papers if row["budget"] == budget)
         best = best_within(panel, budget)
         if best is not None:
             yield BEST, {**best, "budget": budget}
 
 
-_KINDS: dict[str, Any] = {
-    "center": lambda text: text == "True",
-    "storage": lambda text: text or None,
-    **dict.fromkeys(("step", "seed", "layers", "batch_rows", "sketched_rows", "draws", "threads"), int),
-    **dict.fromkeys(("budget", "ratio", "bytes", "relative_variance", "largest_layer"), float),
-    **dict.fromkeys(("closed_form", "measured", "standard_error", "z", "seconds"), float),
-}
-
-
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read a results file of this module.
+    """Read a results file, whose cells are texts in some columns and numbers in all others; None where one is empty.
 
     Raises:
         HarnessError: If it is missing, empty or something else.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            found = list(csv.DictReader(file))
-        records = [{key: _KINDS.get(key, str)(text) for key, text in row.items()} for row in found]
-    except OSError as error:
-        raise HarnessError(
-            f"{path} can't be read ({error.strerror or error}); python -m experiments.glue.variance against-bytes makes"
-            " it"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise HarnessError(f"{path} is no results file of this experiment ({error}); make it anew") from error
-    if not records or not {"task", "step", "padding", "rows", "bytes", "seed"} <= records[0].keys():
-        raise HarnessError(f"{path} is no results file of this experiment; make it anew")
-    return records
 
-
-def read_numbers(path: Path) -> list[dict[str, Any]]:
-    """Read a results file whose cells are what they look like: numbers, or texts.
-
-    Raises:
-        HarnessError: If it is empty or something else.
-    """
-
-    def parsed(key: str, text: str) -> float | str | None:
-        if key in _TEXTS:
+    def parsed(key: str, text: str) -> Any:
+        if key == "center":
+            return text == "True"
+        if not text or key in _TEXTS:
             return text or None
-        return float(text) if text else math.nan
+        return int(text) if text.isdecimal() else float(text)
 
     try:
         with path.open(encoding="utf-8", newline="") as file:
             records = [{key: parsed(key, text) for key, text in row.items()} for row in csv.DictReader(file)]
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        raise HarnessError(
+            f"{path} can't be read ({error.strerror or error}); python -m experiments.glue.variance makes it"
+        ) from error
+    except (ValueError, TypeError) as error:
         raise HarnessError(f"{path} is no results file of this experiment ({error}); make it anew") from error
     if not records or not {"task", "step", "commit"} <= records[0].keys():
         raise HarnessError(f"{path} is no results file of this experiment; make it anew")

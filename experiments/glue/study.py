@@ -130,11 +130,7 @@ class Study:
             lines.write(json.dumps(row, allow_nan=False) + "\n")
 
     def hours_left(self, left: Sequence[RunSettings]) -> float | None:
-        """How long one process needs for these runs, by what an epoch of those that are done took.
-
-        Returns:
-            The hours, or None before anything is done.
-        """
+        """How long one process needs for these runs, by what an epoch of those that are done took; None at first."""
         seconds: dict[tuple[str, ...], list[float]] = {}
         for row in (*self.rows(TUNING), *self.rows(ROWS)):
             label = row["name"].removeprefix(f"{row['config']['task']}-").rpartition("-seed")[0]
@@ -157,16 +153,7 @@ def _likeness(run: RunSettings) -> tuple[tuple[str, ...], ...]:
 
 @functools.cache
 def cut_training_split(task: str, data: Path, folder: Path, rows: int) -> Path:
-    """Make a data folder whose training split is a fixed sample of the official one.
-
-    Args:
-        task: The task, whose files have a header.
-        data: The official data.
-        folder: Where to make it.
-        rows: Rows of the sample, in the order of the official file.
-
-    Returns:
-        The new data folder.
+    """Make a data folder whose training split is a fixed sample of the official one, in its order; return the folder.
 
     Raises:
         HarnessError: If the official file is missing.

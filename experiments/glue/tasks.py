@@ -11,8 +11,8 @@ The generated task `demo` lives in `demo.py` and uses the same `Task` descriptio
 from __future__ import annotations
 
 import csv
+import io
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,8 @@ class Task:
     def parse_label(self, text: str) -> float | int:
         """Turn a label field of an official file into a number.
 
-        Args:
-            text: The field: a class name, a class number, or a score from 0 to 5.
-
-        Returns:
-            The class index, or the score of a regression task.
-
         Raises:
-            ValueError: If the field is none of these.
+            ValueError: If it is no class name, class number, or score from 0 to 5, as the task has them.
         """
         if self.is_regression:
             score = float(text)
@@ -196,14 +190,7 @@ TASKS: dict[str, Task] = {
 
 
 def load_task(task: Task, data: str) -> DatasetDict:
-    """Load the train and validation splits of a task.
-
-    Args:
-        task: The task to load.
-        data: `"hub"`, or the path of a folder in the official GLUE layout.
-
-    Returns:
-        Splits `train` and `validation` with the task's text columns and `label`.
+    """Load the train and validation splits of a task from `"hub"` or a folder in the official GLUE layout.
 
     Raises:
         HarnessError: If the folder, a file or a row is not what the official layout says, or the hub can't be reached.
@@ -245,89 +232,48 @@ def _load_from_hub(task: Task) -> DatasetDict:
 
 
 def read_official_file(task: Task, path: Path) -> Dataset:
-    """Read one official TSV file, checking every row.
-
-    Args:
-        task: The task that the file belongs to.
-        path: The file.
-
-    Returns:
-        A dataset with the task's text columns and `label`, in the order of the file.
+    """Read one official TSV file, checking every row; texts and `label` in the order of the file.
 
     Raises:
         HarnessError: Naming path, line and remedy, if the file is missing, empty, truncated or ill-formed.
     """
+
+    def fault(what: str, line: int | None = None) -> HarnessError:
+        where = "" if line is None else f", line {line},"
+        return HarnessError(f"the file {path}{where} {what}; download it again")
+
     if not path.is_file():
-        raise HarnessError(f"the file {path} does not exist; the task {task.name} needs it, download it again")
+        raise fault(f"does not exist, and the task {task.name} needs it")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        rows = list(csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise fault(f"is not UTF-8 tab-separated text ({error})") from error
+    if text and not text.endswith(("\r", "\n")):
+        raise fault("is truncated: its last line has no line end")
+    names = rows[0] if task.header and rows else [str(at) for at in range(task.width)]
+    if missing := [column for column in task.columns if column not in names]:
+        raise fault(f"has no column {', '.join(missing)} (found: {', '.join(names) or 'nothing'})", 1)
+    positions = [names.index(column) for column in task.columns]
+    lines = list(enumerate(rows, start=1))[int(task.header) :]
+    malformed = [(line, len(row)) for line, row in lines if len(row) != len(names)]
+    # a download that was cut off ends in a short row, whatever faults the official release has before
+    is_cut = bool(malformed) and malformed[-1][0] == len(rows)
+    if is_cut or len(malformed) > task.malformed_rows:
+        line, found = malformed[-1 if len(malformed) <= task.malformed_rows else 0]
+        wrong = f"has {found} columns instead of {len(names)}: the file is truncated or not tab-separated"
+        raise fault(wrong, line)
     columns: dict[str, list[Any]] = {key: [] for key in (*task.text_keys, "label")}
-    for row in _checked_rows(task, path):
-        for key, value in zip(columns, row, strict=True):
+    for line, row in lines:
+        if len(row) != len(names):
+            continue
+        *texts, label = (row[at] for at in positions)
+        try:
+            values = [*texts, task.parse_label(label)]
+        except ValueError:
+            raise fault(f"has the label {label!r}, which is not {task.label_values}", line) from None
+        for key, value in zip(columns, values, strict=True):
             columns[key].append(value)
     if not columns["label"]:
-        raise HarnessError(f"the file {path} holds no rows; download it again")
+        raise fault("holds no rows")
     return Dataset.from_dict(columns, features=task.features)
-
-
-def _checked_rows(task: Task, path: Path) -> Iterator[list[Any]]:
-    """Yield texts and label of every row; a fault raises with the number of its line."""
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        if file.tell():
-            file.seek(-1, 2)
-            if file.read(1) not in b"\r\n":
-                raise HarnessError(
-                    f"the file {path} is truncated: its last line has no line end; download it again, or end it with "
-                    "a newline if it is whole"
-                )
-    line = 0
-    malformed: list[tuple[int, int]] = []
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            positions, width = _positions(task, path, reader)
-            for row in reader:
-                line = reader.line_num
-                if len(row) != width:
-                    malformed.append((line, len(row)))
-                    if len(malformed) > task.malformed_rows:
-                        raise _wrong_width(path, *malformed[0], width)
-                    continue
-                yield [*(row[at] for at in positions[:-1]), _label(task, path, line, row[positions[-1]])]
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise HarnessError(
-            f"the file {path} is not UTF-8 tab-separated text after line {line} ({error}); download it again"
-        ) from error
-    # a download that was cut off ends in a short row, whatever faults the official release has before
-    if malformed and malformed[-1][0] == line:
-        raise _wrong_width(path, *malformed[-1], width)
-
-
-def _positions(task: Task, path: Path, reader: Iterator[list[str]]) -> tuple[list[int], int]:
-    """Where the texts and the label are, and how many columns a row has; reads the header if there is one."""
-    if not task.header:
-        return [int(column) for column in task.columns], task.width
-    header: Sequence[str] = next(reader, [])
-    missing = [column for column in task.columns if column not in header]
-    if missing:
-        raise HarnessError(
-            f"the file {path}, line 1, has no column {', '.join(missing)} (found: {', '.join(header) or 'nothing'}); "
-            f"the official {task.folder} file has it, download it again"
-        )
-    return [header.index(column) for column in task.columns], len(header)
-
-
-def _wrong_width(path: Path, line: int, found: int, width: int) -> HarnessError:
-    return HarnessError(
-        f"the file {path}, line {line}, has {found} columns instead of {width}: the file is truncated or not "
-        "tab-separated; download it again"
-    )
-
-
-def _label(task: Task, path: Path, line: int, text: str) -> float | int:
-    try:
-        return task.parse_label(text)
-    except ValueError:
-        raise HarnessError(
-            f"the file {path}, line {line}, has the label {text!r}, which is not {task.label_values}; "
-            "the line is damaged, download the file again"
-        ) from None

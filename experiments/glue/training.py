@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -47,7 +48,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from rmm_linear import RMMCallback, SketchedLayer, convert_linears, revert_linears
-from rmm_linear.compiler import plans
 from rmm_linear.integrations.hf_trainer import NOISE_KEY
 from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
@@ -57,7 +57,7 @@ from .comparison import check_comparable
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
 from .errors import HarnessError
-from .peak_memory import PeakMemory
+from .peak_memory import peak_memory
 from .result_file import (
     COMPLETE,
     DIVERGED,
@@ -84,10 +84,7 @@ def result_path(settings: RunSettings, results: Path) -> Path:
 
 
 def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | None:
-    """The result of a run, if it is complete (or has diverged, which another attempt would do as well).
-
-    Returns:
-        The result file's content, or None if the run is still to do or to finish.
+    """The result of a run, if it is complete (or has diverged, which another attempt would do as well), or None.
 
     Raises:
         HarnessError: If the file holds a run with other settings, on other data, or from another model.
@@ -122,11 +119,6 @@ def _short(value: Any) -> str:
 
 def check_folder(runs: Sequence[RunSettings], results: Path, *, force: bool = False) -> None:
     """Find out before the first of several runs what would stop the last one, or the report.
-
-    Args:
-        runs: The runs.
-        results: Their results folder.
-        force: Whether earlier results of these runs are to be thrown away.
 
     Raises:
         HarnessError: If the folder can't be written to, or holds results that don't go with the runs'.
@@ -339,14 +331,7 @@ class PreparedRun:
         on_save: Callable[[], None] = lambda: None,
         callbacks: tuple[TrainerCallback, ...] = (),
     ) -> dict[str, Any]:
-        """Train from the last checkpoint, if there is one, to the end.
-
-        Args:
-            checkpoints: Folder of this run's checkpoints.
-            on_start: Called with the step that training starts from.
-            on_save: Called after each checkpoint.
-            callbacks: More callbacks for the `Trainer`.
-        """
+        """Train from the last checkpoint, if there is one, to the end; `on_start` is told the step it starts from."""
         settings = self.settings
         exact_bytes = self._kept_bytes()
         set_seed(settings.seed)
@@ -354,16 +339,17 @@ class PreparedRun:
         trainer = self._trainer(checkpoints, on_save, conversion, callbacks)
         if settings.method == CHECKPOINTING:
             _enable_checkpointing(self.model)
-        step: nn.Module = self.model
         if settings.compile_options is not None:
-            step = torch.compile(self.model, backend="rmm_linear", options=settings.compile_options)
-        gradient_noise = self._gradient_noise(step)
-        kept_bytes = self._kept_bytes() if step is self.model else self._planned_bytes(step)
+            # before the training begins, so that what is measured first runs by the training's plan
+            conversion[0].on_train_begin(trainer.args, trainer.state, trainer.control, model=self.model)
+        gradient_noise = self._gradient_noise(trainer)
+        is_planned = settings.compile_options is not None
+        kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
         set_seed(settings.seed)
-        with PeakMemory(self.device) as peak:
+        with peak_memory(self.device) as peak:
             trainer.train(resume_from_checkpoint=checkpoint)
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
         for planned in (callback.planned for callback in conversion if callback.planned is not None):
@@ -385,7 +371,7 @@ class PreparedRun:
                 "exact_model": exact_bytes,
                 "batch": "the first batch of the training split, in its order on disk",
             },
-            "peak_memory": peak.report,
+            "peak_memory": peak,
             "final": {key: epochs[-1][key] for key in ("score", *self.task.metrics)},
             "train_seconds": sum(steps["seconds"]),
             "epochs": epochs,
@@ -401,18 +387,25 @@ class PreparedRun:
         assert loss.requires_grad
         return int(kept.bytes)
 
-    def _planned_bytes(self, step: nn.Module) -> int:
+    def _planned_bytes(self, trainer: Trainer, callback: RMMCallback) -> int:
         """Bytes that the plan of the same step has in memory when its forward pass ends."""
         with self._training() as batch_at:
-            step(**batch_at(0))
-        return plans(step)[-1].planned.forward_bytes
+            self._loss(trainer)(self.model, batch_at(0))
+        assert callback.planned is not None
+        return callback.planned.plans[-1].planned.forward_bytes
 
-    def _gradient_noise(self, step: nn.Module) -> dict[str, float] | None:
+    def _loss(self, trainer: Trainer) -> Callable[[nn.Module, Any], torch.Tensor]:
+        """The loss of the training: with other arguments, a model would be compiled twice."""
+        count = torch.tensor(self.settings.batch_size, device=self.device)
+        return functools.partial(trainer.compute_loss, num_items_in_batch=count)
+
+    def _gradient_noise(self, trainer: Trainer) -> dict[str, float] | None:
         """Variances of the initial gradient; None if there are too few batches."""
         if len(self.splits["train"]) < _NOISE_BATCHES * self.settings.batch_size:
             return None
         with self._training() as batch_at:
-            noise = measure_step_noise(step, [batch_at(number) for number in range(_NOISE_BATCHES)])
+            batches = [batch_at(number) for number in range(_NOISE_BATCHES)]
+            noise = measure_step_noise(self.model, batches, loss_fn=self._loss(trainer))
         return {
             "gradient_squared": noise.gradient_squared,
             "step_variance": noise.step.value,
@@ -457,7 +450,7 @@ class PreparedRun:
         callbacks: tuple[TrainerCallback, ...],
     ) -> Trainer:
         settings = self.settings
-        clock = StepClock(self.device)
+        clock = _StepClock(self.device)
         sampler = None
         if settings.group_lengths:
             lengths = [len(tokens) for tokens in self.splits["train"]["input_ids"]]
@@ -472,11 +465,11 @@ class PreparedRun:
             data_collator=self.collate,
             processing_class=self.tokenizer,
             compute_metrics=self._metrics(),
-            callbacks=[*conversion, Checkpoints(settings.save_steps, on_save), clock, *callbacks],
+            callbacks=[*conversion, _Checkpoints(settings.save_steps, on_save), clock, *callbacks],
         )
         # the stock bar prints every log, which is a line a step here
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(QuietProgress(settings.name))
+        trainer.add_callback(_QuietProgress(settings.name))
         return trainer
 
     def _arguments(self, checkpoints: Path) -> TrainingArguments:
@@ -506,7 +499,7 @@ class PreparedRun:
             bf16=settings.precision == "bfloat16",
             use_cpu=self.device.type == "cpu",
             eval_strategy="epoch",
-            # Checkpoints decides when to save
+            # _Checkpoints decides when to save
             save_strategy="no",
             save_total_limit=1,
             logging_steps=1,
@@ -606,11 +599,10 @@ def _split_log(
     return steps, epochs
 
 
-class StepClock(TrainerCallback):
+class _StepClock(TrainerCallback):
     """Time each training step: forward, backward, clipping and the optimizer; neither data, evaluation nor saving."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start with no step timed."""
         self._device = device
         self._began = 0.0
         self.seconds = 0.0
@@ -621,11 +613,9 @@ class StepClock(TrainerCallback):
         return time.perf_counter()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the clock."""
         self._began = self._now()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Stop the clock."""
         self.seconds = self._now() - self._began
 
 
@@ -664,7 +654,7 @@ class _GroupedByLength(Sampler[int]):
 class _RecordingTrainer(Trainer):
     """A `Trainer` whose log, and so every checkpoint, holds the time of each step as well."""
 
-    def __init__(self, clock: StepClock, sampler: Sampler[int] | None, **arguments: Any) -> None:
+    def __init__(self, clock: _StepClock, sampler: Sampler[int] | None, **arguments: Any) -> None:
         self._clock = clock
         self._sampler = sampler
         super().__init__(**arguments)
@@ -679,7 +669,7 @@ class _RecordingTrainer(Trainer):
         super().log(logs, *arguments, **keywords)
 
 
-class Checkpoints(TrainerCallback):
+class _Checkpoints(TrainerCallback):
     """Ask for a checkpoint at the end of each epoch, after its evaluation, and every so many steps within.
 
     `Trainer`'s own strategies can't do both. A checkpoint at an epoch's last step, before its evaluation, would lose
@@ -687,65 +677,38 @@ class Checkpoints(TrainerCallback):
     """
 
     def __init__(self, every_steps: int, on_saved: Callable[[], None]) -> None:
-        """Save every so many steps."""
         self._every_steps = every_steps
         self._on_saved = on_saved
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Ask within an epoch."""
         assert state.epoch is not None
         due = self._every_steps > 0 and state.global_step % self._every_steps == 0
         if due and not float(state.epoch).is_integer() and state.global_step < state.max_steps:
             control.should_save = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Ask at the end of an epoch."""
         if state.global_step < state.max_steps:
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Pass it on."""
         self._on_saved()
 
 
-class QuietProgress(ProgressCallback):
-    """`Trainer`'s progress bar, with the last loss and score beside it instead of a printed line a step."""
+class _QuietProgress(ProgressCallback):
+    """Trainer's progress bar, with neither a printed line a step nor a second bar for an evaluation."""
 
     def __init__(self, name: str) -> None:
-        """Label the bar."""
         super().__init__()
         self._name = name
-        self._shown: dict[str, str] = {}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Open the bar."""
-        super().on_train_begin(args, state, control)
+    def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+        super().on_train_begin(*arguments, **keywords)
         if self.training_bar is not None:
             self.training_bar.set_description(self._name)
 
-    def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: Any = None,
-        **_: Any,
-    ) -> None:
-        """Show no second bar for an evaluation."""
+    def on_prediction_step(self, *arguments: Any, **keywords: Any) -> None:
+        pass
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """Show the loss and the metrics of the last evaluation."""
-        if self.training_bar is None or not logs:
-            return
-        hidden = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_loss")
-        for key, value in logs.items():
-            if key == "loss" or (key.startswith("eval_") and key not in hidden):
-                self._shown[key.removeprefix("eval_")] = f"{value:.3f}"
-        self.training_bar.set_postfix(self._shown, refresh=False)
+    def on_log(self, *arguments: Any, logs: dict[str, Any] | None = None, **keywords: Any) -> None:
+        if self.training_bar is not None and "loss" in (logs or {}):
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)  # type: ignore[index]

@@ -1,6 +1,6 @@
 """Tables and figures of `experiments.glue.variance`: `python -m experiments.glue.variance_report FOLDER`.
 
-Everything but the targets is computed from the CSV files of the folder.
+All is computed from the CSV files of the folder.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 
@@ -17,6 +17,8 @@ mpl.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from experiments.blocks import table
 
 from . import allocated, equal_bytes, over_training
 from .command_line import report_command
@@ -39,16 +41,10 @@ from .sketch_noise import (
     TO_LONGEST,
     TO_OWN,
     best_within,
-    read_numbers,
     read_records,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 Records = Sequence[dict[str, Any]]
-# the project's targets: budget -> all rows, padding left out
-TARGETS = {0.25: (0.05, 0.03), 0.1: (0.80, 0.05), 0.05: (2.2, 0.60)}
 _LARGEST_Z = 4.5
 _OVER_TRAINING = (
     "The sketches' variance over the minibatch's (sequences drawn independently), both summed over the layers; and the"
@@ -75,25 +71,24 @@ _STYLES = (("#555555", "X"), ("#E69F00", "v"), ("#56B4E9", "D"), ("#009E73", "s"
 
 
 def write_report(folder: Path) -> str:
-    """Write `report.md` and the figures of what there is into a results folder.
-
-    Args:
-        folder: The folder of `against_bytes.csv`, `allocated.csv`, `over_training.csv` and
-            `equal_bytes.csv`, or of some of them.
+    """Write `report.md` and the figures of the results that there are into their folder, and return the first table.
 
     Raises:
         HarnessError: If there is nothing to report, or the folder can't be written to.
     """
     parts: list[str] = []
     try:
-        if (folder / GRID_FILE).exists():
-            parts += _against_bytes(folder)
-        if (folder / allocated.FILE).exists():
-            parts += _allocated(folder)
-        if (folder / over_training.FILE).exists():
-            parts += _over_training(folder)
-        if (folder / equal_bytes.FILE).exists():
-            parts += _equal_bytes(folder)
+        for name, section in (
+            (GRID_FILE, _against_bytes),
+            (allocated.FILE, _allocated),
+            (over_training.FILE, _over_training),
+            (equal_bytes.FILE, _equal_bytes),
+        ):
+            if (folder / name).exists():
+                records = read_records(folder / name)
+                parts += section(folder, records)
+                if section is not _against_bytes:
+                    parts.append(_origin(name, records))
         if not parts:
             raise HarnessError(f"{folder} holds no results; python -m experiments.glue.variance makes some")
         text = "\n\n".join(parts)
@@ -105,110 +100,70 @@ def write_report(folder: Path) -> str:
     return f"{parts[2]}\n\nreport: {folder / 'report.md'}"
 
 
-def _against_bytes(folder: Path) -> list[str]:
-    records = read_records(folder / GRID_FILE)
+def _against_bytes(folder: Path, records: Records) -> list[str]:
     measured = read_records(folder / HEADLINE_FILE) if (folder / HEADLINE_FILE).exists() else []
     replace_file(folder / "against_bytes.png", lambda path: draw_figure(records, path))
     return [
         "# Relative variance against bytes",
         "E‖estimate - gᵀx‖² / ‖gᵀx‖², the mean over the model's linear layers.",
-        targets_and_reached(records, measured),
+        reached(records, measured),
         "![figure](against_bytes.png)",
         *_tables(records),
         _notes(records, measured),
     ]
 
 
-def _allocated(folder: Path) -> list[str]:
-    records = read_numbers(folder / allocated.FILE)
-    return [
-        "# Every lever together",
-        _ALLOCATED.format(records[0]["batches"]),
-        allocated.table(records, TARGETS if records[0]["task"] == TASKS[0] else {}),
-        _origin(allocated.FILE, records),
-    ]
+def _allocated(folder: Path, records: Records) -> list[str]:
+    return ["# Every lever together", _ALLOCATED.format(records[0]["batches"]), allocated.ways_table(records)]
 
 
-def _over_training(folder: Path) -> list[str]:
-    records = read_numbers(folder / over_training.FILE)
+def _over_training(folder: Path, records: Records) -> list[str]:
     replace_file(folder / over_training.FIGURE, lambda path: over_training.draw(records, path))
-    return [
-        "# Noise while the model trains",
-        _OVER_TRAINING,
-        over_training.table(records),
-        f"![figure]({over_training.FIGURE})",
-        _origin(over_training.FILE, records),
-    ]
+    figure = f"![figure]({over_training.FIGURE})"
+    return ["# Noise while the model trains", _OVER_TRAINING, over_training.summary_table(records), figure]
 
 
-def _equal_bytes(folder: Path) -> list[str]:
-    records = read_numbers(folder / equal_bytes.FILE)
-    return [
-        "# A ratio for every layer, at equal bytes",
-        _EQUAL_BYTES.format(records[0]["batches"]),
-        equal_bytes.table(records),
-        _origin(equal_bytes.FILE, records),
-    ]
+def _equal_bytes(folder: Path, records: Records) -> list[str]:
+    what = _EQUAL_BYTES.format(records[0]["batches"])
+    return ["# A ratio for every layer, at equal bytes", what, equal_bytes.comparison_table(records)]
 
 
 def _origin(name: str, records: Records) -> str:
-    first = records[0]
+    first, tasks = records[0], ", ".join(dict.fromkeys(record["task"] for record in records))
     return (
-        f"`{name}`: {first['task']}, {first['model']}, rmm_linear {first['rmm_linear']} (commit {first['commit']}),"
+        f"`{name}`: {tasks}, {first['model']}, rmm_linear {first['rmm_linear']} (commit {first['commit']}),"
         f" torch {first['torch']}, transformers {first['transformers']}, {first['hardware']}."
     )
 
 
-def targets_and_reached(records: Records, measured: Records) -> str:
-    """One table a padding: the targets and what is reached, budget by budget.
-
-    Args:
-        records: Rows of the grid.
-        measured: Rows of the measured cells; none if nothing has been measured yet.
-
-    Returns:
-        The tables, of the first task of the usual order that the grid has, and its last state.
-    """
+def reached(records: Records, measured: Records) -> str:
+    """Return what is reached budget by budget, a table a padding, of the usual first task and its last state."""
     present = {record["task"] for record in records}
     task = next((name for name in TASKS if name in present), min(present))
     mine = [record for record in records if record["task"] == task]
-    step = max(record["step"] for record in mine)
+    step = _last_step(mine)
     parts = []
     for padding, label in ((TO_LONGEST, "padded to 128"), (TO_OWN, "padded to its longest")):
-        header = [
-            "bytes",
-            "the paper's gaussian",
-            "target",
-            "reached",
-            "with",
-            "target, padding left out",
-            "reached",
-            "with",
-        ]
-        lines = [_row(header), "|" + "---|" * len(header)]
+        lines = []
         for budget in HEADLINE_BUDGETS:
-            cells = [f"{budget:g}"]
-            panel = _panel(mine, step, padding, ALL_ROWS)
-            papers = [row for row in _of_family(panel, FAMILIES[0]) if row["budget"] == budget]
-            cells.append(_reached(papers[0], GAUSSIAN, budget, measured) if papers else "")
-            for rows, bound in zip((ALL_ROWS, REAL_ROWS), TARGETS[budget], strict=True):
-                best = best_within(_panel(mine, step, padding, rows), budget)
-                cells.append(f"<= {bound:g}")
-                if best is None:
-                    cells += ["", ""]
-                    continue
-                met = best["relative_variance"] <= bound
-                cells.append(_reached(best, BEST, budget, measured) + ("" if met else " (missed)"))
-                cells.append(f"{describe(best)}, {best['bytes']:.4f}")
-            lines.append(_row(cells))
+            papers = best_of(mine, step, padding, ALL_ROWS, budget, papers=True)
+            cells = [f"{budget:g}", _reached(papers, GAUSSIAN, budget, measured)]
+            for rows in (ALL_ROWS, REAL_ROWS):
+                best = best_of(mine, step, padding, rows, budget)
+                how = "" if best is None else f"{describe(best)}, {best['bytes']:.4f}"
+                cells += [_reached(best, BEST, budget, measured), how]
+            lines.append(cells)
         real = _panel(mine, step, padding, REAL_ROWS)[:1]
         share = f", {100 * real[0]['sketched_rows'] / real[0]['batch_rows']:.0f} % of the rows real" if real else ""
-        parts.append(f"**{task}, {label}{share}, after {step} steps**\n\n" + "\n".join(lines))
+        header = ["bytes", "the paper's gaussian", "best here", "with", "padding left out", "with"]
+        parts.append(f"**{task}, {label}{share}, after {step} steps**\n\n{table(header, lines)}")
     return "\n\n".join(parts)
 
 
-def _reached(record: dict[str, Any], which: str, budget: float, measured: Records) -> str:
+def _reached(record: dict[str, Any] | None, which: str, budget: float, measured: Records) -> str:
     """The closed form and, where it was measured, the measured mean, its standard error and z."""
+    if record is None:
+        return ""
     keys = ("task", "step", "padding", "rows", "sketch", "center", "storage", "ratio")
     for row in measured:
         if row["which"] == which and row["budget"] == budget and all(row[key] == record[key] for key in keys):
@@ -226,43 +181,18 @@ def _number(value: float) -> str:
 def best_of(
     records: Records, step: int, padding: str, rows: str, budget: float, *, papers: bool = False
 ) -> dict[str, Any] | None:
-    """Return the best row of a panel within a budget.
-
-    Args:
-        records: Rows of one task.
-        step: The state of the model.
-        padding: `TO_LONGEST` or `TO_OWN`.
-        rows: `ALL_ROWS` or `REAL_ROWS`.
-        budget: Bytes relative to the input in bfloat16.
-        papers: Whether to look at the paper's Gaussian alone.
-
-    Returns:
-        The row, or None if nothing fits.
-    """
+    """Return the best row of a panel within a budget, of all or of the paper's Gaussian; None if nothing fits."""
     panel = _panel(records, step, padding, rows)
     return best_within(_of_family(panel, FAMILIES[0]) if papers else panel, budget)
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Say in a few words how a row's layers keep their input.
-
-    Args:
-        record: A row of the grid.
-
-    Returns:
-        Such as "hadamard 0.4, centred, int4".
-    """
+    """Say in a few words how a row's layers keep their input, such as "hadamard 0.4, centred, int4"."""
     if record["ratio"] == 1:
         name = "the input" if record["storage"] else "the input as it is"
     else:
         name = f"{record['sketch']} {record['ratio']:g}"
-    return ", ".join(
-        [name, *(["centred"] if record["center"] else []), *([record["storage"]] if record["storage"] else [])]
-    )
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return ", ".join([name, *(["centred"] if record["center"] else []), *filter(None, [record["storage"]])])
 
 
 def _panel(records: Records, step: int, padding: str, rows: str) -> list[dict[str, Any]]:
@@ -298,68 +228,66 @@ def _family_name(family: tuple[str, bool, str | None]) -> str:
 
 
 def _tables(records: Records) -> list[str]:
-    last = [record for record in records if record["step"] == _last_step(records)]
+    step = _last_step(records)
     tasks = ", ".join(dict.fromkeys(record["task"] for record in records))
     parts = []
-    for step in sorted({record["step"] for record in records}):
-        lines = [
-            "| bytes | rows | " + " | ".join(map(_family_name, FAMILIES)) + " |",
-            "|" + "---|" * (len(FAMILIES) + 2),
-        ]
+    for each_step in sorted({record["step"] for record in records}):
+        lines = []
         for budget in sorted({record["budget"] for record in records}, reverse=True):
             for padding, rows, label in _PANELS:
-                means = [_means(_of_family(_panel(records, step, padding, rows), family)) for family in FAMILIES]
+                panel = _panel(records, each_step, padding, rows)
+                means = [_means(_of_family(panel, family)) for family in FAMILIES]
                 if any(budget in each for each in means):
                     numbers = [_number(each[budget][1]) if budget in each else "" for each in means]
-                    lines.append(_row([f"{budget:g}", label, *numbers]))
-        parts.append(f"**After {step} steps: mean over {tasks}**\n\n" + "\n".join(lines))
-    columns = [(label, _panel(last, last[0]["step"], padding, ALL_ROWS)) for padding, _, label in _PANELS[::2]]
-    of = f"mean over {tasks}, after {last[0]['step']} steps"
-    parts.append(
-        f"**Every sketch in bfloat16 at {PLAIN_BUDGET:g} of the bytes: {of}**\n\n"
-        + _cross(columns, PLAIN_BUDGET, lambda row: None if row["storage"] else "bfloat16")
-    )
-    real = [("", _panel(last, last[0]["step"], TO_LONGEST, REAL_ROWS))]
-    parts.append(
-        f"**Every sketch and storage at {CROSS_BUDGET:g} of the bytes, padded to 128, padding left out: {of}**\n\n"
-        + _cross(real, CROSS_BUDGET, lambda row: row["storage"] or "bfloat16")
-    )
-    return parts
+                    lines.append([f"{budget:g}", label, *numbers])
+        text = table(["bytes", "rows", *map(_family_name, FAMILIES)], lines)
+        parts.append(f"**After {each_step} steps: mean over {tasks}**\n\n{text}")
+    of = f"mean over {tasks}, after {step} steps"
+    columns = [(label, _panel(records, step, padding, ALL_ROWS)) for padding, _, label in _PANELS[::2]]
+    plain = _cross(columns, PLAIN_BUDGET, lambda storage: None if storage else "")
+    parts.append(f"**Every sketch in bfloat16 at {PLAIN_BUDGET:g} of the bytes: {of}**\n\n{plain}")
+    real = [("", _panel(records, step, TO_LONGEST, REAL_ROWS))]
+    crossed = _cross(real, CROSS_BUDGET, lambda storage: storage or "bfloat16")
+    where = f"at {CROSS_BUDGET:g} of the bytes, padded to 128, padding left out"
+    return [*parts, f"**Every sketch and storage {where}: {of}**\n\n{crossed}"]
 
 
-def _cross(columns: Sequence[tuple[str, Records]], budget: float, group: Callable[[dict[str, Any]], str | None]) -> str:
-    """Sketches down, and across: centred or not, by what `group` says, in each of some panels."""
+def _cross(columns: Sequence[tuple[str, Records]], budget: float, name: Callable[[str | None], str | None]) -> str:
+    """Sketches down, and across: each of some panels, centred or not, and storages by their names; None for none."""
     found: dict[str, dict[str, float]] = {}
     order: dict[str, tuple[Any, ...]] = {}
     for number, (label, panel) in enumerate(columns):
         for key in dict.fromkeys((row["sketch"], row["center"], row["storage"]) for row in panel):
-            storage = group({"storage": key[2]})
-            means = _means(_of_family(panel, key))
+            means, storage = _means(_of_family(panel, key)), name(key[2])
             if storage is not None and budget in means:
-                words = [label, *([storage] if len(columns) == 1 else []), *(["centred"] if key[1] else [])]
-                head = ", ".join(filter(None, words))
+                head = ", ".join(filter(None, [label, storage, "centred" if key[1] else ""]))
                 order[head] = (number, key[1], key[2] or "")
                 found.setdefault(key[0], {})[head] = means[budget][1]
     heads = sorted(order, key=lambda head: order[head])
-    lines = [_row(["sketch", *heads]), "|" + "---|" * (len(heads) + 1)]
-    for sketch in sorted(found):
-        lines.append(_row([sketch, *(_number(found[sketch][head]) if head in found[sketch] else "" for head in heads)]))
-    return "\n".join(lines)
+    lines = [
+        [sketch, *(_number(found[sketch][head]) if head in found[sketch] else "" for head in heads)]
+        for sketch in sorted(found)
+    ]
+    return table(["sketch", *heads], lines)
 
 
 def _notes(records: Records, measured: Records) -> str:
-    last, first = _last_step(records), min(record["step"] for record in records)
-    notes = []
-    notes.append(
-        f"{records[0]['layers']} linear layers, the first {_sequences(records)} of the training split, dropout on; the "
-        f"model after {first} and {last} steps of training with exact layers."
-    )
-    notes.append(
-        "Bytes are all-in (scales, means, seeds) and relative to all rows of the input in bfloat16, also where padding "
-        f"is left out. Values alone take the budget at most, and everything {100 * (ALLOWANCE - 1):.0f} % more at "
-        "most. Variances are those of float32 computations."
-    )
-    notes.append('"The input": kept without a sketch. What fits a smaller budget stands under the larger ones as well.')
+    first, last = min(record["step"] for record in records), _last_step(records)
+    longest = next((record["batch_rows"] for record in records if record["padding"] == TO_LONGEST), None)
+    sequences = "sequences" if longest is None else f"{longest // 128} sequences"
+    most = f"{100 * (ALLOWANCE - 1):.0f} %"
+    notes = [
+        (
+            f"{records[0]['layers']} linear layers, the first {sequences} of the training split, dropout on; the model"
+            f" after {first} and {last} steps of training with exact layers."
+        ),
+        (
+            "Bytes are all-in (scales, means, seeds) and relative to all rows of the input in bfloat16, also where"
+            f" padding is left out. Values alone take the budget at most, and everything {most} more at most. Variances"
+            " are those of float32 computations."
+        ),
+        '"The input": kept without a sketch. What fits a smaller budget stands under the larger ones as well.',
+    ]
     if measured:
         far = [row for row in measured if abs(row["z"]) > _LARGEST_Z]
         notes.append(
@@ -368,21 +296,9 @@ def _notes(records: Records, measured: Records) -> str:
             f" (largest |z| {max(abs(row['z']) for row in measured):.1f})."
         )
     for name, rows in ((GRID_FILE, records), (HEADLINE_FILE, measured)):
-        origins = dict.fromkeys(
-            tuple(row[key] for key in ("model", "rmm_linear", "commit", "torch", "transformers", "hardware", "threads"))
-            for row in rows
-        )
-        for model, version, commit, torch_version, transformers_version, hardware, threads in origins:
-            notes.append(
-                f"`{name}`: {model}, rmm_linear {version} (commit {commit}), torch {torch_version}, transformers"
-                f" {transformers_version}, {hardware}, {threads} thread{'s' if threads != 1 else ''}."
-            )
+        for commit in dict.fromkeys(row["commit"] for row in rows):
+            notes.append(_origin(name, [row for row in rows if row["commit"] == commit]))
     return "\n".join(f"- {note}" for note in notes)
-
-
-def _sequences(records: Records) -> str:
-    rows = next((record["batch_rows"] for record in records if record["padding"] == TO_LONGEST), None)
-    return "sequences" if rows is None else f"{rows // 128} sequences"
 
 
 def draw_figure(records: Records, path: Path) -> None:
@@ -392,7 +308,12 @@ def draw_figure(records: Records, path: Path) -> None:
     for axes, (padding, rows, label) in zip(grid.flat, _PANELS, strict=True):
         panel = _panel(records, step, padding, rows)
         for family, (colour, marker) in zip(FAMILIES, _STYLES, strict=True):
-            _draw_line(axes, _means(_of_family(panel, family)), family, colour, marker)
+            means = _means(_of_family(panel, family))
+            # equal cells of several budgets are one point, and no variance at all has no place on the axis
+            points = [point for point in dict.fromkeys(means.values()) if point[1] > 0 and math.isfinite(point[1])]
+            kept, variances = [point[0] for point in points], [point[1] for point in points]
+            style = {"color": colour, "marker": marker, "markersize": 7, "linewidth": 1.4}
+            axes.plot(kept, variances, label=_family_name(family), **style)
         axes.set_title(label)
         axes.grid(alpha=0.25)
     for axes in grid[-1]:
@@ -413,31 +334,8 @@ def draw_figure(records: Records, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_line(
-    axes: Axes, means: dict[float, tuple[float, float]], family: tuple[str, bool, str | None], colour: str, marker: str
-) -> None:
-    # equal cells of several budgets are one point, and no variance at all has no place on the axis
-    points = [point for point in dict.fromkeys(means.values()) if point[1] > 0 and math.isfinite(point[1])]
-    axes.plot(
-        [kept for kept, _ in points],
-        [variance for _, variance in points],
-        color=colour,
-        marker=marker,
-        markersize=7,
-        linewidth=1.4,
-        label=_family_name(family),
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The arguments; those of the process if None.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
-    """
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     return report_command(
         arguments,
         write_report,

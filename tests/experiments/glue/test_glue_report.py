@@ -15,7 +15,7 @@ from scipy import stats
 
 from experiments.glue.comparison import compare
 from experiments.glue.errors import HarnessError
-from experiments.glue.report import main, markdown_table, one_sentence, write_report
+from experiments.glue.report import beaten_methods, main, markdown_table, one_sentence, write_report
 from experiments.glue.settings import RunSettings
 
 SEEDS = (0, 1, 2, 5)
@@ -172,11 +172,11 @@ def test_the_sentence_follows_the_results(tmp_path: Path) -> None:
         ("gaussian-0.1", "gaussian at 0.1"),
         ("hadamard-0.1-centered", "centered hadamard at 0.1"),
     ):
-        assert f"{words} scores {rows[label].score.mean:.1f}" in sentence
+        assert f"{words} scored {rows[label].score.mean:.1f}" in sentence
     # the order is that of the scores: whichever sketch loses comes last
     assert sentence.index("hadamard at 0.1") < sentence.index("gaussian at 0.1")
     # the best sketch of all is not picked: some of its lead is luck
-    assert "hadamard at 0.5 scores" not in sentence
+    assert "hadamard at 0.5 scored" not in sentence
     assert "one seed" not in sentence
     assert sentence.endswith("intervals beyond ±1 point support no claim of equal accuracy.")
 
@@ -196,6 +196,20 @@ def test_times_are_told_apart_only_where_the_noise_allows(
         monkeypatch.setitem(TRUTH, label, (*TRUTH[label][:2], time))
     _fake_results(tmp_path)
     assert words in one_sentence(compare(tmp_path))
+
+
+@pytest.mark.parametrize(("noise", "is_beaten"), [(1.0, True), (3.0, False)])
+def test_the_sentence_says_what_is_worse_in_bytes_time_and_noise(
+    noise: float, is_beaten: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRUTH, "hadamard-0.1-centered", (0.03, 0.4, 0.8))
+    noises = {"gaussian-0.1": 2.0, "hadamard-0.1-centered": noise, "hadamard-0.5-centered": 0.5}
+    for result in _fake_results(tmp_path):
+        variances = {"step_variance": noises.get(_label(result), 0.0), "minibatch_variance": 1.0}
+        _edited(tmp_path, result["name"], lambda r, variances=variances: r.update(gradient_noise=variances))  # type: ignore[misc]
+    # hadamard at 0.5 and exact gradients have less noise, and checkpointing keeps less
+    words = "centered hadamard at 0.1 beat gaussian at 0.1" if is_beaten else "no method beat another"
+    assert beaten_methods(compare(tmp_path)) == f"demo: in kept bytes and step time, at no more noise, {words}."
 
 
 def test_the_report_ends_with_table_figure_and_sentence_and_lists_the_runs(

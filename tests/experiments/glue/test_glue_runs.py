@@ -17,7 +17,7 @@ from experiments.glue.errors import HarnessError
 from experiments.glue.provenance import REPOSITORY
 from experiments.glue.report import write_report
 from experiments.glue.run import main
-from experiments.glue.settings import RunSettings
+from experiments.glue.settings import CONFIG_FOLDER, RunSettings
 from experiments.glue.training import PreparedRun, execute, result_path
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -203,6 +203,28 @@ def test_methods_start_alike_checkpointing_is_exact_and_both_keep_less(results: 
     assert kept["checkpointing"]["model"] < 0.5 * kept["exact"]["model"]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_demo")
+def test_a_compiled_run_measures_and_trains_by_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Recorded(training.RMMCallback):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(training, "RMMCallback", Recorded)
+    knobs = {"epochs": 1, "batch_size": 10, "pad_multiple": 16}
+    exact = execute(RunSettings(**knobs), tmp_path)
+    coded = execute(RunSettings(method="codes", bits="8", **knobs), tmp_path)
+    assert [len(callback.planned.plans) for callback in made] == [1]
+    # 8 steps, two gradients each of 8 batches, and the step whose bytes are told
+    assert made[0].planned.planned_runs == 8 + 16 + 1
+    assert coded["kept_bytes"]["model"] < 0.5 * coded["kept_bytes"]["exact_model"]
+    assert coded["gradient_noise"]["step_variance"] > exact["gradient_noise"]["step_variance"] == 0.0
+    assert coded["steps"]["loss"] == pytest.approx(exact["steps"]["loss"], rel=0.05)
+
+
 @pytest.mark.usefixtures("tiny_demo")
 def test_a_finished_run_is_not_run_again_unless_forced_nor_mistaken_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -301,17 +323,23 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 def test_a_grid_runs_the_missing_ones_and_ends_with_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["--grid", "--max-steps", "1", "--seed", "0", "--results", str(tmp_path)]
+    content = json.loads((CONFIG_FOLDER / "demo.json").read_text())
+    # which are compiled for half a minute each
+    content["methods"] = [each for each in content["methods"] if each["method"] not in ("budget", "codes")]
+    config, results = tmp_path / "eager.json", tmp_path / "results"
+    config.write_text(json.dumps(content))
+    grid = ["--grid", "--config", str(config), "--results", str(results)]
+    arguments = [*grid, "--max-steps", "1", "--seed", "0"]
     assert main([*arguments, "--report"]) == 0
     output = capsys.readouterr().out
-    assert len(list(tmp_path.glob("*.json"))) == 8
-    assert f"figure: {tmp_path / 'report.png'}" in output
+    assert len(list(results.glob("*.json"))) == 6
+    assert f"figure: {results / 'report.png'}" in output
     assert output.rstrip().endswith("one seed supports no claim of equal accuracy.")
-    (tmp_path / "demo-gaussian-0.5-seed0.json").unlink()
+    (results / "demo-gaussian-0.1-seed0.json").unlink()
     assert main(arguments) == 0
-    assert capsys.readouterr().out.count("(finished before)") == 7
+    assert capsys.readouterr().out.count("(finished before)") == 5
     # an obstacle to the report is told before the first run
-    error = _error_of(["--grid", "--max-steps", "2", "--ratio", "0.1", "--results", str(tmp_path)], capsys)
+    error = _error_of([*grid, "--max-steps", "2", "--ratio", "0.1"], capsys)
     assert "max_steps" in error
     # the hub's client is offline where nothing is wanted of it
     for arguments, is_offline in (([], True), (["--config", "paper"], False)):

@@ -61,8 +61,9 @@ def test_a_grid_is_narrowed_by_what_is_asked_for() -> None:
         return [run.method_label for run in demo.grid(seed=0, **asked)]
 
     assert labels(method="exact") == ["exact"]
-    assert labels(method="hadamard") == ["hadamard-0.5-centered", "hadamard-0.2-centered", "hadamard-0.1-centered"]
-    assert labels(ratio=0.2) == ["gaussian-0.2", "hadamard-0.2-centered"]
+    assert labels(method="hadamard") == ["hadamard-0.5-centered", "hadamard-0.1-centered", "hadamard-1-centered-int4"]
+    assert labels(ratio=0.1) == ["gaussian-0.1", "hadamard-0.1-centered"]
+    assert labels(method="codes") == ["codes-8", "codes-4-8"]
     assert labels(method="crs", ratio=0.3) == ["crs-0.3-centered"]
     with pytest.raises(HarnessError, match="the grid of 'demo' has no run with ratio=0.7; name one with --method"):
         demo.grid(ratio=0.7)

@@ -1,6 +1,7 @@
 """Variance against bytes: cells within their budgets, the closed form against real sketches, tables, and mistakes."""
 
 import csv
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,8 @@ from experiments.glue.sketch_noise import (
     TO_LONGEST,
     TO_OWN,
     Subject,
-    measure,
-    read_numbers,
+    noise_of,
     read_records,
-    relative_variances,
 )
 from experiments.glue.variance import main
 from experiments.glue.variance_report import write_report
@@ -42,31 +41,22 @@ def _layers(layers: int = 3, rows: int = 256) -> dict[str, tuple[torch.Tensor, t
     }
 
 
-@pytest.mark.parametrize("storage", [None, "int4"])
-def test_the_closed_form_is_the_librarys(storage: str | None) -> None:
-    layers, config = _layers(), RMMConfig(ratio=0.25, storage=storage)
-    for found, (x, g) in zip(relative_variances(config, layers, draws=32), layers.values(), strict=True):
-        assert found == pytest.approx(gradient_noise(x, g, config).relative_variance, rel=1e-6)
-    assert relative_variances(RMMConfig(ratio=1.0), layers, draws=1) == [0.0] * 3
-
-
 @pytest.mark.montecarlo
 @pytest.mark.parametrize("storage", [None, "int2"])
 def test_real_sketches_have_the_closed_forms_variance(storage: str | None) -> None:
     # two-sided false-alarm rate of 7e-6 each
     layers, config = _layers(), RMMConfig(ratio=0.5, storage=storage)
-    value, error, draws = measure(config, layers, draws=500)
-    expected = sum(relative_variances(config, layers, draws=32)) / 3
-    assert draws == 501
-    assert abs(value - expected) < 4.5 * error
-    assert error < 0.02 * value
+    found = noise_of(layers, dict.fromkeys(layers, config), draws=500)
+    assert found["draws"] == 501
+    assert abs(found["z"]) < 4.5
+    assert found["standard_error"] < 0.02 * found["measured"]
 
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid, its best cells measured on the same weights, and the report of both."""
     monkeypatch.setattr(sketch_noise, "_GRID_DRAWS", 1)
-    monkeypatch.setattr(sketch_noise, "_HEADLINE_DRAWS", 8)
+    monkeypatch.setattr(sketch_noise, "_MEASURED_DRAWS", 8)
     output = tmp_path / "variance"
     assert main(["against-bytes", *DEMO, "--tasks", "demo", "--steps", "2", "--output", str(output)]) == 0
     records = read_records(output / GRID_FILE)
@@ -77,7 +67,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert len({row["weights"] for row in records}) == 2
 
     # a row again, from the library alone
-    subject = Subject("demo", model="demo", data="demo", batch_size=8)
+    subject = Subject("demo", Namespace(model="demo", data="demo", batch_size=8))
     subject.train(2)
     captured = subject.capture(TO_OWN)
     row = next(
@@ -92,7 +82,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert row["relative_variance"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     assert (row["layers"], row["sketched_rows"]) == (len(layers), int(captured.real.sum()))
 
-    assert main(["headline", *DEMO, "--task", "demo", "--draws", "60", "--output", str(output)]) == 0
+    assert main(["headline", *DEMO, "--tasks", "demo", "--draws", "60", "--output", str(output)]) == 0
     measured = read_records(output / HEADLINE_FILE)
     assert {row["weights"] for row in measured} == {row["weights"] for row in records if row["step"] == 2}
     assert all(row["draws"] >= 60 and abs(row["z"]) < 4.5 for row in measured)
@@ -106,9 +96,10 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ("arguments", "message"),
     [
         (["against-bytes", "--data", "demo"], "the following arguments are required: --model"),
+        (["against-words", *DEMO], "invalid choice: 'against-words'"),
         (["against-bytes", *DEMO, "--tasks", "mrpc"], "does not fit --data demo"),
         (["headline", *DEMO, "--draws", "1"], "--draws 1 is below 2"),
-        (["headline", *DEMO], "against_bytes.csv can't be read"),
+        (["headline", *DEMO, "--tasks", "demo"], "against_bytes.csv can't be read"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -124,12 +115,9 @@ def test_a_mistake_is_one_line(
 def test_noise_over_training_and_at_equal_bytes_end_in_one_report(
     tmp_path: Path, tiny_demo: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["over-training", *DEMO, "--task", "demo", "--steps", "3", "--every", "2", "--output", str(tmp_path)]) == 0
-    )
-    assert (
-        main(["equal-bytes", *DEMO, "--task", "demo", "--steps", "1", "--batches", "1", "--output", str(tmp_path)]) == 0
-    )
+    arguments = [*DEMO, "--tasks", "demo", "--output", str(tmp_path)]
+    assert main(["over-training", *arguments, "--steps", "3", "--every", "2"]) == 0
+    assert main(["equal-bytes", *arguments, "--steps", "1", "--batches", "1"]) == 0
     with (tmp_path / "over_training.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["step"] for row in rows} == {"0", "2"}
@@ -157,9 +145,9 @@ def test_every_lever_together(tmp_path: Path, tiny_demo: None, monkeypatch: pyte
     monkeypatch.setattr(allocated, "RATIOS", (0.1, 0.3, 0.6, 1.0))
     monkeypatch.setattr(allocated, "STORAGES", (None, "int4", "int2"))
     monkeypatch.setattr(allocated, "HEADLINE_BUDGETS", (0.25,))
-    arguments = ["allocated", *DEMO, "--task", "demo", "--steps", "1", "--batches", "1", "--draws", "500"]
+    arguments = ["allocated", *DEMO, "--tasks", "demo", "--steps", "1", "--batches", "1", "--draws", "500"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
-    rows = read_numbers(tmp_path / allocated.FILE)
+    rows = read_records(tmp_path / allocated.FILE)
     cells = {(row["padding"], row["rows"], row["budget"]) for row in rows}
     assert cells == {
         (padding, treatment, 0.25) for padding in (TO_LONGEST, TO_OWN) for treatment in (ALL_ROWS, REAL_ROWS)
