@@ -2,11 +2,12 @@
 
     plan = fit(model, batch, budget="8GiB", noise=0.01)     # in place; train as always
     print(plan)
+    plan = fit(model, batch, noise=0.5)                     # without a budget: noise buys time
 
 The step is captured exact, and with codes of its tensors in 8 and 4 bits (`rmm_linear.compiler.rewrites`), until one of
 these fits the budget with nothing computed twice. Each is planned within the budget: what is not kept is computed again
-(`rmm_linear.planning`). The one of the least predicted time is taken whose noise, measured on the sample, is within the
-limit.
+(`rmm_linear.planning`). Where much noise is allowed, so are weight gradients from sketches, which take less time. The
+one of the least predicted time is taken whose noise, measured on the sample, is within the limit.
 """
 
 import itertools
@@ -31,18 +32,22 @@ from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import simulate
 from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
-ALLOWED = ("recompute", "code")
+ALLOWED = ("recompute", "code", "sketch")
 # Options of the backend that are tried, by the name that they have in reports.
-_CODES: Mapping[str, Any] = MappingProxyType(
+_CODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "8 bits": 8,
-        "activations 4, rest 8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8},
-        "4 bits": 4,
+        "8 bits": {"bits": 8},
+        "activations 4, rest 8": {"bits": {"norm": 8, "activation": 4, "attention": 8, "linear": 8}},
+        "4 bits": {"bits": 4},
     }
 )
+_SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"sketches": {"sketch": 0.375}, "8 bits, sketches": {"bits": 8, "sketch": 0.375}}
+)
+# Sketches are always noisier.
+_LEAST_NOISE_OF_SKETCHES = 0.05
 # Parts of the sample with which noise is measured.
 _PARTS = 4
 # Draws of codes that differ are those of ranks that no process has.
@@ -55,7 +60,7 @@ class Candidate:
 
     Attributes:
         name: Such as "8 bits".
-        bits: The backend's option.
+        options: Options of the backend: "bits", "sketch", none for the exact step.
         plan: What is kept and computed again within the budget; None if it can't be met.
         least_bytes: The least budget that can be met; 0 where there is a plan.
         time: Predicted time over that of the exact step without a budget; infinite where there is no plan.
@@ -63,7 +68,7 @@ class Candidate:
     """
 
     name: str
-    bits: Any
+    options: Mapping[str, Any]
     plan: CheckpointPlan | None
     least_bytes: int = 0
     time: float = math.inf
@@ -71,8 +76,8 @@ class Candidate:
 
     @property
     def noise_ratio(self) -> float:
-        """Variance over draws of codes, over that of minibatches; 0 for the exact step, infinite if not measured."""
-        if self.bits is None:
+        """Variance over the step's draws, over that of minibatches; 0 for the exact step, infinite if not measured."""
+        if not self.options:
             return 0.0
         # a difference of few batches may be below 0 by chance
         is_known = self.noise is not None and self.noise.minibatch.value > 0
@@ -88,7 +93,7 @@ class Fit:
         chosen: How its steps run.
         candidates: All that was tried, in the order of predicted time.
         plain_bytes: Peak of the exact step without a budget.
-        budget_bytes: The budget.
+        budget_bytes: The budget; None if there is none.
         noise_limit: The limit.
         executor: See `fit`.
     """
@@ -97,7 +102,7 @@ class Fit:
     chosen: Candidate
     candidates: tuple[Candidate, ...] = field(repr=False)
     plain_bytes: int
-    budget_bytes: int
+    budget_bytes: int | None
     noise_limit: float
     executor: str
 
@@ -110,7 +115,8 @@ class Fit:
     @property
     def options(self) -> dict[str, Any]:
         """Options of the backend that run the same plan: `torch.compile(model, backend="rmm_linear", options=...)`."""
-        return {"budget": self.budget_bytes, "bits": self.chosen.bits, "executor": self.executor}
+        budget = "100%" if self.budget_bytes is None and not self.chosen.options else self.budget_bytes
+        return {"budget": budget, "executor": self.executor, **self.chosen.options}
 
     def to_json(self) -> str:
         """Return the options as JSON, for a run elsewhere; see `options`."""
@@ -140,23 +146,24 @@ class Fit:
 
     def _lines(self) -> Iterator[str]:
         unit = unit_for(self.plain_bytes)
+        budget = "no budget" if self.budget_bytes is None else f"budget {unit.of(self.budget_bytes)}"
         yield (
             f"{self.chosen.name}: peak {unit.of(self.plain_bytes)} -> {unit.of(self.plan.peak_bytes)} {unit.name},"
-            f" budget {unit.of(self.budget_bytes)}; predicted time {self.chosen.time:.3f} of the exact step's"
+            f" {budget}; predicted time {self.chosen.time:.3f} of the exact step's"
         )
         yield f"{'':24}  {f'peak, {unit.name}':>11}  {'time':>6}  {'noise over minibatch noise':>27}"
         for each in self.candidates:
             if each.plan is None:
                 yield f"{each.name:24}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>6}  {'does not fit':>27}"
                 continue
-            noise = "not measured" if each.bits is not None and each.noise is None else f"{each.noise_ratio:.2g}"
+            noise = "not measured" if each.options and each.noise is None else f"{each.noise_ratio:.2g}"
             yield f"{each.name:24}  {unit.of(each.plan.peak_bytes):>11}  {each.time:6.3f}  {noise:>27}"
 
 
 def fit(
     model: nn.Module,
     sample: Any,
-    budget: int | float | str,
+    budget: int | float | str | None = None,
     noise: float = 0.01,
     *,
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
@@ -173,12 +180,12 @@ def fit(
         model: The model, in the mode in which it is trained.
         sample: A batch: a mapping of keyword arguments, a tuple of positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
-            "60%" (or 0.6) of what the exact captured step takes without a plan.
-        noise: Most that the variance of a gradient over the draws of codes may be of its variance over minibatches of
+            "60%" (or 0.6) of what the exact captured step takes without a plan. None for no limit.
+        noise: Most that the variance of a gradient over the step's draws may be of its variance over minibatches of
             the sample's size; 0 for exact gradients.
         loss_fn: Called as `loss_fn(model, batch)` with parts of the sample, returns the loss; None if the model returns
             it, as a tensor or as `.loss`. It is needed only where noise is measured.
-        allow: What may be done to meet the budget: "recompute" and "code".
+        allow: What may be done: "recompute", "code" and "sketch".
         executor: "inductor" compiles the step; "exact" runs it op by op.
 
     Returns:
@@ -201,56 +208,57 @@ def fit(
         True
         >>> model(x).square().mean().backward()
     """
-    limit, ways, asked = _checked_noise(noise), _checked_ways(allow), Budget.of(budget)
+    limit, ways = _checked_noise(noise), _checked_ways(allow)
+    asked = None if budget is None else Budget.of(budget)
     refuse_planned(model)
     arguments = arguments_of_sample(sample)
-    whole = Options(budget="100%", executor=executor)
+    whole = Options(executor=executor)
     graph = PlannedStep(model._call_impl, model, whole).capture(*arguments)[0].graph
-    plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
-    budget_bytes = asked.in_bytes(plain_bytes)
-    bits_of = {"exact": None, **(_CODES if "code" in ways and limit > 0 else {})}
-    steps = {
-        name: PlannedStep(model._call_impl, model, replace(whole, budget=budget_bytes, bits=bits))
-        for name, bits in bits_of.items()
-    }
+    plain = CheckpointPlan.of(graph, Schedule.plain(graph))
+    budget_bytes = None if asked is None else asked.in_bytes(plain.peak_bytes)
+    steps: dict[str, PlannedStep] = {}
 
-    def planned(name: str) -> Candidate:
-        bits = bits_of[name]
+    def planned(name: str, options: Mapping[str, Any]) -> Candidate:
+        steps[name] = PlannedStep(model._call_impl, model, replace(whole, budget=budget_bytes, **options))
         try:
-            if bits is None:
-                plan = plan_graph(graph, Budget.of(budget_bytes), whole.strategy)
-            else:
+            if options:
                 plan = steps[name].capture(*arguments)[1]
+            else:
+                plan = plain if budget_bytes is None else plan_graph(graph, Budget.of(budget_bytes), whole.strategy)
         except InfeasibleBudgetError as error:
-            return Candidate(name, bits, None, error.least_bytes)
+            return Candidate(name, options, None, error.least_bytes)
         if "recompute" not in ways and plan.planned.extra_cost > 0:
-            return Candidate(name, bits, None, plan.plain.peak_bytes)
-        return Candidate(name, bits, plan, 0, plan.planned.cost / graph.cost)
+            return Candidate(name, options, None, plan.plain.peak_bytes)
+        return Candidate(name, options, plan, 0, plan.planned.cost / graph.cost)
 
-    candidates = []
-    for name in bits_of:
-        candidates.append(planned(name))
+    candidates = [planned("exact", {})]
+    for name, options in _CODES.items() if "code" in ways and limit > 0 else ():
         plan = candidates[-1].plan
-        if plan is not None and not plan.planned.extra_cost:
-            # fewer bits would add noise alone
-            break
+        if plan is None or plan.planned.extra_cost:
+            # else fewer bits would add noise alone
+            candidates.append(planned(name, options))
+    if "sketch" in ways and limit >= _LEAST_NOISE_OF_SKETCHES:
+        candidates += [planned(name, options) for name, options in _SKETCHES.items()]
     candidates.sort(key=lambda each: each.time)
     if not any(each.plan for each in candidates):
         least_bytes = min(each.least_bytes for each in candidates)
-        text = refusal(asked, plain_bytes, least_bytes, "fit")
+        assert asked is not None
+        assert budget_bytes is not None
+        text = refusal(asked, plain.peak_bytes, least_bytes, "fit")
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
     for place, candidate in enumerate(candidates):
         if candidate.plan is not None:
-            if candidate.bits is not None:
+            if candidate.options:
                 candidates[place] = replace(candidate, noise=_measured(model, sample, candidate, loss_fn))
             chosen = candidates[place]
             if chosen.noise_ratio <= limit:
                 model._compiled_call_impl = steps[chosen.name]
-                return Fit(model, chosen, tuple(candidates), plain_bytes, budget_bytes, limit, executor)
-    exact = next(each for each in candidates if each.bits is None)
-    raise InfeasibleBudgetError(
-        _too_noisy(candidates, limit, exact.least_bytes), budget_bytes=budget_bytes, least_bytes=exact.least_bytes
-    )
+                return Fit(model, chosen, tuple(candidates), plain.peak_bytes, budget_bytes, limit, executor)
+    # the exact step has no noise: it does not fit
+    assert budget_bytes is not None
+    least_bytes = next(each.least_bytes for each in candidates if not each.options)
+    text = _too_noisy(candidates, limit, least_bytes)
+    raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
 
 
 def _checked_noise(noise: float) -> float:
@@ -283,14 +291,14 @@ def _measured(
 ) -> StepNoise:
     """Measure a candidate's noise on parts of the sample, op by op."""
     parts = _parts(sample)
-    step = PlannedStep(model._call_impl, model, Options(bits=candidate.bits, executor="exact"))
+    step = PlannedStep(model._call_impl, model, Options(executor="exact", **candidate.options))
     assert candidate.plan is not None
     _, plan = step.capture(*arguments_of_sample(parts[0]))
-    coded, whole = len(plan.coding.coded), len(candidate.plan.coding.coded)
-    if coded < whole:
+    drawn, whole = (len(each.coding.coded) + len(each.coding.sketched) for each in (plan, candidate.plan))
+    if drawn < whole:
         raise ValueError(
-            f"the noise can't be measured: {whole} tensors of the sample are coded, and {coded} of its {len(parts)}"
-            " parts, which have too few rows. Pass a larger batch, or noise=0 for exact gradients"
+            f"the noise can't be measured: {whole} tensors of the sample are coded or sketched, and {drawn} of its"
+            f" {len(parts)} parts, which have too few rows. Pass a larger batch, or noise=0 for exact gradients"
         )
     numbers = itertools.count()
 

@@ -175,7 +175,7 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"noise": -0.1}, "noise=-0.1 is no share"),
         ({"noise": float("nan")}, "noise=nan is no share"),
         ({"noise": True}, "noise=True is no share"),
-        ({"allow": ["page"]}, "'page' is unknown; choose among recompute, code"),
+        ({"allow": ["page"]}, "'page' is unknown; choose among recompute, code, sketch"),
         ({"executor": "fast"}, "executor='fast' is unknown"),
     ],
 )
@@ -208,3 +208,14 @@ def test_a_planned_model_is_refused(batch):
     checkpoint_model(model, batch, budget="80%")
     with pytest.raises(ValueError, match="checkpointed already"):
         fit(model, batch, "50%")
+
+
+def test_noise_buys_time_without_a_budget(batch):
+    found = fit(_model(), batch, noise=100.0)
+    assert found.chosen.name == "sketches"
+    assert found.chosen.time < 1
+    assert found.chosen.noise_ratio > 0.05
+    assert found.budget_bytes is None
+    assert "no budget" in str(found)
+    # the default limit leaves no room for sketches
+    assert fit(_model(), batch).chosen.name == "exact"
