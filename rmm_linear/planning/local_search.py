@@ -17,6 +17,8 @@ from rmm_linear.planning.simulate import bytes_of_order
 
 # Changes that are simulated before one of them is made: those that free most for their cost.
 _MOST_TRIED = 6
+# Computations that are simulated until an order counts as too far from the budget: seconds for any graph.
+_MOST_WORK = 10_000_000
 # Second computations, one after the other, that a round of the search leaves out at once.
 _LEFT_OUT = (1, 2, 3, 5, 8)
 
@@ -39,11 +41,14 @@ class LocalSearch:
     Args:
         graph: The graph.
         budget_bytes: The most that may be in memory at any time.
+
+    Attributes:
+        work: Computations that were simulated so far.
     """
 
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
         self._graph, self._budget_bytes = graph, budget_bytes
-        self._work = 0
+        self.work = 0
 
     def fitted(self, order: Sequence[int]) -> list[int] | None:
         """Insert computations until an order fits the budget.
@@ -52,9 +57,9 @@ class LocalSearch:
             order: Indices of ops, with repetitions, in an order in which they can run.
 
         Returns:
-            The order; None if no change that was tried brings it nearer to the budget.
+            The order; None if no change that was tried brings it nearer to the budget, or too many are needed.
         """
-        order = list(order)
+        order, begin = list(order), self.work
         during = self._bytes_during(order)
         while excess := self._excess(during):
             place = max(range(len(order)), key=during.__getitem__)
@@ -70,7 +75,7 @@ class LocalSearch:
                     price = (self.cost(changed) - self.cost(order)) / saved
                     if best is None or price < best[0]:
                         best = price, changed, found
-            if best is None:
+            if best is None or self.work - begin > _MOST_WORK:
                 return None
             _, order, during = best
         return order
@@ -115,8 +120,8 @@ class LocalSearch:
         """
         best = list(order)
         random = Random(0)
-        self._work = 0
-        while self._work < most_work and self.cost(best) > enough and (again := list(_repetitions(best))):
+        begin = self.work
+        while self.work - begin < most_work and self.cost(best) > enough and (again := list(_repetitions(best))):
             first, count = random.randrange(len(again)), random.choice(_LEFT_OUT)
             places = {_place_of(best, repetition) for repetition in again[first : first + count]}
             fitted = self.fitted(self._pruned([op for place, op in enumerate(best) if place not in places]))
@@ -127,7 +132,7 @@ class LocalSearch:
         return best
 
     def _bytes_during(self, order: Sequence[int]) -> list[int]:
-        self._work += len(order)
+        self.work += len(order)
         return bytes_of_order(self._graph, order)
 
     def cost(self, order: Sequence[int]) -> float:

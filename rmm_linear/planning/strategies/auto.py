@@ -64,7 +64,7 @@ class Auto(Strategy):
             return Schedule.from_order(graph, plain, strategy=self.name)
         search = LocalSearch(graph, budget_bytes)
         bound, relaxed = _relaxed(graph, budget_bytes)
-        best = search.best_of([plain, *relaxed])
+        best = search.best_of([*relaxed, plain])
         frontier: Sequence[Proposal] = ()
         is_far = best is None or search.cost(best) > graph.cost * (1 + _FAR) + bound
         if is_far and len(graph.ops) <= _MOST_OPS:
@@ -93,13 +93,17 @@ class Auto(Strategy):
     def _leanest(graph: Graph, frontier: Sequence[Proposal]) -> Sequence[int]:
         """The order of the least peak that is found, whatever the budget is."""
         order: Sequence[int] = min(frontier, key=lambda proposal: proposal.peak_bytes).order
-        while True:
+        work, part = 0, _STEP
+        while work < _MOST_WORK:
             peak = peak_and_cost(graph, order)[0]
-            targets = (peak - max(1, int(_STEP * peak)), peak - 1)
-            leaner = next(filter(None, (LocalSearch(graph, target).fitted(order) for target in targets)), None)
-            if leaner is None:
-                return order
-            order = leaner
+            search = LocalSearch(graph, peak - max(1, int(part * peak)))
+            leaner = search.fitted(order)
+            work += search.work
+            if leaner is None and not part:
+                break
+            # at the end, byte by byte
+            order, part = (order, 0.0) if leaner is None else (leaner, part)
+        return order
 
 
 def _relaxed(graph: Graph, budget_bytes: int) -> tuple[float, list[list[int]]]:
