@@ -1,7 +1,7 @@
 """Compare plans with the bound of any plan: `python -m experiments.checkpointing.bounds`.
 
 Each model is captured at its published size without contents. At each budget `auto` plans it, the linear program bounds
-the extra cost of any schedule, and the four published strategies that `auto` asks say what they can do without a search.
+the extra cost of any schedule, and the four published strategies that `auto` asks say what they do without it.
 """
 
 from __future__ import annotations
