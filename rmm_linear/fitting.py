@@ -27,7 +27,7 @@ from rmm_linear.byte_sizes import readable, unit_for
 from rmm_linear.checkpointing.planned import PlannedStep, arguments_of_sample, refuse_planned, remove_checkpointing
 from rmm_linear.compiler.backend import Options
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.ops import as_on_rank
+from rmm_linear.ops import ranked_higher
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
@@ -48,8 +48,8 @@ _SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Sketches are always noisier.
 _LEAST_NOISE_OF_SKETCHES = 0.05
-# Parts of the sample with which noise is measured.
-_PARTS = 4
+# Parts of the sample with which noise is measured: the first number that divides its size.
+_PARTS = (8, 4)
 # Draws of codes that differ are those of ranks that no process has.
 _OTHER_RANK = 1 << 20
 
@@ -62,26 +62,30 @@ class Candidate:
         name: Such as "8 bits".
         options: Options of the backend: "bits", "sketch", none for the exact step.
         plan: What is kept and computed again within the budget; None if it can't be met.
-        least_bytes: The least budget that can be met; 0 where there is a plan.
+        least_bytes: The least that was found where the budget can't be met; else the plan's peak.
         time: Predicted time over that of the exact step without a budget; infinite where there is no plan.
         noise: What was measured; None if it was not, as of the exact step, which has none.
+        obstacle: Why the noise could not be measured; empty if it could, or was not wanted.
     """
 
     name: str
     options: Mapping[str, Any]
     plan: CheckpointPlan | None
-    least_bytes: int = 0
+    least_bytes: int
     time: float = math.inf
     noise: StepNoise | None = None
+    obstacle: str = ""
 
     @property
     def noise_ratio(self) -> float:
         """Variance over the step's draws, over that of minibatches; 0 for the exact step, infinite if not measured."""
         if not self.options:
             return 0.0
-        # a difference of few batches may be below 0 by chance
-        is_known = self.noise is not None and self.noise.minibatch.value > 0
-        return self.noise.noise_ratio if self.noise is not None and is_known else math.inf
+        if self.noise is None:
+            return math.inf
+        # few batches tell little about the minibatch's variance: it may be less by a standard error
+        minibatch = self.noise.minibatch.value - self.noise.minibatch.standard_error
+        return self.noise.step.value / minibatch if minibatch > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Fit:
 
     Attributes:
         model: The model.
+        step: What runs the model's training steps.
         chosen: How its steps run.
         candidates: All that was tried, in the order of predicted time.
         plain_bytes: Peak of the exact step without a budget.
@@ -99,6 +104,7 @@ class Fit:
     """
 
     model: nn.Module = field(repr=False)
+    step: PlannedStep = field(repr=False)
     chosen: Candidate
     candidates: tuple[Candidate, ...] = field(repr=False)
     plain_bytes: int
@@ -108,9 +114,9 @@ class Fit:
 
     @property
     def plan(self) -> CheckpointPlan:
-        """What is kept, coded and computed again."""
+        """What is kept, coded and computed again; after the first step of the executor "inductor" as it was compiled."""
         assert self.chosen.plan is not None
-        return self.chosen.plan
+        return next(iter(self.step.plans), self.chosen.plan)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -156,8 +162,15 @@ class Fit:
             if each.plan is None:
                 yield f"{each.name:24}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>6}  {'does not fit':>27}"
                 continue
-            noise = "not measured" if each.options and each.noise is None else f"{each.noise_ratio:.2g}"
+            noise = (
+                "can't be measured"
+                if each.obstacle
+                else "not measured"
+                if each.options and each.noise is None
+                else f"{each.noise_ratio:.2g}"
+            )
             yield f"{each.name:24}  {unit.of(each.plan.peak_bytes):>11}  {each.time:6.3f}  {noise:>27}"
+        yield from dict.fromkeys(each.obstacle for each in self.candidates if each.obstacle)
 
 
 def fit(
@@ -172,9 +185,11 @@ def fit(
 ) -> Fit:
     """Plan a model's training steps within a byte budget and a noise limit, in place.
 
-    Nothing of the full step runs: where noise has to be measured, parts of the sample do. The first training step
-    compiles the plan. Gradients are exact where no codes are needed, and unbiased otherwise; docs/codes.md names what
-    is biased, and by how much.
+    Nothing of the full step runs. Where noise has to be measured, parts of the sample run, a quarter of it at most, which
+    takes four gradients of all parameters; buffers, gradients and random states are afterwards as they were. The first
+    training step compiles the plan. Gradients are exact where neither codes nor sketches are needed, and unbiased
+    otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are planned for the same number
+    of bytes when they first come; their noise is not measured.
 
     Args:
         model: The model, in the mode in which it is trained.
@@ -211,25 +226,33 @@ def fit(
     limit, ways = _checked_noise(noise), _checked_ways(allow)
     asked = None if budget is None else Budget.of(budget)
     refuse_planned(model)
+    if not model.training:
+        raise ValueError("the model is in eval mode, and its training steps are planned: call model.train() first")
+    # such as the batches of a tokenizer, which are no dicts
+    sample = dict(sample) if isinstance(sample, Mapping) else sample
     arguments = arguments_of_sample(sample)
     whole = Options(executor=executor)
     graph = PlannedStep(model._call_impl, model, whole).capture(*arguments)[0].graph
     plain = CheckpointPlan.of(graph, Schedule.plain(graph))
     budget_bytes = None if asked is None else asked.in_bytes(plain.peak_bytes)
+    # for recomputation; without it, a step that fits is the plain one
+    replanned_bytes = budget_bytes if "recompute" in ways else None
     steps: dict[str, PlannedStep] = {}
 
     def planned(name: str, options: Mapping[str, Any]) -> Candidate:
-        steps[name] = PlannedStep(model._call_impl, model, replace(whole, budget=budget_bytes, **options))
+        steps[name] = PlannedStep(model._call_impl, model, replace(whole, budget=replanned_bytes, **options))
         try:
             if options:
                 plan = steps[name].capture(*arguments)[1]
+            elif replanned_bytes is None:
+                plan = plain
             else:
-                plan = plain if budget_bytes is None else plan_graph(graph, Budget.of(budget_bytes), whole.strategy)
+                plan = plan_graph(graph, Budget.of(replanned_bytes), whole.strategy)
         except InfeasibleBudgetError as error:
             return Candidate(name, options, None, error.least_bytes)
-        if "recompute" not in ways and plan.planned.extra_cost > 0:
-            return Candidate(name, options, None, plan.plain.peak_bytes)
-        return Candidate(name, options, plan, 0, plan.planned.cost / graph.cost)
+        if budget_bytes is not None and plan.peak_bytes > budget_bytes:
+            return Candidate(name, options, None, plan.peak_bytes)
+        return Candidate(name, options, plan, plan.peak_bytes, plan.planned.cost / graph.cost)
 
     candidates = [planned("exact", {})]
     for name, options in _CODES.items() if "code" in ways and limit > 0 else ():
@@ -246,19 +269,39 @@ def fit(
         assert budget_bytes is not None
         text = refusal(asked, plain.peak_bytes, least_bytes, "fit")
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
+    chosen = _quiet_enough(candidates, limit, lambda each: _measured(model, sample, each, loss_fn))
+    for name, step in steps.items():
+        if chosen is None or name != chosen.name:
+            step.forget()
+    if chosen is None:
+        # the exact step has no noise: it does not fit
+        assert budget_bytes is not None
+        least_bytes = next(each.least_bytes for each in candidates if not each.options)
+        text = _refusal_for_noise(candidates, limit, least_bytes)
+        raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
+    model._compiled_call_impl = steps[chosen.name]
+    return Fit(model, steps[chosen.name], chosen, tuple(candidates), plain.peak_bytes, budget_bytes, limit, executor)
+
+
+class _NotMeasurableError(ValueError):
+    """The sample or the model is such that the noise of its steps can't be measured."""
+
+
+def _quiet_enough(
+    candidates: list[Candidate], limit: float, measured: Callable[[Candidate], StepNoise]
+) -> Candidate | None:
+    """The first candidate with a plan whose noise is within the limit; what is measured is written into the list."""
     for place, candidate in enumerate(candidates):
-        if candidate.plan is not None:
-            if candidate.options:
-                candidates[place] = replace(candidate, noise=_measured(model, sample, candidate, loss_fn))
-            chosen = candidates[place]
-            if chosen.noise_ratio <= limit:
-                model._compiled_call_impl = steps[chosen.name]
-                return Fit(model, chosen, tuple(candidates), plain.peak_bytes, budget_bytes, limit, executor)
-    # the exact step has no noise: it does not fit
-    assert budget_bytes is not None
-    least_bytes = next(each.least_bytes for each in candidates if not each.options)
-    text = _too_noisy(candidates, limit, least_bytes)
-    raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
+        if candidate.plan is None:
+            continue
+        if candidate.options:
+            try:
+                candidates[place] = replace(candidate, noise=measured(candidate))
+            except _NotMeasurableError as error:
+                candidates[place] = replace(candidate, obstacle=str(error))
+        if candidates[place].noise_ratio <= limit:
+            return candidates[place]
+    return None
 
 
 def _checked_noise(noise: float) -> float:
@@ -277,12 +320,15 @@ def _checked_ways(allow: Collection[str]) -> set[str]:
     return ways
 
 
-def _too_noisy(candidates: Sequence[Candidate], limit: float, exact_bytes: int) -> str:
-    ratio, name = min((each.noise_ratio, each.name) for each in candidates if each.noise is not None)
+def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact_bytes: int) -> str:
+    end = f"exact gradients take {readable(exact_bytes)} at the least"
+    measured = [(each.noise_ratio, each.name) for each in candidates if each.noise is not None]
+    if not measured:
+        return f"{next(each.obstacle for each in candidates if each.obstacle)}; {end}"
+    ratio, name = min(measured)
     return (
         f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
-        f" variance, with {name}. Exact gradients take {readable(exact_bytes)} at the least: allow more noise, or that"
-        " budget"
+        f" variance, with {name}. Allow more noise, or a larger budget: {end}"
     )
 
 
@@ -296,9 +342,9 @@ def _measured(
     _, plan = step.capture(*arguments_of_sample(parts[0]))
     drawn, whole = (len(each.coding.coded) + len(each.coding.sketched) for each in (plan, candidate.plan))
     if drawn < whole:
-        raise ValueError(
+        raise _NotMeasurableError(
             f"the noise can't be measured: {whole} tensors of the sample are coded or sketched, and {drawn} of its"
-            f" {len(parts)} parts, which have too few rows. Pass a larger batch, or noise=0 for exact gradients"
+            f" {len(parts)} parts, which have too few rows; pass a larger batch"
         )
     numbers = itertools.count()
 
@@ -306,7 +352,7 @@ def _measured(
         # two draws of a part differ by their codes alone: dropout draws the same masks
         number = next(numbers)
         torch.manual_seed(number // 2)
-        with as_on_rank(_OTHER_RANK * (number % 2)):
+        with ranked_higher(_OTHER_RANK * (number % 2)):
             return _loss(model, part) if loss_fn is None else loss_fn(model, part)
 
     try:
@@ -314,6 +360,7 @@ def _measured(
         return measure_step_noise(model, parts, loss_fn=loss_of)
     finally:
         remove_checkpointing(model)
+        step.forget()
 
 
 def _loss(model: nn.Module, part: Any) -> Tensor:
@@ -321,24 +368,24 @@ def _loss(model: nn.Module, part: Any) -> Tensor:
     found = model(*args, **kwargs)
     loss = getattr(found, "loss", found)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError("the model returns no loss, which measuring its noise needs: pass loss_fn(model, batch)")
+        raise _NotMeasurableError("the noise can't be measured: the model returns no loss; pass loss_fn(model, batch)")
     return loss
 
 
 def _parts(sample: Any) -> list[Any]:
-    """Cut a batch into parts of one size, along the first dimension of its tensors."""
-    tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
-    sizes = sorted({len(leaf) for leaf in tensors})
-    if len(sizes) != 1 or not sizes[0] or sizes[0] % _PARTS:
-        raise ValueError(
-            f"the noise can't be measured: the first dimensions of the sample's tensors are {sizes}, and should be one"
-            f" multiple of {_PARTS}. Pass such a batch, or noise=0 for exact gradients"
+    """Cut a batch into parts of one size, at random: along the first dimension of its first tensor, and all like it."""
+    sizes = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
+    size = sizes[0] if sizes else 0
+    count = next((count for count in _PARTS if size and size % count == 0), 0)
+    if not count:
+        raise _NotMeasurableError(
+            f"the noise can't be measured: the sample has {size} examples; pass a multiple of {_PARTS[-1]}"
         )
-    each = sizes[0] // _PARTS
-    return [
-        pytree.tree_map(
-            lambda leaf, at=at: leaf[at * each : (at + 1) * each] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
-            sample,
-        )
-        for at in range(_PARTS)
-    ]
+    # a batch may be sorted
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+
+    def part_of(leaf: Any, rows: Tensor) -> Any:
+        is_cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size
+        return leaf[rows.to(leaf.device)] if is_cut else leaf
+
+    return [pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample) for rows in order.chunk(count)]

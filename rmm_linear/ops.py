@@ -51,29 +51,29 @@ def data_parallel_rank() -> int:
     return 0
 
 
-# without a default: compiled code would hand that over by name, which takes longer
-# How many times the stride seeds are shifted, beside the rank.
-_shift = ContextVar("shift", default=0)
+# Added to the rank that seeds depend on.
+_added_rank = ContextVar("added_rank", default=0)
 
 
 @contextmanager
-def as_on_rank(rank: int) -> Iterator[None]:
+def ranked_higher(by: int) -> Iterator[None]:
     """Draw seeds as a process of a higher rank would: other ones, from the same random state.
 
     Args:
-        rank: Added to the process's own.
+        by: Added to the process's own rank.
     """
-    token = _shift.set(rank)
+    token = _added_rank.set(by)
     try:
         yield
     finally:
-        _shift.reset(token)
+        _added_rank.reset(token)
 
 
+# without a default: compiled code would hand that over by name, which takes longer
 @_define("draw_seed(Tensor x, Tensor? token) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 def _draw_seed(x: Tensor, token: Tensor | None) -> Tensor:
     seed = torch.randint(_FROM, _TO, (), dtype=torch.int64, device=x.device)
-    rank = data_parallel_rank() + _shift.get()
+    rank = data_parallel_rank() + _added_rank.get()
     if rank == 0:
         return seed
     shift = (rank * _RANK_STRIDE) % (1 << 64)

@@ -47,6 +47,7 @@ ALLOWED = {
     "planning": {"byte_sizes", "errors"},
     "compiler": {"planning", "memory", "config", "errors"},
     "checkpointing": {"compiler", "planning", "memory", "errors"},
+    "fitting": {"byte_sizes", "checkpointing", "compiler", "errors", "ops", "planning", "variance"},
 }
 # these sit on the public interface and may import all of it
 ON_TOP = {"__init__", "integrations", "cli"}

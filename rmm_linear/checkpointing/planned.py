@@ -70,6 +70,11 @@ class PlannedStep:
         """The plans so far, one for each graph and kind of arguments."""
         return [variant.plan for variant in self.group.variants()]
 
+    def forget(self) -> None:
+        """Drop the plans: they are made anew where they are needed."""
+        for graph in self.group.graphs:
+            graph.variants.clear()
+
     @property
     def planned_runs(self) -> int:
         """How many forward passes ran by plan."""

@@ -8,9 +8,13 @@ each forward storage s and op o, with variables between 0 and 1:
     sum of bytes(s) keep(s) <= budget - bytes that are there anyway
     minimise the sum of cost(o) again(o)
 
+Results and the storages that the op of the moment reads are kept; again(o) is 0 for an op that may not run twice, and
+costs nothing for an op that no result depends on, which may run after the moment for the first time.
+
 Every schedule within the budget satisfies this at the end of the forward pass, and also when a backward op first runs,
 if only the ops that depend on it count as being after it. The extra time of any schedule is hence at least the
-program's: the largest one of several moments is a bound.
+program's: the largest one of several moments is a bound. With a variable for each moment it would be the program of
+Jain et al. 2020 (Checkmate), without integrality.
 """
 
 from collections.abc import Collection, Iterable
@@ -53,13 +57,13 @@ class Relaxation:
                 ({("keep", index): 1, ("again", graph.writer[index]): 1, ("again", op): -1}, 0)
                 for index in set(graph.ops[op].reads)
             ]
+        # an op that no result depends on may run for the first time after the moment
+        needed = {graph.writer[index] for index in _with_ancestors(graph, graph.results)}
         there = {*graph.results} if moment is None else _forward_reads(graph, [moment])
-        there |= {index for index in graph.outputs if graph.writer[index] < graph.forward_count}
+        there |= {index for index in graph.outputs if graph.writer[index] in needed}
         fixed = 0 if moment is None else _bytes_of(graph, moment)
         fixed += sum(graph.sizes[index] for index in there if ("keep", index) not in place)
         self._fixed_bytes = fixed
-        # an op that no result depends on may run for the first time after the moment
-        needed = {graph.writer[index] for index in _with_ancestors(graph, graph.results)}
         bounds, cost, size = [], [], []
         for kind, index in place:
             if kind == "keep":
@@ -69,7 +73,7 @@ class Relaxation:
             else:
                 bounds.append((0, int(graph.ops[index].is_recomputable)))
                 cost.append(graph.ops[index].cost if index in needed else 0.0)
-                size.append(graph.ops[index].state_bytes)
+                size.append(graph.ops[index].state_bytes if index in needed else 0)
         # numbers near 1 for the solver
         self._unit_bytes, self._unit_cost = max(size, default=0) or 1, max(cost, default=0) or 1.0
         self._cost = numpy.array(cost) / self._unit_cost
@@ -78,8 +82,8 @@ class Relaxation:
             (number, place[key], float(-value)) for number, (row, _) in enumerate(rows) for key, value in row.items()
         ]
         entries += [(len(rows), number, each / self._unit_bytes) for number, each in enumerate(size) if each]
-        numbers, places, values = zip(*entries, strict=True)
-        self._matrix = csr_array((values, (numbers, places)), shape=(len(rows) + 1, len(place)), dtype=float)
+        values, where = [value for *_, value in entries], [[at for at, *_ in entries], [at for _, at, _ in entries]]
+        self._matrix = csr_array((values, where), shape=(len(rows) + 1, len(place)), dtype=float)
         self._limits = numpy.array([-limit for _, limit in rows] + [0.0])
 
     def solve(self, budget_bytes: int) -> tuple[float, set[int]] | None:

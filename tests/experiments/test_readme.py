@@ -35,7 +35,7 @@ def _examples() -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:the sketched layers promise")
 def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 14
+    assert len(BLOCKS) == 17
     # one draws a figure
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:

@@ -92,18 +92,23 @@ class Auto(Strategy):
     @staticmethod
     def _leanest(graph: Graph, frontier: Sequence[Proposal]) -> Sequence[int]:
         """The order of the least peak that is found, whatever the budget is."""
-        order: Sequence[int] = min(frontier, key=lambda proposal: proposal.peak_bytes).order
-        work, part = 0, _STEP
-        while work < _MOST_WORK:
-            peak = peak_and_cost(graph, order)[0]
-            search = LocalSearch(graph, peak - max(1, int(part * peak)))
-            leaner = search.fitted(order)
-            work += search.work
-            if leaner is None and not part:
-                break
-            # at the end, byte by byte
-            order, part = (order, 0.0) if leaner is None else (leaner, part)
-        return order
+        starts = (range(len(graph.ops)), min(frontier, key=lambda proposal: proposal.peak_bytes).order)
+        found = (_leaner(graph, order) for order in starts)
+        return min(found, key=lambda order: peak_and_cost(graph, order)[0])
+
+
+def _leaner(graph: Graph, order: Sequence[int]) -> Sequence[int]:
+    work, part = 0, _STEP
+    while work < _MOST_WORK:
+        peak = peak_and_cost(graph, order)[0]
+        search = LocalSearch(graph, peak - max(1, int(part * peak)))
+        leaner = search.fitted(order)
+        work += search.work
+        if leaner is None and not part:
+            break
+        # at the end, byte by byte
+        order, part = (order, 0.0) if leaner is None else (leaner, part)
+    return order
 
 
 def _relaxed(graph: Graph, budget_bytes: int) -> tuple[float, list[list[int]]]:
