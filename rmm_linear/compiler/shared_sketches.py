@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 _DRAW = torch.ops.rmm_linear.draw_seed.default
 _COMPRESS = torch.ops.rmm_linear.compress.default
+_GRAD_WEIGHT = torch.ops.rmm_linear.grad_weight.default
 
 
 def share_sketches(joint: fx.GraphModule, *, keeps_draws: bool) -> bool:
@@ -42,9 +43,11 @@ def share_sketches(joint: fx.GraphModule, *, keeps_draws: bool) -> bool:
         # layers of other configurations draw for themselves
         configs = {str(user.args[2]) for user in node.users if user.target is _COMPRESS} if node.target is _DRAW else ()
         first_of[node] = first = known.setdefault((node.target, str(arguments), frozenset(configs)), node)
-        if node.target is not _DRAW and of_seed.isdisjoint(node.all_input_nodes):
+        if node.target is _DRAW or not of_seed.isdisjoint(node.all_input_nodes):
+            of_seed.add(node)
+        elif {user.target for user in (*node.users, *first.users)} != {_GRAD_WEIGHT}:
+            # rows that are kept as they are depend on no seed, and nothing else reads them
             continue
-        of_seed.add(node)
         if first is node:
             continue
         is_changed = True

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -72,9 +73,11 @@ def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> N
     assert kept[False] - kept[True] == 2 * CONFIG.saved_bytes(ROWS, WIDTH, dtype)
 
 
+@pytest.mark.parametrize("options", [{}, {"keep_tokens": (0,)}, {"keep_tokens": (0,), "storage": "int8"}], ids=str)
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_a_plan_keeps_what_eager_mode_keeps(is_autocast: bool) -> None:
-    model, x = Attention(), batch()
+def test_a_plan_keeps_what_eager_mode_keeps(is_autocast: bool, options: dict[str, Any]) -> None:
+    config = CONFIG.replace(ratio=0.5, **options)
+    model, x = Attention(q=config, k=config, v=config, out=config), batch()
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         with SavedTensors(model) as kept:
             loss = model(x)
@@ -104,7 +107,7 @@ def test_layers_share_as_in_eager_mode(configs: dict[str, RMMConfig]) -> None:
 @pytest.mark.montecarlo
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gradients_of_a_shared_sketch_are_unbiased_for_each_weight(executor: str) -> None:
-    """Slope on the exact gradient, 150 draws: |z| < 4.5 for 4 weights, false alarm 3e-5. Another seed has the slope 0."""
+    """Slope on the exact gradient, 150 draws: |z| < 4.5 for 4 weights, false alarm 6e-5. Another seed's slope is 0."""
     model, x = Attention(), batch()
     model.drop.p = 0.0
     model.eval()(x).backward()
