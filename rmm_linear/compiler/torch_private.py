@@ -226,7 +226,9 @@ def renew_values(joint: fx.GraphModule) -> None:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    FakeTensorProp(joint, fake_mode_of(values)).propagate_dont_convert_inputs(*values)
+    # its casts are ops of the graph already
+    with require(torch._C, "_DisableAutocast")():
+        FakeTensorProp(joint, fake_mode_of(values)).propagate_dont_convert_inputs(*values)
 
 
 def _cast_once(graph: fx.Graph) -> None:
