@@ -16,8 +16,9 @@ were made of: `adapters.py` tells which tensor an adapted layer is given, and th
 copy of it. (Where that tensor has no gradient, each adapter keeps its own sketch.)
 
 Under torch.compile none of this runs: the compiler merges what is equal, one draw of a seed for a tensor that several
-layers of one graph read, and one sketch (`rmm_linear.ops.draw_seed`); copies of one tensor and layers with one weight
-too. Each estimate is unbiased as before. `share_sketch=False` keeps them apart.
+layers of one graph read, and one sketch (`rmm_linear.ops.draw_seed`, and for our own backend
+`rmm_linear.compiler.shared_sketches`); copies of one tensor and layers with one weight too. Each estimate is unbiased
+as before. `share_sketch=False` keeps them apart.
 
 A group refers to its input, its layers and its sketch weakly, and lives as long as a graph that was made with it. Every
 layer draws a seed, also one that uses its group's: the random generator is in the same state with and without sharing,

@@ -203,10 +203,8 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
     """
     from torch._inductor.fx_passes import joint_graph, post_grad, replace_random
     from torch._inductor.virtualized import V
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    mode = fake_mode_of(values)
+    mode = fake_mode_of([node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"])
     before = set(joint.graph.nodes)
     # Inductor's patterns are of decomposed graphs: they would take seconds to be made, and find nothing
     with V.set_fake_mode(mode), torch._guards.tracing(torch._guards.TracingContext(mode)):
@@ -216,8 +214,21 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
         _cast_once(joint.graph)
     joint.recompile()
     if before != set(joint.graph.nodes):
-        # the values of new nodes, and of views of copies that are gone, share no memory with the values of other nodes
-        FakeTensorProp(joint, mode).propagate_dont_convert_inputs(*values)
+        renew_values(joint)
+
+
+def renew_values(joint: fx.GraphModule) -> None:
+    """Compute the fake values of a changed graph: of new nodes, and of views of tensors that were replaced.
+
+    Args:
+        joint: The graph.
+    """
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    # its casts are ops of the graph already
+    with require(torch._C, "_DisableAutocast")():
+        FakeTensorProp(joint, fake_mode_of(values)).propagate_dont_convert_inputs(*values)
 
 
 def _cast_once(graph: fx.Graph) -> None:

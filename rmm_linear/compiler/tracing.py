@@ -25,7 +25,15 @@ from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
 from rmm_linear.compiler.fake_memory import eager_peak
-from rmm_linear.compiler.torch_private import compile_lock, draw_by_seeds, line_of, random_decompositions, require
+from rmm_linear.compiler.shared_sketches import share_sketches
+from rmm_linear.compiler.torch_private import (
+    compile_lock,
+    draw_by_seeds,
+    line_of,
+    random_decompositions,
+    renew_values,
+    require,
+)
 from rmm_linear.errors import CaptureError
 
 # What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
@@ -325,6 +333,9 @@ def _joint_graph(
         joint = aot_export_joint_with_descriptors(stack, function, inputs, decompositions=table).graph_module
     if draws_by_seeds:
         draw_by_seeds(joint)
+    if share_sketches(joint, keeps_draws=not draws_by_seeds):
+        joint.recompile()
+        renew_values(joint)
     return joint
 
 

@@ -94,6 +94,21 @@ def converted(**config):
     return convert_linears(Blocks(depth=3), config=RMMConfig(min_rows=1, **config))
 
 
+class Attention(nn.Module):
+    """Query, key and value of a norm, which share a sketch; what dropout draws comes after all of their seeds."""
+
+    def __init__(self, **config):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        convert_linears(self, config=RMMConfig(min_rows=1, **config))
+
+    def forward(self, x):
+        y = self.norm(x)
+        scores = F.dropout((self.q(y) @ self.k(y).mT / 4).softmax(-1), 0.2)
+        return x + self.out(scores @ self.v(y))
+
+
 def language_model(kind):
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -120,6 +135,7 @@ CASES = {
     "blocks": (lambda: Blocks(depth=3), mean_square, (X, TARGET), {}),
     "sketched": (lambda: converted(ratio=0.3), mean_square, (X, TARGET), {}),
     "sketched in int4": (lambda: converted(ratio=0.5, storage="int4"), mean_square, (X, TARGET), {}),
+    "sketched attention": (lambda: Attention(ratio=0.5), mean_square, (X, TARGET), {}),
     "gpt2": (lambda: language_model("gpt2"), None, (), {"input_ids": IDS, "labels": IDS, "use_cache": False}),
     "llama": (lambda: language_model("llama"), None, (), {"input_ids": IDS, "labels": IDS, "use_cache": False}),
     "roberta": (
@@ -166,7 +182,10 @@ grid = partial(pytest.param, marks=pytest.mark.grid)
 
 @pytest.mark.parametrize(
     "case",
-    ["net", "assorted", grid("blocks"), grid("sketched"), "sketched in int4", "gpt2", grid("llama"), grid("roberta")],
+    [
+        *("net", "assorted", grid("blocks"), grid("sketched"), "sketched in int4", "sketched attention"),
+        *("gpt2", grid("llama"), grid("roberta")),
+    ],
 )
 def test_bits_and_bytes_are_as_promised(case):
     make, step, args, kwargs = CASES[case]

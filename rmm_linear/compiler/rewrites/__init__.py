@@ -26,6 +26,8 @@ from rmm_linear.compiler.rewrites.sketches import Sketch, sketches
 from rmm_linear.compiler.rewrites.step import Step, size_bytes
 from rmm_linear.planning.coding import Bits, CodedTensor, Coding, ExactTensor, SketchedTensor
 
+_DRAW = torch.ops.rmm_linear.draw_seed.default
+
 
 def code_step(
     joint: fx.GraphModule,
@@ -108,12 +110,13 @@ def _apply(step: Step, chosen: Choice, sketched: Sequence[Sketch]) -> None:
             attention.run_again(node, editor)
         if node in estimated:
             estimated[node].replace(node, editor)
-    graph.eliminate_dead_code()
+    # a converted layer draws also where it takes the seed of another one: later draws depend on it
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is _DRAW)
     graph.lint()
     step.joint.recompile()
 
 
 def _keys(x: Tensor, *, count: int) -> tuple[Tensor, ...]:
-    keys = draw_keys(torch.ops.rmm_linear.draw_seed.default(x, None), count)
+    keys = draw_keys(_DRAW(x, None), count)
     # kernels of alike layers read a key at the same place, and are compiled once
     return tuple(torch.ops.rmm_linear.unbind_copy.default(keys))

@@ -1,0 +1,132 @@
+"""Converted layers that read one tensor keep one sketch under the backend, as in eager mode."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.compiler import inductor_program, plans
+from rmm_linear.memory import SavedTensors
+
+BATCH, LENGTH, WIDTH = 4, 64, 32
+ROWS = BATCH * LENGTH
+CONFIG = RMMConfig(ratio=0.25, min_rows=1)
+
+
+class Attention(nn.Module):
+    def __init__(self, **configs: RMMConfig) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.dropout = 0.1
+        for name in "q", "k", "v", "out":
+            convert_linears(self, config=configs.get(name, CONFIG), target_modules=[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        dropout = self.dropout if self.training else 0.0
+        # under autocast it computes in float32 within
+        y = functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y), dropout_p=dropout)
+        return self.out(y).square().mean()
+
+
+def compiled(model: nn.Module, executor: str, **options: object) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="rmm_linear", options={"executor": executor, "budget": "100%", **options})
+
+
+def batch() -> Tensor:
+    return torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_nothing(module, examples, key, *, is_backward, reads_codes):
+        return lambda arguments: module(*arguments)
+
+    monkeypatch.setattr(inductor_program, "compile_by_inductor", compile_nothing)
+
+
+# op by op, Inductor's ops take what they would not if they were fused
+@pytest.mark.filterwarnings("ignore:the compiled step takes")
+@pytest.mark.usefixtures("_nothing_is_compiled")
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("executor", ["exact", "inductor"])
+def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> None:
+    x, kept = batch(), {}
+    dtype = torch.bfloat16 if is_autocast else torch.float32
+    for shares in (True, False):
+        config = CONFIG.replace(share_sketch=shares)
+        model = Attention(q=config, k=config, v=config)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            loss = compiled(model, executor)(x)
+        loss.backward()
+        (plan,) = plans(model)
+        kept[shares] = plan.plain.forward_bytes
+        kinds = [op.kind for op in plan.graph.ops]
+        assert kinds.count("rmm_linear.compress") == (2 if shares else 4)
+        # in eager mode each layer draws, and so does the same program op by op
+        assert kinds.count("rmm_linear.draw_seed") == (2 if shares and executor == "inductor" else 4)
+        assert kinds.count("rmm_linear.grad_weight") == 4
+    assert kept[False] - kept[True] == 2 * CONFIG.saved_bytes(ROWS, WIDTH, dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_tokens": (0,)}, {"keep_tokens": (0,), "storage": "int8"}], ids=str)
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_a_plan_keeps_what_eager_mode_keeps(is_autocast: bool, options: dict[str, Any]) -> None:
+    config = CONFIG.replace(ratio=0.5, **options)
+    model, x = Attention(q=config, k=config, v=config, out=config), batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        with SavedTensors(model) as kept:
+            loss = model(x)
+        compiled(model, "exact")(x)
+    # the norm keeps the batch, which is the caller's; the loss is counted with the plan
+    assert plans(model)[0].plain.forward_bytes == kept.bytes - x.nbytes + loss.nbytes
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [{}, {"k": CONFIG.replace(ratio=0.5)}, {"v": CONFIG.replace(share_sketch=False)}],
+    ids=["alike", "one of another ratio", "one that shares nothing"],
+)
+def test_layers_share_as_in_eager_mode(configs: dict[str, RMMConfig]) -> None:
+    model, x = Attention(**configs), batch()
+    reference = copy.deepcopy(model)
+    run = compiled(model, "exact")
+    for seed in (3, 4):
+        for one, call in ((reference, reference), (model, run)):
+            one.zero_grad()
+            torch.manual_seed(seed)
+            call(x).backward()
+        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad), name
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradients_of_a_shared_sketch_are_unbiased_for_each_weight(executor: str) -> None:
+    """Slope on the exact gradient, 150 draws: |z| < 4.5 for 4 weights, false alarm 6e-5. Another seed's slope is 0."""
+    model, x = Attention(), batch()
+    model.dropout = 0.0
+    model.eval()(x).backward()
+    exact = {name: each.grad.clone() for name, each in model.named_parameters() if each.dim() == 2}
+    run = compiled(model.train(), executor)
+    slopes: dict[str, list[float]] = {name: [] for name in exact}
+    for seed in range(150):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        run(x).backward()
+        for name, expected in exact.items():
+            found = model.get_parameter(name).grad
+            slopes[name].append(float((found * expected).sum() / expected.square().sum()))
+    assert len(plans(model)) == 1
+    for name, each in slopes.items():
+        slope = torch.tensor(each, dtype=torch.float64)
+        assert slope.std() > 1e-3, f"{name} is not sketched: the test shows nothing"
+        assert abs(slope.mean() - 1) <= 4.5 * slope.std() / math.sqrt(len(each)), (name, slope.mean(), slope.std())
