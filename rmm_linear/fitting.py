@@ -114,7 +114,7 @@ class Fit:
 
     @property
     def plan(self) -> CheckpointPlan:
-        """What is kept, coded and computed again; after the first step of the executor "inductor" as it was compiled."""
+        """What is kept, coded and computed again: as it was compiled, once a step was."""
         assert self.chosen.plan is not None
         return next(iter(self.step.plans), self.chosen.plan)
 
@@ -162,13 +162,7 @@ class Fit:
             if each.plan is None:
                 yield f"{each.name:24}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>6}  {'does not fit':>27}"
                 continue
-            noise = (
-                "can't be measured"
-                if each.obstacle
-                else "not measured"
-                if each.options and each.noise is None
-                else f"{each.noise_ratio:.2g}"
-            )
+            noise = f"{each.noise_ratio:.2g}" if each.noise or not each.options else "not measured"
             yield f"{each.name:24}  {unit.of(each.plan.peak_bytes):>11}  {each.time:6.3f}  {noise:>27}"
         yield from dict.fromkeys(each.obstacle for each in self.candidates if each.obstacle)
 
@@ -185,11 +179,11 @@ def fit(
 ) -> Fit:
     """Plan a model's training steps within a byte budget and a noise limit, in place.
 
-    Nothing of the full step runs. Where noise has to be measured, parts of the sample run, a quarter of it at most, which
-    takes four gradients of all parameters; buffers, gradients and random states are afterwards as they were. The first
-    training step compiles the plan. Gradients are exact where neither codes nor sketches are needed, and unbiased
-    otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are planned for the same number
-    of bytes when they first come; their noise is not measured.
+    Nothing of the full step runs. Where noise has to be measured, parts of the sample run, a quarter of it at most,
+    which takes four gradients of all parameters; buffers, gradients and random states are afterwards as they were. The
+    first training step compiles the plan. Gradients are exact where neither codes nor sketches are needed, and unbiased
+    otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are planned for the same
+    number of bytes when they first come; their noise is not measured.
 
     Args:
         model: The model, in the mode in which it is trained.

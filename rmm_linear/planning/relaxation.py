@@ -97,6 +97,8 @@ class Relaxation:
         """
         from scipy.optimize import linprog
 
+        if not self._cost.size:
+            return (0.0, set()) if self._fixed_bytes <= budget_bytes else None
         limits = self._limits.copy()
         limits[-1] = (budget_bytes - self._fixed_bytes) / self._unit_bytes
         found: Any = linprog(self._cost, A_ub=self._matrix, b_ub=limits, bounds=self._bounds, method="highs")
