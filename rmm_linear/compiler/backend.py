@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear.compiler.autocasting import present_autocast
+from rmm_linear.compiler.autocasting import autocast_as, present_autocast
 from rmm_linear.compiler.exact_program import program_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
@@ -422,10 +422,12 @@ class PlannedGraph:
         def replan(budget_bytes: int) -> CheckpointPlan:
             return plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
 
-        if options.budget is None and options.schedule is None:
-            plan, program = measured_plain(capture, plan, tensors)
-        else:
-            plan, program = program_within(capture, plan, tensors, replan)
+        # the casts of autocast are ops of the graph already
+        with autocast_as((), {tensor.device.type for tensor in tensors}):
+            if options.budget is None and options.schedule is None:
+                plan, program = measured_plain(capture, plan, tensors)
+            else:
+                plan, program = program_within(capture, plan, tensors, replan)
         variant.plan = replace(
             plan,
             eager_peak_bytes=capture.eager_peak_bytes,

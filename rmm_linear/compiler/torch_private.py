@@ -226,7 +226,7 @@ def renew_values(joint: fx.GraphModule) -> None:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    # its casts are ops of the graph already
+    # the casts of autocast are ops of the graph already
     with require(torch._C, "_DisableAutocast")():
         FakeTensorProp(joint, fake_mode_of(values)).propagate_dont_convert_inputs(*values)
 

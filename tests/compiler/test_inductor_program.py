@@ -126,6 +126,29 @@ def test_sketched_gradients_are_unbiased_for_each_parameter(x):
         assert abs(slopes.mean() - 1) <= 4.5 * error + 1e-5
 
 
+# op by op, Inductor's ops take what they would not if they were fused
+@pytest.mark.filterwarnings("ignore:the compiled step takes")
+def test_what_autocast_leaves_in_float32_is_computed_in_float32(monkeypatch):
+    """On a CPU, attention with dropout multiplies in float32, whatever autocast makes of its inputs."""
+
+    class Attention(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+
+    dtypes = []
+
+    def compile_nothing(module, examples, key, *, is_backward, reads_codes):
+        products = module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+        dtypes.extend(node.meta["val"].dtype for node in products)
+        return lambda arguments: module(*arguments)
+
+    monkeypatch.setattr(inductor_program, "compile_by_inductor", compile_nothing)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = planned(nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention()), "100%")(torch.randn(4, 64, WIDTH)).sum()
+    loss.backward()
+    assert set(dtypes) == {torch.float32}
+
+
 @pytest.mark.slow
 def test_buffers_are_updated_once(x):
     def network():
