@@ -226,7 +226,9 @@ def fit(
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     arguments = arguments_of_sample(sample)
     whole = Options(executor=executor)
-    graph = PlannedStep(model._call_impl, model, whole).capture(*arguments)[0].graph
+    exact = PlannedStep(model._call_impl, model, whole)
+    graph = exact.capture(*arguments)[0].graph
+    exact.forget()
     plain = CheckpointPlan.of(graph, Schedule.plain(graph))
     budget_bytes = None if asked is None else asked.in_bytes(plain.peak_bytes)
     # for recomputation; without it, a step that fits is the plain one

@@ -242,6 +242,7 @@ def test_the_model_keeps_its_state_and_no_plan_of_a_trial(batch):
     found = fit(model, batch, CODES)
     assert float(model.average) == 0
     assert torch.equal(torch.get_rng_state(), state)
+    assert found.chosen.name == "8 bits"
     assert [plan.schedule for plan in plans(model)] == [found.plan.schedule]
 
 
