@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.blocks import filled, table
+from experiments.checkpointing.bounds import bounds_table
 from experiments.checkpointing.codes import codes_table
 from experiments.checkpointing.report import blocks as checkpointing_blocks
 from experiments.glue import allocated
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results.md"
 CODES = ROOT / "docs" / "codes.md"
+BUDGET = ROOT / "docs" / "budget.md"
 MINILM = ROOT / "experiments/glue/results/minilm"
 VARIANCE = ROOT / "experiments/glue/results/variance"
 CHECKPOINTING = ROOT / "experiments/checkpointing/results"
@@ -125,7 +127,8 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     """Return the blocks of each page."""
     which = functools.partial(which_table, CHECKPOINTING, MEMORY, VARIANCE / GRID_FILE, BENCHMARKS)
     codes = functools.partial(codes_table, CHECKPOINTING)
-    return {README: {"which": which}, RESULTS: BLOCKS, CODES: {"codes": codes}}
+    bounds = functools.partial(bounds_table, CHECKPOINTING)
+    return {README: {"which": which}, RESULTS: BLOCKS, CODES: {"codes": codes}, BUDGET: {"bounds": bounds}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -96,6 +96,7 @@ def test_a_noise_limit_that_codes_exceed_leaves_the_step_exact(batch):
     assert found.candidates[0].noise_ratio > 1e-9
 
 
+@pytest.mark.slow
 def test_the_noise_is_that_of_codes_and_not_of_dropout(batch):
     with_dropout = fit(_model(0.5), batch, CODES).chosen
     without = fit(_model(), batch, CODES).chosen
@@ -104,6 +105,7 @@ def test_the_noise_is_that_of_codes_and_not_of_dropout(batch):
     assert with_dropout.noise_ratio < 10 * without.noise_ratio
 
 
+@pytest.mark.slow
 def test_the_measured_noise_is_that_of_the_steps(batch):
     """The variance over draws of the whole step, from 24 of them, is an eighth of that of the eight parts."""
     model = _model()
@@ -122,6 +124,7 @@ def _gradients_of(step, model, batch):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_met_names_the_least(batch):
     model = _model()
     with pytest.raises(InfeasibleBudgetError, match="fit found no schedule within 5%") as error:
@@ -130,6 +133,7 @@ def test_what_cannot_be_met_names_the_least(batch):
     assert fit(model, batch, error.value.least_bytes, noise=1.0).plan.peak_bytes <= error.value.least_bytes
 
 
+@pytest.mark.slow
 def test_noise_and_budget_that_exclude_each_other_are_told(batch):
     model = _model()
     with pytest.raises(InfeasibleBudgetError) as least:
@@ -148,6 +152,7 @@ def test_the_options_run_the_same_plan_elsewhere(batch):
     assert plans(model)[0].schedule == found.plan.schedule
 
 
+@pytest.mark.slow
 def test_a_fitted_model_trains_compiled_and_runs_as_written_afterwards(batch):
     model = _model()
     expected = _gradients(copy.deepcopy(model), batch)

@@ -97,6 +97,7 @@ def test_a_budget_that_the_bound_rules_out_is_refused():
         get_strategy("auto").plan(graph, least - 1)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_at_most_two_percent_longer_than_a_proposal_of_the_published_strategies():
     for name, graph in (*tiny_graphs(), *large_graphs()[:1]):
         auto = get_strategy("auto")
