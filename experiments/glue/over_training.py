@@ -115,7 +115,7 @@ def summary_table(records: Sequence[dict[str, Any]]) -> str:
         broken = f"{row['broken']} of {row['layers']}"
         of_rows = f"{row['rows over sequences']:.2f}"
         lines.append([f"{row['step']}", *noises, of_rows, f"{ratio:.3g}", f"{bound:.3g}", broken])
-    return table(header, lines) + "\n\nThe paper's ratio and bound are those of the median layer."
+    return table(header, lines) + "\n\nThe paper's ratio and its bound are the median layer's."
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:

@@ -130,7 +130,7 @@ class Study:
             lines.write(json.dumps(row, allow_nan=False) + "\n")
 
     def hours_left(self, left: Sequence[RunSettings]) -> float | None:
-        """How long one process needs for these runs, by what an epoch of those that are done took; None at first."""
+        """Estimate the hours of one process from the time of an epoch in finished runs; None if no run has finished."""
         seconds: dict[tuple[str, ...], list[float]] = {}
         for row in (*self.rows(TUNING), *self.rows(ROWS)):
             label = row["name"].removeprefix(f"{row['config']['task']}-").rpartition("-seed")[0]

@@ -3,7 +3,7 @@
 python -m experiments.glue.variance against-bytes --model MODEL --data GLUE    # the grid, in closed form
 python -m experiments.glue.variance headline --model MODEL --data GLUE         # its best cells, measured
 python -m experiments.glue.variance over-training --model MODEL --data GLUE    # noise while a model trains
-python -m experiments.glue.variance equal-bytes --model MODEL --data GLUE      # ratios of their own against one
+python -m experiments.glue.variance equal-bytes --model MODEL --data GLUE      # a ratio for each layer, and one for all
 python -m experiments.glue.variance allocated --model MODEL --data GLUE        # every lever together
 """
 

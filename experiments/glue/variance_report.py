@@ -284,7 +284,7 @@ def _notes(records: Records, measured: Records) -> str:
         (
             "Bytes are all-in (scales, means, seeds) and relative to all rows of the input in bfloat16, also where"
             f" padding is left out. Values alone take the budget at most, and everything {most} more at most. Variances"
-            " are those of float32 computations."
+            " are computed in float32."
         ),
         '"The input": kept without a sketch. What fits a smaller budget stands under the larger ones as well.',
     ]

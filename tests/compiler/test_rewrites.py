@@ -7,8 +7,10 @@ over the sum of |error|^2 is 1 in the mean if errors are unbiased, and n beta^2 
 import copy
 import math
 
+import draws as draws_of_gradients
 import pytest
 import torch
+from draws import gradients
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -87,39 +89,13 @@ class ByHand(Attention):
         return (p @ v).transpose(1, 2).reshape(-1, WIDTH)
 
 
-def gradients(model, run, x):
-    model.zero_grad()
-    run(x).backward()
-    return {name: parameter.grad.double().clone() for name, parameter in model.named_parameters()}
-
-
 def compiled(model, executor="exact", **options):
     torch._dynamo.reset()
     return torch.compile(model, backend="rmm_linear", options={"executor": executor, **options})
 
 
 def judge(model, x, draws, **options):
-    """For each parameter: slope, its standard error, n |mean error|^2 / mean |error|^2, and the relative error."""
-    exact = gradients(model, model, x)
-    run = compiled(model, **options)
-    slopes = {name: [] for name in exact}
-    totals, squares = dict.fromkeys(exact, 0.0), dict.fromkeys(exact, 0.0)
-    for _ in range(draws):
-        for name, found in gradients(model, run, x).items():
-            error = found - exact[name]
-            slopes[name].append(float((found * exact[name]).sum() / (exact[name] ** 2).sum()))
-            totals[name] = totals[name] + error
-            squares[name] += float((error**2).sum())
-    result = {}
-    for name, each in slopes.items():
-        slope = torch.tensor(each, dtype=torch.float64)
-        relative = (squares[name] / draws / float((exact[name] ** 2).sum())) ** 0.5
-        if relative < 1e-6:
-            # computed exactly, in another order
-            continue
-        ratio = float((totals[name] ** 2).sum()) / squares[name]
-        result[name] = float(slope.mean()), float(slope.std() / draws**0.5), ratio, relative
-    return result, plans(model)[-1]
+    return draws_of_gradients.judge(model, compiled(model, **options), x, draws), plans(model)[-1]
 
 
 def is_unbiased(result, bias=0.0):

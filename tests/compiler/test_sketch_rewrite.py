@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from draws import gradients, judge
 from torch import nn
 from torch.nn import functional
 
@@ -81,12 +82,6 @@ class Weighted(nn.Module):
 BODIES = {"linear": lambda: nn.Linear(WIDTH, WIDTH), "x^T g": Conv1D, "queries": Queries}
 
 
-def gradients(model, run, x):
-    model.zero_grad()
-    run(x).backward()
-    return {name: parameter.grad.double().clone() for name, parameter in model.named_parameters()}
-
-
 def compiled(model, executor="exact", sketch=RATIO, **options):
     torch._dynamo.reset()
     return torch.compile(model, backend="rmm_linear", options={"executor": executor, "sketch": sketch, **options})
@@ -100,50 +95,30 @@ def batch(rows=ROWS):
     return torch.randn(rows, WIDTH)
 
 
-def judge(model, x, draws, **options):
-    """For each parameter: slope, its standard error, and n |mean error|^2 / mean |error|^2."""
-    exact = gradients(model, model, x)
-    run = compiled(model, **options)
-    slopes = {name: [] for name in exact}
-    totals, squares = dict.fromkeys(exact, 0.0), dict.fromkeys(exact, 0.0)
-    for _ in range(draws):
-        for name, found in gradients(model, run, x).items():
-            error = found - exact[name]
-            slopes[name].append(float((found * exact[name]).sum() / exact[name].square().sum()))
-            totals[name] = totals[name] + error
-            squares[name] += float(error.square().sum())
-    result = {}
-    for name, each in slopes.items():
-        if (squares[name] / draws / float(exact[name].square().sum())) ** 0.5 > 1e-6:
-            slope = torch.tensor(each, dtype=torch.float64)
-            ratio = float(totals[name].square().sum()) / squares[name]
-            result[name] = float(slope.mean()), float(slope.std() / draws**0.5), ratio
-    return result
-
-
 def is_unbiased(result):
     """Slopes within 4.5 standard errors (once in 10,000 runs for 15 parameters), and means no further than chance."""
-    return all(abs(slope - 1) <= 4.5 * error and ratio <= 3 for slope, error, ratio in result.values())
+    return all(abs(slope - 1) <= 4.5 * error and ratio <= 3 for slope, error, ratio, _ in result.values())
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize(("body", "rows"), list(zip(BODIES, SIZES, strict=True)))
 def test_gradients_are_unbiased_for_each_parameter(body, rows, bits):
     model = Net(BODIES[body]())
-    result = judge(model, batch(rows), 250, bits=bits)
+    result = judge(model, compiled(model, bits=bits), batch(rows), 250)
     weights = {name for name, each in model.named_parameters() if each.dim() == 2}
     assert set(result) >= weights
     assert is_unbiased(result), result
     # a bias of 1 % is four standard errors
-    assert max(error for _, error, _ in result.values()) < 0.0025, result
+    assert max(error for _, error, *_ in result.values()) < 0.0025, result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 8])
 def test_gradients_of_inductor_are_unbiased_for_each_parameter(bits):
-    result = judge(Net(Queries()), batch(333), 250, bits=bits, executor="inductor")
+    model = Net(Queries())
+    result = judge(model, compiled(model, "inductor", bits=bits), batch(333), 250)
     assert is_unbiased(result), result
-    assert max(error for _, error, _ in result.values()) < 0.0025, result
+    assert max(error for _, error, *_ in result.values()) < 0.0025, result
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -338,7 +313,7 @@ def test_few_rows_and_float64_stay_exact():
 def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
     layer = nn.Linear(WIDTH, WIDTH)
     model = Weighted(nn.Sequential(layer, nn.GELU(), layer))
-    result = judge(model, batch(), 150)
+    result = judge(model, compiled(model), batch(), 150)
     assert [each.layers for each in coding_of(model).sketched] == [1, 1]
     assert is_unbiased(result), result
 
@@ -386,7 +361,7 @@ def test_casts_of_one_tensor_have_one_sketch():
 
 def test_a_budget_comes_on_top():
     model, x = Net(Queries()), batch()
-    result = judge(model, x, 100, budget="90%")
+    result = judge(model, compiled(model, budget="90%"), x, 100)
     assert is_unbiased(result), result
     (plan,) = plans(model)[-1:]
     assert plan.peak_bytes <= plan.budget_bytes

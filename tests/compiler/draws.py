@@ -1,0 +1,32 @@
+"""Draws of a step's gradients, compared with the exact ones."""
+
+import torch
+
+
+def gradients(model, run, x):
+    """The gradient of each parameter after one step."""
+    model.zero_grad()
+    run(x).backward()
+    return {name: parameter.grad.double().clone() for name, parameter in model.named_parameters()}
+
+
+def judge(model, run, x, draws):
+    """For each estimated parameter: slope, its standard error, n |mean error|^2 / mean |error|^2, relative error."""
+    exact = gradients(model, model, x)
+    slopes = {name: [] for name in exact}
+    totals, squares = dict.fromkeys(exact, 0.0), dict.fromkeys(exact, 0.0)
+    for _ in range(draws):
+        for name, found in gradients(model, run, x).items():
+            error = found - exact[name]
+            slopes[name].append(float((found * exact[name]).sum() / exact[name].square().sum()))
+            totals[name] = totals[name] + error
+            squares[name] += float(error.square().sum())
+    result = {}
+    for name, each in slopes.items():
+        relative = (squares[name] / draws / float(exact[name].square().sum())) ** 0.5
+        # below, it is computed exactly, in another order
+        if relative >= 1e-6:
+            slope = torch.tensor(each, dtype=torch.float64)
+            ratio = float(totals[name].square().sum()) / squares[name]
+            result[name] = float(slope.mean()), float(slope.std() / draws**0.5), ratio, relative
+    return result
