@@ -26,21 +26,25 @@ from torch import Tensor, nn
 from rmm_linear.byte_sizes import readable, unit_for
 from rmm_linear.checkpointing.planned import PlannedStep, arguments_of_sample, refuse_planned, remove_checkpointing
 from rmm_linear.compiler.backend import Options
+from rmm_linear.compiler.joint_graph import Capture
+from rmm_linear.compiler.partial_coding import PartialCoding
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.ops import ranked_higher
 from rmm_linear.planning.budget import Budget, refusal
+from rmm_linear.planning.coding import Bits, sketch_ratio
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import simulate
 from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
 ALLOWED = ("recompute", "code", "sketch")
-# Options of the backend that are tried, by the name that they have in reports.
-_CODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+# Bits of codes, and options of the backend, that are tried, by the name that they have in reports.
+_CODES: Mapping[str, Any] = MappingProxyType(
     {
-        "8 bits": {"bits": 8},
-        "activations 4, rest 8": {"bits": {"norm": 8, "activation": 4, "attention": 8, "linear": 8}},
-        "4 bits": {"bits": 4},
+        "8 bits": 8,
+        "activations 4, rest 8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8},
+        "4 bits": 4,
     }
 )
 _SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -48,6 +52,8 @@ _SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Sketches are always noisier.
 _LEAST_NOISE_OF_SKETCHES = 0.05
+# Parts of the budget for which tensors are chosen that are coded, until a plan is so near to the bound.
+_PARTS_OF_BUDGET, _ENOUGH = (0.95, 0.85, 0.7), 0.005
 # Parts of the sample with which noise is measured: the first number that divides its size.
 _PARTS = (8, 4)
 # Draws of codes that differ are those of ranks that no process has.
@@ -101,6 +107,8 @@ class Fit:
         budget_bytes: The budget; None if there is none.
         noise_limit: The limit.
         executor: See `fit`.
+        least_time: No mixture of recomputation and of the codes that were tried takes less within the budget, by the
+            same prices, over the exact step without a budget; None if that is not known (scipy finds it out).
     """
 
     model: nn.Module = field(repr=False)
@@ -111,6 +119,7 @@ class Fit:
     budget_bytes: int | None
     noise_limit: float
     executor: str
+    least_time: float | None = None
 
     @property
     def plan(self) -> CheckpointPlan:
@@ -157,6 +166,8 @@ class Fit:
             f"{self.chosen.name}: peak {unit.of(self.plain_bytes)} -> {unit.of(self.plan.peak_bytes)} {unit.name},"
             f" {budget}; predicted time {self.chosen.time:.3f} of the exact step's"
         )
+        if self.least_time is not None:
+            yield f"no mixture of recomputation and these codes is predicted to take less than {self.least_time:.3f}"
         yield f"{'':24}  {f'peak, {unit.name}':>11}  {'time':>6}  {'noise over minibatch noise':>27}"
         for each in self.candidates:
             if each.plan is None:
@@ -225,40 +236,17 @@ def fit(
     # such as the batches of a tokenizer, which are no dicts
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     arguments = arguments_of_sample(sample)
-    whole = Options(executor=executor)
-    exact = PlannedStep(model._call_impl, model, whole)
-    graph = exact.capture(*arguments)[0].graph
-    exact.forget()
-    plain = CheckpointPlan.of(graph, Schedule.plain(graph))
+    step = PlannedStep(model._call_impl, model, Options(executor=executor))
+    exact, plain = step.capture(*arguments)
     budget_bytes = None if asked is None else asked.in_bytes(plain.peak_bytes)
-    # for recomputation; without it, a step that fits is the plain one
-    replanned_bytes = budget_bytes if "recompute" in ways else None
-    steps: dict[str, PlannedStep] = {}
-
-    def planned(name: str, options: Mapping[str, Any]) -> Candidate:
-        steps[name] = PlannedStep(model._call_impl, model, replace(whole, budget=replanned_bytes, **options))
-        try:
-            if options:
-                plan = steps[name].capture(*arguments)[1]
-            elif replanned_bytes is None:
-                plan = plain
-            else:
-                plan = plan_graph(graph, Budget.of(replanned_bytes), whole.strategy)
-        except InfeasibleBudgetError as error:
-            return Candidate(name, options, None, error.least_bytes)
-        if budget_bytes is not None and plan.peak_bytes > budget_bytes:
-            return Candidate(name, options, None, plan.peak_bytes)
-        return Candidate(name, options, plan, plan.peak_bytes, plan.planned.cost / graph.cost)
-
-    candidates = [planned("exact", {})]
-    for name, options in _CODES.items() if "code" in ways and limit > 0 else ():
-        plan = candidates[-1].plan
-        if plan is None or plan.planned.extra_cost:
-            # else fewer bits would add noise alone
-            candidates.append(planned(name, options))
+    trials = _Trials(exact, budget_bytes, is_replanned="recompute" in ways)
+    trials.add("exact", {}, exact)
+    if "code" in ways and limit > 0:
+        trials.add_codes()
     if "sketch" in ways and limit >= _LEAST_NOISE_OF_SKETCHES:
-        candidates += [planned(name, options) for name, options in _SKETCHES.items()]
-    candidates.sort(key=lambda each: each.time)
+        for name, options in _SKETCHES.items():
+            trials.add(name, options)
+    candidates = sorted(trials.candidates, key=lambda each: each.time)
     if not any(each.plan for each in candidates):
         least_bytes = min(each.least_bytes for each in candidates)
         assert asked is not None
@@ -266,17 +254,115 @@ def fit(
         text = refusal(asked, plain.peak_bytes, least_bytes, "fit")
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
     chosen = _quiet_enough(candidates, limit, lambda each: _measured(model, sample, each, loss_fn))
-    for name, step in steps.items():
-        if chosen is None or name != chosen.name:
-            step.forget()
     if chosen is None:
         # the exact step has no noise: it does not fit
         assert budget_bytes is not None
         least_bytes = next(each.least_bytes for each in candidates if not each.options)
         text = _refusal_for_noise(candidates, limit, least_bytes)
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
-    model._compiled_call_impl = steps[chosen.name]
-    return Fit(model, steps[chosen.name], chosen, tuple(candidates), plain.peak_bytes, budget_bytes, limit, executor)
+    assert chosen.plan is not None
+    budget_of_plans = budget_bytes if "recompute" in ways else None
+    taken = Options(executor=executor, budget=budget_of_plans, **chosen.options)
+    step.take(taken, trials.captures[chosen.name], chosen.plan)
+    model._compiled_call_impl = step
+    return Fit(
+        model,
+        step,
+        chosen,
+        tuple(candidates),
+        plain.peak_bytes,
+        budget_bytes,
+        limit,
+        executor,
+        trials.least_time,
+    )
+
+
+class _Trials:
+    """Ways to run a captured step within a budget.
+
+    Args:
+        exact: The step.
+        budget_bytes: The budget; None if there is none.
+        is_replanned: Whether ops may run twice.
+
+    Attributes:
+        candidates: Those that were tried.
+        captures: The capture of each, by name.
+        least_time: No mixture of codes and recomputation takes less, in the time of the exact step; None if not known.
+    """
+
+    def __init__(self, exact: Capture, budget_bytes: int | None, *, is_replanned: bool) -> None:
+        self._exact, self._budget_bytes = exact, budget_bytes
+        self._replanned_bytes = budget_bytes if is_replanned else None
+        self.candidates: list[Candidate] = []
+        self.captures: dict[str, Capture] = {}
+        self.least_time: float | None = None
+
+    def add(self, name: str, options: Mapping[str, Any], capture: Capture | None = None) -> Candidate:
+        """Plan the step with options of the backend."""
+        if capture is None:
+            bits, sketch = Bits.of(options.get("bits")), sketch_ratio(options.get("sketch"))
+            capture = self._exact.rewritten(bits, sketch)
+        self.captures[name] = capture
+        candidate = self._planned(name, options, capture)
+        self.candidates.append(candidate)
+        return candidate
+
+    def add_codes(self) -> None:
+        """Plan the step with codes of fewer and fewer bits, until all codes together fit without recomputation."""
+        exact = self.candidates[-1].plan
+        if exact is not None and not exact.planned.extra_cost:
+            # codes would add noise alone
+            return
+        for name, given in _CODES.items():
+            coded = self._exact.rewritten(Bits.of(given), None)
+            partly = self._partly_coded(name, Bits.of(given), coded)
+            if partly is not None:
+                self.candidates.append(partly)
+            if partly is None or partly.time > coded.graph.cost / self._exact.graph.cost:
+                self.add(name, {"bits": given}, coded)
+            coded_bytes = simulate(coded.graph, Schedule.plain(coded.graph)).peak_bytes
+            if self._budget_bytes is None or coded_bytes <= self._budget_bytes:
+                return
+
+    def _partly_coded(self, name: str, bits: Bits, coded: Capture) -> Candidate | None:
+        """The step with codes of the tensors alone that are worth it beside recomputation; None if none fits."""
+        if self._replanned_bytes is None or not coded.coding.coded:
+            return None
+        try:
+            program = PartialCoding(self._exact, coded, bits)
+        except ImportError:
+            return None
+        plain_cost = self._exact.graph.cost
+        least_time = program.least_cost(self._replanned_bytes) / plain_cost
+        self.least_time = min(least_time, self.least_time or math.inf)
+        best: Candidate | None = None
+        # the program looks at a few moments of the step, and not at what ops take while they run
+        for chosen in dict.fromkeys(program.choose(int(part * self._replanned_bytes)) for part in _PARTS_OF_BUDGET):
+            if chosen is None or not chosen.only:
+                continue
+            capture = self._exact.rewritten(chosen, None)
+            found = self._planned(f"{name}, {len(chosen.only)} tensors", {"bits": chosen.as_given()}, capture)
+            if found.plan is not None and (best is None or found.time < best.time):
+                self.captures[found.name], best = capture, found
+            if best is not None and best.time <= least_time + _ENOUGH:
+                break
+        return best
+
+    def _planned(self, name: str, options: Mapping[str, Any], capture: Capture) -> Candidate:
+        graph = capture.graph
+        try:
+            if self._replanned_bytes is None:
+                plan = CheckpointPlan.of(graph, Schedule.plain(graph))
+            else:
+                plan = plan_graph(graph, Budget.of(self._replanned_bytes), "auto")
+        except InfeasibleBudgetError as error:
+            return Candidate(name, options, None, error.least_bytes)
+        if self._budget_bytes is not None and plan.peak_bytes > self._budget_bytes:
+            return Candidate(name, options, None, plan.peak_bytes)
+        plan = replace(plan, coding=capture.coding, eager_peak_bytes=self._exact.eager_peak_bytes)
+        return Candidate(name, options, plan, plan.peak_bytes, plan.planned.cost / self._exact.graph.cost)
 
 
 class _NotMeasurableError(ValueError):

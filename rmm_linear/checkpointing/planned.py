@@ -132,6 +132,18 @@ class PlannedStep:
             self.group.capture_only = False
         raise NothingToTrainError
 
+    def take(self, options: Options, capture: Capture, plan: CheckpointPlan) -> None:
+        """Run by a plan from now on.
+
+        Args:
+            options: Options that the plan is one of.
+            capture: A capture of the step that `capture` captured last.
+            plan: A plan for it.
+        """
+        self.group.options = options
+        variant = self.group.variants()[-1]
+        variant.capture, variant.plan, variant.runner = capture, plan, None
+
     def _on_failure(self, error: CaptureError) -> None:
         if self.group.capture_only:
             raise error

@@ -10,6 +10,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+import rmm_linear.ops  # noqa: F401
+
 # FLOPs that a device does in the time in which it moves a byte, and the FLOPs of a launch's time.
 _FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 150.0}
 _LAUNCH_BYTES = {"cpu": 2.0**14, "cuda": 2.0**23}
@@ -18,6 +20,8 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (2, 0),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (5, 1),
 }
+# Reads no element of its argument, which says on which device it draws.
+_DRAW = torch.ops.rmm_linear.draw_seed.default
 _UNITS = {"roofline": "bytes moved in the same time", "flops": "flops", "bytes": "bytes", "ms": "ms", "ops": "ops"}
 _REPEATS = 3
 # What was measured: an op with arguments of the same shapes takes the same time.
@@ -63,9 +67,10 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
     outside = arguments
     if len(loop) > 1:
         inside = {node.meta["val"].untyped_storage()._cdata for node in loop[:-1]}
-        read = (leaf for leaf in pytree.tree_leaves(arguments) if _is(leaf))
-        outside = list({id(leaf): leaf for leaf in read if leaf.untyped_storage()._cdata not in inside}.values())
-    moved = float(sum(_moved_bytes(leaf) for leaf in pytree.tree_leaves((outside, result))))
+        leaves = (leaf for leaf in pytree.tree_leaves(arguments) if _is(leaf))
+        outside = list({id(leaf): leaf for leaf in leaves if leaf.untyped_storage()._cdata not in inside}.values())
+    read = () if loop[-1].target is _DRAW else outside
+    moved = float(sum(_moved_bytes(leaf) for leaf in pytree.tree_leaves((read, result))))
     if costs == "bytes":
         return max(1.0, moved)
     flops = sum(_flops(node, *each) for node, each in zip(loop, arguments, strict=True))

@@ -79,6 +79,7 @@ class Capture:
         module: The joint graph, with the constants that it needs.
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
         coding: Which tensors the backward pass reads from codes.
+        rewritten: Captures the same trace with codes of other bits, and sketches of another share of rows.
         eager_peak_bytes: The most that the graph, run op by op in eager mode, has in memory at any time; None if that
             was not asked for, or could not be found out.
     """
@@ -98,6 +99,7 @@ class Capture:
     module: fx.GraphModule
     has_same_backward: Callable[[Autocast], bool]
     coding: Coding
+    rewritten: Callable[[Bits, float | None], "Capture"]
     eager_peak_bytes: int | None = None
 
     @property
@@ -159,25 +161,30 @@ def read_joint_graph(
 
     are_tensors = [isinstance(argument, Tensor) for argument in arguments]
     parameters = [isinstance(argument, nn.Parameter) for argument in arguments if isinstance(argument, Tensor)]
-    try:
+
+    def read(bits: Bits, sketch: float | None) -> Capture:
         reading = _Reading(
-            traced,
+            traced.copy(),
             parameters,
             costs,
             for_inductor=for_inductor,
             frees_gradients=gradients == "freed",
             has_same_backward=has_same_backward,
+            rewritten=read,
             bits=bits,
             sketch=sketch,
         )
-        return reading.capture()
-    except ValueError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"the step's graph has something that plans don't know: {type(error).__name__}: {error}. Checkpoint the"
-            " parts without it one by one (`checkpoint_model(block, ...)`)"
-        ) from error
+        try:
+            return reading.capture()
+        except ValueError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the step's graph has something that plans don't know: {type(error).__name__}: {error}. Checkpoint the"
+                " parts without it one by one (`checkpoint_model(block, ...)`)"
+            ) from error
+
+    return read(bits, sketch)
 
 
 class _Reading:
@@ -192,10 +199,11 @@ class _Reading:
         for_inductor: bool,
         frees_gradients: bool,
         has_same_backward: Callable[[Autocast], bool],
+        rewritten: Callable[[Bits, float | None], Capture],
         bits: Bits,
         sketch: float | None,
     ) -> None:
-        self._bits, self._sketch = bits, sketch
+        self._bits, self._sketch, self._rewritten = bits, sketch, rewritten
         self._traced, self._joint, self._are_parameters = traced, traced.joint, are_parameters
         self._for_inductor = for_inductor
         self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
@@ -272,6 +280,7 @@ class _Reading:
             module=self._joint,
             has_same_backward=self._has_same_backward,
             coding=coding,
+            rewritten=self._rewritten,
         )
 
     def _refuse_sparse(self) -> None:

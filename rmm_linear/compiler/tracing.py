@@ -8,7 +8,7 @@ in-place writes. `rmm_linear.compiler.joint_graph` turns the result into the gra
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,15 @@ class Traced:
     names: tuple[str, ...]
     blocks: Mapping[fx.Node, str]
     has_contents: bool
+
+    def copy(self) -> "Traced":
+        """Copy the joint graph, which may then be changed; its fake tensors are the same ones."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.joint.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        blocks = {copies[node]: name for node, name in self.blocks.items()}
+        return replace(self, joint=fx.GraphModule(self.joint, graph), blocks=blocks)
 
 
 def trace(

@@ -20,30 +20,42 @@ class Bits:
         activation: Inputs of smooth elementwise functions.
         attention: Queries, keys, values, outputs and probabilities.
         linear: Other tensors that matrix products, or elementwise products with a gradient, read.
+        only: Names of the tensors that are coded, see `CodedTensor`; None for all.
     """
 
     norm: int = 0
     activation: int = 0
     attention: int = 0
     linear: int = 0
+    only: frozenset[str] | None = None
 
     @classmethod
     def of(cls, given: Any) -> "Bits":
         """Read the option `bits`.
 
         Args:
-            given: 8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; None for exact.
+            given: 8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; None for exact. The dict may
+                have "only", a list of names of tensors: others stay exact.
 
         Raises:
             ValueError: If it is something else.
         """
         each = dict(given) if isinstance(given, Mapping) else dict.fromkeys(KINDS, given)
+        only = each.pop("only", None)
+        if isinstance(only, str) or not all(isinstance(name, str) for name in only or ()):
+            raise ValueError(f"bits: only={only!r} is no list of names of tensors")
         for kind, bits in each.items():
             if kind not in KINDS:
                 raise ValueError(f"bits: kind {kind!r} is unknown; choose among {', '.join(KINDS)}")
             if bits is not None and (type(bits) is not int or bits not in (8, 4)):
                 raise ValueError(f"bits={bits!r} is none of 8, 4 and None (exact); pass {{{kind!r}: 8}}, or 8 for all")
-        return cls(**{kind: bits or 0 for kind, bits in each.items()})
+        named = None if only is None else frozenset(only)
+        return cls(**{kind: bits or 0 for kind, bits in each.items()}, only=named)
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the option `bits` that is read as these."""
+        only = {} if self.only is None else {"only": sorted(self.only)}
+        return {kind: getattr(self, kind) or None for kind in KINDS} | only
 
 
 def sketch_ratio(given: Any) -> float | None:
@@ -108,6 +120,21 @@ class ExactTensor:
 
 
 @dataclass(frozen=True)
+class FreedMemory:
+    """Memory that need not be kept.
+
+    Attributes:
+        name: The node that writes it.
+        size_bytes: Its size.
+        codes: Names of the tensors whose codes are read in its place: it is freed by all of them together.
+    """
+
+    name: str
+    size_bytes: int
+    codes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SketchedTensor:
     """An input of linear layers whose weight gradients are estimated from a sketch of it.
 
@@ -131,8 +158,8 @@ class Coding:
     Attributes:
         coded: Tensors that are kept as codes.
         exact: Tensors that the backward pass reads as they are; some may be computed again there.
-        freed_bytes: Bytes that need not be kept, for the backward pass reads them from codes: of the tensors that are
-            coded, and of others that follow from them.
+        freed: Memory that need not be kept, for the backward pass reads codes: of the tensors that are coded, and of
+            others that follow from them.
         bending: Ops of the backward pass that are not linear in gradients with noise: the gradients behind them are
             biased.
         sketched: Inputs of linear layers of which the backward pass reads sketches.
@@ -141,10 +168,15 @@ class Coding:
 
     coded: tuple[CodedTensor, ...] = ()
     exact: tuple[ExactTensor, ...] = ()
-    freed_bytes: int = 0
+    freed: tuple[FreedMemory, ...] = ()
     bending: tuple[str, ...] = ()
     sketched: tuple[SketchedTensor, ...] = ()
     ratio: float | None = None
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that need not be kept."""
+        return sum(memory.size_bytes for memory in self.freed)
 
     @property
     def code_bytes(self) -> int:

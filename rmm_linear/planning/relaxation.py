@@ -11,20 +11,46 @@ each forward storage s and op o, with variables between 0 and 1:
 Results and the storages that the op of the moment reads are kept; again(o) is 0 for an op that may not run twice, and
 costs nothing for an op that no result depends on, which may run after the moment for the first time.
 
+Where tensors may be coded, memory may also be free(s), if codes are read in its place, and the codes are kept:
+
+    for each s that an op after the moment reads     keep(s) + again(writer of s) + free(s) >= 1
+    for each such s and each code c in its place     code(c) >= free(s)
+    sum of bytes(s) keep(s) + sum of bytes(c) code(c) <= budget - bytes that are there anyway
+    minimise the sum of cost(o) again(o) + the sum of cost(c) code(c)
+
 Every schedule within the budget satisfies this at the end of the forward pass, and also when a backward op first runs,
 if only the ops that depend on it count as being after it. The extra time of any schedule is hence at least the
 program's: the largest one of several moments is a bound. With a variable for each moment it would be the program of
 Jain et al. 2020 (Checkmate), without integrality.
 """
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from rmm_linear.planning.coding import Coding
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import bytes_of_order
 
 # Moments that are looked at beside the end of the forward pass: backward ops during which the plain program holds most.
 _MOMENTS = 3
+# A tensor that is coded to a smaller part is as good as exact.
+_PART = 1e-3
+_NO_CODES = Coding()
+
+
+class Relaxed(NamedTuple):
+    """What a linear program says.
+
+    Attributes:
+        extra_cost: The least extra cost.
+        kept: Storages that are kept for more than a half.
+        coded: Names of the tensors that are coded, if only in part.
+    """
+
+    extra_cost: float
+    kept: set[int]
+    coded: frozenset[str]
 
 
 class Relaxation:
@@ -33,12 +59,20 @@ class Relaxation:
     Args:
         graph: A graph with a backward pass.
         moment: The backward op that runs; None for the end of the forward pass.
+        coding: Tensors that may be coded; none by default.
+        prices: Cost of the code of each of them, by name.
 
     Raises:
         ImportError: If scipy, which solves it, is not installed.
     """
 
-    def __init__(self, graph: Graph, moment: int | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        moment: int | None = None,
+        coding: Coding = _NO_CODES,
+        prices: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         try:
             import numpy
             from scipy.sparse import csr_array
@@ -49,9 +83,19 @@ class Relaxation:
         wanted = _forward_reads(graph, after)
         self._storages = sorted(_with_ancestors(graph, wanted))
         ops = sorted({graph.writer[index] for index in self._storages})
-        place = {("keep", index): number for number, index in enumerate(self._storages)}
-        place |= {("again", op): len(place) + number for number, op in enumerate(ops)}
-        rows = [({("keep", index): 1, ("again", graph.writer[index]): 1}, 1) for index in sorted(wanted)]
+        codes = {code.name: code for code in coding.coded}
+        memories = {memory.name: memory.codes for memory in coding.freed}
+        freed = {index: memories[name] for index in wanted if (name := graph.storages[index].name) in memories}
+        keys: list[tuple[str, Any]] = [("keep", index) for index in self._storages]
+        keys += [("again", op) for op in ops]
+        keys += [("free", index) for index in freed]
+        keys += [("code", name) for name in codes]
+        place = {key: number for number, key in enumerate(keys)}
+        rows: list[tuple[dict[Any, int], int]] = []
+        for index in sorted(wanted):
+            ways = {("keep", index): 1, ("again", graph.writer[index]): 1}
+            rows.append((ways | {("free", index): 1} if index in freed else ways, 1))
+        rows += [({("code", name): 1, ("free", index): -1}, 0) for index, names in freed.items() for name in names]
         for op in ops:
             rows += [
                 ({("keep", index): 1, ("again", graph.writer[index]): 1, ("again", op): -1}, 0)
@@ -66,14 +110,19 @@ class Relaxation:
         self._fixed_bytes = fixed
         bounds, cost, size = [], [], []
         for kind, index in place:
+            bound, price, taken = (0, 1), 0.0, 0
             if kind == "keep":
-                bounds.append((int(index in there), 1))
-                cost.append(0.0)
-                size.append(graph.sizes[index])
-            else:
-                bounds.append((0, int(graph.ops[index].is_recomputable)))
-                cost.append(graph.ops[index].cost if index in needed else 0.0)
-                size.append(graph.ops[index].state_bytes if index in needed else 0)
+                bound, taken = (int(index in there), 1), graph.sizes[index]
+            elif kind == "code":
+                price, taken = prices[index], codes[index].code_bytes
+            elif kind == "again":
+                op = graph.ops[index]
+                bound = (0, int(op.is_recomputable))
+                price, taken = (op.cost, op.state_bytes) if index in needed else (0.0, 0)
+            bounds.append(bound)
+            cost.append(price)
+            size.append(taken)
+        self._codes = list(codes)
         # numbers near 1 for the solver
         self._unit_bytes, self._unit_cost = max(size, default=0) or 1, max(cost, default=0) or 1.0
         self._cost = numpy.array(cost) / self._unit_cost
@@ -86,30 +135,38 @@ class Relaxation:
         self._matrix = csr_array((values, where), shape=(len(rows) + 1, len(place)), dtype=float)
         self._limits = numpy.array([-limit for _, limit in rows] + [0.0])
 
-    def solve(self, budget_bytes: int) -> tuple[float, set[int]] | None:
+    def solve(self, budget_bytes: int) -> Relaxed | None:
         """Solve it.
 
         Args:
             budget_bytes: The most that may be in memory.
 
         Returns:
-            The least extra cost, and the storages that are kept for more than a half; None if no schedule fits.
+            The solution; None if no schedule fits.
         """
         from scipy.optimize import linprog
 
         if not self._cost.size:
-            return (0.0, set()) if self._fixed_bytes <= budget_bytes else None
+            return Relaxed(0.0, set(), frozenset()) if self._fixed_bytes <= budget_bytes else None
         limits = self._limits.copy()
         limits[-1] = (budget_bytes - self._fixed_bytes) / self._unit_bytes
         found: Any = linprog(self._cost, A_ub=self._matrix, b_ub=limits, bounds=self._bounds, method="highs")
         if found.x is None:
             return None
         kept = {index for index, part in zip(self._storages, found.x, strict=False) if part > 0.5}
-        return max(0.0, found.fun) * self._unit_cost, kept
+        coded = {name for name, part in zip(self._codes, found.x[-len(self._codes) :], strict=False) if part > _PART}
+        return Relaxed(max(0.0, found.fun) * self._unit_cost, kept, frozenset(coded))
 
 
-def relaxations(graph: Graph) -> list[Relaxation]:
+def relaxations(
+    graph: Graph, coding: Coding = _NO_CODES, prices: Mapping[str, float] = MappingProxyType({})
+) -> list[Relaxation]:
     """Return the programs of the moments that bound most: none for a graph without a backward pass.
+
+    Args:
+        graph: The graph.
+        coding: See `Relaxation`.
+        prices: See `Relaxation`.
 
     Raises:
         ImportError: If scipy, which solves them, is not installed.
@@ -119,7 +176,7 @@ def relaxations(graph: Graph) -> list[Relaxation]:
     during = bytes_of_order(graph, range(len(graph.ops)))
     backward = sorted(range(graph.forward_count, len(graph.ops)), key=lambda op: -during[op])
     moments = [op for op in backward if _forward_reads(graph, _descendants(graph, op))]
-    return [Relaxation(graph), *(Relaxation(graph, op) for op in moments[:_MOMENTS])]
+    return [Relaxation(graph, moment, coding, prices) for moment in (None, *moments[:_MOMENTS])]
 
 
 def least_extra_cost(programs: Iterable[Relaxation], budget_bytes: int) -> float:

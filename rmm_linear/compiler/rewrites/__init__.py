@@ -24,7 +24,7 @@ from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.sketches import Sketch, sketches
 from rmm_linear.compiler.rewrites.step import Step, size_bytes
-from rmm_linear.planning.coding import Bits, CodedTensor, Coding, ExactTensor, SketchedTensor
+from rmm_linear.planning.coding import Bits, CodedTensor, Coding, ExactTensor, FreedMemory, SketchedTensor
 
 _DRAW = torch.ops.rmm_linear.draw_seed.default
 
@@ -52,7 +52,10 @@ def code_step(
     sketched = [] if ratio is None else sketches(step, chosen, parameters, ratio)
     # no bound is known for what goes through the exponential of a score
     unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
-    freed_bytes = sum(map(size_bytes, chosen.freed()))
+    memories = tuple(
+        FreedMemory(node.name, size_bytes(node), tuple(sorted(code.node.name for code in codes)))
+        for node, codes in chosen.freed().items()
+    )
     bending = {
         f"{op.target} of {blocks[op]}" if blocks.get(op) else str(op.target): None
         for op in step.bent({read.reader for _, read in chosen.served_by()})
@@ -81,7 +84,7 @@ def code_step(
         SketchedTensor(len(sketch.reads), sketch.is_kept, sketch.tensor_bytes, sketch.sketch_bytes)
         for sketch in sketched
     )
-    return Coding(coded, tuple(exact.values()), freed_bytes, tuple(bending), of_sketches, ratio)
+    return Coding(coded, tuple(exact.values()), memories, tuple(bending), of_sketches, ratio)
 
 
 def _apply(step: Step, chosen: Choice, sketched: Sequence[Sketch]) -> None:

@@ -74,7 +74,9 @@ class Choice:
 
     def _take(self, rewrite: Rewrite) -> bool:
         provided = rewrite.provided()
-        is_wanted = (type(rewrite), rewrite.code.node) not in self._dropped
+        only = self._bits.only
+        is_wanted = only is None or rewrite.code.node.name in only
+        is_wanted &= (type(rewrite), rewrite.code.node) not in self._dropped
         # a tensor is read from the codes of one rewrite
         is_free = self.readings.provided.keys().isdisjoint(provided)
         if is_wanted and is_free and self._refused.isdisjoint(rewrite.serves):

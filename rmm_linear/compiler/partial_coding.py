@@ -1,0 +1,73 @@
+"""Chooses which tensors of a step are coded, beside which are computed again: what a linear program finds cheapest."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rmm_linear.compiler.joint_graph import Capture
+from rmm_linear.planning.coding import Bits
+from rmm_linear.planning.relaxation import Relaxed, relaxations
+
+
+class PartialCoding:
+    """Chooses among the codes of a step.
+
+    Codes are priced by captures that have one code of each kind: so much more than the exact step it costs, for each
+    byte of its tensor.
+
+    Args:
+        exact: The step.
+        coded: The step with codes of all tensors.
+        bits: Their bits.
+
+    Raises:
+        ImportError: If scipy, which solves the linear program, is not installed.
+    """
+
+    def __init__(self, exact: Capture, coded: Capture, bits: Bits) -> None:
+        self._exact, self._coded, self._bits = exact, coded, bits
+        self._programs = relaxations(exact.graph, coded.coding, dict(self._prices()))
+
+    def least_cost(self, budget_bytes: int) -> float:
+        """Return a bound: no mixture of these codes and of recomputation costs less, by the prices of the codes.
+
+        Args:
+            budget_bytes: The most that may be in memory at any time.
+
+        Returns:
+            The bound; infinity if nothing fits.
+        """
+        found = self._dearest(budget_bytes)
+        return float("inf") if found is None else self._exact.graph.cost + found.extra_cost
+
+    def choose(self, budget_bytes: int) -> Bits | None:
+        """Choose the tensors that are worth their codes.
+
+        Args:
+            budget_bytes: The most that may be in memory at the moments that the program looks at.
+
+        Returns:
+            Bits of their codes; None if none are, or all, or nothing fits.
+        """
+        found = self._dearest(budget_bytes)
+        if found is None or len(found.coded) in (0, len(self._coded.coding.coded)):
+            return None
+        return replace(self._bits, only=found.coded)
+
+    def _dearest(self, budget_bytes: int) -> Relaxed | None:
+        """The solution of the moment that costs most."""
+        solved = [program.solve(budget_bytes) for program in self._programs]
+        found = [each for each in solved if each is not None]
+        return max(found, key=lambda each: each.extra_cost) if found and len(found) == len(solved) else None
+
+    def _prices(self) -> Iterator[tuple[str, float]]:
+        plain_cost, tensors = self._exact.graph.cost, self._coded.coding.coded
+        for kind in dict.fromkeys(tensor.kind for tensor in tensors):
+            own = [tensor for tensor in tensors if tensor.kind == kind]
+            largest = max(own, key=lambda tensor: tensor.tensor_bytes)
+            with_one = self._exact.rewritten(replace(self._bits, only=frozenset([largest.name])), None)
+            if with_one.coding.coded:
+                price = (with_one.graph.cost - plain_cost) / largest.tensor_bytes
+            else:
+                # a code that frees memory with others alone
+                price = (self._coded.graph.cost - plain_cost) / sum(tensor.tensor_bytes for tensor in tensors)
+            yield from ((tensor.name, max(0.0, price) * tensor.tensor_bytes) for tensor in own)
