@@ -10,6 +10,7 @@ these fits the budget with nothing computed twice. Each is planned within the bu
 one of the least predicted time is taken whose noise, measured on the sample, is within the limit.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -32,6 +33,7 @@ from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.ops import ranked_higher
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.coding import Bits, sketch_ratio
+from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.schedule import Schedule
@@ -52,8 +54,8 @@ _SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Sketches are always noisier.
 _LEAST_NOISE_OF_SKETCHES = 0.05
-# Parts of the budget for which tensors are chosen that are coded, until a plan is so near to the bound.
-_PARTS_OF_BUDGET, _ENOUGH = (0.95, 0.85, 0.7), 0.005
+# Parts of the budget for which tensors are chosen that are coded, as long as that may give a better plan.
+_PARTS_OF_BUDGET = (0.95, 0.85, 0.7)
 # Parts of the sample with which noise is measured: the first number that divides its size.
 _PARTS = (8, 4)
 # Draws of codes that differ are those of ranks that no process has.
@@ -311,44 +313,37 @@ class _Trials:
 
     def add_codes(self) -> None:
         """Plan the step with codes of fewer and fewer bits, until all codes together fit without recomputation."""
-        exact = self.candidates[-1].plan
-        if exact is not None and not exact.planned.extra_cost:
+        if self._budget_bytes is None or _plain_bytes(self._exact.graph) <= self._budget_bytes:
             # codes would add noise alone
             return
         for name, given in _CODES.items():
             coded = self._exact.rewritten(Bits.of(given), None)
-            partly = self._partly_coded(name, Bits.of(given), coded)
-            if partly is not None:
-                self.candidates.append(partly)
-            if partly is None or partly.time > coded.graph.cost / self._exact.graph.cost:
+            if not coded.coding.coded:
+                return
+            if self._replanned_bytes is not None:
+                with contextlib.suppress(ImportError):
+                    self._add_partly_coded(name, PartialCoding(self._exact, coded, Bits.of(given)))
+            if coded.graph.cost < self._best_cost():
                 self.add(name, {"bits": given}, coded)
-            coded_bytes = simulate(coded.graph, Schedule.plain(coded.graph)).peak_bytes
-            if self._budget_bytes is None or coded_bytes <= self._budget_bytes:
+            if _plain_bytes(coded.graph) <= self._budget_bytes:
                 return
 
-    def _partly_coded(self, name: str, bits: Bits, coded: Capture) -> Candidate | None:
-        """The step with codes of the tensors alone that are worth it beside recomputation; None if none fits."""
-        if self._replanned_bytes is None or not coded.coding.coded:
-            return None
-        try:
-            program = PartialCoding(self._exact, coded, bits)
-        except ImportError:
-            return None
-        plain_cost = self._exact.graph.cost
-        least_time = program.least_cost(self._replanned_bytes) / plain_cost
-        self.least_time = min(least_time, self.least_time or math.inf)
-        best: Candidate | None = None
-        # the program looks at a few moments of the step, and not at what ops take while they run
-        for chosen in dict.fromkeys(program.choose(int(part * self._replanned_bytes)) for part in _PARTS_OF_BUDGET):
-            if chosen is None or not chosen.only:
-                continue
-            capture = self._exact.rewritten(chosen, None)
-            found = self._planned(f"{name}, {len(chosen.only)} tensors", {"bits": chosen.as_given()}, capture)
-            if found.plan is not None and (best is None or found.time < best.time):
-                self.captures[found.name], best = capture, found
-            if best is not None and best.time <= least_time + _ENOUGH:
-                break
-        return best
+    def _add_partly_coded(self, name: str, program: PartialCoding) -> None:
+        """Plan the step with codes of the tensors alone that are worth it beside recomputation."""
+        assert self._replanned_bytes is not None
+        least_cost = program.least_cost(self._replanned_bytes)
+        self.least_time = min(least_cost / self._exact.graph.cost, self.least_time or math.inf)
+        # the program looks at a few moments of the step, and not at all that ops take while they run
+        for part in _PARTS_OF_BUDGET:
+            budget_bytes = int(part * self._replanned_bytes)
+            if program.least_cost(budget_bytes) >= self._best_cost():
+                return
+            bits = program.choose(budget_bytes)
+            if bits is not None and bits.only:
+                self.add(f"{name}, {len(bits.only)} tensors", {"bits": bits.as_given()})
+
+    def _best_cost(self) -> float:
+        return min(each.time for each in self.candidates) * self._exact.graph.cost
 
     def _planned(self, name: str, options: Mapping[str, Any], capture: Capture) -> Candidate:
         graph = capture.graph
@@ -363,6 +358,10 @@ class _Trials:
             return Candidate(name, options, None, plan.peak_bytes)
         plan = replace(plan, coding=capture.coding, eager_peak_bytes=self._exact.eager_peak_bytes)
         return Candidate(name, options, plan, plan.peak_bytes, plan.planned.cost / self._exact.graph.cost)
+
+
+def _plain_bytes(graph: Graph) -> int:
+    return simulate(graph, Schedule.plain(graph)).peak_bytes
 
 
 class _NotMeasurableError(ValueError):

@@ -563,11 +563,14 @@ def test_what_is_not_finite_is_not_finite_in_the_gradients(bad):
 
 
 def test_bits_that_are_none_are_refused():
-    for given in (3, 16, True, "8", 8.0, {"norm": 5}, {"norm": 8.0}, {"norms": 8}):
+    for given in (3, 16, True, "8", 8.0, {"norm": 5}, {"norm": 8.0}, {"norms": 8}, {"only": "mul"}, {"only": [1]}):
         with pytest.raises(ValueError, match="bits"):
             Bits.of(given)
     assert Bits.of({"norm": 8}) == Bits(norm=8)
     assert Bits.of(4) == Bits(**dict.fromkeys(KINDS, 4))
+    some = Bits.of({"norm": 8, "only": ["mul"]})
+    assert some.only == {"mul"}
+    assert Bits.of(some.as_given()) == some
     for given in (None, {}, {"norm": None}):
         with pytest.raises(ValueError, match="budget"):
             compiled(nn.Linear(2, 2), bits=given)(torch.randn(2, 2))
