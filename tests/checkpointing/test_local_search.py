@@ -7,13 +7,14 @@ import pytest
 
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.budget import Budget
+from rmm_linear.planning.coding import CodedTensor, Coding, FreedMemory
 from rmm_linear.planning.contract import large_graphs, tiny_graphs
 from rmm_linear.planning.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.planner import plan_graph
-from rmm_linear.planning.relaxation import least_extra_cost, relaxations
+from rmm_linear.planning.relaxation import Relaxation, least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, simulate
 from rmm_linear.planning.strategies import get_strategy
@@ -87,6 +88,38 @@ def test_the_bound_is_met_where_one_op_is_computed_again():
     budget = _plain_peak(graph) - 1
     bound = least_extra_cost(relaxations(graph), budget)
     assert 0 < bound <= cheapest_order(graph, budget).cost - graph.cost
+
+
+def test_the_bound_knows_of_codes_that_free_memory_together():
+    # two forward storages that the backward pass reads, and the loss
+    storages = tuple(Storage(name, 8) for name in ("first", "second", "loss", "gradient"))
+    ops = (
+        Op("a", 3.0, (), (0,)),
+        Op("b", 5.0, (0,), (1,)),
+        Op("c", 1.0, (1,), (2,)),
+        Op("d", 1.0, (0, 1, 2), (3,), is_backward=True),
+    )
+    graph = Graph(ops, storages, (2, 3), (2,))
+    names = ("first", "second")
+    coded = tuple(CodedTensor(name, "", "linear", 4, 8, 1, 0.0) for name in names)
+
+    def least(codes, budget):
+        freed = tuple(FreedMemory(name, 8, own) for name, own in zip(names, codes, strict=True))
+        coding = Coding(coded, freed=freed)
+        return Relaxation(graph, None, coding, {"first": 1.0, "second": 0.5}).solve(budget)
+
+    alone = [(name,) for name in names]
+    assert least(alone, 24) == (0.0, {0, 1, 2}, frozenset())
+    # the cheaper code of the two
+    assert least(alone, 17).extra_cost == pytest.approx(0.5)
+    assert least(alone, 17).coded == {"second"}
+    assert least(alone, 10).extra_cost == pytest.approx(1.5)
+    # the first memory needs both codes
+    assert least([names, ("second",)], 17).coded == {"second"}
+    assert least([names, names], 17).extra_cost > 0.5
+    # with room for one code, the other storage is computed again
+    assert least(alone, 9).extra_cost == pytest.approx(3.5)
+    assert least(alone, 7) is None
 
 
 def test_a_budget_that_the_bound_rules_out_is_refused():
