@@ -36,8 +36,10 @@ from rmm_linear.planning.coding import Bits, sketch_ratio
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
+from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.timeline import draw
 from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
 ALLOWED = ("recompute", "code", "sketch")
@@ -58,6 +60,7 @@ _LEAST_NOISE_OF_SKETCHES = 0.05
 _PARTS_OF_BUDGET = (0.95, 0.85, 0.7)
 # Parts of the sample with which noise is measured: the first number that divides its size.
 _PARTS = (8, 4)
+_MIB = 2**20
 # Draws of codes that differ are those of ranks that no process has.
 _OTHER_RANK = 1 << 20
 
@@ -105,23 +108,38 @@ class Fit:
         step: What runs the model's training steps.
         chosen: How its steps run.
         candidates: All that was tried, in the order of predicted time.
-        plain_bytes: Peak of the exact step without a budget.
+        plain: The exact step without a budget.
         budget_bytes: The budget; None if there is none.
         noise_limit: The limit.
         executor: See `fit`.
-        least_time: No mixture of recomputation and of the codes that were tried takes less within the budget, by the
-            same prices, over the exact step without a budget; None if that is not known (scipy finds it out).
+        bounds: For each kind of codes that was tried, what bounds the time of mixtures with recomputation.
     """
 
     model: nn.Module = field(repr=False)
     step: PlannedStep = field(repr=False)
     chosen: Candidate
     candidates: tuple[Candidate, ...] = field(repr=False)
-    plain_bytes: int
+    plain: CheckpointPlan = field(repr=False)
     budget_bytes: int | None
     noise_limit: float
     executor: str
-    least_time: float | None = None
+    bounds: Mapping[str, PartialCoding] = field(repr=False)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Peak of the exact step without a budget."""
+        return self.plain.peak_bytes
+
+    @property
+    def least_time(self) -> float | None:
+        """No mixture of recomputation and of the codes that were tried takes less within the budget.
+
+        Time is predicted by the same prices, over that of the exact step without a budget; None if no codes were tried,
+        or scipy, which finds the bound out, is not installed.
+        """
+        if not self.bounds or self.budget_bytes is None:
+            return None
+        return min(bound.least_cost(self.budget_bytes) for bound in self.bounds.values()) / self.plain.graph.cost
 
     @property
     def plan(self) -> CheckpointPlan:
@@ -140,7 +158,7 @@ class Fit:
         return json.dumps(self.options)
 
     def figure(self, path: str | Path) -> None:
-        """Draw what is in memory over the step to a file.
+        """Draw what is in memory over the step, and the peaks and times of all that was tried, to a file.
 
         Args:
             path: File to write; its suffix says the format.
@@ -148,7 +166,32 @@ class Fit:
         Raises:
             ImportError: If matplotlib is missing.
         """
-        self.plan.figure(path)
+        steps = [("as it is", self.plain), (self.chosen.name, self.plan)]
+        timelines = [(title, plan.graph, plan.schedule) for title, plan in steps]
+        draw(path, timelines, self.budget_bytes, self._draw_trade_off)
+
+    def _draw_trade_off(self, axes: Any) -> None:
+        cost, most = self.plain.graph.cost, self.plain_bytes
+        sizes = [most * percent // 100 for percent in range(5, 101)]
+        bounds = {name: bound.least_cost for name, bound in self.bounds.items()}
+        with contextlib.suppress(ImportError):
+            programs = relaxations(self.plain.graph)
+            bounds["exact"] = lambda size: cost + least_extra_cost(programs, size)
+        for name, bound in bounds.items():
+            times = [bound(size) / cost for size in sizes]
+            axes.plot([size / _MIB for size in sizes], times, linewidth=1, label=f"bound, {name}")
+        for each in self.candidates:
+            if each.plan is not None:
+                (point,) = axes.plot(each.plan.peak_bytes / _MIB, each.time, "o", label=each.name)
+                point.set_fillstyle("full" if each is self.chosen else "none")
+        axes.plot(most / _MIB, 1, "o", color="black", label="as it is")
+        if self.budget_bytes is not None:
+            axes.axvline(self.budget_bytes / _MIB, color="crimson", linewidth=0.9, linestyle="--")
+        axes.set_xlabel("peak, MiB")
+        axes.set_ylabel("predicted time, of the plain step's")
+        axes.set_xlim(left=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False)
 
     def remove(self) -> nn.Module:
         """Let the model run as it was written.
@@ -272,11 +315,11 @@ def fit(
         step,
         chosen,
         tuple(candidates),
-        plain.peak_bytes,
+        plain,
         budget_bytes,
         limit,
         executor,
-        trials.least_time,
+        trials.bounds,
     )
 
 
@@ -291,7 +334,7 @@ class _Trials:
     Attributes:
         candidates: Those that were tried.
         captures: The capture of each, by name.
-        least_time: No mixture of codes and recomputation takes less, in the time of the exact step; None if not known.
+        bounds: What bounds the time of mixtures with recomputation, by the name of the codes.
     """
 
     def __init__(self, exact: Capture, budget_bytes: int | None, *, is_replanned: bool) -> None:
@@ -299,7 +342,7 @@ class _Trials:
         self._replanned_bytes = budget_bytes if is_replanned else None
         self.candidates: list[Candidate] = []
         self.captures: dict[str, Capture] = {}
-        self.least_time: float | None = None
+        self.bounds: dict[str, PartialCoding] = {}
 
     def add(self, name: str, options: Mapping[str, Any], capture: Capture | None = None) -> Candidate:
         """Plan the step with options of the backend."""
@@ -331,8 +374,7 @@ class _Trials:
     def _add_partly_coded(self, name: str, program: PartialCoding) -> None:
         """Plan the step with codes of the tensors alone that are worth it beside recomputation."""
         assert self._replanned_bytes is not None
-        least_cost = program.least_cost(self._replanned_bytes)
-        self.least_time = min(least_cost / self._exact.graph.cost, self.least_time or math.inf)
+        self.bounds[name] = program
         # the program looks at a few moments of the step, and not at all that ops take while they run
         for part in _PARTS_OF_BUDGET:
             budget_bytes = int(part * self._replanned_bytes)

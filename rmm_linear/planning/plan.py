@@ -117,8 +117,8 @@ class CheckpointPlan:
         Raises:
             ImportError: If matplotlib is missing.
         """
-        schedules = [("no plan", Schedule.plain(self.graph)), (self.schedule.strategy, self.schedule)]
-        draw(path, self.graph, schedules, self.budget_bytes)
+        plain = "no plan", self.graph, Schedule.plain(self.graph)
+        draw(path, [plain, (self.schedule.strategy, self.graph, self.schedule)], self.budget_bytes)
 
     def _is_sketch(self, index: int) -> bool:
         return _is_sketch(self.graph.ops[self.graph.writer[index]])

@@ -1,8 +1,9 @@
 """What is in memory over a step, by kind, drawn for the plain program and for a plan side by side."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
@@ -61,14 +62,19 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
     return found
 
 
-def draw(path: str | Path, graph: Graph, schedules: Sequence[tuple[str, Schedule]], budget_bytes: int | None) -> None:
+def draw(
+    path: str | Path,
+    steps: Sequence[tuple[str, Graph, Schedule]],
+    budget_bytes: int | None,
+    beside: Callable[[Any], None] | None = None,
+) -> None:
     """Draw timelines side by side, over the time that the ops take.
 
     Args:
         path: File to write; its suffix says the format.
-        graph: The graph.
-        schedules: Titles and schedules, the plain one first.
+        steps: Titles, graphs and schedules, the plain one first.
         budget_bytes: A line to draw, or None.
+        beside: Called with matplotlib's axes of one more panel.
 
     Raises:
         ImportError: If matplotlib is missing.
@@ -77,10 +83,11 @@ def draw(path: str | Path, graph: Graph, schedules: Sequence[tuple[str, Schedule
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("a figure needs matplotlib: pip install rmm-linear[report]") from error
-    figure = Figure(figsize=(5.2 * len(schedules), 3.8), layout="constrained")
-    axes = figure.subplots(1, len(schedules), sharey=True, squeeze=False)[0]
-    unit = sum(op.cost for op in graph.ops)
-    for axis, (title, schedule) in zip(axes, schedules, strict=True):
+    panels = len(steps) + (beside is not None)
+    figure = Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    unit = steps[0][1].cost
+    for axis, (title, graph, schedule) in zip(axes, steps, strict=False):
         times = [0.0]
         for index in schedule.order:
             times.append(times[-1] + graph.ops[index].cost / unit)
@@ -99,9 +106,12 @@ def draw(path: str | Path, graph: Graph, schedules: Sequence[tuple[str, Schedule
             axis.axhline(budget_bytes / _MIB, color="crimson", linewidth=0.9, linestyle="--", label="budget")
         axis.set_xlabel("time, of the plain step's")
         axis.set_xlim(0, times[-1])
+        axis.set_ylim(bottom=0)
+        axis.sharey(axes[0])
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("in memory, MiB")
-    axes[0].set_ylim(bottom=0)
+    if beside is not None:
+        beside(axes[-1])
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
