@@ -173,7 +173,7 @@ class Fit:
     def _draw_trade_off(self, axes: Any) -> None:
         cost, most = self.plain.graph.cost, self.plain_bytes
         sizes = [most * percent // 100 for percent in range(5, 101)]
-        bounds = {name: bound.least_cost for name, bound in self.bounds.items()}
+        bounds: dict[str, Callable[[int], float]] = {name: bound.least_cost for name, bound in self.bounds.items()}
         with contextlib.suppress(ImportError):
             programs = relaxations(self.plain.graph)
             bounds["exact"] = lambda size: cost + least_extra_cost(programs, size)
