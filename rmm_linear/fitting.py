@@ -187,13 +187,14 @@ def fit(
 
     Args:
         model: The model, in the mode in which it is trained.
-        sample: A batch: a mapping of keyword arguments, a tuple of positional ones, or a single one.
+        sample: A batch: what `loss_fn` takes; without one, a mapping of the model's keyword arguments, a tuple of
+            positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
             "60%" (or 0.6) of what the exact captured step takes without a plan. None for no limit.
         noise: Most that the variance of a gradient over the step's draws may be of its variance over minibatches of
             the sample's size; 0 for exact gradients.
-        loss_fn: Called as `loss_fn(model, batch)` with parts of the sample, returns the loss; None if the model returns
-            it, as a tensor or as `.loss`. It is needed only where noise is measured.
+        loss_fn: Called as `loss_fn(model, batch)` with the sample and parts of it, returns the loss; None if the model
+            returns it, as a tensor or as `.loss`. It is needed only where noise is measured.
         allow: What may be done: "recompute", "code" and "sketch".
         executor: "inductor" compiles the step; "exact" runs it op by op.
 
@@ -217,14 +218,14 @@ def fit(
         True
         >>> model(x).square().mean().backward()
     """
-    limit, ways = _checked_noise(noise), _checked_ways(allow)
+    limit, ways = checked_noise(noise), _checked_ways(allow)
     asked = None if budget is None else Budget.of(budget)
     refuse_planned(model)
     if not model.training:
         raise ValueError("the model is in eval mode, and its training steps are planned: call model.train() first")
     # such as the batches of a tokenizer, which are no dicts
     sample = dict(sample) if isinstance(sample, Mapping) else sample
-    arguments = arguments_of_sample(sample)
+    arguments = _arguments(model, sample, loss_fn)
     whole = Options(executor=executor)
     exact = PlannedStep(model._call_impl, model, whole)
     graph = exact.capture(*arguments)[0].graph
@@ -300,7 +301,15 @@ def _quiet_enough(
     return None
 
 
-def _checked_noise(noise: float) -> float:
+def checked_noise(noise: float) -> float:
+    """Read a noise limit.
+
+    Args:
+        noise: A share of the minibatch's variance, at least 0.
+
+    Raises:
+        ValueError: If it is none.
+    """
     if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
         raise ValueError(
             f"noise={noise!r} is no share of the minibatch's variance: pass 0 for exact gradients, or 0.01 for 1 %"
@@ -335,7 +344,7 @@ def _measured(
     parts = _parts(sample)
     step = PlannedStep(model._call_impl, model, Options(executor="exact", **candidate.options))
     assert candidate.plan is not None
-    _, plan = step.capture(*arguments_of_sample(parts[0]))
+    _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
     drawn, whole = (len(each.coding.coded) + len(each.coding.sketched) for each in (plan, candidate.plan))
     if drawn < whole:
         raise _NotMeasurableError(
@@ -357,6 +366,31 @@ def _measured(
     finally:
         remove_checkpointing(model)
         step.forget()
+
+
+class _Called(BaseException):
+    """Raised in place of a model's call, whose arguments are all that is wanted of it."""
+
+
+def _arguments(
+    model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with for a batch: by `loss_fn`, which may keep the labels for itself."""
+    if loss_fn is None:
+        return arguments_of_sample(batch)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        raise _Called(args, kwargs)
+
+    model._compiled_call_impl = call
+    try:
+        loss_fn(model, batch)
+    except _Called as called:
+        args, kwargs = called.args
+        return args, kwargs
+    finally:
+        del model._compiled_call_impl
+    raise ValueError("loss_fn does not call the model that it is given: compute the loss from model(...)")
 
 
 def _loss(model: nn.Module, part: Any) -> Tensor:

@@ -209,6 +209,20 @@ def test_noise_that_cannot_be_measured_is_told(batch):
         fit(Logits(), batch[0], CODES, allow="code")
 
 
+def test_a_loss_function_may_keep_the_labels_from_the_model(batch):
+    model = _model()
+    layers = [nn.Sequential(*model.blocks), nn.GELU(), model.head]
+    logits = nn.Sequential(*layers).train()
+
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    found = fit(logits, batch, CODES, loss_fn=loss_fn, allow="code")
+    assert 0 < found.chosen.noise_ratio < 0.01
+    with pytest.raises(ValueError, match="loss_fn does not call the model"):
+        fit(_model(), batch, CODES, loss_fn=lambda model, batch: batch[0].sum())
+
+
 def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
     found = fit(_model(), tuple(tensor[:2046] for tensor in batch), CODES)
     assert found.chosen.name == "exact"
