@@ -186,7 +186,8 @@ def fit(
     number of bytes when they first come; their noise is not measured.
 
     Args:
-        model: The model, in the mode in which it is trained.
+        model: The model, in the mode in which it is trained. On the meta device it is planned as if it were on the CPU,
+            and for the least time, whatever the noise is: nothing is measured.
         sample: A batch: what `loss_fn` takes; without one, a mapping of the model's keyword arguments, a tuple of
             positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
@@ -266,7 +267,12 @@ def fit(
         assert budget_bytes is not None
         text = refusal(asked, plain.peak_bytes, least_bytes, "fit")
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
-    chosen = _quiet_enough(candidates, limit, lambda each: _measured(model, sample, each, loss_fn))
+    # without contents nothing can be measured: any noise will do
+    chosen = _quiet_enough(
+        candidates,
+        math.inf if _is_without_contents(model) else limit,
+        lambda each: _measured(model, sample, each, loss_fn),
+    )
     for name, step in steps.items():
         if chosen is None or name != chosen.name:
             step.forget()
@@ -299,6 +305,10 @@ def _quiet_enough(
         if candidates[place].noise_ratio <= limit:
             return candidates[place]
     return None
+
+
+def _is_without_contents(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def checked_noise(noise: float) -> float:
@@ -341,6 +351,10 @@ def _measured(
     model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Callable[[nn.Module, Any], Tensor] | None
 ) -> StepNoise:
     """Measure a candidate's noise on parts of the sample, op by op."""
+    if _is_without_contents(model):
+        raise _NotMeasurableError(
+            "the noise is not measured: the weights have no contents (they are on the meta device)"
+        )
     parts = _parts(sample)
     step = PlannedStep(model._call_impl, model, Options(executor="exact", **candidate.options))
     assert candidate.plan is not None
