@@ -48,8 +48,8 @@ _SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Sketches are always noisier.
 _LEAST_NOISE_OF_SKETCHES = 0.05
-# Parts of the sample with which noise is measured: the first number that divides its size.
-_PARTS = (8, 4)
+# Parts of the sample with which noise is measured; the fewest, where so many would leave more than a share of it out.
+_PARTS, _FEWEST_PARTS, _LEFT_OUT = 8, 4, 0.1
 # Draws of codes that differ are those of ranks that no process has.
 _OTHER_RANK = 1 << 20
 
@@ -420,16 +420,19 @@ def _parts(sample: Any) -> list[Any]:
     """Cut a batch into parts of one size, at random: along the first dimension of its first tensor, and all like it."""
     sizes = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
     size = sizes[0] if sizes else 0
-    count = next((count for count in _PARTS if size and size % count == 0), 0)
-    if not count:
+    if size < _FEWEST_PARTS:
         raise _NotMeasurableError(
-            f"the noise can't be measured: the sample has {size} examples; pass a multiple of {_PARTS[-1]}"
+            f"the noise can't be measured: the sample has {size} examples; pass {_FEWEST_PARTS} or more"
         )
+    count = _PARTS if size >= _PARTS and size % _PARTS <= _LEFT_OUT * size else _FEWEST_PARTS
     # a batch may be sorted
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))[: size - size % count]
 
     def part_of(leaf: Any, rows: Tensor) -> Any:
         is_cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size
         return leaf[rows.to(leaf.device)] if is_cut else leaf
 
-    return [pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample) for rows in order.chunk(count)]
+    return [
+        pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample)
+        for rows in order[: size - size % count].chunk(count)
+    ]

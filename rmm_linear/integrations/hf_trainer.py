@@ -374,10 +374,10 @@ class RMMCallback(TrainerCallback):
         trainer = _trainer_of(self)
         if trainer is None:
             raise ValueError("fit needs a Trainer, whose batches it sees; elsewhere call rmm_linear.fit(model, batch)")
-        # the training before may have failed on its way
-        self._undo.close()
         if self.planned is not None and model._compiled_call_impl is self.planned:
-            remove_checkpointing(model)
+            # the training before failed on its way
+            return
+        self._undo.close()
         refuse_planned(model)
         self.planned = self.fitted = None
         loss_of: Any = trainer.compute_loss

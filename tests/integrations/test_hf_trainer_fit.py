@@ -103,7 +103,7 @@ def test_a_later_batch_that_has_no_plan_is_fitted_in_its_turn(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_training_that_failed_leaves_the_next_one_to_be_fitted(tmp_path):
+def test_after_a_training_that_failed_the_next_one_runs_by_its_plan(tmp_path, capsys):
     class Failing(RMMCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2 and self.fails:
@@ -117,7 +117,8 @@ def test_a_training_that_failed_leaves_the_next_one_to_be_fitted(tmp_path):
     assert is_planned(trainer.model)
     callback.fails = False
     trainer.train()
-    assert callback.planned.planned_runs == 4
+    assert callback.planned.planned_runs == 2 + 4
+    assert capsys.readouterr().out.count("fit: exact: peak") == 1
     assert not is_planned(trainer.model)
     assert "compute_loss" not in vars(trainer)
 

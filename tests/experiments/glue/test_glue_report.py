@@ -205,7 +205,11 @@ def test_the_sentence_says_what_is_worse_in_bytes_time_and_noise(
     monkeypatch.setitem(TRUTH, "hadamard-0.1-centered", (0.03, 0.4, 0.8))
     noises = {"gaussian-0.1": 2.0, "hadamard-0.1-centered": noise, "hadamard-0.5-centered": 0.5}
     for result in _fake_results(tmp_path):
-        variances = {"step_variance": noises.get(_label(result), 0.0), "minibatch_variance": 1.0}
+        variances = {
+            "step_variance": noises.get(_label(result), 0.0),
+            "minibatch_variance": 1.0,
+            "gradient_squared": 1.0,
+        }
         _edited(tmp_path, result["name"], lambda r, variances=variances: r.update(gradient_noise=variances))  # type: ignore[misc]
     # hadamard at 0.5 and exact gradients have less noise, and checkpointing keeps less
     words = "centered hadamard at 0.1 beat gaussian at 0.1" if is_beaten else "no method beat another"
