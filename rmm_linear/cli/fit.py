@@ -23,6 +23,7 @@ from rmm_linear.compiler.backend import Options
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.fitting import Fit, checked_noise, fit
 from rmm_linear.planning.budget import Budget
+from rmm_linear.planning.plan import CheckpointPlan
 
 HELP = "show how a model would train within a byte budget: exact, with codes, with sketches; peak and predicted time"
 LARGEST = "max"
@@ -91,26 +92,33 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def _largest_batch(
     model: nn.Module, batch_of: Callable[[int], Mapping[str, Tensor]], budget_bytes: int, noise: float
 ) -> int:
-    """The largest batch with a plan within a budget, by bisection; 1 if there is none."""
+    """The largest batch that was found to have a plan within a budget, to 3 %, by bisection; 1 if there is none."""
     ways: list[dict[str, Any]] = [{"bits": 4}, {}] if noise else [{}]
 
-    def fits(size: int) -> bool:
-        for way in ways:
-            step = PlannedStep(model._call_impl, model, Options(budget=budget_bytes, **way))
-            try:
-                step.capture((), batch_of(size))
-            except InfeasibleBudgetError:
-                continue
-            finally:
-                step.forget()
-            return True
-        return False
+    def planned(size: int, **options: Any) -> CheckpointPlan | None:
+        step = PlannedStep(model._call_impl, model, Options(**options))
+        try:
+            return step.capture((), batch_of(size))[1]
+        except InfeasibleBudgetError:
+            return None
+        finally:
+            step.forget()
 
-    most = 1
-    while fits(2 * most):
-        most *= 2
+    def fits(size: int) -> bool:
+        return any(planned(size, budget=budget_bytes, **way) for way in ways)
+
+    def without_recomputing(way: Mapping[str, Any]) -> int:
+        # peaks grow by as much with each sequence
+        two, four = (plan.peak_bytes for size in (2, 4) if (plan := planned(size, **way)))
+        return 4 + 2 * (budget_bytes - four) // max(1, four - two)
+
+    most = max(1, *map(without_recomputing, ways))
+    if not fits(most):
+        most = 1
     too_many = 2 * most
-    while too_many - most > 1:
+    while fits(too_many):
+        most, too_many = too_many, 2 * too_many
+    while too_many - most > max(1, most // 32):
         middle = (most + too_many) // 2
         most, too_many = (middle, too_many) if fits(middle) else (most, middle)
     return most
