@@ -58,8 +58,8 @@ _SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _LEAST_NOISE_OF_SKETCHES = 0.05
 # Parts of the budget for which tensors are chosen that are coded, as long as that may give a better plan.
 _PARTS_OF_BUDGET = (0.95, 0.85, 0.7)
-# Parts of the sample with which noise is measured: the first number that divides its size.
-_PARTS = (8, 4)
+# Parts of the sample with which noise is measured; the fewest, where so many would leave more than a share of it out.
+_PARTS, _FEWEST_PARTS, _LEFT_OUT = 8, 4, 0.1
 _MIB = 2**20
 # Draws of codes that differ are those of ranks that no process has.
 _OTHER_RANK = 1 << 20
@@ -242,14 +242,16 @@ def fit(
     number of bytes when they first come; their noise is not measured.
 
     Args:
-        model: The model, in the mode in which it is trained.
-        sample: A batch: a mapping of keyword arguments, a tuple of positional ones, or a single one.
+        model: The model, in the mode in which it is trained. On the meta device it is planned as if it were on the CPU,
+            and for the least time, whatever the noise is: nothing is measured.
+        sample: A batch: what `loss_fn` takes; without one, a mapping of the model's keyword arguments, a tuple of
+            positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
             "60%" (or 0.6) of what the exact captured step takes without a plan. None for no limit.
         noise: Most that the variance of a gradient over the step's draws may be of its variance over minibatches of
             the sample's size; 0 for exact gradients.
-        loss_fn: Called as `loss_fn(model, batch)` with parts of the sample, returns the loss; None if the model returns
-            it, as a tensor or as `.loss`. It is needed only where noise is measured.
+        loss_fn: Called as `loss_fn(model, batch)` with the sample and parts of it, returns the loss; None if the model
+            returns it, as a tensor or as `.loss`. It is needed only where noise is measured.
         allow: What may be done: "recompute", "code" and "sketch".
         executor: "inductor" compiles the step; "exact" runs it op by op.
 
@@ -273,14 +275,14 @@ def fit(
         True
         >>> model(x).square().mean().backward()
     """
-    limit, ways = _checked_noise(noise), _checked_ways(allow)
+    limit, ways = checked_noise(noise), _checked_ways(allow)
     asked = None if budget is None else Budget.of(budget)
     refuse_planned(model)
     if not model.training:
         raise ValueError("the model is in eval mode, and its training steps are planned: call model.train() first")
     # such as the batches of a tokenizer, which are no dicts
     sample = dict(sample) if isinstance(sample, Mapping) else sample
-    arguments = arguments_of_sample(sample)
+    arguments = _arguments(model, sample, loss_fn)
     step = PlannedStep(model._call_impl, model, Options(executor=executor))
     exact, plain = step.capture(*arguments)
     budget_bytes = None if asked is None else asked.in_bytes(plain.peak_bytes)
@@ -298,7 +300,12 @@ def fit(
         assert budget_bytes is not None
         text = refusal(asked, plain.peak_bytes, least_bytes, "fit")
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
-    chosen = _quiet_enough(candidates, limit, lambda each: _measured(model, sample, each, loss_fn))
+    # without contents nothing can be measured: any noise will do
+    chosen = _quiet_enough(
+        candidates,
+        math.inf if _is_without_contents(model) else limit,
+        lambda each: _measured(model, sample, each, loss_fn),
+    )
     if chosen is None:
         # the exact step has no noise: it does not fit
         assert budget_bytes is not None
@@ -366,9 +373,10 @@ class _Trials:
             if self._replanned_bytes is not None:
                 with contextlib.suppress(ImportError):
                     self._add_partly_coded(name, PartialCoding(self._exact, coded, Bits.of(given)))
-            if coded.graph.cost < self._best_cost():
+            fits = _plain_bytes(coded.graph) <= self._budget_bytes
+            if fits or coded.graph.cost < self._best_cost():
                 self.add(name, {"bits": given}, coded)
-            if _plain_bytes(coded.graph) <= self._budget_bytes:
+            if fits:
                 return
 
     def _add_partly_coded(self, name: str, program: PartialCoding) -> None:
@@ -427,7 +435,19 @@ def _quiet_enough(
     return None
 
 
-def _checked_noise(noise: float) -> float:
+def _is_without_contents(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def checked_noise(noise: float) -> float:
+    """Read a noise limit.
+
+    Args:
+        noise: A share of the minibatch's variance, at least 0.
+
+    Raises:
+        ValueError: If it is none.
+    """
     if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
         raise ValueError(
             f"noise={noise!r} is no share of the minibatch's variance: pass 0 for exact gradients, or 0.01 for 1 %"
@@ -459,10 +479,14 @@ def _measured(
     model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Callable[[nn.Module, Any], Tensor] | None
 ) -> StepNoise:
     """Measure a candidate's noise on parts of the sample, op by op."""
+    if _is_without_contents(model):
+        raise _NotMeasurableError(
+            "the noise is not measured: the weights have no contents (they are on the meta device)"
+        )
     parts = _parts(sample)
     step = PlannedStep(model._call_impl, model, Options(executor="exact", **candidate.options))
     assert candidate.plan is not None
-    _, plan = step.capture(*arguments_of_sample(parts[0]))
+    _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
     drawn, whole = (len(each.coding.coded) + len(each.coding.sketched) for each in (plan, candidate.plan))
     if drawn < whole:
         raise _NotMeasurableError(
@@ -486,6 +510,31 @@ def _measured(
         step.forget()
 
 
+class _Called(BaseException):
+    """Raised in place of a model's call, whose arguments are all that is wanted of it."""
+
+
+def _arguments(
+    model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with for a batch: by `loss_fn`, which may keep the labels for itself."""
+    if loss_fn is None:
+        return arguments_of_sample(batch)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        raise _Called(args, kwargs)
+
+    model._compiled_call_impl = call
+    try:
+        loss_fn(model, batch)
+    except _Called as called:
+        args, kwargs = called.args
+        return args, kwargs
+    finally:
+        del model._compiled_call_impl
+    raise ValueError("loss_fn does not call the model that it is given: compute the loss from model(...)")
+
+
 def _loss(model: nn.Module, part: Any) -> Tensor:
     args, kwargs = arguments_of_sample(part)
     found = model(*args, **kwargs)
@@ -499,16 +548,19 @@ def _parts(sample: Any) -> list[Any]:
     """Cut a batch into parts of one size, at random: along the first dimension of its first tensor, and all like it."""
     sizes = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
     size = sizes[0] if sizes else 0
-    count = next((count for count in _PARTS if size and size % count == 0), 0)
-    if not count:
+    if size < _FEWEST_PARTS:
         raise _NotMeasurableError(
-            f"the noise can't be measured: the sample has {size} examples; pass a multiple of {_PARTS[-1]}"
+            f"the noise can't be measured: the sample has {size} examples; pass {_FEWEST_PARTS} or more"
         )
+    count = _PARTS if size >= _PARTS and size % _PARTS <= _LEFT_OUT * size else _FEWEST_PARTS
     # a batch may be sorted
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))[: size - size % count]
 
     def part_of(leaf: Any, rows: Tensor) -> Any:
         is_cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size
         return leaf[rows.to(leaf.device)] if is_cut else leaf
 
-    return [pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample) for rows in order.chunk(count)]
+    return [
+        pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample)
+        for rows in order[: size - size % count].chunk(count)
+    ]

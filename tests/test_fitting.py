@@ -34,7 +34,7 @@ class Classifier(nn.Module):
     def forward(self, x, y):
         for block in self.blocks:
             x = x + self.dropout(block(x))
-        return nn.functional.cross_entropy(self.head(x), y)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), y.flatten())
 
 
 def _model(dropout=0.0):
@@ -45,6 +45,10 @@ def _model(dropout=0.0):
 @pytest.fixture
 def batch():
     return torch.randn(ROWS, WIDTH), torch.randint(0, 5, (ROWS,))
+
+
+def _as_one_example(batch):
+    return tuple(tensor[None] for tensor in batch)
 
 
 def _gradients(model, batch):
@@ -213,8 +217,8 @@ def test_bad_arguments_are_refused(batch, change, message):
 
 def test_noise_that_cannot_be_measured_is_told(batch):
     model = _model()
-    with pytest.raises(ValueError, match="the sample has 2046 examples; pass a multiple of 4; exact gradients take"):
-        fit(model, tuple(tensor[:2046] for tensor in batch), CODES, allow="code")
+    with pytest.raises(ValueError, match="the sample has 1 examples; pass 4 or more; exact gradients take"):
+        fit(model, _as_one_example(batch), CODES, allow="code")
     with pytest.raises(ValueError, match="which have too few rows"):
         fit(model, tuple(tensor[:256] for tensor in batch), "60%", allow="code")
 
@@ -228,10 +232,30 @@ def test_noise_that_cannot_be_measured_is_told(batch):
         fit(Logits(), batch[0], CODES, allow="code")
 
 
+def test_a_loss_function_may_keep_the_labels_from_the_model(batch):
+    model = _model()
+    layers = [nn.Sequential(*model.blocks), nn.GELU(), model.head]
+    logits = nn.Sequential(*layers).train()
+
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    found = fit(logits, batch, CODES, loss_fn=loss_fn, allow="code")
+    assert 0 < found.chosen.noise_ratio < 0.01
+    with pytest.raises(ValueError, match="loss_fn does not call the model"):
+        fit(_model(), batch, CODES, loss_fn=lambda model, batch: batch[0].sum())
+
+
 def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
-    found = fit(_model(), tuple(tensor[:2046] for tensor in batch), CODES)
+    found = fit(_model(), _as_one_example(batch), CODES)
     assert found.chosen.name == "exact"
-    assert "the sample has 2046 examples" in str(found)
+    assert "the sample has 1 examples" in str(found)
+
+
+def test_noise_is_measured_on_parts_of_batches_of_any_size(batch):
+    found = fit(_model(), tuple(tensor[:2046] for tensor in batch), CODES, allow="code")
+    # 8 parts of 255, two rows left out
+    assert 0 < found.chosen.noise_ratio < 0.01
 
 
 def test_a_batch_of_a_tokenizer_and_a_mask_that_all_examples_share_are_taken(batch):

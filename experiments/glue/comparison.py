@@ -14,7 +14,7 @@ from scipy.stats import t as student_t
 
 from .errors import HarnessError
 from .result_file import COMPLETE, read_results
-from .settings import BITS, EXACT, IRRELEVANT, KNOBS, VARIANTS
+from .settings import BITS, EXACT, FIT, IRRELEVANT, KNOBS, VARIANTS
 
 # what may differ between the runs of one table
 # rows of padding, which masks leave out, change no exact result
@@ -25,6 +25,8 @@ _SKETCH_ONLY = ("min_rows", "exclude_modules")
 _SPEED = ("device", "gpu", "cpu", "torch_threads")
 # a speed-up or slow-down of less is not told from what lasts as long as a run does: clocks, neighbours, temperature
 _SMALLEST_TIME_EFFECT = 0.05
+# of the squared gradient: sums of float32 in another order differ by so much
+_ROUNDING = 1e-12
 # the first steps of a run warm up, and RMMCallback's measurement is in the very first
 _UNTIMED_STEPS = 2
 
@@ -119,7 +121,7 @@ class Row:
         if self.bits is not None:
             return f"{self.bits}-bit {self.method}"
         if self.budget is not None:
-            return f"a {self.method} of {self.budget}"
+            return f"fit at {self.budget}" if self.method == FIT else f"a {self.method} of {self.budget}"
         if self.ratio is None:
             return self.method
         storage = f" in {self.storage}" if self.storage is not None else ""
@@ -194,7 +196,7 @@ def _rows_of_task(results: list[dict[str, Any]]) -> list[Row]:
 
 def _order(key: tuple[Any, ...]) -> tuple[Any, ...]:
     method, ratio, center, storage, bits, budget, variant = key
-    # exact, budgets, checkpointing and codes of falling bits, then the sketches by name and falling ratio
+    # exact, budgets, checkpointing, codes of falling bits and fits, then the sketches by name and falling ratio
     kind = (ratio is not None, method != EXACT, method, budget or "", list(BITS).index(bits) if bits else 0)
     return (*kind, storage or "", variant, -(ratio or 0.0), bool(center))
 
@@ -287,6 +289,8 @@ def _noise(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | No
     # exact's own variance is dropout's
     found = [
         (mine["step_variance"] - reference["step_variance"]) / reference["minibatch_variance"]
+        if mine["step_variance"] > _ROUNDING * mine["gradient_squared"]
+        else 0.0
         for mine, reference in measured
         if mine and reference
     ]

@@ -170,6 +170,13 @@ def _notes(comparison: Comparison) -> str:
     if any(row.same_weights for row in checkpointed):
         same = ", ".join(row.task for row in checkpointed if row.same_weights)
         notes.append(f"Checkpointing ended with exact's weights, bit for bit, in every seed: {same}.")
+    chosen = {
+        f"{_chosen(result['fitted'])} at {result['config']['budget']}"
+        for result in comparison.results
+        if "fitted" in result
+    }
+    if chosen:
+        notes.append(f"Fit chose, with noise of at most 1 %: {', '.join(sorted(chosen))}.")
     if comparison.has_times:
         notes.append(
             "Step time: forward, backward and optimizer over exact's on the same batch, median with 20 and 80 % "
@@ -192,6 +199,10 @@ def _notes(comparison: Comparison) -> str:
     for origin, commits in sorted(origins.items()):
         notes.append("Ran with rmm_linear " + origin.format(", ".join(sorted(commits))))
     return "\n".join(f"- {note}" for note in notes)
+
+
+def _chosen(fitted: dict[str, Any]) -> str:
+    return f"{fitted['chosen']} (measured peak {100 * fitted['peak_bytes'] / fitted['exact_peak_bytes']:.0f} %)"
 
 
 def _commit(result: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from .tasks import TASKS, Task
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 EXACT = "exact"
 CHECKPOINTING = "checkpointing"
-BUDGET, CODES = "budget", "codes"
+BUDGET, CODES, FIT = "budget", "codes", "fit"
 # bits of codes -> what the backend of torch.compile is told
 BITS: dict[str, Any] = {"8": 8, "4/8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8}, "4": 4}
 SCHEDULES = ("polynomial", "linear", "constant")
@@ -106,7 +106,7 @@ class RunSettings:
                 f"the task {self.task!r} does not fit --data {self.data}; the task 'demo' goes with --data demo, the "
                 "GLUE tasks with --data hub or --data <folder>"
             )
-        methods = (EXACT, CHECKPOINTING, BUDGET, CODES, *available_sketches())
+        methods = (EXACT, CHECKPOINTING, BUDGET, CODES, FIT, *available_sketches())
         if self.method not in methods:
             raise HarnessError(f"unknown method {self.method!r}; choose one of {', '.join(methods)}")
         self._check_numbers()
@@ -131,10 +131,11 @@ class RunSettings:
         object.__setattr__(self, "center", config.center)
 
     def _check_compiled(self) -> None:
-        for method, name, example in ((CODES, "bits", "8"), (BUDGET, "budget", "50%")):
-            if (self.method == method) != (getattr(self, name) is not None):
+        for methods, name, example in (((CODES,), "bits", "8"), ((BUDGET, FIT), "budget", "50%")):
+            if (self.method in methods) != (getattr(self, name) is not None):
                 raise HarnessError(
-                    f"--method {method} and --{name} go together: pass both or neither, as --{name} {example}"
+                    f"--method {' or '.join(methods)} and --{name} go together: pass both or neither, as --{name}"
+                    f" {example}"
                 )
         if self.bits is not None and self.bits not in BITS:
             raise HarnessError(f"bits={self.bits!r} is not one of {', '.join(BITS)}")
@@ -157,14 +158,16 @@ class RunSettings:
     @property
     def uses_sketch(self) -> bool:
         """Whether linear layers are converted."""
-        return self.method not in (EXACT, CHECKPOINTING, BUDGET, CODES)
+        return self.method not in (EXACT, CHECKPOINTING, BUDGET, CODES, FIT)
 
     @property
-    def compile_options(self) -> dict[str, Any] | None:
-        """Options of the backend of torch.compile; None where steps run in eager mode."""
+    def plan_options(self) -> dict[str, Any] | None:
+        """Options of `RMMCallback` by which steps are planned and compiled; None where they run in eager mode."""
+        if self.method == FIT:
+            return {"fit": self.budget}
         if self.bits is not None:
-            return {"bits": BITS[self.bits]}
-        return None if self.budget is None else {"budget": self.budget}
+            return {"compile": {"bits": BITS[self.bits]}}
+        return None if self.budget is None else {"compile": {"budget": self.budget}}
 
     @property
     def rmm_config(self) -> RMMConfig:

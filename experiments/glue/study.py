@@ -4,8 +4,9 @@
 
 `configs/study.json` is a named configuration with the parts that a plain grid lacks: `tuning` has the values that exact
 is tried with (seed 0), and what is chosen goes to `task_settings`; the methods of `fewer_seeds` and the tasks of `last`
-have seeds of their own; `train_rows` cuts a task's training split. Each finished run is a line of `rows.jsonl`, or of
-`tuning.jsonl`: its result file without the columns over the steps.
+have seeds of their own, and so have the methods of `at_the_end`, which run after all else; `train_rows` cuts a task's
+training split. Each finished run is a line of `rows.jsonl`, or of `tuning.jsonl`: its result file without the columns
+over the steps.
 
 Killed at any time, the same command goes on. Several processes share the work: whoever holds a run's lock does it.
 """
@@ -90,6 +91,9 @@ class Study:
         for tasks, grid in stages:
             planned += [(TUNING, run) for task in tasks if not self.is_tuned(task) for run in self.tuning_runs(task)]
             planned += [(ROWS, run) for run in grid]
+        if end := self._content.get("at_the_end"):
+            runs = self._runs(config, methods=tuple(end["methods"]), seeds=tuple(end["seeds"]))
+            planned += [(ROWS, run) for run in runs]
         return planned
 
     def rows(self, file: str) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ from .result_file import (
     read_results,
     write_result,
 )
-from .settings import CHECKPOINTING, IRRELEVANT, RunSettings, is_local_model
+from .settings import CHECKPOINTING, FIT, IRRELEVANT, RunSettings, is_local_model
 from .tasks import load_task
 
 METRIC_FOLDER = Path(__file__).parent / "glue_metric"
@@ -339,11 +339,11 @@ class PreparedRun:
         trainer = self._trainer(checkpoints, on_save, conversion, callbacks)
         if settings.method == CHECKPOINTING:
             _enable_checkpointing(self.model)
-        if settings.compile_options is not None:
+        is_planned = settings.plan_options is not None
+        if is_planned:
             # before the training begins, so that what is measured first runs by the training's plan
-            conversion[0].on_train_begin(trainer.args, trainer.state, trainer.control, model=self.model)
+            trainer.begin(conversion[0])
         gradient_noise = self._gradient_noise(trainer)
-        is_planned = settings.compile_options is not None
         kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
@@ -361,9 +361,22 @@ class PreparedRun:
             kept_bytes = self._kept_bytes()
             layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, SketchedLayer)}
             allocated = {"ratios": {name: layer.rmm_config.ratio for name, layer in layers.items()}}
+        fitted = {}
+        if settings.method == FIT:
+            found = conversion[0].fitted
+            assert found is not None
+            fitted = {
+                "fitted": {
+                    "chosen": found.chosen.name,
+                    "peak_bytes": found.plan.measured_peak_bytes or found.plan.peak_bytes,
+                    "exact_peak_bytes": found.plain_bytes,
+                    "report": str(found).partition("\n\n")[0],
+                }
+            }
         noise = [entry[NOISE_KEY] for entry in trainer.state.log_history if NOISE_KEY in entry]
         return {
             **allocated,
+            **fitted,
             **({"noise_ratio": statistics.fmean(noise)} if noise else {}),
             **({"gradient_noise": gradient_noise} if gradient_noise else {}),
             "kept_bytes": {
@@ -435,8 +448,8 @@ class PreparedRun:
 
     def _conversion(self) -> tuple[RMMCallback, ...]:
         settings = self.settings
-        if settings.compile_options is not None:
-            return (RMMCallback(compile=settings.compile_options),)
+        if settings.plan_options is not None:
+            return (RMMCallback(**settings.plan_options),)
         if not settings.uses_sketch:
             return ()
         budget: Literal["auto"] | None = "auto" if settings.allocate else None
@@ -448,7 +461,7 @@ class PreparedRun:
         on_save: Callable[[], None],
         conversion: tuple[RMMCallback, ...],
         callbacks: tuple[TrainerCallback, ...],
-    ) -> Trainer:
+    ) -> _RecordingTrainer:
         settings = self.settings
         clock = _StepClock(self.device)
         sampler = None
@@ -661,6 +674,10 @@ class _RecordingTrainer(Trainer):
 
     def _get_train_sampler(self, *arguments: Any) -> Sampler[int] | None:
         return self._sampler or super()._get_train_sampler(*arguments)
+
+    def begin(self, callback: TrainerCallback) -> None:
+        """Let a callback begin the training now: it looks for the trainer that calls it."""
+        callback.on_train_begin(self.args, self.state, self.control, model=self.model)
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         # not in a callback's on_log: that comes after the log has been kept

@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rmm_linear.cli import doctor, plan, profile
+from rmm_linear.cli import doctor, fit, plan, profile
 from rmm_linear.cli.quiet import quiet
 
-_COMMANDS = {"profile": profile, "plan": plan, "doctor": doctor}
+_COMMANDS = {"profile": profile, "plan": plan, "fit": fit, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

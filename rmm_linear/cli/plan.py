@@ -2,13 +2,11 @@
 
 import argparse
 import contextlib
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from rmm_linear.byte_sizes import readable, unit_for
 from rmm_linear.checkpointing import (
@@ -20,8 +18,14 @@ from rmm_linear.checkpointing import (
     get_strategy,
     simulate,
 )
-from rmm_linear.cli.model_names import checked
-from rmm_linear.cli.profile import DTYPES, refuse_below_one
+from rmm_linear.cli.model_options import (
+    add_model_options,
+    checked_model,
+    hf_models,
+    planning_heading,
+    planning_model,
+    refuse_figure,
+)
 from rmm_linear.cli.quiet import quiet_transformers
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
@@ -36,19 +40,13 @@ _SWEEP = (80, 60, 40, 20)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command's options."""
-    parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
+    add_model_options(parser)
     parser.add_argument(
         "--budget", default="60%", help="bytes, 8GiB, or 60%% of what the captured step takes (default: 60%%)"
     )
     parser.add_argument("--strategy", default="auto", help=f"{', '.join(available_strategies())} (default: auto)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences, or images (default: 8)")
-    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: 128)")
     parser.add_argument("--ratio", type=float, help="sketch the linear layers as well, with this ratio")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the model (default: float32)")
-    parser.add_argument("--attention", help="attn_implementation of the model, such as sdpa or eager")
-    parser.add_argument("--layers", type=int, help="as if the model had so many layers (num_hidden_layers)")
     parser.add_argument("--figure", help="draw the timelines to this file")
-    parser.add_argument("--json", action="store_true", help="print JSON: the peaks, and the schedule")
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
@@ -59,30 +57,15 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         InfeasibleBudgetError: If no schedule fits the budget; it names a budget that can be met.
         ImportError: If transformers, or for a figure matplotlib, is not installed.
     """
-    name = checked(options.model)
-    refuse_below_one(options)
+    name = checked_model(options)
     strategy, budget = options.strategy, Budget.of(options.budget)
     get_strategy(strategy)
     config = None if options.ratio is None else RMMConfig(ratio=options.ratio)
     if options.figure:
-        _refuse_figure(Path(options.figure))
-    # after all that can be refused without it: it takes seconds to load
-    hf_models = importlib.import_module("rmm_linear.integrations.hf_models")
+        refuse_figure(Path(options.figure))
+    models = hf_models()
     with quiet_transformers():
-        return _run(options, name, strategy, budget, config, hf_models), 0
-
-
-def _refuse_figure(path: Path) -> None:
-    """Refuse what can't be drawn to, before the minutes that a plan may take."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ImportError("a figure needs matplotlib: pip install rmm-linear[report]") from error
-    if not path.parent.is_dir():
-        raise ValueError(f"--figure {path}: there is no folder {str(path.parent)!r}")
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ValueError(f"--figure {path}: choose a name that ends in one of {', '.join(sorted(known))}")
+        return _run(options, name, strategy, budget, config, models), 0
 
 
 def _run(
@@ -91,14 +74,10 @@ def _run(
     strategy: str,
     budget: Budget,
     config: RMMConfig | None,
-    hf_models: ModuleType,
+    models: ModuleType,
 ) -> str:
-    changes: dict[str, Any] = {"attn_implementation": options.attention} if options.attention else {}
-    # weights without contents: planning needs the shapes alone
-    model = hf_models.build_model(name, device="meta", dtype=DTYPES[options.dtype], layers=options.layers, **changes)
-    batch = hf_models.random_batch(model, batch=options.batch, length=options.seq)
-    if getattr(model.config, "use_cache", False):
-        model.config.use_cache = False
+    model = planning_model(options, name)
+    batch = models.random_batch(model, batch=options.batch, length=options.seq)
     captured = capture(model, (), batch)
     exact = graph = captured.graph
     if config is not None:
@@ -133,8 +112,7 @@ def _run(
             "schedule": plan.schedule.to_dict(),
         }
         return json.dumps(found)
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
-    heading = f"{options.model}, {options.dtype}, {shapes}; weights and the batch are not counted"
+    heading = planning_heading(options, batch)
     if options.ratio is not None:
         heading += (
             f"\nexact layers: peak {readable(plain_bytes)}; layers sketched at {options.ratio:g}:"

@@ -1,19 +1,17 @@
 """`rmm-linear profile MODEL`: what a model would keep for its backward pass: exact, converted, checkpointed."""
 
 import argparse
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rmm_linear.byte_sizes import unit_for
 from rmm_linear.cli.fused_attention import fused_attention
-from rmm_linear.cli.model_names import checked
+from rmm_linear.cli.model_options import add_model_options, build_model, checked_model, hf_models, shapes_of
 from rmm_linear.cli.quiet import quiet_transformers
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import summary
@@ -22,7 +20,6 @@ from rmm_linear.names import pattern
 from rmm_linear.sketches import STORAGES, available_sketches
 
 HELP = "show what a model keeps for its backward pass, and what sketches would leave of it"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RATIOS = (0.5, 0.2, 0.1)
 
 
@@ -36,20 +33,14 @@ class Column:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command's options."""
-    parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
-    parser.add_argument("--batch", type=int, default=8, help="sequences, or images (default: 8)")
-    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: 128)")
+    add_model_options(parser)
     default = ",".join(f"{ratio:g}" for ratio in _RATIOS)
     parser.add_argument("--ratio", default=default, help=f"ratios to compare, with commas (default: {default})")
     parser.add_argument("--sketch", choices=available_sketches(), default=RMMConfig.sketch, help="(default: hadamard)")
     parser.add_argument("--storage", choices=STORAGES, help="hold what is kept in fewer bits")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the model (default: float32)")
-    parser.add_argument("--attention", help="attn_implementation of the model, such as sdpa or eager")
-    parser.add_argument("--layers", type=int, help="as if the model had so many layers (num_hidden_layers)")
     parser.add_argument(
         "--meta", action="store_true", help="compute shapes alone: takes no memory, whatever the model's size"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
@@ -59,8 +50,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         ValueError: If the model or an option is not usable.
         ImportError: If transformers is not installed.
     """
-    name = checked(options.model)
-    refuse_below_one(options)
+    name = checked_model(options)
     try:
         ratios = [float(ratio) for ratio in options.ratio.split(",")]
     except ValueError:
@@ -68,17 +58,15 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             f"--ratio {options.ratio} is no list of numbers; pass them with commas, such as 0.5,0.1"
         ) from None
     configs = [RMMConfig(ratio=ratio, sketch=options.sketch, storage=options.storage) for ratio in ratios]
-    # after all that can be refused without it: it takes seconds to load
-    hf_models = importlib.import_module("rmm_linear.integrations.hf_models")
+    models = hf_models()
     with quiet_transformers(), fused_attention():
-        return _run(options, name, configs, hf_models), 0
+        return _run(options, name, configs, models), 0
 
 
-def _run(options: argparse.Namespace, name: str, configs: list[RMMConfig], hf_models: ModuleType) -> str:
-    changes = {"attn_implementation": options.attention} if options.attention else {}
+def _run(options: argparse.Namespace, name: str, configs: list[RMMConfig], models: ModuleType) -> str:
     device = "meta" if options.meta else "cpu"
-    model = hf_models.build_model(name, device=device, dtype=DTYPES[options.dtype], layers=options.layers, **changes)
-    batch = hf_models.random_batch(model, batch=options.batch, length=options.seq, device=device)
+    model = build_model(options, name, device=device)
+    batch = models.random_batch(model, batch=options.batch, length=options.seq, device=device)
     try:
         report = profile(model, **batch)
         columns = compare(model, batch, report, configs)
@@ -98,8 +86,7 @@ def _run(options: argparse.Namespace, name: str, configs: list[RMMConfig], hf_mo
             "report": report.to_dict(),
         }
         return json.dumps(found)
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
-    notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes}"]
+    notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes_of(batch)}"]
     if options.meta:
         notes.append(
             "shapes alone: attention is estimated as a GPU's fused kernel, which keeps no scores (--attention eager"
@@ -113,18 +100,6 @@ def _run(options: argparse.Namespace, name: str, configs: list[RMMConfig], hf_mo
     others = {(pattern(name), reason) for name, reason in summary(model).others.items()}
     notes += [f"never sketched: {name}: {reason}" for name, reason in sorted(others)]
     return "\n\n".join(["\n".join(notes), str(report), table(columns)])
-
-
-def refuse_below_one(options: argparse.Namespace) -> None:
-    """Refuse numbers of sequences, tokens and layers below 1.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    for name in ("batch", "seq", "layers"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is below 1")
 
 
 def _is_unfused(report: MemoryReport) -> bool:

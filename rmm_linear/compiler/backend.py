@@ -446,11 +446,13 @@ class PlannedGraph:
         try:
             return plan_graph(graph, self._group.share_of(self, plain_bytes), options.strategy)
         except InfeasibleBudgetError as error:
-            if len(self._group.graphs) == 1:
+            # a frame that is compiled again, as for other shapes, has several
+            count = len({graph.frame for graph in self._group.graphs})
+            if count == 1:
                 raise
             # small graphs have little to compute again
             warnings.warn(
-                f"one of the model's {len(self._group.graphs)} graphs takes {error.least_bytes} bytes at the least, and"
+                f"one of the model's {count} graphs takes {error.least_bytes} bytes at the least, and"
                 f" its part of budget={options.budget!r} is {error.budget_bytes}: it is planned for the least",
                 stacklevel=2,
             )

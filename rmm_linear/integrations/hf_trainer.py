@@ -6,6 +6,7 @@ Like all of this folder it imports transformers.
 """
 
 import contextlib
+import copy
 import json
 import math
 import sys
@@ -29,6 +30,8 @@ from rmm_linear.checkpointing.planned import PlannedStep, is_planned, refuse_pla
 from rmm_linear.compiler.backend import Options
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.fitting import Fit, checked_noise, fit
 from rmm_linear.memory import MeasuredSaving
 from rmm_linear.variance import AdaptiveRatios, VarianceMonitor
 from rmm_linear.variance.probe import is_compiled
@@ -53,6 +56,7 @@ _CLIP_EVERY = 10
 # Clipping leaves a norm of max_norm * norm / (norm + 1e-6), rounded in the gradients' dtype.
 _CLIPPED = 1 - 1e-2
 _MEASURE_STEPS = 16
+_NOISE_LIMIT = 0.01
 # A log that has one of these is about training: a step's, or the run's at its end.
 _TRAINING_LOGS = {"loss", "train_loss"}
 # Part of the promised saving below which the callback warns.
@@ -93,6 +97,11 @@ class RMMCallback(TrainerCallback):
     `torch.compile(backend="rmm_linear", options=...)` does, a name that `TrainingArguments(torch_compile_backend=...)`
     refuses. It lasts from the beginning of the training to its end; where steps run as written, a warning tells why.
 
+    With `fit`, the model is fitted (`rmm_linear.fit`) to the first batch that it is trained on, with the loss that the
+    trainer computes, and the first line of the plan is printed. Batches of other shapes get plans of as many bytes; a
+    batch that has none is fitted in its turn. A resumed run is fitted anew. Processes that train together (DDP) are
+    refused: fit in a process of its own, and pass its `options` on as `compile` to all of them.
+
     Example:
         >>> from rmm_linear import RMMCallback
         >>> callback = RMMCallback(ratio=0.5, monitor=True, exclude_modules=["attention.output.dense"])
@@ -101,7 +110,7 @@ class RMMCallback(TrainerCallback):
 
     Args:
         ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given; with `compile`,
-            and nothing that is about sketches, all layers stay exact.
+            and nothing that is about sketches, all layers stay exact, as with `fit`.
         config: How to sketch.
         monitor: Whether to watch the noise: steps from one sample of a layer to the next, or True for 50.
         budget: Bytes that the sketched layers may keep of one (micro-)batch, "auto" for what they keep at the
@@ -110,6 +119,11 @@ class RMMCallback(TrainerCallback):
         recheck_steps: Steps after which the ratios are checked again.
         compile: Options of the backend (`rmm_linear.compiler.backend.Options`): `budget`, `strategy`, `executor` and so
             on. None for steps without a plan.
+        fit: The byte budget of a step, as `rmm_linear.fit` takes it: bytes, "8GiB", or "60%" of the exact step's peak;
+            None for no plan.
+        noise: With `fit`: most that the variance of a gradient over the step's draws may be of the minibatch's; 0 or
+            None for exact gradients.
+        executor: With `fit`: "inductor" compiles the step; "exact" runs it op by op.
         sample: A batch as the trainer's data collator makes it: layers of which a sketch frees nothing are left exact
             (see `convert_linears`). It runs on the model's device, in the precision and with the checkpoints of the
             trainer's arguments.
@@ -122,11 +136,12 @@ class RMMCallback(TrainerCallback):
         monitor: The `VarianceMonitor` of the last training run, or None.
         ratios: The `AdaptiveRatios` of the last training run, or None.
         planned: What ran the last training run by plan (its `plans` and `planned_runs` tell about it), or None.
+        fitted: What `fit` chose in the last training run (print it), or None.
 
     Raises:
-        ValueError: If both `ratio` and `config` are given, or a value is bad; when training begins, if `monitor`,
-            `budget` or `noise_target` is asked for under `torch.compile` or `DataParallel`, or of a planned model, or
-            `compile` under one of these.
+        ValueError: If both `ratio` and `config` are given, or `fit` and an option of another way to save memory, or a
+            value is bad; when training begins, if `monitor`, `budget` or `noise_target` is asked for under
+            `torch.compile` or `DataParallel`, or of a planned model, or `compile` or `fit` under one of these.
     """
 
     def __init__(
@@ -139,11 +154,26 @@ class RMMCallback(TrainerCallback):
         noise_target: float | None = None,
         recheck_steps: int = 500,
         compile: Mapping[str, Any] | None = None,
+        fit: int | float | str | None = None,
+        noise: float | None = _NOISE_LIMIT,
+        executor: str = Options.executor,
         sample: object = None,
         **convert_kwargs: Any,
     ) -> None:
+        self._fit_options: dict[str, Any] | None = None
+        if fit is not None:
+            others = {"ratio": ratio, "config": config, "monitor": monitor or None, "budget": budget, "sample": sample}
+            others |= {"noise_target": noise_target, "compile": compile, **convert_kwargs}
+            if given := [name for name, value in others.items() if value is not None]:
+                raise ValueError(f"fit chooses by itself how steps run: leave out {', '.join(given)}, or leave out fit")
+            # for their checks
+            Options(budget=fit, executor=executor)
+            self._fit_options = {"budget": fit, "noise": checked_noise(noise or 0), "executor": executor}
+        elif (noise, executor) != (_NOISE_LIMIT, Options.executor):
+            raise ValueError('noise and executor belong to fit: pass fit="8GiB", or leave them out')
         self._options = None if compile is None else Options.of(compile)
-        self._sketches = self._options is None or any((ratio is not None, config is not None, convert_kwargs))
+        self._sketches = any((ratio is not None, config is not None, convert_kwargs))
+        self._sketches |= self._options is None and fit is None
         if ratio is not None and config is not None:
             raise ValueError(f"both ratio={ratio!r} and config are given; pass config=config.replace(ratio={ratio!r})")
         if ratio is not None:
@@ -176,6 +206,9 @@ class RMMCallback(TrainerCallback):
         self.monitor: VarianceMonitor | None = None
         self.ratios: AdaptiveRatios | None = None
         self.planned: PlannedStep | None = None
+        self.fitted: Fit | None = None
+        # gives the trainer's own loss back to it
+        self._undo = contextlib.ExitStack()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model before the optimizer is made and before anything wraps it."""
@@ -191,6 +224,9 @@ class RMMCallback(TrainerCallback):
         self.kept_bytes = self.exact_bytes = self.promised_bytes = None
         if self._options is not None:
             self._plan(model, args, self._options)
+            return
+        if self._fit_options is not None:
+            self._fit_when_trained(model, args, self._fit_options)
             return
         is_in_plan = is_planned(model)
         is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1 or is_in_plan
@@ -243,10 +279,11 @@ class RMMCallback(TrainerCallback):
     ) -> None:
         """Leave no hook and no plan behind on the model."""
         self._stop_measuring()
-        if self.planned is None:
+        self._undo.close()
+        if self.planned is None and self._fit_options is None:
             return
         remove_checkpointing(kwargs["model"])
-        if not self.planned.planned_runs and self.planned.reason is None:
+        if self.planned is None or (not self.planned.planned_runs and self.planned.reason is None):
             warnings.warn(
                 "no training step ran by plan: something calls the model's forward method in place of the model",
                 UserWarning,
@@ -318,17 +355,61 @@ class RMMCallback(TrainerCallback):
 
     def _plan(self, model: nn.Module, args: TrainingArguments, options: Options) -> None:
         """Let the model's calls run by plan."""
-        if args.torch_compile or args.n_gpu > 1:
-            raise ValueError(
-                "compile plans the model's calls, which torch_compile=True compiles in another way, and DataParallel"
-                " makes from copies: leave out one of them, or train with one process a device"
-            )
+        _refuse_compiled("compile", args)
         if self.planned is not None and model._compiled_call_impl is self.planned:
             # the training before failed on its way
             return
         refuse_planned(model)
         self.planned = PlannedStep(model._call_impl, model, options, fullgraph=False)
         model._compiled_call_impl = self.planned
+
+    def _fit_when_trained(self, model: nn.Module, args: TrainingArguments, options: Mapping[str, Any]) -> None:
+        """Let the trainer's first loss plan the model's calls, and later ones whose batch has no plan."""
+        _refuse_compiled("fit", args)
+        if args.world_size > 1:
+            raise ValueError(
+                f"fit plans for one process, and {args.world_size} train together: call rmm_linear.fit(model, batch,"
+                " ...) in a process of its own, and pass its `options` to all of them: RMMCallback(compile=options)"
+            )
+        trainer = _trainer_of(self)
+        if trainer is None:
+            raise ValueError("fit needs a Trainer, whose batches it sees; elsewhere call rmm_linear.fit(model, batch)")
+        if self.planned is not None and model._compiled_call_impl is self.planned:
+            # the training before failed on its way
+            return
+        self._undo.close()
+        refuse_planned(model)
+        self.planned = self.fitted = None
+        loss_of: Any = trainer.compute_loss
+
+        def fit_to(inputs: Any, **keywords: Any) -> None:
+            keywords.pop("return_outputs", None)
+
+            def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+                # which takes the labels out
+                return loss_of(model, dict(batch), **keywords)
+
+            remove_checkpointing(model)
+            self.fitted = fit(model, inputs, loss_fn=loss_fn, **options)
+            self.planned = self.fitted.step
+            print(f"fit: {str(self.fitted).partition(chr(10))[0]}")
+
+        def compute_loss(called: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not model.training:
+                return loss_of(called, inputs, *arguments, **keywords)
+            if self.fitted is None:
+                fit_to(inputs, **keywords)
+            try:
+                return loss_of(called, copy.copy(inputs), *arguments, **keywords)
+            except InfeasibleBudgetError:
+                fit_to(inputs, **keywords)
+                return loss_of(called, inputs, *arguments, **keywords)
+
+        attributes = vars(trainer)
+        restored = {"compute_loss": attributes["compute_loss"]} if "compute_loss" in attributes else {}
+        attributes["compute_loss"] = compute_loss
+        self._undo.callback(attributes.update, restored)
+        self._undo.callback(attributes.pop, "compute_loss")
 
     def _convert(self, model: nn.Module, args: TrainingArguments) -> None:
         if not self._sketches or (self._converted is not None and self._converted() is model):
@@ -375,6 +456,14 @@ class RMMCallback(TrainerCallback):
             + ". Leave such layers exact (exclude_modules), or lower the ratio",
             UserWarning,
             stacklevel=2,
+        )
+
+
+def _refuse_compiled(option: str, args: TrainingArguments) -> None:
+    if args.torch_compile or args.n_gpu > 1:
+        raise ValueError(
+            f"{option} plans the model's calls, which torch_compile=True compiles in another way, and DataParallel"
+            " makes from copies: leave out one of them, or train with one process a device"
         )
 
 

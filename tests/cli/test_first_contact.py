@@ -78,6 +78,12 @@ def test_names_on_the_hub_stay_as_they_are(name):
         ("plan gpt2 --strategy magic", "strategy='magic' is unknown"),
         ("plan gpt2 --batch 0", "--batch 0 is below 1"),
         ("plan gpt2 --ratio 7", "ratio=7.0 is not in"),
+        ("fit ./none --budget 1GiB", "there is no file or folder"),
+        ("fit gpt2 --budget much", "budget='much' is no budget"),
+        ("fit gpt2 --budget 1GiB --noise -1", "noise=-1.0 is no share"),
+        ("fit gpt2 --budget 1GiB --batch 0", "--batch 0 is below 1"),
+        ("fit gpt2 --budget 60% --batch max", "pass a budget in bytes, such as 8GiB"),
+        ("fit gpt2 --budget 1GiB --figure fit.what", "choose a name that ends in one of"),
         ("plan gpt2 --figure nowhere/plan.png", "there is no folder"),
         ("plan gpt2 --figure plan.what", "choose a name that ends in one of"),
     ],
@@ -110,7 +116,12 @@ def test_a_hub_that_cannot_be_reached_is_told_soon(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [["profile", "--batch", "2", "--seq", "32"], ["plan", "--strategy", "chen2016_sqrt", "--budget", "100%"]]
+    "command",
+    [
+        ["profile", "--batch", "2", "--seq", "32"],
+        ["plan", "--strategy", "chen2016_sqrt", "--budget", "100%"],
+        ["fit", "--budget", "100%"],
+    ],
 )
 def test_a_screen_holds_nothing_but_the_answer(command, folder, capfd, monkeypatch):
     from rmm_linear.integrations import hf_models

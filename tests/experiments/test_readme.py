@@ -54,7 +54,7 @@ def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
         exec(compile(block, "README.md", "exec"), names)
         if "(model" in block:
             sketched = any(isinstance(module, RMMLinear) for module in model.modules())
-            converts = "convert_linears(model" in block or "RMMCallback(" in block
+            converts = "convert_linears(model" in block or "RMMCallback(ratio" in block
             assert sketched == (converts and "revert_linears(model)" not in block)
 
 

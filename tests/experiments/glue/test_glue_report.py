@@ -205,11 +205,29 @@ def test_the_sentence_says_what_is_worse_in_bytes_time_and_noise(
     monkeypatch.setitem(TRUTH, "hadamard-0.1-centered", (0.03, 0.4, 0.8))
     noises = {"gaussian-0.1": 2.0, "hadamard-0.1-centered": noise, "hadamard-0.5-centered": 0.5}
     for result in _fake_results(tmp_path):
-        variances = {"step_variance": noises.get(_label(result), 0.0), "minibatch_variance": 1.0}
+        variances = {
+            "step_variance": noises.get(_label(result), 0.0),
+            "minibatch_variance": 1.0,
+            "gradient_squared": 1.0,
+        }
         _edited(tmp_path, result["name"], lambda r, variances=variances: r.update(gradient_noise=variances))  # type: ignore[misc]
     # hadamard at 0.5 and exact gradients have less noise, and checkpointing keeps less
     words = "centered hadamard at 0.1 beat gaussian at 0.1" if is_beaten else "no method beat another"
     assert beaten_methods(compare(tmp_path)) == f"demo: in kept bytes and step time, at no more noise, {words}."
+
+
+def test_rounding_is_no_noise(tmp_path: Path) -> None:
+    noises = {"exact": 0.0, "gaussian-0.1": 2e-14, "hadamard-0.1-centered": 2e-5}
+    for result in _fake_results(tmp_path):
+        variances = {
+            "step_variance": noises.get(_label(result), 0.0),
+            "minibatch_variance": 1.0,
+            "gradient_squared": 1.0,
+        }
+        _edited(tmp_path, result["name"], lambda r, variances=variances: r.update(gradient_noise=variances))  # type: ignore[misc]
+    found = {row.label: row.noise for row in compare(tmp_path).rows}
+    assert found["gaussian-0.1"] == 0.0
+    assert found["hadamard-0.1-centered"] == pytest.approx(2e-5)
 
 
 def test_the_report_ends_with_table_figure_and_sentence_and_lists_the_runs(

@@ -223,6 +223,13 @@ def test_a_compiled_run_measures_and_trains_by_one_plan(tmp_path: Path, monkeypa
     assert coded["kept_bytes"]["model"] < 0.5 * coded["kept_bytes"]["exact_model"]
     assert coded["gradient_noise"]["step_variance"] > exact["gradient_noise"]["step_variance"] == 0.0
     assert coded["steps"]["loss"] == pytest.approx(exact["steps"]["loss"], rel=0.05)
+    fitted = execute(RunSettings(method="fit", budget="100%", **knobs), tmp_path)
+    # the same, by what the first batch of all was fitted with
+    assert [len(callback.planned.plans) for callback in made] == [1, 1]
+    assert made[1].planned.planned_runs == 8 + 16 + 1
+    assert fitted["fitted"]["chosen"] == "exact"
+    assert fitted["steps"]["loss"] == pytest.approx(exact["steps"]["loss"], rel=1e-4)
+    assert "Fit chose, with noise of at most 1 %: exact (measured peak " in write_report(tmp_path)
 
 
 @pytest.mark.usefixtures("tiny_demo")
@@ -325,7 +332,7 @@ def test_a_grid_runs_the_missing_ones_and_ends_with_the_report(
 ) -> None:
     content = json.loads((CONFIG_FOLDER / "demo.json").read_text())
     # which are compiled for half a minute each
-    content["methods"] = [each for each in content["methods"] if each["method"] not in ("budget", "codes")]
+    content["methods"] = [each for each in content["methods"] if each["method"] not in ("budget", "fit")]
     config, results = tmp_path / "eager.json", tmp_path / "results"
     config.write_text(json.dumps(content))
     grid = ["--grid", "--config", str(config), "--results", str(results)]

@@ -1,0 +1,163 @@
+"""`RMMCallback(fit=...)`: the model is fitted to the trainer's first batch, and trains as it would have."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tiny_trainer import make_data, make_model, make_trainer
+from transformers import BertConfig, BertForSequenceClassification
+
+from rmm_linear import RMMCallback, RMMConfig
+from rmm_linear.checkpointing.planned import is_planned
+from rmm_linear.errors import InfeasibleBudgetError
+
+# Plans of the whole peak are found at once, and have eager mode's bits.
+WHOLE = {"fit": "100%", "noise": 0, "executor": "exact"}
+
+
+def bert():
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
+        max_position_embeddings=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        problem_type="single_label_classification",
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def trained(folder, *callbacks, resume=None, examples=48, model=None, **changes):
+    trainer = make_trainer(folder, *callbacks, model=make_model() if model is None else model, **changes)
+    trainer.train_dataset = make_data(examples)
+    trainer.train(resume_from_checkpoint=resume)
+    assert not is_planned(trainer.model)
+    assert "compute_loss" not in vars(trainer)
+    return trainer
+
+
+def assert_same_training(first, second):
+    for expected, found in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bf16": True},
+        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_exact_plans_train_the_same_weights_also_with_a_last_smaller_batch(tmp_path, options, capsys):
+    callback = RMMCallback(**WHOLE)
+    # batches of 8, 8, 8 and 4
+    plain, planned = (trained(tmp_path, *each, examples=28, **options) for each in ((), (callback,)))
+    assert_same_training(plain, planned)
+    assert callback.planned.planned_runs == 4 * options.get("gradient_accumulation_steps", 1)
+    assert callback.fitted.chosen.name == "exact"
+    assert "fit: exact: peak" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_fitted_anew_and_ends_with_the_same_weights(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    plain = trained(tmp_path, **options)
+    callback = RMMCallback(**WHOLE)
+    assert_same_training(plain, trained(tmp_path, callback, resume=str(tmp_path / "checkpoint-2"), **options))
+    assert callback.planned.planned_runs == 2
+
+
+def test_the_noise_is_measured_on_the_first_batch_with_the_loss_of_the_trainer(tmp_path):
+    losses = []
+
+    def loss_of(outputs, labels, num_items_in_batch):
+        losses.append(len(labels))
+        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    callback = RMMCallback(fit="100%", noise=0.5, executor="exact")
+    trainer = make_trainer(tmp_path, callback, model=bert(), per_device_train_batch_size=64, max_steps=2)
+    trainer.train_dataset, trainer.compute_loss_func = make_data(128), loss_of
+    trainer.train()
+    assert callback.fitted.chosen.name == "sketches"
+    assert 0 < callback.fitted.chosen.noise_ratio < 0.5
+    # eight parts twice, and two steps
+    assert losses == [8] * 16 + [64] * 2
+    assert callback.planned.planned_runs == 2
+
+
+def test_a_later_batch_that_has_no_plan_is_fitted_in_its_turn(tmp_path, capsys):
+    callback = RMMCallback(**WHOLE)
+    rows = make_data(16)
+    short = [{name: value[:8] if name != "labels" else value for name, value in row.items()} for row in rows[:8]]
+    plain, planned = (
+        make_trainer(tmp_path, *each, model=make_model(), max_steps=2, train_sampling_strategy="sequential")
+        for each in ((), (callback,))
+    )
+    for trainer in (plain, planned):
+        trainer.train_dataset = short + rows[8:]
+        trainer.train()
+    assert_same_training(plain, planned)
+    assert capsys.readouterr().out.count("fit: exact: peak") == 2
+
+
+@pytest.mark.slow
+def test_after_a_training_that_failed_the_next_one_runs_by_its_plan(tmp_path, capsys):
+    class Failing(RMMCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and self.fails:
+                raise RuntimeError("the disk is full")
+
+    callback = Failing(**WHOLE)
+    callback.fails = True
+    trainer = make_trainer(tmp_path, callback, model=make_model())
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        trainer.train()
+    assert is_planned(trainer.model)
+    callback.fails = False
+    trainer.train()
+    assert callback.planned.planned_runs == 2 + 4
+    assert capsys.readouterr().out.count("fit: exact: peak") == 1
+    assert not is_planned(trainer.model)
+    assert "compute_loss" not in vars(trainer)
+
+
+def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path):
+    callback = RMMCallback(fit="1%", noise=None, executor="exact")
+    trainer = make_trainer(tmp_path, callback, model=make_model())
+    with pytest.raises(InfeasibleBudgetError, match="fit found no schedule within 1%"):
+        trainer.train()
+    assert not is_planned(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 0.5}, "leave out ratio, or leave out fit"),
+        ({"config": RMMConfig(), "budget": "auto"}, "leave out config, budget, or"),
+        ({"compile": {"bits": 8}, "noise_target": 0.1}, "leave out noise_target, compile, or"),
+        ({"monitor": True, "target_modules": ["query"]}, "leave out monitor, target_modules, or"),
+        ({"fit": "7 apples"}, "is no budget"),
+        ({"noise": -1}, "noise=-1 is no share"),
+        ({"executor": "fast"}, "executor='fast' is unknown"),
+        ({"fit": None}, "noise and executor belong to fit"),
+    ],
+)
+def test_options_that_contradict_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RMMCallback(**{**WHOLE, **options})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"torch_compile": True}, "fit plans the model's calls, which torch_compile=True compiles in another way"),
+        ({"world_size": 2}, "fit plans for one process, and 2 train together: .*RMMCallback.compile=options"),
+    ],
+)
+def test_what_fit_cannot_plan_is_refused_when_training_begins(tmp_path, arguments, message, monkeypatch):
+    for name in set(arguments) & {"world_size"}:
+        monkeypatch.setattr("transformers.TrainingArguments.world_size", arguments.pop(name))
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, RMMCallback(**WHOLE), model=make_model(), **arguments).train()
