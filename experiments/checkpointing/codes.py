@@ -1,10 +1,10 @@
 """Measure backward passes that read codes: `python -m experiments.checkpointing.codes`.
 
 Each way of running a model's step has a copy of the model: eager mode, checkpointing in each block, torch.compile,
-both together, and the backend with 8 bits, with 4 bits for activations and 8 for all else, with 4 bits, and with a
-budget for the peak. Their bytes and gradients are taken first, then their steps are timed by turns. With `--noise` the
-gradients of real minibatches are compared: what codes add to them, as a share of how much minibatches differ. With
-`--device cuda` models are larger, and their steps run under autocast to bfloat16.
+both together, and the backend with 8 bits, with 4 bits for activations and 8 for all else, with 4 bits, with a budget
+for the peak, and as `fit` chooses for a budget. Their bytes and gradients are taken first, then steps are timed by
+turns. With `--noise` the gradients of real minibatches are compared: what codes add to them, as a share of how much
+minibatches differ. With `--device cuda` models are larger, and their steps run under autocast to bfloat16.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from experiments.glue import provenance, settings
 from experiments.glue.command_line import Parser, exit_status
 from experiments.glue.tasks import TASKS, load_task
+from rmm_linear import fit
 from rmm_linear.compiler import plans
 from rmm_linear.compiler.torch_private import dynamo_options
 from rmm_linear.errors import InfeasibleBudgetError
@@ -45,7 +46,8 @@ PLANNED: dict[str, dict[str, Any]] = {way: {"bits": bits} for way, bits in BITS.
     "budget 35%": {"budget": "35%"},
     "8 bits, budget 75%": {"bits": 8, "budget": "75%"},
 }
-WAYS = (EAGER, BLOCKS, COMPILED, BOTH, *PLANNED)
+FITTED = {"fit 60%": "60%", "fit 40%": "40%"}
+WAYS = (EAGER, BLOCKS, COMPILED, BOTH, *PLANNED, *FITTED)
 _WIDTH, _HEADS, _WORDS = 768, 12, 1000
 _DRAWS = 8
 _CPU = torch.device("cpu")
@@ -111,10 +113,58 @@ def _llama(layers: int, length: int) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+def _vit(layers: int, length: int) -> nn.Module:
+    config = transformers.ViTConfig(
+        num_hidden_layers=layers,
+        hidden_size=_WIDTH,
+        num_attention_heads=_HEADS,
+        intermediate_size=4 * _WIDTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def _t5(layers: int, length: int) -> nn.Module:
+    config = transformers.T5Config(
+        num_layers=layers,
+        d_model=_WIDTH,
+        d_kv=_WIDTH // _HEADS,
+        num_heads=_HEADS,
+        d_ff=4 * _WIDTH,
+        vocab_size=_WORDS,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _modernbert(layers: int, length: int) -> nn.Module:
+    config = transformers.ModernBertConfig(
+        num_hidden_layers=layers,
+        hidden_size=_WIDTH,
+        num_attention_heads=_HEADS,
+        intermediate_size=1152,
+        vocab_size=_WORDS,
+        max_position_embeddings=length,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        problem_type="single_label_classification",
+    )
+    return transformers.ModernBertForSequenceClassification(config)
+
+
 CASES = {
     "roberta": Case(_roberta, 12),
     "gpt2": Case(_gpt2, 4),
     "llama": Case(_llama, 4),
+    "vit": Case(_vit, 4),
+    "t5": Case(_t5, 2),
+    "modernbert": Case(_modernbert, 4),
 }
 GPU_CASES = {
     "roberta": Case(_roberta, 12, 32, 512),
@@ -140,7 +190,9 @@ def rows_of(
     model = case.make(case.layers, case.length).train().to(device)
     words = torch.randint(4, _WORDS, (case.batch, case.length), device=device)
     batch = {"input_ids": words, "labels": words}
-    if name == "roberta":
+    if name == "vit":
+        batch = {"pixel_values": torch.randn(case.batch, 3, 224, 224, device=device), "labels": words[:, 0] % 2}
+    if name in ("roberta", "modernbert"):
         lengths = torch.randint(case.length // 2, case.length + 1, (case.batch, 1), device=device)
         mask = (torch.arange(case.length, device=device) < lengths).long()
         batch |= {"attention_mask": mask, "labels": torch.randint(0, 2, (case.batch,), device=device)}
@@ -155,6 +207,9 @@ def rows_of(
             run = torch.compile(own)
         elif way in PLANNED:
             run = torch.compile(own, backend="rmm_linear", options=PLANNED[way])
+        elif way in FITTED:
+            with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+                print(fit(own, batch, FITTED[way]), flush=True)
 
         def step(own: nn.Module = own, run: Callable[..., Any] = run) -> None:
             own.zero_grad(set_to_none=True)
@@ -176,10 +231,10 @@ def rows_of(
         if way == EAGER:
             exact = [each.grad.clone() for each in own.parameters() if each.grad is not None]
             row["saved_bytes"] = _saved_bytes(own, step)
-        elif way in PLANNED:
-            (plan,) = plans(own)
+        plan = next(iter(plans(own)), None)
+        if plan is not None:
             row["saved_bytes"] = plan.planned.forward_bytes
-        row |= _errors(own, step, exact, _DRAWS if "bits" in PLANNED.get(way, ()) else 1)
+        row |= _errors(own, step, exact, _DRAWS if plan is not None and plan.coding.coded else 1)
         own.zero_grad(set_to_none=True)
         gradient_bytes = sum(each.nbytes for each in exact)
         row["peak_bytes"] = _gpu_peak(step, device) if on_gpu else allocator_peaks(step)[0]
