@@ -86,8 +86,8 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     told = (
         f"Peak and time are of a whole step, over eager mode's: {step}, {machine}; with codes a RoBERTa of"
         f" {first['layers']} layers of 768, batch {first['batch']} x {first['length']}, whose noise is the variance of"
-        f" the whole gradient over its square, {machine_of_codes}; with `fit` the model of `make glue`, for which it chose"
-        f" {fit['fitted']['chosen']}, peak over that of the exact captured step."
+        f" the whole gradient over its square, {machine_of_codes}; with `fit` the model of `make glue`, for which it"
+        f" chose {fit['fitted']['chosen']}, peak over that of the exact captured step."
         f' "Keeps" is of what {KEPT}'
         f" ({KEPT_WITH_LORA} with LoRA) keeps for its backward pass. A sketch's time is a 4096 x 768 -> 3072 layer's"
         " over `nn.Linear`'s, its noise the variance of a layer's weight gradient over its square, on MRPC, mean of 36"
