@@ -30,7 +30,7 @@ _PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
 _CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
 
-def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmarks: Path) -> str:
+def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmarks: Path, fitted: Path) -> str:
     """Return a table of what each tool takes and saves, and how it was measured."""
     rows = [row for row in read_compiled_rows(checkpointing / ROWS_FILE) if row["model"] == STEP]
     eager = next(row for row in rows if (row["method"], row["setting"]) == (EAGER, ""))
@@ -44,6 +44,13 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
         ("(in their place)", "the same under `torch.compile`", blocks[COMPILED]),
     ]
     lines = ["| you want | call | memory | time | noise |", "|---|---|---|---|---|"]
+    fit = json.loads(fitted.read_text())
+    share = fit["fitted"]["peak_bytes"] / fit["fitted"]["exact_peak_bytes"]
+    noise_of_fit = fit["gradient_noise"]["step_variance"] / fit["gradient_noise"]["gradient_squared"]
+    lines.append(
+        f'| it to fit, by what is fastest | `fit(model, batch, budget="{fit["config"]["budget"]}")`'
+        f" | peak {100 * share:.0f} % | - | {noise_of_fit:.1g} |"
+    )
     for want, call, row in steps:
         peak, took = row["peak_bytes"] / eager["peak_bytes"], row["step_s"] / eager["step_s"]
         lines.append(f"| {want} | {call} | peak {100 * peak:.0f} % | {took:.2f} | none |")
@@ -79,7 +86,9 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     told = (
         f"Peak and time are of a whole step, over eager mode's: {step}, {machine}; with codes a RoBERTa of"
         f" {first['layers']} layers of 768, batch {first['batch']} x {first['length']}, whose noise is the variance of"
-        f' the whole gradient over its square, {machine_of_codes}. "Keeps" is of what {KEPT}'
+        f" the whole gradient over its square, {machine_of_codes}; with `fit` the model of `make glue`, for which it"
+        f" chose {fit['fitted']['chosen']}, peak over that of the exact captured step."
+        f' "Keeps" is of what {KEPT}'
         f" ({KEPT_WITH_LORA} with LoRA) keeps for its backward pass. A sketch's time is a 4096 x 768 -> 3072 layer's"
         " over `nn.Linear`'s, its noise the variance of a layer's weight gradient over its square, on MRPC, mean of 36"
         " layers. All are measured; [docs/results.md](docs/results.md) has more."

@@ -301,11 +301,8 @@ def fit(
         text = refusal(asked, plain.peak_bytes, least_bytes, "fit")
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
     # without contents nothing can be measured: any noise will do
-    chosen = _quiet_enough(
-        candidates,
-        math.inf if _is_without_contents(model) else limit,
-        lambda each: _measured(model, sample, each, loss_fn),
-    )
+    most = math.inf if _is_without_contents(model) else limit
+    chosen = _quiet_enough(candidates, most, lambda each: _measured(model, sample, each, loss_fn))
     if chosen is None:
         # the exact step has no noise: it does not fit
         assert budget_bytes is not None
@@ -480,9 +477,7 @@ def _measured(
 ) -> StepNoise:
     """Measure a candidate's noise on parts of the sample, op by op."""
     if _is_without_contents(model):
-        raise _NotMeasurableError(
-            "the noise is not measured: the weights have no contents (they are on the meta device)"
-        )
+        raise _NotMeasurableError("the noise can't be measured: the weights are on the meta device, without contents")
     parts = _parts(sample)
     step = PlannedStep(model._call_impl, model, Options(executor="exact", **candidate.options))
     assert candidate.plan is not None
@@ -560,7 +555,4 @@ def _parts(sample: Any) -> list[Any]:
         is_cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size
         return leaf[rows.to(leaf.device)] if is_cut else leaf
 
-    return [
-        pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample)
-        for rows in order[: size - size % count].chunk(count)
-    ]
+    return [pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample) for rows in order.chunk(count)]
