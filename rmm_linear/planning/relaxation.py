@@ -18,6 +18,7 @@ Jain et al. 2020 (Checkmate), without integrality.
 """
 
 from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import Any
 
 from rmm_linear.planning.graph import Graph
@@ -25,6 +26,8 @@ from rmm_linear.planning.simulate import bytes_of_order
 
 # Moments that are looked at beside the end of the forward pass: backward ops during which the plain program holds most.
 _MOMENTS = 3
+# The solver's time for a program.
+_MOST_S = 10.0
 
 
 class Relaxation:
@@ -86,11 +89,12 @@ class Relaxation:
         self._matrix = csr_array((values, where), shape=(len(rows) + 1, len(place)), dtype=float)
         self._limits = numpy.array([-limit for _, limit in rows] + [0.0])
 
-    def solve(self, budget_bytes: int) -> tuple[float, set[int]] | None:
+    def solve(self, budget_bytes: int, kept: Collection[int] = ()) -> tuple[float, set[int]] | None:
         """Solve it.
 
         Args:
             budget_bytes: The most that may be in memory.
+            kept: Storages that are kept in any case.
 
         Returns:
             The least extra cost, and the storages that are kept for more than a half; None if no schedule fits.
@@ -101,7 +105,10 @@ class Relaxation:
             return (0.0, set()) if self._fixed_bytes <= budget_bytes else None
         limits = self._limits.copy()
         limits[-1] = (budget_bytes - self._fixed_bytes) / self._unit_bytes
-        found: Any = linprog(self._cost, A_ub=self._matrix, b_ub=limits, bounds=self._bounds, method="highs")
+        bounds = self._bounds.copy()
+        bounds[[number for number, index in enumerate(self._storages) if index in kept], 0] = 1
+        options = {"time_limit": _MOST_S}
+        found: Any = linprog(self._cost, A_ub=self._matrix, b_ub=limits, bounds=bounds, method="highs", options=options)
         if found.x is None:
             return None
         kept = {index for index, part in zip(self._storages, found.x, strict=False) if part > 0.5}
@@ -118,8 +125,8 @@ def relaxations(graph: Graph) -> list[Relaxation]:
         return []
     during = bytes_of_order(graph, range(len(graph.ops)))
     backward = sorted(range(graph.forward_count, len(graph.ops)), key=lambda op: -during[op])
-    moments = [op for op in backward if _forward_reads(graph, _descendants(graph, op))]
-    return [Relaxation(graph), *(Relaxation(graph, op) for op in moments[:_MOMENTS])]
+    moments = (op for op in backward if _forward_reads(graph, _descendants(graph, op)))
+    return [Relaxation(graph), *(Relaxation(graph, op) for op in islice(moments, _MOMENTS))]
 
 
 def least_extra_cost(programs: Iterable[Relaxation], budget_bytes: int) -> float:
