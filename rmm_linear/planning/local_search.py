@@ -19,7 +19,9 @@ from rmm_linear.planning.graph import Graph
 _MOST_TRIED = 6
 # Places whose bytes are counted anew until an order counts as too far from the budget: for each of its computations,
 # and in all.
-_WORK, _MOST_WORK = 2000, 10_000_000
+_WORK, _MOST_WORK = 5000, 10_000_000
+# Looking at a change takes as long as counting the bytes of so many places.
+_WORK_OF_CHANGE = 10
 # Ops that are computed again for one change.
 _MOST_AGAIN = 100
 # A change is as good as it was before another one if its price has not grown by more.
@@ -138,14 +140,17 @@ class LocalSearch:
                 changing.take(key)
         return changing
 
+    def _most_work(self, changing: ChangingOrder) -> int:
+        return changing.work + min(_WORK * len(changing.keys), _MOST_WORK)
+
     def _fit(self, changing: ChangingOrder) -> bool:
-        most_work = changing.work + min(_WORK * len(changing.keys), _MOST_WORK)
+        most_work = self._most_work(changing)
         while changing.excess:
             key = changing.keys[max(range(len(changing.keys)), key=changing.during.__getitem__)]
             if key == changing.keys[-1]:
                 return False
             changes = sorted(_Place(self._graph, changing, key).changes(), key=lambda change: change.price)
-            changing.work += len(changing.events)
+            changing.work += len(changing.events) + _WORK_OF_CHANGE * len(changes)
             found: list[tuple[float, int, _Change]] = []
             for tried, change in enumerate(changes):
                 if found and tried >= _MOST_TRIED:
@@ -191,11 +196,14 @@ class LocalSearch:
 
     def _reduce(self, changing: ChangingOrder) -> None:
         ops, is_changed = self._graph.ops, True
-        while is_changed:
+        most_work = self._most_work(changing)
+        while is_changed and changing.work < most_work:
             is_changed = False
             for key in sorted(changing.repetitions(), key=lambda each: (-ops[changing.op_at[each]].cost, each)):
                 if key not in changing.op_at or not self._has_room(changing, key):
                     continue
+                if changing.work > most_work:
+                    break
                 mark = changing.mark()
                 changing.take(key)
                 if changing.excess:
@@ -215,6 +223,7 @@ class LocalSearch:
         last = changing.place(key)
         while last > first + 1 and changing.is_repetition(changing.keys[last - 1]):
             last -= 1
+        changing.work += max(0, last - first)
         return max(changing.during[first + 1 : last], default=0) + size <= self._budget_bytes
 
 

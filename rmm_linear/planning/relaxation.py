@@ -28,6 +28,8 @@ from rmm_linear.planning.simulate import bytes_of_order
 _MOMENTS = 3
 # The solver's time for a program.
 _MOST_S = 10.0
+# What it says of a program without a solution.
+_INFEASIBLE = 2
 
 
 class Relaxation:
@@ -36,6 +38,9 @@ class Relaxation:
     Args:
         graph: A graph with a backward pass.
         moment: The backward op that runs; None for the end of the forward pass.
+
+    Attributes:
+        entries: Coefficients other than 0.
 
     Raises:
         ImportError: If scipy, which solves it, is not installed.
@@ -46,7 +51,7 @@ class Relaxation:
             import numpy
             from scipy.sparse import csr_array
         except ImportError as error:
-            raise ImportError("bounds of plans need scipy: pip install rmm-linear[plan]") from error
+            raise ImportError("it needs scipy, as better plans do: pip install rmm-linear[plan]") from error
         backward = range(graph.forward_count, len(graph.ops))
         after: Collection[int] = backward if moment is None else _descendants(graph, moment)
         wanted = _forward_reads(graph, after)
@@ -85,6 +90,7 @@ class Relaxation:
             (number, place[key], float(-value)) for number, (row, _) in enumerate(rows) for key, value in row.items()
         ]
         entries += [(len(rows), number, each / self._unit_bytes) for number, each in enumerate(size) if each]
+        self.entries = len(entries)
         values, where = [value for *_, value in entries], [[at for at, *_ in entries], [at for _, at, _ in entries]]
         self._matrix = csr_array((values, where), shape=(len(rows) + 1, len(place)), dtype=float)
         self._limits = numpy.array([-limit for _, limit in rows] + [0.0])
@@ -98,6 +104,9 @@ class Relaxation:
 
         Returns:
             The least extra cost, and the storages that are kept for more than a half; None if no schedule fits.
+
+        Raises:
+            TimeoutError: If the solver finds no solution in time.
         """
         from scipy.optimize import linprog
 
@@ -109,8 +118,10 @@ class Relaxation:
         bounds[[number for number, index in enumerate(self._storages) if index in kept], 0] = 1
         options = {"time_limit": _MOST_S}
         found: Any = linprog(self._cost, A_ub=self._matrix, b_ub=limits, bounds=bounds, method="highs", options=options)
-        if found.x is None:
+        if found.status == _INFEASIBLE:
             return None
+        if found.status:
+            raise TimeoutError(f"the solver of the linear program has not ended within {_MOST_S:g} s: {found.message}")
         kept = {index for index, part in zip(self._storages, found.x, strict=False) if part > 0.5}
         return max(0.0, found.fun) * self._unit_cost, kept
 
@@ -138,6 +149,9 @@ def least_extra_cost(programs: Iterable[Relaxation], budget_bytes: int) -> float
 
     Returns:
         The bound, in the graph's unit of cost; infinity if no schedule fits.
+
+    Raises:
+        TimeoutError: If the solver finds no solution in time.
     """
     solved = [program.solve(budget_bytes) for program in programs]
     return max((float("inf") if each is None else each[0] for each in solved), default=0.0)

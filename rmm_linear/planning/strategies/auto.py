@@ -5,6 +5,7 @@ The search starts from the plain order and, where scipy is installed, from what 
 four published strategies as well.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import ClassVar
@@ -12,6 +13,7 @@ from typing import ClassVar
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.local_search import LocalSearch
+from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
@@ -20,20 +22,22 @@ from rmm_linear.planning.strategies.kusumoto2019_lower_sets import Kusumoto2019A
 from rmm_linear.planning.strategies.nested_lower_sets import NestedLowerSets
 from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
+# For so few ops and storages, all orders are looked at, in less than a second.
+_FEW = 16
 # The linear program is solved for these parts of the budget, and for so many segments.
 _PARTS = (1, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Ops of all programs that are solved.
-_MOST_SOLVED = 100_000
+# Entries of all programs that are solved.
+_MOST_ENTRIES = 1_000_000
 # Places whose bytes the searches count anew: for each op, and in all.
-_WORK, _MOST_WORK = 12_000, 30_000_000
+_WORK, _MOST_WORK = 30_000, 40_000_000
 # The search ends within this part of the step of the bound.
 _ENOUGH = 0.001
 # The published strategies take more than a few seconds for graphs of more ops.
 _MOST_OPS = 1500
 # Orders of the least peaks that are made leaner where none could be fitted.
 _MOST_LEAN = 2
-# A lean order is made leaner by this part of its peak at a time.
+# A lean order is made leaner by this part of its peak at a time, and at the end byte by byte.
 _STEP = 0.02
 
 
@@ -66,6 +70,11 @@ class Auto(Strategy):
         plain = tuple(range(len(graph.ops)))
         if peak_and_cost(graph, plain)[0] <= budget_bytes:
             return Schedule.from_order(graph, plain, strategy=self.name)
+        if max(len(graph.ops), len(graph.storages)) <= _FEW and not graph.stateful:
+            optimum = cheapest_order(graph, budget_bytes)
+            if optimum is None:
+                raise self._refusal(budget_bytes, leanest_order(graph).peak_bytes)
+            return Schedule.from_order(graph, optimum.order, strategy=self.name)
         bound, starts = _starts(graph, budget_bytes)
         search = LocalSearch(graph, budget_bytes)
         peaks = {order: peak_and_cost(graph, order)[0] for order in dict.fromkeys((plain, *starts))}
@@ -78,15 +87,14 @@ class Auto(Strategy):
             found = [_leaner(graph, order) for order in dict.fromkeys(lean)]
             least_bytes, best = min((peak_and_cost(graph, order)[0], order) for order in found)
             if least_bytes > budget_bytes:
-                raise InfeasibleBudgetError(
-                    f"{self.name} found no schedule within {budget_bytes} bytes; the least that was found takes"
-                    f" {least_bytes} bytes",
-                    budget_bytes=budget_bytes,
-                    least_bytes=least_bytes,
-                )
+                raise self._refusal(budget_bytes, least_bytes)
             best = search.reduced(best)
         best = search.searched(best, _most_work(graph), graph.cost * (1 + _ENOUGH) + bound)
         return Schedule.from_order(graph, best, strategy=self.name)
+
+    def _refusal(self, budget_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
+        text = f"{self.name} found no schedule within {budget_bytes} bytes; the least that was found takes"
+        return InfeasibleBudgetError(f"{text} {least_bytes} bytes", budget_bytes=budget_bytes, least_bytes=least_bytes)
 
 
 def _most_work(graph: Graph) -> int:
@@ -95,16 +103,17 @@ def _most_work(graph: Graph) -> int:
 
 def _leaner(graph: Graph, order: Sequence[int]) -> list[int]:
     """Lower the peak of an order, whatever it costs."""
-    work, part, order = 0, _STEP, list(order)
-    while work < _most_work(graph):
-        peak = peak_and_cost(graph, order)[0]
-        search = LocalSearch(graph, peak - max(1, int(part * peak)))
+    work, order = 0, list(order)
+    peak = peak_and_cost(graph, order)[0]
+    step = max(1, int(_STEP * peak))
+    while step and work < _most_work(graph):
+        search = LocalSearch(graph, peak - step)
         leaner = search.fitted(order)
         work += search.work
-        if leaner is None and not part:
-            break
-        # at the end, byte by byte
-        order, part = (order, 0.0) if leaner is None else (leaner, part)
+        if leaner is None:
+            step //= 4
+        else:
+            order, peak = leaner, peak_and_cost(graph, leaner)[0]
     return order
 
 
@@ -112,26 +121,26 @@ def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...
     """Return a bound of the extra cost, and orders to begin with.
 
     The forward ops are cut into segments, which are computed again one by one: what crosses them is kept, and what the
-    linear program would keep within them. Without scipy, there is no bound, and nothing is kept within them.
+    linear program would keep within them. Without a solver, or if it takes too long, nothing is kept within them.
     """
-    try:
-        programs = relaxations(graph)
-    except ImportError:
-        programs = []
-    orders, solved = [], 0
-    for count in (number for number in _SEGMENTS if number <= max(1, graph.forward_count // 2)):
-        kept = crossing_storages(graph, _segments(graph, count))
-        orders.append(_order_that_keeps(graph, kept))
-        for program in programs[: 2 if count == 1 else 1]:
-            for part in _PARTS:
-                solved += len(graph.ops)
-                found = program.solve(int(part * budget_bytes), kept) if solved < _MOST_SOLVED else None
-                if found is None:
-                    break
-                orders.append(_order_that_keeps(graph, found[1] | kept))
-                if peak_and_cost(graph, orders[-1])[0] <= budget_bytes:
-                    break
-    return least_extra_cost(programs, budget_bytes), orders
+    counts = [count for count in _SEGMENTS if count <= max(1, graph.forward_count // 2)]
+    crossing = [crossing_storages(graph, _segments(graph, count)) for count in counts]
+    orders = [_order_that_keeps(graph, kept) for kept in crossing]
+    with contextlib.suppress(ImportError, TimeoutError):
+        programs, entries = relaxations(graph), 0
+        bound = least_extra_cost(programs, budget_bytes)
+        for place, kept in enumerate(crossing):
+            for program in programs[: 1 if place else 2]:
+                for part in _PARTS:
+                    entries += program.entries
+                    found = program.solve(int(part * budget_bytes), kept) if entries < _MOST_ENTRIES else None
+                    if found is None:
+                        break
+                    orders.append(_order_that_keeps(graph, found[1] | kept))
+                    if peak_and_cost(graph, orders[-1])[0] <= budget_bytes:
+                        break
+        return bound, orders
+    return 0.0, orders
 
 
 def _order_that_keeps(graph: Graph, kept: set[int]) -> tuple[int, ...]:
