@@ -31,8 +31,8 @@ def rows_of(graph: Graph) -> Iterator[dict[str, Any]]:
     """Plan a graph for each budget.
 
     Yields:
-        Parts of the plain step's cost: of `auto`'s plan, of the bound, of the published strategies; None if none fits, and of
-        these for graphs of more than 2,500 ops.
+        Parts of the plain step's cost: of `auto`'s plan, of the bound, of the published strategies; None if none fits,
+        and of these for graphs of more than 2,500 ops.
     """
     auto, programs = get_strategy("auto"), relaxations(graph)
     frontier = auto.frontier(graph) if len(graph.ops) <= _MOST_OPS else ()
