@@ -174,7 +174,7 @@ class Fit:
         cost, most = self.plain.graph.cost, self.plain_bytes
         sizes = [most * percent // 100 for percent in range(5, 101)]
         bounds: dict[str, Callable[[int], float]] = {name: bound.least_cost for name, bound in self.bounds.items()}
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, TimeoutError):
             programs = relaxations(self.plain.graph)
             bounds["exact"] = lambda size: cost + least_extra_cost(programs, size)
         for name, bound in bounds.items():
@@ -368,7 +368,7 @@ class _Trials:
             if not coded.coding.coded:
                 return
             if self._replanned_bytes is not None:
-                with contextlib.suppress(ImportError):
+                with contextlib.suppress(ImportError, TimeoutError):
                     self._add_partly_coded(name, PartialCoding(self._exact, coded, Bits.of(given)))
             fits = _plain_bytes(coded.graph) <= self._budget_bytes
             if fits or coded.graph.cost < self._best_cost():

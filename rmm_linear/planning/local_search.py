@@ -1,38 +1,49 @@
 """Fits an order of computations into a budget, and takes computations out of it again, one change after the other.
 
 An order that takes too much is changed where it takes most: something that is in memory there, and is not used, is
-dropped and computed again before its next use. Of several such changes the one is made that frees most for its cost,
-as the simulator finds it. An order that fits is changed the other way round: each second computation is left out, the
-dearest first, if its result can stay in memory within the budget. Both repair what published planners and a linear
-program propose, for these look at one place of the step, and at a simpler model of its memory.
+dropped and computed again before its next use. Of several such changes the one is made that frees most for its cost.
+An order that fits is changed the other way round: each second computation is left out, the dearest first, if its result
+can stay in memory within the budget. Both repair what published planners and a linear program propose, for these look
+at one place of the step, and at a simpler model of its memory.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
+from rmm_linear.planning.changing_order import ChangingOrder
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.schedule import end_of_forward
-from rmm_linear.planning.simulate import bytes_of_order
 
-# Changes that are simulated before one of them is made: those that free most for their cost.
+# Changes of a place that are tried before one of them is made: those that free most for their cost.
 _MOST_TRIED = 6
-# Computations that are simulated until an order counts as too far from the budget: seconds for any graph.
-_MOST_WORK = 10_000_000
+# Places whose bytes are counted anew until an order counts as too far from the budget: for each of its computations,
+# and in all.
+_WORK, _MOST_WORK = 5000, 10_000_000
+# Looking at a change takes as long as counting the bytes of so many places.
+_WORK_OF_CHANGE = 10
+# Ops that are computed again for one change.
+_MOST_AGAIN = 100
+# A change is as good as it was before another one if its price has not grown by more.
+_AS_GOOD = 1.01
 # Second computations, one after the other, that a round of the search leaves out at once.
 _LEFT_OUT = (1, 2, 3, 5, 8)
 
 
 class _Change(NamedTuple):
-    """Another order.
+    """Computations that come right before a place, and one that goes.
 
     Attributes:
         price: What it costs more, over the bytes that it frees.
-        order: Indices of ops, with repetitions.
+        ops: Ops that are computed.
+        before: The key that they come before.
+        gone: The key of the computation that goes; None if none does.
     """
 
     price: float
-    order: list[int]
+    ops: list[int]
+    before: int
+    gone: int | None = None
 
 
 class LocalSearch:
@@ -43,7 +54,7 @@ class LocalSearch:
         budget_bytes: The most that may be in memory at any time.
 
     Attributes:
-        work: Computations that were simulated so far.
+        work: Places whose bytes were counted anew so far.
     """
 
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
@@ -59,26 +70,10 @@ class LocalSearch:
         Returns:
             The order; None if no change that was tried brings it nearer to the budget, or too many are needed.
         """
-        order, begin = list(order), self.work
-        during = self._bytes_during(order)
-        while excess := self._excess(during):
-            place = max(range(len(order)), key=during.__getitem__)
-            best: tuple[float, list[int], list[int]] | None = None
-            changes = sorted(_Place(self._graph, order, place).changes(), key=lambda change: change.price)
-            for tried, change in enumerate(changes):
-                if best is not None and tried >= _MOST_TRIED:
-                    break
-                changed = self._pruned(change.order)
-                found = self._bytes_during(changed)
-                saved = excess - self._excess(found)
-                if saved > 0:
-                    price = (self.cost(changed) - self.cost(order)) / saved
-                    if best is None or price < best[0]:
-                        best = price, changed, found
-            if best is None or self.work - begin > _MOST_WORK:
-                return None
-            _, order, during = best
-        return order
+        changing = self._changing(order)
+        is_fitted = self._fit(changing)
+        self.work += changing.work
+        return changing.order() if is_fitted else None
 
     def reduced(self, order: Sequence[int]) -> list[int]:
         """Leave computations out of an order that fits the budget, as long as it fits.
@@ -86,131 +81,180 @@ class LocalSearch:
         Args:
             order: Indices of ops, with repetitions, in an order in which they can run.
         """
-        order = self._pruned(order)
-        during = self._bytes_during(order)
-        is_changed = True
-        while is_changed:
-            is_changed = False
-            for repetition in sorted(_repetitions(order), key=lambda each: -self._graph.ops[each[0]].cost):
-                place = _place_of(order, repetition)
-                if place is None or not self._has_room(order, during, place):
-                    continue
-                changed = self._pruned([*order[:place], *order[place + 1 :]])
-                found = self._bytes_during(changed)
-                if max(found) <= self._budget_bytes:
-                    order, during, is_changed = changed, found, True
-        return order
+        changing = self._changing(order)
+        self._reduce(changing)
+        self.work += changing.work
+        return changing.order()
 
-    def best_of(self, orders: Iterable[Sequence[int]]) -> list[int] | None:
+    def best_of(self, orders: Iterable[Sequence[int]], most_work: int) -> list[int] | None:
         """Fit several orders, and reduce them.
 
+        Args:
+            orders: Indices of ops, with repetitions; the most promising first.
+            most_work: Places whose bytes are counted anew until no further order is fitted.
+
         Returns:
-            The cheapest one; None if none could be fitted.
+            The cheapest one; None if none could be fitted, and the search is given up after half of its work.
         """
-        fitted = (self.fitted(order) for order in dict.fromkeys(map(tuple, orders)))
-        return min((self.reduced(order) for order in fitted if order is not None), key=self.cost, default=None)
+        best, begin = None, self.work
+        for order in orders:
+            fitted = self.fitted(order)
+            if fitted is not None:
+                reduced = self.reduced(fitted)
+                best = reduced if best is None else min(best, reduced, key=self.cost)
+            if self.work - begin > (most_work // 2 if best is None else most_work):
+                break
+        return best
 
     def searched(self, order: Sequence[int], most_work: int, enough: float) -> list[int]:
         """Leave some computations out of an order that fits, at random, and fit it again; keep what is cheaper.
 
         Args:
             order: Indices of ops, with repetitions, in an order in which they can run.
-            most_work: Computations that are simulated until the search ends.
+            most_work: Places whose bytes are counted anew until the search ends.
             enough: A cost at which the search ends.
         """
-        best = list(order)
         random = Random(0)
-        begin = self.work
-        while self.work - begin < most_work and self.cost(best) > enough and (again := list(_repetitions(best))):
+        changing = self._changing(order)
+        while changing.work < most_work and changing.cost > enough and (again := sorted(changing.repetitions())):
+            mark = changing.mark()
             first, count = random.randrange(len(again)), random.choice(_LEFT_OUT)
-            places = {_place_of(best, repetition) for repetition in again[first : first + count]}
-            fitted = self.fitted(self._pruned([op for place, op in enumerate(best) if place not in places]))
-            if fitted is not None:
-                reduced = self.reduced(fitted)
-                if self.cost(reduced) < self.cost(best):
-                    best = reduced
-        return best
-
-    def _bytes_during(self, order: Sequence[int]) -> list[int]:
-        self.work += len(order)
-        return bytes_of_order(self._graph, order)
+            for key in again[first : first + count]:
+                if key in changing.op_at:
+                    changing.take(key)
+            if self._fit(changing):
+                self._reduce(changing)
+            if changing.excess or changing.cost >= mark.cost:
+                changing.undo(mark)
+        self.work += changing.work
+        return changing.order()
 
     def cost(self, order: Sequence[int]) -> float:
         """Return the cost of an order."""
         return sum(self._graph.ops[op].cost for op in order)
 
-    def _excess(self, during: Iterable[int]) -> int:
-        return sum(size - self._budget_bytes for size in during if size > self._budget_bytes)
+    def _changing(self, order: Sequence[int]) -> ChangingOrder:
+        changing = ChangingOrder(self._graph, order, self._budget_bytes)
+        for key in reversed(changing.keys[:-1]):
+            if key in changing.op_at and changing.is_idle(key):
+                changing.take(key)
+        return changing
 
-    def _pruned(self, order: Sequence[int]) -> list[int]:
-        """Leave out computations whose results are not read before they are computed anew."""
-        ops = self._graph.ops
-        wanted = bytearray(len(self._graph.storages))
-        for index in self._graph.outputs:
-            wanted[index] = 1
-        seen: set[int] = set()
-        is_first = [op not in seen and not seen.add(op) for op in order]  # type: ignore[func-returns-value]
-        kept: list[int] = []
-        following: set[int] = set()
-        for place in range(len(order) - 1, -1, -1):
-            number = order[place]
-            op = ops[number]
-            is_needed = is_first[place] and (number not in following or not _may_start_later(self._graph, number))
-            if is_needed or any(map(wanted.__getitem__, op.writes)):
-                for index in op.writes:
-                    wanted[index] = 0
-                for index in op.reads:
-                    wanted[index] = 1
-                kept.append(number)
-                following.add(number)
-        kept.reverse()
-        return kept
+    def _most_work(self, changing: ChangingOrder) -> int:
+        return changing.work + min(_WORK * len(changing.keys), _MOST_WORK)
 
-    def _has_room(self, order: Sequence[int], during: Sequence[int], place: int) -> bool:
+    def _fit(self, changing: ChangingOrder) -> bool:
+        most_work = self._most_work(changing)
+        while changing.excess:
+            key = changing.keys[max(range(len(changing.keys)), key=changing.during.__getitem__)]
+            if key == changing.keys[-1]:
+                return False
+            changes = sorted(_Place(self._graph, changing, key).changes(), key=lambda change: change.price)
+            changing.work += len(changing.events) + _WORK_OF_CHANGE * len(changes)
+            found: list[tuple[float, int, _Change]] = []
+            for tried, change in enumerate(changes):
+                if found and tried >= _MOST_TRIED:
+                    break
+                mark = changing.mark()
+                price = self._made(changing, change)
+                changing.undo(mark)
+                if price is not None:
+                    found.append((price, tried, change))
+            if not found or changing.work > most_work:
+                return False
+            # the best one, and others as long as they are needed, and as good as they were
+            for price, _, change in sorted(found):
+                mark = changing.mark()
+                now = self._made(changing, change)
+                if now is None or now > price * _AS_GOOD:
+                    changing.undo(mark)
+                if not changing.is_above(key):
+                    break
+        return True
+
+    def _made(self, changing: ChangingOrder, change: _Change) -> float | None:
+        """Make a change.
+
+        Returns:
+            What it costs for each byte that it takes from the excess; None if it does not lower it.
+        """
+        excess, cost = changing.excess, changing.cost
+        keys = changing.keys_before(change.before, len(change.ops))
+        for op, key in zip(change.ops, keys, strict=False):
+            # another change may have moved what it reads to a later place
+            if any(changing.last_run(self._graph.writer[index], key) is None for index in self._graph.ops[op].reads):
+                return None
+            changing.put(op, key)
+        if change.gone is not None:
+            changing.take(change.gone)
+        for op, key in zip(change.ops, keys, strict=False):
+            before = changing.last_run(op, key)
+            if before is not None and changing.is_idle(before):
+                changing.take(before)
+        saved = excess - changing.excess
+        return (changing.cost - cost) / saved if saved > 0 else None
+
+    def _reduce(self, changing: ChangingOrder) -> None:
+        ops, is_changed = self._graph.ops, True
+        most_work = self._most_work(changing)
+        while is_changed and changing.work < most_work:
+            is_changed = False
+            for key in sorted(changing.repetitions(), key=lambda each: (-ops[changing.op_at[each]].cost, each)):
+                if key not in changing.op_at or not self._has_room(changing, key):
+                    continue
+                if changing.work > most_work:
+                    break
+                mark = changing.mark()
+                changing.take(key)
+                if changing.excess:
+                    changing.undo(mark)
+                else:
+                    is_changed = True
+
+    def _has_room(self, changing: ChangingOrder, key: int) -> bool:
         """Tell whether an op's results can stay from their last use on until the ops before it are computed again."""
-        ops = self._graph.ops
-        writes = set(ops[order[place]].writes)
-        last_use = place - 1
-        while writes.isdisjoint(ops[order[last_use]].reads) and writes.isdisjoint(ops[order[last_use]].writes):
-            last_use -= 1
-        seen = set(order[: last_use + 1])
-        end = place
-        while end > last_use + 1 and order[end - 1] in seen:
-            end -= 1
-        size = sum(self._graph.storages[index].size_bytes for index in writes)
-        return max(during[last_use + 1 : end], default=0) + size <= self._budget_bytes
+        writes = self._graph.ops[changing.op_at[key]].writes
+        if not writes:
+            return True
+        size = sum(map(self._graph.sizes.__getitem__, writes))
+        first = changing.place(
+            max(events[events.index(key) - 1] for events in map(changing.events.__getitem__, writes))
+        )
+        last = changing.place(key)
+        while last > first + 1 and changing.is_repetition(changing.keys[last - 1]):
+            last -= 1
+        changing.work += max(0, last - first)
+        return max(changing.during[first + 1 : last], default=0) + size <= self._budget_bytes
 
 
 class _Place:
-    """A place of an order, and other orders that may take less there."""
+    """A place of an order, and changes after which it may take less there."""
 
-    def __init__(self, graph: Graph, order: Sequence[int], place: int) -> None:
-        self._graph, self._order, self._place = graph, order, place
-        ops = graph.ops
-        self._here = {*ops[order[place]].reads, *ops[order[place]].writes}
-        # of storages that are computed before the place: whether they were read since
-        self._is_read: dict[int, bool] = {}
-        for op in order[:place]:
-            self._is_read.update(dict.fromkeys(ops[op].reads, True))
-            self._is_read.update(dict.fromkeys(ops[op].writes, False))
+    def __init__(self, graph: Graph, changing: ChangingOrder, key: int) -> None:
+        self._graph, self._changing, self._key = graph, changing, key
+        op = graph.ops[changing.op_at[key]]
+        self._here = {*op.reads, *op.writes}
+        self._stays = {*graph.outputs, *graph.freed}
+        if key <= changing.end:
+            self._stays.update(graph.results)
+        # of what is computed before: where it is read first, and last, before it is computed anew
         self._next_use: dict[int, int] = {}
         self._last_use: dict[int, int] = {}
-        self._next_made: dict[int, int] = {}
-        for later in range(place + 1, len(order)):
-            for index in ops[order[later]].reads:
-                if index in self._is_read and index not in self._next_made:
-                    self._next_use.setdefault(index, later)
-                    self._last_use[index] = later
-            for index in ops[order[later]].writes:
-                self._next_made.setdefault(index, later)
-        self._end = end_of_forward(graph, order)
-        self._stays = {*graph.outputs, *graph.freed}
-        if place <= self._end:
-            self._stays.update(graph.results)
-        self._there = self._next_use.keys() | self._here | (self._is_read.keys() & self._stays)
+        op_at = changing.op_at
+        for index, (writer, events) in enumerate(zip(graph.writer, changing.events, strict=True)):
+            if not events or events[-1] <= key or events[0] >= key:
+                continue
+            use = None
+            for place in range(bisect_right(events, key), len(events)):
+                if op_at[events[place]] == writer:
+                    break
+                use = events[place]
+                self._next_use.setdefault(index, use)
+            if use is not None:
+                self._last_use[index] = use
 
     def changes(self) -> Iterator[_Change]:
-        """Yield the orders."""
+        """Yield the changes."""
         yield from self._computed_again()
         yield from self._outputs_later()
         yield from self._readers_earlier()
@@ -225,11 +269,12 @@ class _Place:
             again = self._ops_from_there(writer, use, freed)
             size = sum(map(self._graph.sizes.__getitem__, freed))
             if again and size:
-                cost = sum(self._graph.ops[op].cost for op in again)
-                if self._is_unread(writer):
-                    # it is computed later, and not twice
-                    cost -= self._graph.ops[writer].cost
-                yield _Change(cost / size, [*self._order[:use], *again, *self._order[use:]])
+                yield _Change(self._cost(writer, again) / size, again, use)
+
+    def _cost(self, writer: int, again: Sequence[int]) -> float:
+        cost = sum(self._graph.ops[op].cost for op in again)
+        # what was not read yet is computed later, and not twice
+        return cost - self._graph.ops[writer].cost if self._is_unread(writer) else cost
 
     def _ops_from_there(self, writer: int, use: int, freed: Sequence[int]) -> list[int]:
         """The ops that compute an op's results from what is in memory at a later place; none if that can't be."""
@@ -240,62 +285,61 @@ class _Place:
             if number in again:
                 continue
             again.add(number)
-            if not ops[number].is_recomputable or not set(freed).isdisjoint(ops[number].reads):
+            self._changing.work += 1
+            if (
+                len(again) > _MOST_AGAIN
+                or not ops[number].is_recomputable
+                or not set(freed).isdisjoint(ops[number].reads)
+            ):
                 return []
-            missing = (i for i in ops[number].reads if i not in self._there and self._next_made.get(i, use) >= use)
-            waiting += map(self._graph.writer.__getitem__, missing)
+            waiting += (self._graph.writer[index] for index in ops[number].reads if not self._is_there(index, use))
         return sorted(again)
+
+    def _is_there(self, index: int, use: int) -> bool:
+        """Tell whether a storage is in memory here, or is computed before a later place."""
+        if index in self._next_use or index in self._here:
+            return True
+        last = self._changing.last_run(self._graph.writer[index], use)
+        return last is not None and (last > self._key or index in self._stays)
 
     def _outputs_later(self) -> Iterator[_Change]:
         """An output that is not read is computed after this place."""
-        order, after = self._order, self._place + 1
-        for index in self._is_read.keys() & set(self._graph.outputs) - self._next_use.keys() - self._here:
+        keys = self._changing.keys
+        after = keys[self._changing.place(self._key) + 1]
+        for index in set(self._graph.outputs) - self._next_use.keys() - self._here:
             writer = self._graph.writer[index]
-            is_ready = self._there.issuperset(self._graph.ops[writer].reads)
-            if is_ready and self._is_unread(writer) and _may_start_later(self._graph, writer):
-                yield _Change(0.0, [*order[:after], writer, *order[after:]])
+            if self._is_unread(writer) and self._changing.may_start_later(writer):
+                again = self._ops_from_there(writer, after, [])
+                if again and self._graph.sizes[index]:
+                    yield _Change(self._cost(writer, again) / self._graph.sizes[index], again, after)
 
     def _readers_earlier(self) -> Iterator[_Change]:
         """The op itself runs as early as it can, or the last reader of what is in memory runs before it."""
-        ops, order, place = self._graph.ops, self._order, self._place
-        made = max((at for at in range(place) if not self._here.isdisjoint(ops[order[at]].writes)), default=-1)
-        if made < place - 1 and self._may_move(order[place], made + 1):
-            yield _Change(0.0, [*order[: made + 1], order[place], *order[made + 1 : place], *order[place + 1 :]])
+        ops, changing, key = self._graph.ops, self._changing, self._key
+        made = max((last for i in self._here if (last := changing.last_run(self._graph.writer[i], key))), default=0)
+        first = changing.keys[changing.place(made) + 1] if made else changing.keys[0]
+        if first < key and self._may_move(changing.op_at[key], first):
+            yield _Change(0.0, [changing.op_at[key]], first, key)
         for use in sorted(set(self._last_use.values())):
-            op = ops[order[use]]
-            is_ready = all(index in self._is_read and self._is_there_until(index, use) for index in op.reads)
-            if is_ready and self._may_move(order[use], place):
+            op = ops[changing.op_at[use]]
+            is_ready = all(
+                changing.last_run(self._graph.writer[i], use) == changing.last_run(self._graph.writer[i], key)
+                for i in op.reads
+            )
+            if is_ready and all(self._is_there(i, use) for i in op.reads) and self._may_move(changing.op_at[use], key):
                 freed = (i for i in op.reads if self._last_use.get(i) == use and i not in self._stays | self._here)
                 if sum(map(self._graph.sizes.__getitem__, freed)) > sum(map(self._graph.sizes.__getitem__, op.writes)):
-                    yield _Change(0.0, [*order[:place], order[use], *order[place:use], *order[use + 1 :]])
-
-    def _is_there_until(self, index: int, use: int) -> bool:
-        return index in self._there and self._next_made.get(index, use) >= use
+                    yield _Change(0.0, [changing.op_at[use]], key, use)
 
     def _is_unread(self, writer: int) -> bool:
-        return not any(self._is_read.get(index, True) for index in self._graph.ops[writer].writes)
+        """Tell whether no result of an op was read since it was computed, before this place."""
+        last = self._changing.last_run(writer, self._key)
+        return last is not None and not any(
+            bisect_left(events, self._key) > bisect_right(events, last)
+            for events in map(self._changing.events.__getitem__, self._graph.ops[writer].writes)
+        )
 
-    def _may_move(self, number: int, place: int) -> bool:
-        """Tell whether an op may run at an earlier place."""
+    def _may_move(self, number: int, key: int) -> bool:
+        """Tell whether an op may run before the computation of an earlier key."""
         op = self._graph.ops[number]
-        return op.is_recomputable and not op.is_random and (not op.is_backward or place > self._end)
-
-
-def _may_start_later(graph: Graph, number: int) -> bool:
-    op = graph.ops[number]
-    return op.is_recomputable and not op.is_random and {*graph.results, *graph.freed}.isdisjoint(op.writes)
-
-
-def _repetitions(order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each op that was computed before, and how often."""
-    times: dict[int, int] = {}
-    for op in order:
-        if times.setdefault(op, 0):
-            yield op, times[op]
-        times[op] += 1
-
-
-def _place_of(order: Sequence[int], repetition: tuple[int, int]) -> int | None:
-    op, number = repetition
-    places = [place for place, each in enumerate(order) if each == op]
-    return places[number] if number < len(places) else None
+        return op.is_recomputable and not op.is_random and (not op.is_backward or key > self._changing.end)

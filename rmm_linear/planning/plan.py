@@ -32,7 +32,8 @@ class CheckpointPlan:
         measured_peak_bytes: The peak that was measured of a schedule that Inductor compiled; None where none was.
         coding: Which tensors are kept as codes.
         least_overhead: A bound: no schedule within the budget has less extra time over the plain step's. None where it
-            is not known, as without scipy.
+            is not known.
+        no_bound: Why it is not known: scipy is not installed, or its solver took too long.
     """
 
     graph: Graph
@@ -44,6 +45,7 @@ class CheckpointPlan:
     measured_peak_bytes: int | None = None
     coding: Coding = field(default_factory=Coding)
     least_overhead: float | None = None
+    no_bound: str = ""
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
@@ -160,6 +162,8 @@ class CheckpointPlan:
             )
         if self.least_overhead is not None:
             yield f"no plan within the budget has less than {100 * self.least_overhead:.1f} % of extra compute"
+        elif self.no_bound:
+            yield f"no bound of other plans is known: {self.no_bound}"
         if self.eager_peak_bytes is not None:
             parts = [100 * size / max(1, self.eager_peak_bytes) for size in (self.plain.peak_bytes, self.peak_bytes)]
             yield (

@@ -1,7 +1,5 @@
 """Plan a graph within a budget: look on disk first, ask a strategy, and refuse in the user's unit."""
 
-import contextlib
-import time
 from dataclasses import replace
 
 from rmm_linear.errors import InfeasibleBudgetError
@@ -13,9 +11,6 @@ from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
 from rmm_linear.planning.stored_plans import store_plan, stored_plan
 from rmm_linear.planning.strategies import get_strategy
-
-# A schedule that took longer to find is kept on disk.
-_WORTH_STORING_S = 1.0
 
 
 def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
@@ -31,18 +26,22 @@ def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
     """
     plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
     budget_bytes = budget.in_bytes(plain_bytes)
-    schedule = stored_plan(graph, strategy, budget_bytes)
-    if schedule is None:
-        began = time.monotonic()
+    schedule, is_planned = stored_plan(graph, strategy, budget_bytes)
+    if not is_planned:
         try:
-            schedule = get_strategy(strategy).plan(graph, budget_bytes)
+            planned = get_strategy(strategy).plan(graph, budget_bytes)
         except InfeasibleBudgetError as error:
-            text = refusal(budget, plain_bytes, error.least_bytes, strategy)
-            raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=error.least_bytes) from None
-        if time.monotonic() - began > _WORTH_STORING_S:
-            store_plan(graph, strategy, budget_bytes, schedule)
+            if schedule is None:
+                text = refusal(budget, plain_bytes, error.least_bytes, strategy)
+                raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=error.least_bytes) from None
+        else:
+            store_plan(graph, strategy, budget_bytes, planned)
+            if schedule is None or simulate(graph, planned).cost < simulate(graph, schedule).cost:
+                schedule = planned
+    assert schedule is not None, "it was planned, or refused"
     plan = CheckpointPlan.of(graph, schedule, budget_bytes)
-    with contextlib.suppress(ImportError):
+    try:
         extra = least_extra_cost(relaxations(graph), budget_bytes)
-        plan = replace(plan, least_overhead=extra / graph.cost)
-    return plan
+    except (ImportError, TimeoutError) as error:
+        return replace(plan, no_bound=str(error))
+    return replace(plan, least_overhead=extra / graph.cost)

@@ -25,6 +25,7 @@ Jain et al. 2020 (Checkmate), without integrality.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,6 +38,10 @@ _MOMENTS = 3
 # A tensor that is coded to a smaller part is as good as exact.
 _PART = 1e-3
 _NO_CODES = Coding()
+# The solver's time for a program.
+_MOST_S = 10.0
+# What it says of a program without a solution.
+_INFEASIBLE = 2
 
 
 class Relaxed(NamedTuple):
@@ -62,6 +67,9 @@ class Relaxation:
         coding: Tensors that may be coded; none by default.
         prices: Cost of the code of each of them, by name.
 
+    Attributes:
+        entries: Coefficients other than 0.
+
     Raises:
         ImportError: If scipy, which solves it, is not installed.
     """
@@ -77,7 +85,7 @@ class Relaxation:
             import numpy
             from scipy.sparse import csr_array
         except ImportError as error:
-            raise ImportError("bounds of plans need scipy: pip install rmm-linear[plan]") from error
+            raise ImportError("it needs scipy, as better plans do: pip install rmm-linear[plan]") from error
         backward = range(graph.forward_count, len(graph.ops))
         after: Collection[int] = backward if moment is None else _descendants(graph, moment)
         wanted = _forward_reads(graph, after)
@@ -131,18 +139,23 @@ class Relaxation:
             (number, place[key], float(-value)) for number, (row, _) in enumerate(rows) for key, value in row.items()
         ]
         entries += [(len(rows), number, each / self._unit_bytes) for number, each in enumerate(size) if each]
+        self.entries = len(entries)
         values, where = [value for *_, value in entries], [[at for at, *_ in entries], [at for _, at, _ in entries]]
         self._matrix = csr_array((values, where), shape=(len(rows) + 1, len(place)), dtype=float)
         self._limits = numpy.array([-limit for _, limit in rows] + [0.0])
 
-    def solve(self, budget_bytes: int) -> Relaxed | None:
+    def solve(self, budget_bytes: int, kept: Collection[int] = ()) -> Relaxed | None:
         """Solve it.
 
         Args:
             budget_bytes: The most that may be in memory.
+            kept: Storages that are kept in any case.
 
         Returns:
             The solution; None if no schedule fits.
+
+        Raises:
+            TimeoutError: If the solver finds no solution in time.
         """
         from scipy.optimize import linprog
 
@@ -150,9 +163,14 @@ class Relaxation:
             return Relaxed(0.0, set(), frozenset()) if self._fixed_bytes <= budget_bytes else None
         limits = self._limits.copy()
         limits[-1] = (budget_bytes - self._fixed_bytes) / self._unit_bytes
-        found: Any = linprog(self._cost, A_ub=self._matrix, b_ub=limits, bounds=self._bounds, method="highs")
-        if found.x is None:
+        bounds = self._bounds.copy()
+        bounds[[number for number, index in enumerate(self._storages) if index in kept], 0] = 1
+        options = {"time_limit": _MOST_S}
+        found: Any = linprog(self._cost, A_ub=self._matrix, b_ub=limits, bounds=bounds, method="highs", options=options)
+        if found.status == _INFEASIBLE:
             return None
+        if found.status:
+            raise TimeoutError(f"the solver of the linear program has not ended within {_MOST_S:g} s: {found.message}")
         kept = {index for index, part in zip(self._storages, found.x, strict=False) if part > 0.5}
         coded = {name for name, part in zip(self._codes, found.x[-len(self._codes) :], strict=False) if part > _PART}
         return Relaxed(max(0.0, found.fun) * self._unit_cost, kept, frozenset(coded))
@@ -175,8 +193,8 @@ def relaxations(
         return []
     during = bytes_of_order(graph, range(len(graph.ops)))
     backward = sorted(range(graph.forward_count, len(graph.ops)), key=lambda op: -during[op])
-    moments = [op for op in backward if _forward_reads(graph, _descendants(graph, op))]
-    return [Relaxation(graph, moment, coding, prices) for moment in (None, *moments[:_MOMENTS])]
+    moments = (op for op in backward if _forward_reads(graph, _descendants(graph, op)))
+    return [Relaxation(graph, moment, coding, prices) for moment in (None, *islice(moments, _MOMENTS))]
 
 
 def least_extra_cost(programs: Iterable[Relaxation], budget_bytes: int) -> float:
@@ -188,6 +206,9 @@ def least_extra_cost(programs: Iterable[Relaxation], budget_bytes: int) -> float
 
     Returns:
         The bound, in the graph's unit of cost; infinity if no schedule fits.
+
+    Raises:
+        TimeoutError: If the solver finds no solution in time.
     """
     solved = [program.solve(budget_bytes) for program in programs]
     return max((float("inf") if each is None else each[0] for each in solved), default=0.0)

@@ -1,8 +1,10 @@
 """Schedules kept on disk: a step that was planned once is not planned again by the next process.
 
-They lie in a folder of the user's cache, a file each, named by a hash of the graph, the strategy, the budget and the
-library's version. The environment variable RMM_LINEAR_PLANS names another folder, or is "off". What is read is checked
-as any schedule from elsewhere is; what can't be read or written is as if it were not there.
+They lie in a folder of the user's cache, a file each, named by a hash of the graph, the strategy and the library's
+version, and by the budget. The cheapest one that fits is taken, whatever budget it was made for: no plan is dearer than
+one that was found before for a smaller budget. The environment variable RMM_LINEAR_PLANS names another folder, or is
+"off". What is read is checked as any schedule from elsewhere is; what can't be read or written is as if it were not
+there.
 """
 
 import contextlib
@@ -22,25 +24,24 @@ _SWITCH = "RMM_LINEAR_PLANS"
 _MOST_FILES = 256
 
 
-def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> Schedule | None:
-    """Look for a schedule that was made for the same graph, strategy and budget.
+def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> tuple[Schedule | None, bool]:
+    """Look for a schedule that was made for the same graph and strategy.
 
     Returns:
-        The schedule; None if there is none that can run and fits.
+        The cheapest one that can run and fits, None if there is none; and whether one was made for this very budget.
     """
     folder = _folder()
-    if folder is None:
-        return None
-    path = folder / _name(graph, strategy, budget_bytes)
-    try:
-        schedule = Schedule.from_json(path.read_text(encoding="utf-8"))
-        if simulate(graph, schedule).peak_bytes > budget_bytes:
-            return None
-    except (OSError, ValueError, ScheduleError, RecursionError):
-        return None
-    with contextlib.suppress(OSError):
-        path.touch()
-    return schedule
+    found: list[tuple[float, Schedule]] = []
+    is_planned = False
+    for path in () if folder is None else sorted(folder.glob(f"{_key(graph, strategy)}-*.json")):
+        with contextlib.suppress(OSError, ValueError, ScheduleError, RecursionError):
+            schedule = Schedule.from_json(path.read_text(encoding="utf-8"))
+            taken = simulate(graph, schedule)
+            if taken.peak_bytes <= budget_bytes:
+                path.touch()
+                found.append((taken.cost, schedule))
+                is_planned |= path.name == _name(graph, strategy, budget_bytes)
+    return min(found, key=lambda each: each[0])[1] if found else None, is_planned
 
 
 def store_plan(graph: Graph, strategy: str, budget_bytes: int, schedule: Schedule) -> None:
@@ -73,10 +74,13 @@ def _folder() -> Path | None:
     return None
 
 
-def _name(graph: Graph, strategy: str, budget_bytes: int) -> str:
+def _key(graph: Graph, strategy: str) -> str:
     try:
         version = importlib.metadata.version("rmm-linear")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
-    text = f"{graph.fingerprint} {strategy} {budget_bytes} {version}"
-    return hashlib.sha256(text.encode()).hexdigest() + ".json"
+    return hashlib.sha256(f"{graph.fingerprint} {strategy} {version}".encode()).hexdigest()
+
+
+def _name(graph: Graph, strategy: str, budget_bytes: int) -> str:
+    return f"{_key(graph, strategy)}-{budget_bytes}.json"

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,14 +10,23 @@ from torch import nn
 
 from rmm_linear.checkpointing import Schedule, capture, checkpoint_model, get_strategy, simulate
 from rmm_linear.compiler import backend
+from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning import planner, stored_plans
+from rmm_linear.planning.budget import Budget
+from rmm_linear.planning.contract import large_graphs
+from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.stored_plans import store_plan, stored_plan
+from rmm_linear.planning.strategies.auto import Auto
 
 X = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
 
 
 def layers(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 1))
+
+
+def stored(graph, strategy: str, budget_bytes: int) -> Schedule | None:
+    return stored_plan(graph, strategy, budget_bytes)[0]
 
 
 @pytest.fixture
@@ -33,12 +43,14 @@ def graph():
 def test_a_plan_is_found_again(folder, graph, monkeypatch):
     schedule = get_strategy("chen2016_sqrt").plan(graph, 10**9)
     store_plan(graph, "chen2016_sqrt", 10**9, schedule)
-    assert stored_plan(graph, "chen2016_sqrt", 10**9) == schedule
-    assert stored_plan(graph, "auto", 10**9) is None
-    assert stored_plan(graph, "chen2016_sqrt", 10**8) is None
+    assert stored(graph, "chen2016_sqrt", 10**9) == schedule
+    assert stored(graph, "auto", 10**9) is None
+    assert stored_plan(graph, "chen2016_sqrt", 10**9) == (schedule, True)
+    assert stored_plan(graph, "chen2016_sqrt", 10**8) == (schedule, False)
+    assert stored(graph, "chen2016_sqrt", 10) is None
     assert [path.suffix for path in folder.iterdir()] == [".json"]
     monkeypatch.setenv("RMM_LINEAR_PLANS", "off")
-    assert stored_plan(graph, "chen2016_sqrt", 10**9) is None
+    assert stored(graph, "chen2016_sqrt", 10**9) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"version": 1}', b"[" * 100_000])
@@ -47,9 +59,9 @@ def test_what_is_no_schedule_is_as_if_it_were_not_there(folder, graph, content):
     store_plan(graph, "none", 10**9, schedule)
     (path,) = folder.iterdir()
     path.write_bytes(content)
-    assert stored_plan(graph, "none", 10**9) is None
+    assert stored(graph, "none", 10**9) is None
     store_plan(graph, "none", 10**9, schedule)
-    assert stored_plan(graph, "none", 10**9) == schedule
+    assert stored(graph, "none", 10**9) == schedule
 
 
 def test_a_schedule_of_another_graph_or_beyond_the_budget_is_not_taken(folder, graph):
@@ -58,36 +70,50 @@ def test_a_schedule_of_another_graph_or_beyond_the_budget_is_not_taken(folder, g
     (path,) = folder.iterdir()
     other = capture(layers(2), (X,), step=lambda model, x: model(x).square().mean()).graph
     path.write_text(Schedule.plain(other).to_json())
-    assert stored_plan(graph, "none", 10**9) is None
+    assert stored(graph, "none", 10**9) is None
     path.write_text(Schedule(plain.steps[:-3], plain.graph).to_json())
-    assert stored_plan(graph, "none", 10**9) is None
+    assert stored(graph, "none", 10**9) is None
     budget_bytes = simulate(graph, plain).peak_bytes - 1
     store_plan(graph, "none", budget_bytes, plain)
-    assert stored_plan(graph, "none", budget_bytes) is None
+    assert stored(graph, "none", budget_bytes) is None
 
 
 def test_a_folder_that_cannot_be_used_breaks_nothing(tmp_path, graph, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RMM_LINEAR_PLANS", str(tmp_path / "file" / "plans"))
     store_plan(graph, "none", 10**9, Schedule.plain(graph))
-    assert stored_plan(graph, "none", 10**9) is None
+    assert stored(graph, "none", 10**9) is None
 
 
 def test_the_plans_read_last_stay(folder, graph, monkeypatch):
     monkeypatch.setattr(stored_plans, "_MOST_FILES", 2)
     schedule = Schedule.plain(graph)
-    for budget_bytes in (10**7, 10**8):
-        store_plan(graph, "none", budget_bytes, schedule)
+    for strategy in ("a", "b"):
+        store_plan(graph, strategy, 10**9, schedule)
     for place, path in enumerate(sorted(folder.iterdir())):
         # as if they were written long ago
         stored_plans.os.utime(path, (place, place))
-    assert stored_plan(graph, "none", 10**7) == schedule
-    store_plan(graph, "none", 10**9, schedule)
-    assert [stored_plan(graph, "none", size) is not None for size in (10**7, 10**8, 10**9)] == [True, False, True]
+    assert stored(graph, "a", 10**9) == schedule
+    store_plan(graph, "c", 10**9, schedule)
+    assert [stored(graph, strategy, 10**9) is not None for strategy in "abc"] == [True, False, True]
+
+
+def test_no_plan_is_dearer_than_one_for_a_smaller_budget(folder, monkeypatch):
+    graph = dict(large_graphs())["random layers of 48"]
+    plain = simulate(graph, Schedule.plain(graph)).peak_bytes
+    cheap = plan_graph(graph, Budget.of(plain * 9 // 10), "auto")
+    assert 0 < cheap.overhead < 0.2
+    # a strategy that plans badly for a larger budget, or says that there is no plan
+    dear = Schedule.from_order(graph, [op for op in range(len(graph.ops)) for _ in range(2)], strategy="auto")
+    refused = InfeasibleBudgetError("refused", budget_bytes=1, least_bytes=2)
+    for planned in ({"return_value": dear}, {"side_effect": refused}):
+        with mock.patch.object(Auto, "plan", **planned):
+            assert plan_graph(graph, Budget.of(plain * 19 // 20), "auto").schedule == cheap.schedule
+    with mock.patch.object(Auto, "plan", side_effect=refused), pytest.raises(InfeasibleBudgetError):
+        plan_graph(graph, Budget.of(plain // 2), "auto")
 
 
 def test_a_model_is_planned_once_for_two_processes(folder, monkeypatch):
-    monkeypatch.setattr(planner, "_WORTH_STORING_S", -1.0)
     first = checkpoint_model(layers(), X, budget="100%", strategy="chen2016_sqrt")
     monkeypatch.setattr(planner, "get_strategy", lambda name: None)
     assert checkpoint_model(layers(), X, budget="100%", strategy="chen2016_sqrt").schedule == first.schedule

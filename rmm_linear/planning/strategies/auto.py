@@ -5,31 +5,39 @@ The search starts from the plain order and, where scipy is installed, from what 
 four published strategies as well.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import ClassVar
 
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.local_search import LocalSearch
-from rmm_linear.planning.relaxation import Relaxation, least_extra_cost, relaxations
+from rmm_linear.planning.oracle import cheapest_order, leanest_order
+from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, get_strategy, register
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, get_strategy, register
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import Kusumoto2019Approximate, order_of_plan
 from rmm_linear.planning.strategies.nested_lower_sets import NestedLowerSets
-from rmm_linear.planning.strategies.segments import order_of_segments
+from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
+# For so few ops and storages, all orders are looked at, in less than a second.
+_FEW = 16
+# The linear program is solved for these parts of the budget, and for so many segments.
+_PARTS = (1, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
+_SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Entries of all programs that are solved.
+_MOST_ENTRIES = 1_000_000
+# Places whose bytes the searches count anew: for each op, and in all.
+_WORK, _MOST_WORK = 30_000, 40_000_000
+# The search ends within this part of the step of the bound.
+_ENOUGH = 0.001
 # The published strategies take more than a few seconds for graphs of more ops.
 _MOST_OPS = 1500
-# The linear program is solved for these parts of the budget; the orders whose peaks are nearest to it are fitted.
-_PARTS = (1, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
-_MOST_STARTS = 3
-# Computations that the last search simulates: for each op, and in all.
-_WORK, _MOST_WORK = 2000, 3_000_000
-# Parts of the step that a plan costs more than the bound: above the first, the published strategies are asked; within
-# the second, the search ends.
-_FAR, _ENOUGH = 0.02, 0.001
-# A lean order is made leaner by this part of its peak at a time.
+# Orders of the least peaks that are made leaner where none could be fitted.
+_MOST_LEAN = 2
+# A lean order is made leaner by this part of its peak at a time, and at the end byte by byte.
 _STEP = 0.02
 
 
@@ -59,75 +67,90 @@ class Auto(Strategy):
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
         """Return the cheapest schedule that the search finds."""
         budget_bytes = checked_budget(budget_bytes)
-        plain = range(len(graph.ops))
+        plain = tuple(range(len(graph.ops)))
         if peak_and_cost(graph, plain)[0] <= budget_bytes:
             return Schedule.from_order(graph, plain, strategy=self.name)
+        if max(len(graph.ops), len(graph.storages)) <= _FEW and not graph.stateful:
+            optimum = cheapest_order(graph, budget_bytes)
+            if optimum is None:
+                raise self._refusal(budget_bytes, leanest_order(graph).peak_bytes)
+            return Schedule.from_order(graph, optimum.order, strategy=self.name)
+        bound, starts = _starts(graph, budget_bytes)
         search = LocalSearch(graph, budget_bytes)
-        bound, relaxed = _relaxed(graph, budget_bytes)
-        best = search.best_of([*relaxed, plain])
-        frontier: Sequence[Proposal] = ()
-        is_far = best is None or search.cost(best) > graph.cost * (1 + _FAR) + bound
-        if is_far and len(graph.ops) <= _MOST_OPS:
-            frontier = self.frontier(graph)
-            near = sorted(frontier, key=lambda proposal: abs(proposal.peak_bytes - budget_bytes))[:_MOST_STARTS]
-            within = [proposal for proposal in frontier if proposal.peak_bytes <= budget_bytes]
-            cheapest = sorted(within, key=lambda proposal: proposal.cost)[:1]
-            orders = [proposal.order for proposal in (*near, *cheapest)]
-            best = search.best_of(orders if best is None else [best, *orders])
+        peaks = {order: peak_and_cost(graph, order)[0] for order in dict.fromkeys((plain, *starts))}
+        near = sorted(peaks, key=lambda order: abs(peaks[order] - budget_bytes))
+        best = search.best_of(near, _most_work(graph))
         if best is None:
-            leanest = self._leanest(graph, frontier or self.frontier(graph))
-            least_bytes = peak_and_cost(graph, leanest)[0]
+            lean = [plain, *sorted(peaks, key=peaks.__getitem__)[:_MOST_LEAN]]
+            if len(graph.ops) <= _MOST_OPS:
+                lean.append(min(self.frontier(graph), key=lambda proposal: proposal.peak_bytes).order)
+            found = [_leaner(graph, order) for order in dict.fromkeys(lean)]
+            least_bytes, best = min((peak_and_cost(graph, order)[0], order) for order in found)
             if least_bytes > budget_bytes:
-                raise InfeasibleBudgetError(
-                    f"{self.name} found no schedule within {budget_bytes} bytes; the least that was found takes"
-                    f" {least_bytes} bytes",
-                    budget_bytes=budget_bytes,
-                    least_bytes=least_bytes,
-                )
-            best = search.reduced(leanest)
-        enough = graph.cost * (1 + _ENOUGH) + bound
-        best = search.searched(best, min(_WORK * len(graph.ops), _MOST_WORK), enough)
+                raise self._refusal(budget_bytes, least_bytes)
+            best = search.reduced(best)
+        best = search.searched(best, _most_work(graph), graph.cost * (1 + _ENOUGH) + bound)
         return Schedule.from_order(graph, best, strategy=self.name)
 
-    @staticmethod
-    def _leanest(graph: Graph, frontier: Sequence[Proposal]) -> Sequence[int]:
-        """The order of the least peak that is found, whatever the budget is."""
-        starts = (range(len(graph.ops)), min(frontier, key=lambda proposal: proposal.peak_bytes).order)
-        found = (_leaner(graph, order) for order in starts)
-        return min(found, key=lambda order: peak_and_cost(graph, order)[0])
+    def _refusal(self, budget_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
+        text = f"{self.name} found no schedule within {budget_bytes} bytes; the least that was found takes"
+        return InfeasibleBudgetError(f"{text} {least_bytes} bytes", budget_bytes=budget_bytes, least_bytes=least_bytes)
 
 
-def _leaner(graph: Graph, order: Sequence[int]) -> Sequence[int]:
-    work, part = 0, _STEP
-    while work < _MOST_WORK:
-        peak = peak_and_cost(graph, order)[0]
-        search = LocalSearch(graph, peak - max(1, int(part * peak)))
+def _most_work(graph: Graph) -> int:
+    return min(_WORK * len(graph.ops), _MOST_WORK)
+
+
+def _leaner(graph: Graph, order: Sequence[int]) -> list[int]:
+    """Lower the peak of an order, whatever it costs."""
+    work, order = 0, list(order)
+    peak = peak_and_cost(graph, order)[0]
+    step = max(1, int(_STEP * peak))
+    while step and work < _most_work(graph):
+        search = LocalSearch(graph, peak - step)
         leaner = search.fitted(order)
         work += search.work
-        if leaner is None and not part:
-            break
-        # at the end, byte by byte
-        order, part = (order, 0.0) if leaner is None else (leaner, part)
+        if leaner is None:
+            step //= 4
+        else:
+            order, peak = leaner, peak_and_cost(graph, leaner)[0]
     return order
 
 
-def _relaxed(graph: Graph, budget_bytes: int) -> tuple[float, list[list[int]]]:
-    """A bound of the extra cost, and orders that keep what the linear program keeps; 0 and none without scipy."""
-    try:
-        programs = relaxations(graph)
-    except ImportError:
-        return 0.0, []
-    return least_extra_cost(programs, budget_bytes), sorted(
-        _orders_of(graph, programs[:2], budget_bytes),
-        key=lambda order: abs(peak_and_cost(graph, order)[0] - budget_bytes),
-    )[:_MOST_STARTS]
+def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...]]]:
+    """Return a bound of the extra cost, and orders to begin with.
+
+    The forward ops are cut into segments, which are computed again one by one: what crosses them is kept, and what the
+    linear program would keep within them. Without a solver, or if it takes too long, nothing is kept within them.
+    """
+    counts = [count for count in _SEGMENTS if count <= max(1, graph.forward_count // 2)]
+    crossing = [crossing_storages(graph, _segments(graph, count)) for count in counts]
+    orders = [_order_that_keeps(graph, kept) for kept in crossing]
+    with contextlib.suppress(ImportError, TimeoutError):
+        programs, entries = relaxations(graph), 0
+        bound = least_extra_cost(programs, budget_bytes)
+        for place, kept in enumerate(crossing):
+            for program in programs[: 1 if place else 2]:
+                for part in _PARTS:
+                    entries += program.entries
+                    found = program.solve(int(part * budget_bytes), kept) if entries < _MOST_ENTRIES else None
+                    if found is None:
+                        break
+                    orders.append(_order_that_keeps(graph, found[1] | kept))
+                    if peak_and_cost(graph, orders[-1])[0] <= budget_bytes:
+                        break
+        return bound, orders
+    return 0.0, orders
 
 
-def _orders_of(graph: Graph, programs: Sequence[Relaxation], budget_bytes: int) -> Iterator[list[int]]:
-    single = [[op] for op in range(graph.forward_count)]
-    for program in programs:
-        for part in _PARTS:
-            solved = program.solve(int(part * budget_bytes))
-            if solved is None:
-                break
-            yield order_of_segments(graph, single, solved[1])
+def _order_that_keeps(graph: Graph, kept: set[int]) -> tuple[int, ...]:
+    return tuple(order_of_segments(graph, [[op] for op in range(graph.forward_count)], kept))
+
+
+def _segments(graph: Graph, count: int) -> list[list[int]]:
+    """Forward ops, one after the other, in segments that write as many bytes each."""
+    written = list(accumulate(graph.bytes_while_running[: graph.forward_count]))
+    segments: list[list[int]] = [[] for _ in range(count)]
+    for op, size in enumerate(written):
+        segments[max(0, size * count - 1) // max(1, written[-1])].append(op)
+    return segments

@@ -1,0 +1,256 @@
+"""An order of computations that changes: what it takes is known after each change, without a pass over the whole.
+
+A computation that comes or goes changes when the storages that it reads and writes are in memory. Only between the
+places where that differs, bytes are counted anew. Each computation has a key, and the keys grow along the order; they
+are far enough apart for many others to come between two.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.simulate import bytes_of_order
+
+# Between two keys, at the beginning.
+_GAP = 1 << 256
+# The op of the last key: nothing is computed there, and what stays is in memory.
+_NOTHING = -1
+
+
+class Mark(NamedTuple):
+    """A state that an order can go back to.
+
+    Attributes:
+        changes: How many changes were made before.
+        cost: Time of all its computations.
+    """
+
+    changes: int
+    cost: float
+
+
+class ChangingOrder:
+    """An order of computations.
+
+    Args:
+        graph: The graph.
+        order: Indices of ops, with repetitions, in an order in which they can run.
+        budget_bytes: The most that may be in memory at any time.
+
+    Attributes:
+        keys: The keys of the computations, in order, and one more.
+        during: Bytes in memory during each, as `rmm_linear.planning.simulate.bytes_of_order` says.
+        op_at: The op of each key.
+        runs: The keys of each op's computations, in order.
+        events: The keys at which each storage is written or read, in order; of a gradient that is handed over, also of
+            the ops that hold it back.
+        end: The key at which the last result is computed first.
+        cost: Time of all computations.
+        excess: What is above the budget, summed over the computations.
+        work: Places whose bytes were counted anew so far.
+    """
+
+    def __init__(self, graph: Graph, order: Sequence[int], budget_bytes: int) -> None:
+        self._graph, self._budget_bytes = graph, budget_bytes
+        self._outputs = frozenset(graph.outputs)
+        self._result_writers = {graph.writer[index] for index in graph.results}
+        self.keys = [place * _GAP for place in range(1, len(order) + 2)]
+        self.op_at = dict(zip(self.keys, (*order, _NOTHING), strict=True))
+        self.during = [*bytes_of_order(graph, order), sum(graph.sizes[index] for index in self._outputs)]
+        self.runs: list[list[int]] = [[] for _ in graph.ops]
+        self.events: list[list[int]] = [[] for _ in graph.storages]
+        for key, op in zip(self.keys, order, strict=False):
+            self.runs[op].append(key)
+            for index in self._touched(op):
+                self.events[index].append(key)
+        self.end = self._end()
+        self.cost = sum(graph.ops[op].cost for op in order)
+        self.excess = self._excess(self.during)
+        # as long as making this takes
+        self.work = 10 * len(order)
+        self._log: list[tuple[int, int, bool]] = []
+
+    def order(self) -> list[int]:
+        """Return the indices of the ops, with repetitions."""
+        return [self.op_at[key] for key in self.keys[:-1]]
+
+    def place(self, key: int) -> int:
+        """Return the number of computations before a key."""
+        return bisect_left(self.keys, key)
+
+    def is_above(self, key: int) -> bool:
+        """Tell whether more is in memory during a computation than the budget."""
+        return key in self.op_at and self.during[self.place(key)] > self._budget_bytes
+
+    def keys_before(self, key: int, count: int) -> list[int]:
+        """Return keys for computations that come right before another one; none where there is no room left."""
+        place = self.place(key)
+        first = self.keys[place - 1] if place else 0
+        step = (key - first) // (count + 1)
+        # a random state is there a little before the computation
+        return [first + step * number for number in range(1, count + 1)] if step > 1 else []
+
+    def mark(self) -> Mark:
+        """Return the present state, for `undo`."""
+        return Mark(len(self._log), self.cost)
+
+    def undo(self, mark: Mark) -> None:
+        """Go back to a state."""
+        while len(self._log) > mark.changes:
+            op, key, is_there = self._log.pop()
+            self._change(op, key, is_there=not is_there)
+        self.cost = mark.cost
+
+    def put(self, op: int, key: int) -> None:
+        """Compute an op at a place, too; what it reads was computed before."""
+        self._change(op, key, is_there=True)
+        self._log.append((op, key, True))
+
+    def take(self, key: int) -> None:
+        """Leave a computation out, and those before it that nothing needs any more."""
+        waiting = [key]
+        while waiting:
+            key = waiting.pop()
+            op = self.op_at.get(key, _NOTHING)
+            if op == _NOTHING:
+                continue
+            self._change(op, key, is_there=False)
+            self._log.append((op, key, False))
+            for index in self._graph.ops[op].reads:
+                before = self.last_run(self._graph.writer[index], key)
+                if before is not None and self.is_idle(before):
+                    waiting.append(before)
+
+    def last_run(self, op: int, key: int) -> int | None:
+        """Return the key of an op's last computation before another one."""
+        runs = self.runs[op]
+        place = bisect_left(runs, key)
+        return runs[place - 1] if place else None
+
+    def is_idle(self, key: int) -> bool:
+        """Tell whether a computation can be left out, for its results are not read before they are computed anew."""
+        op = self.op_at[key]
+        runs = self.runs[op]
+        if key == runs[0] and (len(runs) == 1 or not self.may_start_later(op)):
+            return False
+        return not any(self._is_wanted(index, key) for index in self._graph.ops[op].writes)
+
+    def may_start_later(self, op: int) -> bool:
+        """Tell whether the first computation of an op may come at a later place than in the plain program."""
+        each = self._graph.ops[op]
+        is_free = each.is_recomputable and not each.is_random and op not in self._result_writers
+        return is_free and self._graph.freed.isdisjoint(each.writes)
+
+    def repetitions(self) -> Iterator[int]:
+        """Yield the keys of computations of ops that were computed before."""
+        for runs in self.runs:
+            yield from runs[1:]
+
+    def is_repetition(self, key: int) -> bool:
+        """Tell whether the op of a key was computed before."""
+        return self.runs[self.op_at[key]][0] < key
+
+    def _is_wanted(self, index: int, key: int) -> bool:
+        events, writer = self.events[index], self._graph.writer[index]
+        for place in range(bisect_right(events, key), len(events)):
+            op = self.op_at[events[place]]
+            if op == writer:
+                return False
+            if index in self._graph.ops[op].reads:
+                return True
+        return index in self._outputs
+
+    def _touched(self, op: int) -> dict[int, None]:
+        """The storages whose time in memory depends on when an op runs."""
+        each = self._graph.ops[op]
+        held = (index for index in each.holds_back if index in self._graph.freed)
+        return dict.fromkeys((*each.reads, *each.writes, *held))
+
+    def _end(self) -> int:
+        firsts = [self.runs[op][:1] for op in self._result_writers]
+        return max((first[0] for first in firsts), default=0) if all(firsts) else 0
+
+    def _spans(self, index: int) -> dict[int, int]:
+        """When a storage is in memory: after each of these keys, until the other one."""
+        writer, events = self._graph.writer[index], self.events[index]
+        if not self.runs[writer]:
+            return {}
+        first = self.runs[writer][0]
+        if index in self._outputs:
+            return {first: self.keys[-1]}
+        if index in self._graph.freed:
+            return {first: max(first, next((key for key in reversed(events) if self.op_at[key] != writer), first))}
+        found: dict[int, int] = {}
+        start = first
+        is_result = writer in self._result_writers and index in self._graph.results
+        for key in events:
+            if self.op_at[key] == writer:
+                start = key
+            found[start] = max(key, self.end) if is_result and start <= self.end else key
+        return found
+
+    def _state_span(self, op: int) -> dict[int, int]:
+        runs = self.runs[op]
+        return {runs[0] - 1: runs[-1]} if len(runs) > 1 and self._graph.ops[op].state_bytes else {}
+
+    def _change(self, op: int, key: int, *, is_there: bool) -> None:
+        touched = self._touched(op)
+        moves_end = op in self._result_writers and key <= min(self.runs[op], default=key)
+        if moves_end:
+            touched |= dict.fromkeys(self._graph.results)
+        before = [self._spans(index) for index in touched]
+        before_state = self._state_span(op)
+        place = self.place(key)
+        if is_there:
+            # what is there before the next computation, too, but for its random state if that comes with it
+            following = self.op_at[self.keys[place]]
+            held = self.during[place]
+            if following != _NOTHING:
+                held -= self._graph.bytes_while_running[following]
+                if self.keys[place] - 1 in self._state_span(following):
+                    held -= self._graph.ops[following].state_bytes
+            self.keys.insert(place, key)
+            self.during.insert(place, held + self._graph.bytes_while_running[op])
+            self.excess += self._excess(self.during[place : place + 1])
+            self.op_at[key] = op
+            insort(self.runs[op], key)
+            for index in self._touched(op):
+                insort(self.events[index], key)
+            self.cost += self._graph.ops[op].cost
+        else:
+            self.excess -= self._excess(self.during[place : place + 1])
+            del self.keys[place], self.during[place], self.op_at[key]
+            self.runs[op].remove(key)
+            for index in self._touched(op):
+                self.events[index].remove(key)
+            self.cost -= self._graph.ops[op].cost
+        if moves_end:
+            self.end = self._end()
+        for index, spans in zip(touched, before, strict=True):
+            self._count(spans, self._spans(index), self._graph.sizes[index])
+        self._count(before_state, self._state_span(op), self._graph.ops[op].state_bytes)
+
+    def _count(self, before: dict[int, int], after: dict[int, int], size: int) -> None:
+        """Count a storage anew where the times at which it is in memory differ."""
+        if before == after or not size:
+            return
+        for start in before.keys() | after.keys():
+            old, new = before.get(start, start), after.get(start, start)
+            if old != new:
+                self._add(min(old, new), max(old, new), size if new > old else -size)
+
+    def _add(self, after: int, until: int, size: int) -> None:
+        first, last = bisect_right(self.keys, after), bisect_right(self.keys, until)
+        old = self.during[first:last]
+        if not old:
+            return
+        new = [each + size for each in old]
+        self.during[first:last] = new
+        self.work += last - first
+        if max(max(old), max(new)) > self._budget_bytes:
+            self.excess += self._excess(new) - self._excess(old)
+
+    def _excess(self, during: Sequence[int]) -> int:
+        budget = self._budget_bytes
+        return sum(each - budget for each in during if each > budget)
