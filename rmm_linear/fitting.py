@@ -56,8 +56,8 @@ _SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Sketches are always noisier.
 _LEAST_NOISE_OF_SKETCHES = 0.05
-# Parts of the budget for which tensors are chosen that are coded, as long as that may give a better plan.
-_PARTS_OF_BUDGET = (0.95, 0.85, 0.7)
+# Parts of the budget for which tensors are chosen that are coded, until a plan takes hardly longer than the bound.
+_PARTS_OF_BUDGET, _HARDLY = (0.95, 0.85, 0.7), 0.003
 # Parts of the sample with which noise is measured; the fewest, where so many would leave more than a share of it out.
 _PARTS, _FEWEST_PARTS, _LEFT_OUT = 8, 4, 0.1
 _MIB = 2**20
@@ -381,9 +381,10 @@ class _Trials:
         assert self._replanned_bytes is not None
         self.bounds[name] = program
         # the program looks at a few moments of the step, and not at all that ops take while they run
+        enough = (1 + _HARDLY) * program.least_cost(self._replanned_bytes)
         for part in _PARTS_OF_BUDGET:
             budget_bytes = int(part * self._replanned_bytes)
-            if program.least_cost(budget_bytes) >= self._best_cost():
+            if self._best_cost() <= max(enough, program.least_cost(budget_bytes)):
                 return
             bits = program.choose(budget_bytes)
             if bits is not None and bits.only:
