@@ -65,6 +65,12 @@ _MIB = 2**20
 _OTHER_RANK = 1 << 20
 
 
+def cautious_ratio(noise: StepNoise) -> float:
+    """Return the noise ratio if the minibatch's variance is a standard error less: few batches tell little about it."""
+    minibatch = noise.minibatch.value - noise.minibatch.standard_error
+    return noise.step.value / minibatch if minibatch > 0 else math.inf
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to run the step.
@@ -92,11 +98,7 @@ class Candidate:
         """Variance over the step's draws, over that of minibatches; 0 for the exact step, infinite if not measured."""
         if not self.options:
             return 0.0
-        if self.noise is None:
-            return math.inf
-        # few batches tell little about the minibatch's variance: it may be less by a standard error
-        minibatch = self.noise.minibatch.value - self.noise.minibatch.standard_error
-        return self.noise.step.value / minibatch if minibatch > 0 else math.inf
+        return math.inf if self.noise is None else cautious_ratio(self.noise)
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,28 @@ class Fit:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
 
+    def measure(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None = None) -> StepNoise:
+        """Measure the noise of the step with the weights that the model has now.
+
+        It takes a capture, and as long as two steps op by op.
+
+        Args:
+            batch: As for `fit`.
+            loss_fn: As for `fit`.
+
+        Returns:
+            The noise. Its parts are smaller than the batch: `noise_ratio` is the same for any size.
+
+        Raises:
+            ValueError: If it can't be measured with the batch.
+        """
+        planned = self.model._compiled_call_impl
+        remove_checkpointing(self.model)
+        try:
+            return _measured(self.model, _plain_batch(batch), self.chosen, loss_fn)
+        finally:
+            self.model._compiled_call_impl = planned
+
     def remove(self) -> nn.Module:
         """Let the model run as it was written.
 
@@ -280,8 +304,7 @@ def fit(
     refuse_planned(model)
     if not model.training:
         raise ValueError("the model is in eval mode, and its training steps are planned: call model.train() first")
-    # such as the batches of a tokenizer, which are no dicts
-    sample = dict(sample) if isinstance(sample, Mapping) else sample
+    sample = _plain_batch(sample)
     arguments = _arguments(model, sample, loss_fn)
     step = PlannedStep(model._call_impl, model, Options(executor=executor))
     exact, plain = step.capture(*arguments)
@@ -325,6 +348,11 @@ def fit(
         executor,
         trials.bounds,
     )
+
+
+def _plain_batch(batch: Any) -> Any:
+    # batches of a tokenizer are no dicts
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 class _Trials:

@@ -7,6 +7,7 @@ Like all of this folder it imports transformers.
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 import sys
@@ -31,7 +32,7 @@ from rmm_linear.compiler.backend import Options
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.fitting import Fit, checked_noise, fit
+from rmm_linear.fitting import Fit, cautious_ratio, checked_noise, fit
 from rmm_linear.memory import MeasuredSaving
 from rmm_linear.variance import AdaptiveRatios, VarianceMonitor
 from rmm_linear.variance.probe import is_compiled
@@ -50,7 +51,7 @@ NOISE_FILE = "rmm_noise.jsonl"
 RATIO_FILE = "rmm_ratios.jsonl"
 # Where the state is kept in a checkpoint's trainer_state.json: no class's name, which the trainer would make anew.
 _STATE_KEY = "rmm_linear"
-_EVERY = 50
+_EVERY, _EVERY_FIT = 50, 1000
 # Steps of which one is looked at for clipping: the norm of all gradients is not free.
 _CLIP_EVERY = 10
 # Clipping leaves a norm of max_norm * norm / (norm + 1e-6), rounded in the gradients' dtype.
@@ -99,8 +100,10 @@ class RMMCallback(TrainerCallback):
 
     With `fit`, the model is fitted (`rmm_linear.fit`) to the first batch that it is trained on, with the loss that the
     trainer computes, and the first line of the plan is printed. Batches of other shapes get plans of as many bytes; a
-    batch that has none is fitted in its turn. A resumed run is fitted anew. Processes that train together (DDP) are
-    refused: fit in a process of its own, and pass its `options` on as `compile` to all of them.
+    batch that has none is fitted in its turn. A resumed run is fitted anew. With `monitor`, the noise of codes and
+    sketches is measured on a batch every so many (micro-)batches (`rmm_linear.fitting.Fit.measure`), and logged as
+    `rmm/noise_ratio`; where it is above `noise`, the model is fitted anew, to that batch. Processes that train together
+    (DDP) are refused: fit in a process of its own, and pass its `options` on as `compile` to all of them.
 
     Example:
         >>> from rmm_linear import RMMCallback
@@ -112,7 +115,8 @@ class RMMCallback(TrainerCallback):
         ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given; with `compile`,
             and nothing that is about sketches, all layers stay exact, as with `fit`.
         config: How to sketch.
-        monitor: Whether to watch the noise: steps from one sample of a layer to the next, or True for 50.
+        monitor: Whether to watch the noise: steps from one sample of a layer to the next, or True for 50; with `fit`,
+            batches from one measurement to the next, or True for 1000.
         budget: Bytes that the sketched layers may keep of one (micro-)batch, "auto" for what they keep at the
             configured ratio, or None.
         noise_target: Most that the sketches' variance may be of the minibatch's, or None.
@@ -162,7 +166,7 @@ class RMMCallback(TrainerCallback):
     ) -> None:
         self._fit_options: dict[str, Any] | None = None
         if fit is not None:
-            others = {"ratio": ratio, "config": config, "monitor": monitor or None, "budget": budget, "sample": sample}
+            others = {"ratio": ratio, "config": config, "budget": budget, "sample": sample}
             others |= {"noise_target": noise_target, "compile": compile, **convert_kwargs}
             if given := [name for name, value in others.items() if value is not None]:
                 raise ValueError(f"fit chooses by itself how steps run: leave out {', '.join(given)}, or leave out fit")
@@ -182,7 +186,7 @@ class RMMCallback(TrainerCallback):
             raise ValueError(f"monitor={monitor!r} is not a number of steps; pass one, True (50) or False")
         self._convert_kwargs = {"config": config if config is not None else RMMConfig(), **convert_kwargs}
         self._sample = sample
-        self._every = _EVERY if monitor is True else int(monitor)
+        self._every = (_EVERY if fit is None else _EVERY_FIT) if monitor is True else int(monitor)
         self._adapts = budget is not None or noise_target is not None
         self._adaptive_kwargs: dict[str, Any] = {
             "budget": budget,
@@ -207,6 +211,7 @@ class RMMCallback(TrainerCallback):
         self.ratios: AdaptiveRatios | None = None
         self.planned: PlannedStep | None = None
         self.fitted: Fit | None = None
+        self._fit_noise: float | None = None
         # gives the trainer's own loss back to it
         self._undo = contextlib.ExitStack()
 
@@ -314,6 +319,8 @@ class RMMCallback(TrainerCallback):
         noise = self.monitor.noise() if self.monitor is not None else None
         if noise is not None:
             values |= {VARIANCE_KEY: noise.relative_variance, NOISE_KEY: noise.noise_ratio, SNR_KEY: noise.snr}
+        if self._fit_noise is not None:
+            values[NOISE_KEY] = self._fit_noise
         if self.monitor is not None and self.monitor.clip_fraction is not None:
             values[CLIP_KEY] = self.monitor.clip_fraction
         if self.ratios is not None and self.ratios.allocation is not None:
@@ -379,26 +386,47 @@ class RMMCallback(TrainerCallback):
             return
         self._undo.close()
         refuse_planned(model)
-        self.planned = self.fitted = None
+        self.planned = self.fitted = self._fit_noise = None
         loss_of: Any = trainer.compute_loss
+        batches = itertools.count(1)
+
+        def loss_with(keywords: dict[str, Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
+            keywords.pop("return_outputs", None)
+            # which takes the labels out
+            return lambda model, batch: loss_of(model, dict(batch), **keywords)
 
         def fit_to(inputs: Any, **keywords: Any) -> None:
-            keywords.pop("return_outputs", None)
-
-            def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-                # which takes the labels out
-                return loss_of(model, dict(batch), **keywords)
-
             remove_checkpointing(model)
-            self.fitted = fit(model, inputs, loss_fn=loss_fn, **options)
+            self.fitted = fit(model, inputs, loss_fn=loss_with(keywords), **options)
             self.planned = self.fitted.step
+            self._fit_noise = self.fitted.chosen.noise_ratio
             print(f"fit: {str(self.fitted).partition(chr(10))[0]}")
+
+        def watch(inputs: Any, **keywords: Any) -> None:
+            fitted = self.fitted
+            if fitted is None or not fitted.chosen.options:
+                return
+            try:
+                self._fit_noise = cautious_ratio(fitted.measure(inputs, loss_with(keywords)))
+            except ValueError:
+                # such as a last batch of few examples
+                return
+            if self._fit_noise <= options["noise"]:
+                return
+            print(f"fit: the noise has grown to {self._fit_noise:.2g} of the minibatch's variance")
+            try:
+                fit_to(inputs, **keywords)
+            except InfeasibleBudgetError as error:
+                warnings.warn(f"the model trains on as it was fitted before: {error}", stacklevel=2)
+                model._compiled_call_impl = fitted.step
 
         def compute_loss(called: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
             if not model.training:
                 return loss_of(called, inputs, *arguments, **keywords)
             if self.fitted is None:
                 fit_to(inputs, **keywords)
+            elif self._every and next(batches) % self._every == 0:
+                watch(inputs, **keywords)
             try:
                 return loss_of(called, copy.copy(inputs), *arguments, **keywords)
             except InfeasibleBudgetError:

@@ -1,5 +1,7 @@
 """`RMMCallback(fit=...)`: the model is fitted to the trainer's first batch, and trains as it would have."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from rmm_linear import RMMCallback, RMMConfig
 from rmm_linear.checkpointing.planned import is_planned
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.fitting import Fit
 
 # Plans of the whole peak are found at once, and have eager mode's bits.
 WHOLE = {"fit": "100%", "noise": 0, "executor": "exact"}
@@ -161,3 +164,31 @@ def test_what_fit_cannot_plan_is_refused_when_training_begins(tmp_path, argument
         monkeypatch.setattr("transformers.TrainingArguments.world_size", arguments.pop(name))
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, RMMCallback(**WHOLE), model=make_model(), **arguments).train()
+
+
+@pytest.mark.slow
+def test_noise_that_grows_is_logged_and_the_model_is_fitted_anew(tmp_path, capsys, monkeypatch):
+    callback = RMMCallback(fit="45%", monitor=2, noise=0.02)
+    model = bert()
+    limits = []
+    measured = Fit.measure
+
+    def measure(fitted, *args):
+        noise = measured(fitted, *args)
+        limits.append(noise.noise_ratio)
+        # as if the first one had been above the limit
+        step = replace(noise.step, value=1e6 * noise.step.value) if len(limits) == 1 else noise.step
+        return replace(noise, step=step)
+
+    monkeypatch.setattr(Fit, "measure", measure)
+    trainer = trained(tmp_path, callback, model=model, per_device_train_batch_size=16, examples=96, logging_steps=1)
+    assert callback.fitted.chosen.options
+    # of batches 3 and 5; the first one is fitted, and not measured again
+    assert len(limits) == 2
+    assert all(0 < limit < 0.02 for limit in limits)
+    printed = capsys.readouterr().out
+    assert printed.count("fit: the noise has grown to") == 1
+    assert printed.count(": peak") == 2
+    logged = [log["rmm/noise_ratio"] for log in trainer.state.log_history if "rmm/noise_ratio" in log]
+    assert logged
+    assert all(0 < each < 0.02 for each in logged)
