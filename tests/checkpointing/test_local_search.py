@@ -128,7 +128,7 @@ def test_a_plan_takes_at_most_two_percent_longer_than_a_proposal_of_the_publishe
 
 
 def test_a_graph_is_planned_without_scipy(without_scipy):
-    graph = dict(large_graphs())["random layers of 48"]
+    graph = with_backward(random_layers(12, seed=3))
     budget = _plain_peak(graph) * 85 // 100
     with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
         relaxations(graph)
@@ -141,7 +141,7 @@ def test_a_graph_is_planned_without_scipy(without_scipy):
 
 def test_a_graph_is_planned_where_the_solver_takes_too_long(monkeypatch):
     monkeypatch.setattr(relaxation, "_MOST_S", 0.0)
-    graph = dict(large_graphs())["random layers of 48"]
+    graph = with_backward(random_layers(12, seed=3))
     budget = _plain_peak(graph) * 85 // 100
     assert simulate(graph, get_strategy("auto").plan(graph, budget)).peak_bytes <= budget
     plan = plan_graph(graph, Budget.of(budget), "auto")
@@ -154,6 +154,16 @@ def test_a_plan_says_how_much_better_another_one_could_be():
     plan = plan_graph(graph, Budget.of("40%"), "auto")
     assert 0 < plan.least_overhead <= plan.overhead
     assert f"no plan within the budget has less than {100 * plan.least_overhead:.1f} % of extra compute" in str(plan)
+
+
+@pytest.mark.slow
+def test_a_long_chain_is_planned_near_its_bound():
+    draw = random.Random(0)
+    graph = with_backward(chain([draw.randint(1, 100) for _ in range(1500)], [float(draw.randint(1, 9))] * 1500))
+    budget = _plain_peak(graph) // 10
+    taken = simulate(graph, get_strategy("auto").plan(graph, budget))
+    assert taken.peak_bytes <= budget
+    assert taken.overhead <= least_extra_cost(relaxations(graph), budget) / graph.cost + 0.05
 
 
 def test_an_order_that_fits_loses_what_it_need_not_compute_again():
