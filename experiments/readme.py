@@ -13,6 +13,7 @@ from pathlib import Path
 from experiments.blocks import filled, table
 from experiments.checkpointing.bounds import bounds_table
 from experiments.checkpointing.codes import codes_table
+from experiments.checkpointing.growth import growth_table
 from experiments.checkpointing.report import blocks as checkpointing_blocks
 from experiments.glue import allocated
 from experiments.glue.comparison import compare
@@ -129,7 +130,9 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     which = functools.partial(which_table, CHECKPOINTING, MEMORY, VARIANCE / GRID_FILE, BENCHMARKS, FITTED)
     codes = functools.partial(codes_table, CHECKPOINTING)
     bounds = functools.partial(bounds_table, CHECKPOINTING)
-    return {README: {"which": which}, RESULTS: BLOCKS, CODES: {"codes": codes}, BUDGET: {"bounds": bounds}}
+    growth = functools.partial(growth_table, CHECKPOINTING)
+    budget = {"bounds": bounds, "growth": growth}
+    return {README: {"which": which}, RESULTS: BLOCKS, CODES: {"codes": codes}, BUDGET: budget}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,8 +23,8 @@ from .run import RESULTS, origin
 
 FILE = "bounds.csv"
 PERCENTS = (80, 60, 40, 25, 15)
-# The published strategies take hours for graphs of more ops.
-_MOST_OPS = 2500
+# The published strategies take too long for graphs of more ops.
+_MOST_OPS = 2000
 
 
 def rows_of(graph: Graph) -> Iterator[dict[str, Any]]:
@@ -32,7 +32,7 @@ def rows_of(graph: Graph) -> Iterator[dict[str, Any]]:
 
     Yields:
         Parts of the plain step's cost: of `auto`'s plan, of the bound, of the published strategies; None if none fits,
-        and of these for graphs of more than 2,500 ops.
+        and of these for graphs of more than 2,000 ops.
     """
     auto, programs = get_strategy("auto"), relaxations(graph)
     frontier = auto.frontier(graph) if len(graph.ops) <= _MOST_OPS else ()

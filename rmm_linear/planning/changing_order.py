@@ -7,7 +7,6 @@ are far enough apart for many others to come between two.
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import bytes_of_order
@@ -16,18 +15,6 @@ from rmm_linear.planning.simulate import bytes_of_order
 _GAP = 1 << 256
 # The op of the last key: nothing is computed there, and what stays is in memory.
 _NOTHING = -1
-
-
-class Mark(NamedTuple):
-    """A state that an order can go back to.
-
-    Attributes:
-        changes: How many changes were made before.
-        cost: Time of all its computations.
-    """
-
-    changes: int
-    cost: float
 
 
 class ChangingOrder:
@@ -91,16 +78,17 @@ class ChangingOrder:
         # a random state is there a little before the computation
         return [first + step * number for number in range(1, count + 1)] if step > 1 else []
 
-    def mark(self) -> Mark:
-        """Return the present state, for `undo`."""
-        return Mark(len(self._log), self.cost)
+    def mark(self) -> tuple[int, float]:
+        """Return how many changes were made, and the cost: for `undo`."""
+        return len(self._log), self.cost
 
-    def undo(self, mark: Mark) -> None:
+    def undo(self, mark: tuple[int, float]) -> None:
         """Go back to a state."""
-        while len(self._log) > mark.changes:
+        changes, cost = mark
+        while len(self._log) > changes:
             op, key, is_there = self._log.pop()
             self._change(op, key, is_there=not is_there)
-        self.cost = mark.cost
+        self.cost = cost
 
     def put(self, op: int, key: int) -> None:
         """Compute an op at a place, too; what it reads was computed before."""

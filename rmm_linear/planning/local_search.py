@@ -26,6 +26,7 @@ _WORK_OF_CHANGE = 10
 _MOST_AGAIN = 100
 # A change is as good as it was before another one if its price has not grown by more.
 _AS_GOOD = 1.01
+_ROUNDING = 1e-9
 # Second computations, one after the other, that a round of the search leaves out at once.
 _LEFT_OUT = (1, 2, 3, 5, 8)
 
@@ -124,7 +125,8 @@ class LocalSearch:
                     changing.take(key)
             if self._fit(changing):
                 self._reduce(changing)
-            if changing.excess or changing.cost >= mark.cost:
+            # sums of costs in another order differ by rounding
+            if changing.excess or changing.cost >= mark[1] * (1 - _ROUNDING):
                 changing.undo(mark)
         self.work += changing.work
         return changing.order()

@@ -78,9 +78,8 @@ def test_local_search_plans_random_graphs_nearly_as_well_as_can_be(monkeypatch):
 
     ratios, refused = _ratios(_random_graphs(10), planned)
     # the four published strategies alone: 35 of 90 refused, 1.045 on average
-    assert refused <= 3
-    assert sum(ratios) / len(ratios) <= 1.01
-    assert max(ratios) <= 1.08
+    assert not refused
+    assert max(ratios) <= 1.01
 
 
 @pytest.mark.parametrize("graph", [graph for _, graph in tiny_graphs()], ids=[name for name, _ in tiny_graphs()])
@@ -161,7 +160,7 @@ def test_a_plan_takes_at_most_two_percent_longer_than_a_proposal_of_the_publishe
 
 
 def test_a_graph_is_planned_without_scipy(without_scipy):
-    graph = dict(large_graphs())["random layers of 48"]
+    graph = with_backward(random_layers(12, seed=3))
     budget = _plain_peak(graph) * 85 // 100
     with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
         relaxations(graph)
@@ -174,7 +173,7 @@ def test_a_graph_is_planned_without_scipy(without_scipy):
 
 def test_a_graph_is_planned_where_the_solver_takes_too_long(monkeypatch):
     monkeypatch.setattr(relaxation, "_MOST_S", 0.0)
-    graph = dict(large_graphs())["random layers of 48"]
+    graph = with_backward(random_layers(12, seed=3))
     budget = _plain_peak(graph) * 85 // 100
     assert simulate(graph, get_strategy("auto").plan(graph, budget)).peak_bytes <= budget
     plan = plan_graph(graph, Budget.of(budget), "auto")
@@ -187,6 +186,16 @@ def test_a_plan_says_how_much_better_another_one_could_be():
     plan = plan_graph(graph, Budget.of("40%"), "auto")
     assert 0 < plan.least_overhead <= plan.overhead
     assert f"no plan within the budget has less than {100 * plan.least_overhead:.1f} % of extra compute" in str(plan)
+
+
+@pytest.mark.slow
+def test_a_long_chain_is_planned_near_its_bound():
+    draw = random.Random(0)
+    graph = with_backward(chain([draw.randint(1, 100) for _ in range(1500)], [float(draw.randint(1, 9))] * 1500))
+    budget = _plain_peak(graph) // 10
+    taken = simulate(graph, get_strategy("auto").plan(graph, budget))
+    assert taken.peak_bytes <= budget
+    assert taken.overhead <= least_extra_cost(relaxations(graph), budget) / graph.cost + 0.05
 
 
 def test_an_order_that_fits_loses_what_it_need_not_compute_again():
