@@ -7,6 +7,7 @@ from rmm_linear.planning.strategies import (
     griewank2000_revolve,
     gruslys2016_bptt,
     hong2025_linear,
+    jain2020_checkmate,
     kusumoto2019_lower_sets,
     nested_lower_sets,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "griewank2000_revolve",
     "gruslys2016_bptt",
     "hong2025_linear",
+    "jain2020_checkmate",
     "kusumoto2019_lower_sets",
     "nested_lower_sets",
 ]

@@ -24,6 +24,24 @@ class TestHong2025(StrategyContract):
         return get_strategy("hong2025_linear")
 
 
+class TestJain2020Checkmate(StrategyContract):
+    small = True
+
+    def make(self):
+        return get_strategy("jain2020_checkmate")
+
+    def claims_optimal(self, name, graph):
+        # a chain has one order of first computations: that of the stages
+        return "chain" in name
+
+
+class TestJain2020Rounding(StrategyContract):
+    small = True
+
+    def make(self):
+        return get_strategy("jain2020_rounding")
+
+
 class TestKusumoto2019Approximate(StrategyContract):
     def make(self):
         return get_strategy("kusumoto2019_approximate")
