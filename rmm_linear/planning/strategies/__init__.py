@@ -8,6 +8,7 @@ from rmm_linear.planning.strategies import (
     gruslys2016_bptt,
     hong2025_linear,
     jain2020_checkmate,
+    kirisame2021_dtr,
     kusumoto2019_lower_sets,
     nested_lower_sets,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "gruslys2016_bptt",
     "hong2025_linear",
     "jain2020_checkmate",
+    "kirisame2021_dtr",
     "kusumoto2019_lower_sets",
     "nested_lower_sets",
 ]

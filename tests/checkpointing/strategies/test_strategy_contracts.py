@@ -42,6 +42,21 @@ class TestJain2020Rounding(StrategyContract):
         return get_strategy("jain2020_rounding")
 
 
+class TestKirisame2021(StrategyContract):
+    def make(self):
+        return get_strategy("kirisame2021_dtr")
+
+
+class TestKirisame2021Eq(StrategyContract):
+    def make(self):
+        return get_strategy("kirisame2021_dtr_eq")
+
+
+class TestKirisame2021Local(StrategyContract):
+    def make(self):
+        return get_strategy("kirisame2021_dtr_local")
+
+
 class TestKusumoto2019Approximate(StrategyContract):
     def make(self):
         return get_strategy("kusumoto2019_approximate")
