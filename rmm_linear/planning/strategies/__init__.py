@@ -11,6 +11,7 @@ from rmm_linear.planning.strategies import (
     kirisame2021_dtr,
     kusumoto2019_lower_sets,
     nested_lower_sets,
+    zhang2023_coop,
 )
 from rmm_linear.planning.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
 
@@ -30,4 +31,5 @@ __all__ = [
     "kirisame2021_dtr",
     "kusumoto2019_lower_sets",
     "nested_lower_sets",
+    "zhang2023_coop",
 ]

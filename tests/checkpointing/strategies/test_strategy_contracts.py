@@ -74,6 +74,11 @@ class TestNestedLowerSets(StrategyContract):
         return get_strategy("nested_lower_sets")
 
 
+class TestZhang2023(StrategyContract):
+    def make(self):
+        return get_strategy("zhang2023_coop")
+
+
 class TestCostPerByte(StrategyContract):
     def make(self):
         return get_strategy("cost_per_byte")
