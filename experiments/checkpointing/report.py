@@ -25,6 +25,7 @@ from experiments.glue.command_line import report_command
 from experiments.glue.errors import HarnessError
 from experiments.glue.report import replace_file
 
+from .arenas import arenas_table
 from .baselines import BLOCKS, BUDGET
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 _NEEDED = {"model", "shape", "batch", "size", "parameter_bytes", "peak_bytes", "extra_cost", "extra_flops", "strategy"}
 _NEEDED |= {"commit"}
 _BUDGETS = (80, 60, 40, 20)
+# solvers and online policies, by paper: they ran on some models, and have a table of their own
+_SOLVERS = ("jain2020", "kirisame2021", "zhang2023")
 # of the plain step: a forward pass is about a third of it
 _ONE_FORWARD = 1 / 3
 # peak memory in GB: Kusumoto et al. 2019, table 1: none, Chen's algorithm, theirs; with liveness analysis
@@ -170,6 +173,7 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
         shape: Which sizes.
         gradients: See `planned_table`.
     """
+    rows = [row for row in rows if not row["strategy"].startswith(_SOLVERS)]
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = []
     for model, each in by_model(_pick(rows, shape, gradients)).items():
@@ -191,6 +195,31 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
         if found:
             lines.append([what, *("-" if longest is None else f"{longest:.1f}" for longest in seconds)])
     return markdown_table(["model", *names], lines)
+
+
+def solvers_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> str:
+    """Return what budgets cost with each solver and online policy, and with the best of the others: a line each.
+
+    Args:
+        rows: Rows of the frontiers.
+        shape: Which sizes.
+        gradients: See `planned_table`.
+    """
+    lines = []
+    for model, each in by_model(_pick(rows, shape, gradients)).items():
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in each:
+            name = row["strategy"] if row["strategy"].startswith(_SOLVERS) else "best of the others"
+            groups.setdefault(name, []).append(row)
+        plain = each[0]["plain_peak_bytes"]
+        for name, own in groups.items() if len(groups) > 1 else ():
+            within = (_cheapest(own, plain * percent / 100) for percent in _BUDGETS)
+            cells = ["-" if row is None else as_percent(row["extra_cost"], "+") for row in within]
+            least = min(row["peak_bytes"] for row in own) / plain
+            seconds = sum({row["strategy"]: row["planning_s"] for row in own}.values())
+            lines.append([model, str(each[0]["ops"]), name, *cells, as_percent(least), f"{seconds:.1f}"])
+    head = ["model", "ops", "strategy", *(f"time at {percent} %" for percent in _BUDGETS), "least peak"]
+    return markdown_table([*head, "planning all budgets, s"], lines)
 
 
 def published_table(rows: Rows) -> str:
@@ -327,6 +356,8 @@ def blocks(folder: Path) -> dict[str, Callable[[], str]]:
         "planned": lambda: planned_table(frontiers),
         "planned, gradients freed": lambda: planned_table(frontiers, gradients="freed"),
         "strategies": lambda: strategies_table(frontiers),
+        "solvers": lambda: solvers_table(frontiers),
+        "arenas": lambda: arenas_table(folder),
         "published": lambda: published_table(frontiers),
         "baselines": lambda: baselines_table(frontiers, rows),
         "baselines, published widths": lambda: baselines_table(frontiers, rows, "wide"),

@@ -136,3 +136,14 @@ def test_the_extra_is_named_where_scipy_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
         get_strategy("jain2020_checkmate").plan(with_backward(chain([4] * 3)), 10)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(200))
+def test_no_order_of_its_stages_is_cheaper_on_random_graphs(seed):
+    graph = random_layers(4 + seed % 2, seed=seed, density=0.2 + 0.1 * (seed % 5))
+    graph = with_backward(graph) if seed % 4 else graph
+    program, plain = Program(graph), peak_and_cost(graph, range(len(graph.ops)))[0]
+    for budget in (plain - 1, plain * 9 // 10, plain * 8 // 10, plain * 7 // 10):
+        found, best = program.solve(budget), _cheapest_of_stages(graph, budget)
+        assert found.cost == pytest.approx(math.inf if best is None else best)
