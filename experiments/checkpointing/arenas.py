@@ -10,7 +10,6 @@ import csv
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments import results_by_model
@@ -18,38 +17,14 @@ from experiments.glue.command_line import Parser, exit_status
 from rmm_linear.checkpointing import capture
 from rmm_linear.planning.strategies.zhang2023_coop import CoopRun, DtrInArena, least_arena
 
-FILE = "arenas.csv"
+from .models import WORKLOADS
+from .report import ARENAS_FILE
+from .run import RESULTS, origin
+
 _POLICIES: dict[str, type[CoopRun]] = {"DTR": DtrInArena, "Coop": CoopRun}
 
 
-def arenas_table(folder: Path) -> str:
-    """Write the table of the committed rows, in Markdown.
-
-    Args:
-        folder: Where the rows are.
-    """
-    with (folder / FILE).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = [
-        "| model | DTR: least arena | free where it fails | Coop: least arena | free where it fails |",
-        "|---|---|---|---|---|",
-    ]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        cells = [
-            f"{100 * float(row[column]):.1f} %"
-            for policy in _POLICIES
-            for row in rows
-            if (row["model"], row["policy"]) == (model, policy)
-            for column in ("least_arena", "free_at_failure")
-        ]
-        lines.append(f"| {model} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def _run(arguments: Sequence[str] | None) -> int:
-    from .models import WORKLOADS
-    from .run import RESULTS, origin
-
     parser = Parser(description=__doc__)
     # the LSTM has 32,001 ops
     names = [workload.name for workload in WORKLOADS if workload.name != "lstm"]
@@ -67,10 +42,10 @@ def _run(arguments: Sequence[str] | None) -> int:
             rows.append({"model": workload.name, "ops": len(graph.ops), "policy": policy} | found | origin(workload))
             print(workload.name, policy, found, flush=True)
         old: list[dict[str, Any]] = []
-        if (RESULTS / FILE).exists():
-            with (RESULTS / FILE).open(encoding="utf-8", newline="") as file:
+        if (RESULTS / ARENAS_FILE).exists():
+            with (RESULTS / ARENAS_FILE).open(encoding="utf-8", newline="") as file:
                 old = list(csv.DictReader(file))
-        results_by_model.write_rows(RESULTS / FILE, rows, old=old, names=names)
+        results_by_model.write_rows(RESULTS / ARENAS_FILE, rows, old=old, names=names)
     return 0
 
 

@@ -5,6 +5,7 @@ Everything is computed from the results, but for the peaks that Kusumoto et al. 
 
 from __future__ import annotations
 
+import csv
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -25,13 +26,12 @@ from experiments.glue.command_line import report_command
 from experiments.glue.errors import HarnessError
 from experiments.glue.report import replace_file
 
-from .arenas import arenas_table
 from .baselines import BLOCKS, BUDGET
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FRONTIERS_FILE, MEASURED_FILE = "frontiers.csv", "measured.csv"
+FRONTIERS_FILE, MEASURED_FILE, ARENAS_FILE = "frontiers.csv", "measured.csv", "arenas.csv"
 PLANNED = "planned"
 README = Path(__file__).parent / "README.md"
 Rows = Sequence[dict[str, Any]]
@@ -220,6 +220,25 @@ def solvers_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> s
             lines.append([model, str(each[0]["ops"]), name, *cells, as_percent(least), f"{seconds:.1f}"])
     head = ["model", "ops", "strategy", *(f"time at {percent} %" for percent in _BUDGETS), "least peak"]
     return markdown_table([*head, "planning all budgets, s"], lines)
+
+
+def arenas_table(folder: Path) -> str:
+    """Return the least arenas that `experiments.checkpointing.arenas` found: a line a model.
+
+    Args:
+        folder: Where the rows are.
+    """
+    with (folder / ARENAS_FILE).open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    head = [
+        "model",
+        *(f"{row['policy']}: {what}" for row in rows[:2] for what in ("least arena", "free where it fails")),
+    ]
+    lines = [
+        [model, *(as_percent(float(row[key])) for row in each for key in ("least_arena", "free_at_failure"))]
+        for model, each in by_model(rows).items()
+    ]
+    return markdown_table(head, lines)
 
 
 def published_table(rows: Rows) -> str:
