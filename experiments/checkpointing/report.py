@@ -5,6 +5,7 @@ Everything is computed from the results, but for the peaks that Kusumoto et al. 
 
 from __future__ import annotations
 
+import csv
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from .baselines import BLOCKS, BUDGET
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FRONTIERS_FILE, MEASURED_FILE = "frontiers.csv", "measured.csv"
+FRONTIERS_FILE, MEASURED_FILE, ARENAS_FILE = "frontiers.csv", "measured.csv", "arenas.csv"
 PLANNED = "planned"
 README = Path(__file__).parent / "README.md"
 Rows = Sequence[dict[str, Any]]
@@ -47,6 +48,8 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 _NEEDED = {"model", "shape", "batch", "size", "parameter_bytes", "peak_bytes", "extra_cost", "extra_flops", "strategy"}
 _NEEDED |= {"commit"}
 _BUDGETS = (80, 60, 40, 20)
+# solvers and online policies, by paper: they ran on some models, and have a table of their own
+_SOLVERS = ("jain2020", "kirisame2021", "zhang2023")
 # of the plain step: a forward pass is about a third of it
 _ONE_FORWARD = 1 / 3
 # peak memory in GB: Kusumoto et al. 2019, table 1: none, Chen's algorithm, theirs; with liveness analysis
@@ -170,6 +173,7 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
         shape: Which sizes.
         gradients: See `planned_table`.
     """
+    rows = [row for row in rows if not row["strategy"].startswith(_SOLVERS)]
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = []
     for model, each in by_model(_pick(rows, shape, gradients)).items():
@@ -191,6 +195,50 @@ def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -
         if found:
             lines.append([what, *("-" if longest is None else f"{longest:.1f}" for longest in seconds)])
     return markdown_table(["model", *names], lines)
+
+
+def solvers_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> str:
+    """Return what budgets cost with each solver and online policy, and with the best of the others: a line each.
+
+    Args:
+        rows: Rows of the frontiers.
+        shape: Which sizes.
+        gradients: See `planned_table`.
+    """
+    lines = []
+    for model, each in by_model(_pick(rows, shape, gradients)).items():
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in each:
+            name = row["strategy"] if row["strategy"].startswith(_SOLVERS) else "best of the others"
+            groups.setdefault(name, []).append(row)
+        plain = each[0]["plain_peak_bytes"]
+        for name, own in groups.items() if len(groups) > 1 else ():
+            within = (_cheapest(own, plain * percent / 100) for percent in _BUDGETS)
+            cells = ["-" if row is None else as_percent(row["extra_cost"], "+") for row in within]
+            least = min(row["peak_bytes"] for row in own) / plain
+            seconds = sum({row["strategy"]: row["planning_s"] for row in own}.values())
+            lines.append([model, str(each[0]["ops"]), name, *cells, as_percent(least), f"{seconds:.1f}"])
+    head = ["model", "ops", "strategy", *(f"time at {percent} %" for percent in _BUDGETS), "least peak"]
+    return markdown_table([*head, "planning all budgets, s"], lines)
+
+
+def arenas_table(folder: Path) -> str:
+    """Return the least arenas that `experiments.checkpointing.arenas` found: a line a model.
+
+    Args:
+        folder: Where the rows are.
+    """
+    with (folder / ARENAS_FILE).open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    head = [
+        "model",
+        *(f"{row['policy']}: {what}" for row in rows[:2] for what in ("least arena", "free where it fails")),
+    ]
+    lines = [
+        [model, *(as_percent(float(row[key])) for row in each for key in ("least_arena", "free_at_failure"))]
+        for model, each in by_model(rows).items()
+    ]
+    return markdown_table(head, lines)
 
 
 def published_table(rows: Rows) -> str:
@@ -327,6 +375,8 @@ def blocks(folder: Path) -> dict[str, Callable[[], str]]:
         "planned": lambda: planned_table(frontiers),
         "planned, gradients freed": lambda: planned_table(frontiers, gradients="freed"),
         "strategies": lambda: strategies_table(frontiers),
+        "solvers": lambda: solvers_table(frontiers),
+        "arenas": lambda: arenas_table(folder),
         "published": lambda: published_table(frontiers),
         "baselines": lambda: baselines_table(frontiers, rows),
         "baselines, published widths": lambda: baselines_table(frontiers, rows, "wide"),

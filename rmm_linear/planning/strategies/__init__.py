@@ -7,8 +7,11 @@ from rmm_linear.planning.strategies import (
     griewank2000_revolve,
     gruslys2016_bptt,
     hong2025_linear,
+    jain2020_checkmate,
+    kirisame2021_dtr,
     kusumoto2019_lower_sets,
     nested_lower_sets,
+    zhang2023_coop,
 )
 from rmm_linear.planning.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
 
@@ -24,6 +27,9 @@ __all__ = [
     "griewank2000_revolve",
     "gruslys2016_bptt",
     "hong2025_linear",
+    "jain2020_checkmate",
+    "kirisame2021_dtr",
     "kusumoto2019_lower_sets",
     "nested_lower_sets",
+    "zhang2023_coop",
 ]

@@ -24,6 +24,39 @@ class TestHong2025(StrategyContract):
         return get_strategy("hong2025_linear")
 
 
+class TestJain2020Checkmate(StrategyContract):
+    small = True
+
+    def make(self):
+        return get_strategy("jain2020_checkmate")
+
+    def claims_optimal(self, name, graph):
+        # a chain has one order of first computations: that of the stages
+        return "chain" in name
+
+
+class TestJain2020Rounding(StrategyContract):
+    small = True
+
+    def make(self):
+        return get_strategy("jain2020_rounding")
+
+
+class TestKirisame2021(StrategyContract):
+    def make(self):
+        return get_strategy("kirisame2021_dtr")
+
+
+class TestKirisame2021Eq(StrategyContract):
+    def make(self):
+        return get_strategy("kirisame2021_dtr_eq")
+
+
+class TestKirisame2021Local(StrategyContract):
+    def make(self):
+        return get_strategy("kirisame2021_dtr_local")
+
+
 class TestKusumoto2019Approximate(StrategyContract):
     def make(self):
         return get_strategy("kusumoto2019_approximate")
@@ -39,6 +72,11 @@ class TestKusumoto2019Exact(StrategyContract):
 class TestNestedLowerSets(StrategyContract):
     def make(self):
         return get_strategy("nested_lower_sets")
+
+
+class TestZhang2023(StrategyContract):
+    def make(self):
+        return get_strategy("zhang2023_coop")
 
 
 class TestCostPerByte(StrategyContract):

@@ -1,0 +1,307 @@
+"""Dynamic tensor rematerialization: Kirisame et al. 2021, "Dynamic Tensor Rematerialization" (arXiv 2006.09616).
+
+An online policy: the ops come one after the other, in the order of the plain program, and nothing is known of those to
+come. An op whose operands were evicted has them computed again first, and so on. Where what an op writes does not fit
+the budget, the storage of the least
+
+    h = (cost + cost of its evicted neighbourhood) / (bytes * staleness)
+
+is evicted, until it fits. Staleness is the time since a storage was last read or written; the evicted neighbourhood is
+what must be computed again with it: evicted ancestors and descendants that are reached through evicted ones. `h_eq`
+holds neighbourhoods in a union-find, which forgets that a component falls apart when a part of it is computed again;
+`h_local` has no neighbourhood. What the program releases, since none of its ops reads it again, is evicted at once
+(the paper's eager eviction); outputs, results until the forward pass ends, gradients until they are handed over, and
+what must not be computed twice are never evicted.
+
+The paper decides while the program runs; here the policy runs once for each of many budgets, and the orders that it
+takes are proposals: the simulator frees what no later op reads, which the policy could not know. Whether a budget is
+met is not monotone in it, so that all are tried.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.schedule import end_of_forward, hand_over_places
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.base import Strategy, register
+
+_BUDGETS = 40
+# a run that takes so many times the plain program's time has lost its way
+_MOST_COST = 8.0
+
+
+class Neighbourhood(ABC):
+    """The cost of what is evicted around a storage.
+
+    Args:
+        graph: The graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._evicted: set[int] = set()
+
+    @abstractmethod
+    def cost(self, index: int) -> float:
+        """Return the cost of the evicted neighbourhood of a storage that is in memory."""
+
+    def evict(self, index: int) -> None:
+        """Note that a storage is evicted."""
+        self._evicted.add(index)
+
+    def restore(self, index: int) -> None:
+        """Note that a storage is computed; it need not be evicted."""
+        self._evicted.discard(index)
+
+    def _before(self, index: int) -> tuple[int, ...]:
+        return self._graph.ops[self._graph.writer[index]].reads
+
+    def _after(self, index: int) -> list[int]:
+        return [other for op in self._graph.readers[index] for other in self._graph.ops[op].writes]
+
+
+class NoNeighbourhood(Neighbourhood):
+    """That of h_local."""
+
+    def cost(self, index: int) -> float:
+        """Return 0."""
+        return 0.0
+
+
+class ExactNeighbourhood(Neighbourhood):
+    """The evicted ancestors and descendants."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self._known: dict[int, float] = {}
+
+    def cost(self, index: int) -> float:
+        """Return the cost of the ops that compute them."""
+        if index not in self._known:
+            found = self._reached(index, self._before) | self._reached(index, self._after)
+            ops = {self._graph.writer[other] for other in found} - {self._graph.writer[index]}
+            self._known[index] = sum(self._graph.ops[op].cost for op in sorted(ops))
+        return self._known[index]
+
+    def evict(self, index: int) -> None:
+        """Forget what is known of storages around it."""
+        super().evict(index)
+        self._forget(index)
+
+    def restore(self, index: int) -> None:
+        """Forget what is known of storages around it."""
+        if index in self._evicted:
+            self._forget(index)
+        super().restore(index)
+
+    def _reached(self, index: int, step: Callable[[int], Iterable[int]]) -> set[int]:
+        found: set[int] = set()
+        waiting = [index]
+        while waiting:
+            new = self._evicted.intersection(step(waiting.pop())) - found
+            found |= new
+            waiting += new
+        return found
+
+    def _forget(self, index: int) -> None:
+        for step in (self._before, self._after):
+            for other in (index, *self._reached(index, step)):
+                for near in step(other):
+                    self._known.pop(near, None)
+        self._known.pop(index, None)
+
+
+class UnionFind(Neighbourhood):
+    """Components of evicted storages, each with the sum of their costs."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self._parent: list[int] = []
+        self._sum: list[float] = []
+        self._set_of: dict[int, int] = {}
+
+    def _root(self, number: int) -> int:
+        while self._parent[number] != number:
+            self._parent[number] = self._parent[self._parent[number]]
+            number = self._parent[number]
+        return number
+
+    def _roots_around(self, index: int) -> list[int]:
+        near = self._evicted.intersection((*self._before(index), *self._after(index)))
+        return sorted({self._root(self._set_of[other]) for other in near})
+
+    def cost(self, index: int) -> float:
+        """Return the sum of the components that touch it."""
+        return sum(self._sum[root] for root in self._roots_around(index))
+
+    def evict(self, index: int) -> None:
+        """Join the components that touch it."""
+        roots = self._roots_around(index)
+        super().evict(index)
+        number = self._set_of[index] = len(self._parent)
+        self._parent.append(number)
+        self._sum.append(self._graph.ops[self._graph.writer[index]].cost + sum(self._sum[root] for root in roots))
+        for root in roots:
+            self._parent[root] = number
+
+    def restore(self, index: int) -> None:
+        """Take it out of its component, which stays one."""
+        if index in self._evicted:
+            self._sum[self._root(self._set_of[index])] -= self._graph.ops[self._graph.writer[index]].cost
+        super().restore(index)
+
+
+class OnlineRun:
+    """One run of the plain program under a budget.
+
+    Args:
+        graph: The graph.
+        budget_bytes: The most that may be in memory.
+        neighbourhood: What h takes for the evicted neighbourhood.
+
+    Attributes:
+        order: The ops that ran, with repetitions.
+    """
+
+    def __init__(self, graph: Graph, budget_bytes: int, neighbourhood: Neighbourhood) -> None:
+        self._graph, self._budget_bytes, self._neighbourhood = graph, budget_bytes, neighbourhood
+        self.order: list[int] = []
+        self._time = 0.0
+        self._used_at = [0.0] * len(graph.storages)
+        self._live: set[int] = set()
+        self._held = 0
+        self._locks = [0] * len(graph.storages)
+        self._stays = {i for op in graph.ops if not op.is_recomputable for i in op.writes}.union(graph.outputs)
+        # ops of the plain program after which a storage is released
+        plain = range(len(graph.ops))
+        last = {index: readers[-1] if readers else graph.writer[index] for index, readers in enumerate(graph.readers)}
+        self._ends = dict.fromkeys(graph.results, end_of_forward(graph, plain))
+        self._ends |= hand_over_places(graph, plain, graph.freed)
+        last |= {index: max(last[index], end) for index, end in self._ends.items()}
+        self._released_after: list[list[int]] = [[] for _ in plain]
+        for index, op in last.items():
+            self._released_after[op].append(index)
+
+    def run(self) -> bool:
+        """Run all ops.
+
+        Returns:
+            Whether the budget was kept, in reasonable time.
+        """
+        for op, released in enumerate(self._released_after):
+            if not self._compute(op):
+                return False
+            for index in released:
+                self._ends.pop(index, None)
+                if index in self._live and index not in self._stays:
+                    self._evict(index)
+        return True
+
+    def _compute(self, op: int) -> bool:
+        """Run an op, and before it whatever computes what it reads."""
+        waiting = [op]
+        self._lock(op, 1)
+        while waiting:
+            op = waiting[-1]
+            missing = [index for index in self._graph.ops[op].reads if index not in self._live]
+            if missing:
+                waiting.append(self._graph.writer[missing[0]])
+                self._lock(waiting[-1], 1)
+                continue
+            if not self._make_room(op) or self._time > _MOST_COST * self._graph.cost:
+                return False
+            self._run_op(op)
+            self._lock(waiting.pop(), -1)
+        return True
+
+    def _lock(self, op: int, by: int) -> None:
+        for index in self._graph.ops[op].reads:
+            self._locks[index] += by
+
+    def _run_op(self, op: int) -> None:
+        self.order.append(op)
+        self._time += self._graph.ops[op].cost
+        for index in self._graph.ops[op].writes:
+            if index not in self._live:
+                self._live.add(index)
+                self._held += self._graph.sizes[index]
+                self._neighbourhood.restore(index)
+        for index in (*self._graph.ops[op].reads, *self._graph.ops[op].writes):
+            self._used_at[index] = self._time
+
+    def _make_room(self, op: int) -> bool:
+        while self._held + self._graph.bytes_while_running[op] > self._budget_bytes:
+            may_go = [index for index in self._live if self._may_go(index)]
+            if not may_go:
+                return False
+            self._evict(min(may_go, key=lambda index: (self._h(index), index)))
+        return True
+
+    def _may_go(self, index: int) -> bool:
+        is_needed = self._locks[index] or index in self._stays or index in self._ends
+        return not is_needed and self._graph.sizes[index] > 0
+
+    def _h(self, index: int) -> float:
+        cost = self._graph.ops[self._graph.writer[index]].cost + self._neighbourhood.cost(index)
+        return cost / (self._graph.sizes[index] * self._staleness(index))
+
+    def _staleness(self, index: int) -> float:
+        return max(self._time - self._used_at[index], 1e-9 * self._graph.cost)
+
+    def _evict(self, index: int) -> None:
+        self._live.remove(index)
+        self._held -= self._graph.sizes[index]
+        self._neighbourhood.evict(index)
+
+
+def budgets_to_try(graph: Graph) -> Iterator[int]:
+    """Give parts of the plain peak, from it down to what the largest op needs."""
+    plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
+    largest = max(graph.bytes_while_running)
+    for part in range(_BUDGETS, 0, -1):
+        if plain_bytes * part // _BUDGETS >= largest:
+            yield plain_bytes * part // _BUDGETS
+
+
+class _Dtr(Strategy):
+    neighbourhood: ClassVar[type[Neighbourhood]]
+
+    def orders(self, graph: Graph) -> Iterator[list[int]]:
+        """Propose what the policy does at each of many budgets."""
+        for budget_bytes in budgets_to_try(graph):
+            run = OnlineRun(graph, budget_bytes, self.neighbourhood(graph))
+            if run.run():
+                yield run.order
+
+
+@register
+class Dtr(_Dtr):
+    """Kirisame et al. 2021 with the evicted neighbourhood.
+
+    Example:
+        >>> from rmm_linear.planning.generators import chain, with_backward
+        >>> graph = with_backward(chain([100] * 30))
+        >>> [(point.peak_bytes, point.cost) for point in Dtr().frontier(graph)][::9]
+        [(3200, 60.0), (2300, 69.0), (1400, 78.0), (500, 442.0)]
+    """
+
+    name: ClassVar[str] = "kirisame2021_dtr"
+    neighbourhood: ClassVar[type[Neighbourhood]] = ExactNeighbourhood
+
+
+@register
+class DtrEq(_Dtr):
+    """Kirisame et al. 2021 with a union-find in place of the evicted neighbourhood."""
+
+    name: ClassVar[str] = "kirisame2021_dtr_eq"
+    neighbourhood: ClassVar[type[Neighbourhood]] = UnionFind
+
+
+@register
+class DtrLocal(_Dtr):
+    """Kirisame et al. 2021 without a neighbourhood."""
+
+    name: ClassVar[str] = "kirisame2021_dtr_local"
+    neighbourhood: ClassVar[type[Neighbourhood]] = NoNeighbourhood

@@ -1,0 +1,216 @@
+"""Coop: Zhang et al. 2023, "Coop: Memory is not a Commodity" (arXiv 2311.00591).
+
+Free bytes at two addresses do not make one free block. DTR (`kirisame2021_dtr`) evicts by the storages alone, and so
+frees pieces here and there, until by chance a hole is large enough. Coop evicts what is contiguous: all storages are in
+one arena, and where no hole fits, a window slides over the arena in the order of addresses. Of all windows of evictable
+storages and holes that are large enough, the one of the least sum of
+
+    h = (cost + cost of its evicted neighbourhood) / staleness
+
+is evicted, without a division by bytes: the window's size is what is asked for. Storages that are dear to compute again
+are placed from the low end of the arena, cheap ones from the high end, so that cheap ones lie beside each other.
+Storages are dear here where their cost per byte is above the graph's.
+
+The paper's third part, in-place updates that can be computed again, keeps parameters at their address; here parameters
+are outside of the arena, and captured steps have no in-place ops. A schedule has no addresses either: what is proposed
+are the orders that the policy takes in arenas of many sizes.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.kirisame2021_dtr import OnlineRun, UnionFind, budgets_to_try
+
+# the owner of what an op holds only while it runs
+_TEMPORARY = -1
+
+
+class Block(NamedTuple):
+    """A piece of the arena.
+
+    Attributes:
+        size_bytes: Its size, more than 0.
+        owner: The storage that it holds; None for a hole.
+    """
+
+    size_bytes: int
+    owner: int | None
+
+
+class Arena:
+    """One piece of memory, as blocks in the order of addresses; no two holes lie beside each other.
+
+    Args:
+        size_bytes: Its size.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.blocks = [Block(size_bytes, None)]
+
+    def place(self, owner: int, size_bytes: int, *, is_low: bool) -> bool:
+        """Place a storage at the near end of the first hole that fits.
+
+        Args:
+            owner: The storage.
+            size_bytes: Its size.
+            is_low: Whether holes are tried from the low end.
+
+        Returns:
+            Whether there is such a hole.
+        """
+        places = range(len(self.blocks))
+        for place in places if is_low else reversed(places):
+            hole = self.blocks[place]
+            if hole.owner is None and hole.size_bytes >= size_bytes:
+                pieces = [Block(size_bytes, owner), Block(hole.size_bytes - size_bytes, None)]
+                self.blocks[place : place + 1] = [piece for piece in pieces[:: 1 if is_low else -1] if piece.size_bytes]
+                return True
+        return False
+
+    def free(self, owner: int) -> None:
+        """Make a hole of a storage's block, joined with its neighbours."""
+        place = next(place for place, block in enumerate(self.blocks) if block.owner == owner)
+        first, last = place, place + 1
+        if first and self.blocks[first - 1].owner is None:
+            first -= 1
+        if last < len(self.blocks) and self.blocks[last].owner is None:
+            last += 1
+        self.blocks[first:last] = [Block(sum(block.size_bytes for block in self.blocks[first:last]), None)]
+
+    def cheapest_window(self, size_bytes: int, price: Callable[[int], float | None]) -> list[int] | None:
+        """Return neighbours that make one hole when they are evicted.
+
+        Args:
+            size_bytes: The least size of the hole.
+            price: The price of evicting a storage; None if that can't be.
+
+        Returns:
+            The storages of the cheapest window; None if no window is large enough.
+        """
+        best: tuple[float, list[int]] | None = None
+        window: list[tuple[Block, float]] = []
+        held, total = 0, 0.0
+        for block in self.blocks:
+            own = 0.0 if block.owner is None else price(block.owner)
+            if own is None:
+                window, held, total = [], 0, 0.0
+                continue
+            window.append((block, own))
+            held, total = held + block.size_bytes, total + own
+            while held - window[0][0].size_bytes >= size_bytes:
+                gone, its = window.pop(0)
+                held, total = held - gone.size_bytes, total - its
+            if held >= size_bytes and (best is None or total < best[0]):
+                best = total, [each.owner for each, _ in window if each.owner is not None]
+        return best and best[1]
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of all holes."""
+        return sum(block.size_bytes for block in self.blocks if block.owner is None)
+
+
+class CoopRun(OnlineRun):
+    """One run of the plain program in an arena.
+
+    Args:
+        graph: The graph.
+        arena_bytes: The size of the arena.
+
+    Attributes:
+        arena: The arena, as the run left it.
+    """
+
+    def __init__(self, graph: Graph, arena_bytes: int) -> None:
+        super().__init__(graph, arena_bytes, UnionFind(graph))
+        self.arena = Arena(arena_bytes)
+        self._running: set[int] = set()
+        self._cost_per_byte = graph.cost / max(1, sum(graph.sizes))
+
+    def _make_room(self, op: int) -> bool:
+        graph = self._graph
+        self._running = set(graph.ops[op].writes)
+        sizes = {index: graph.sizes[index] for index in graph.ops[op].writes if index not in self._live}
+        sizes[_TEMPORARY] = graph.ops[op].temporary_bytes
+        is_low = graph.ops[op].cost > self._cost_per_byte * sum(map(graph.sizes.__getitem__, graph.ops[op].writes))
+        for index, size in sizes.items():
+            while size and not self.arena.place(index, size, is_low=is_low):
+                evicted = self._to_evict(size)
+                if evicted is None:
+                    return False
+                for each in evicted:
+                    self._evict(each)
+        if sizes[_TEMPORARY]:
+            self.arena.free(_TEMPORARY)
+        return True
+
+    def _to_evict(self, size_bytes: int) -> list[int] | None:
+        return self.arena.cheapest_window(size_bytes, self._price)
+
+    def _may_go(self, index: int) -> bool:
+        # what an op writes anew keeps its place
+        return index not in self._running and super()._may_go(index)
+
+    def _price(self, index: int) -> float | None:
+        if index not in self._live or not self._may_go(index):
+            return None
+        return self._h(index) * self._graph.sizes[index]
+
+    def _evict(self, index: int) -> None:
+        super()._evict(index)
+        if self._graph.sizes[index]:
+            self.arena.free(index)
+
+
+class DtrInArena(CoopRun):
+    """DTR in the same arena: it evicts the storage of the least h, wherever that lies, until a hole fits."""
+
+    def _to_evict(self, size_bytes: int) -> list[int] | None:
+        may_go = [index for index in self._live if self._may_go(index)]
+        return [min(may_go, key=lambda index: (self._h(index), index))] if may_go else None
+
+
+def least_arena(graph: Graph, kind: type[CoopRun]) -> tuple[float, float]:
+    """Scan arenas from the plain peak, and a half more, downwards: that one is met does not say that larger ones are.
+
+    Args:
+        graph: The graph.
+        kind: The policy.
+
+    Returns:
+        The least arena in which the policy ends, as a part of the plain peak, infinity if it ends in none; and the mean
+        part of the arena that is free where it fails, 0 if it never does.
+    """
+    plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
+    least, free = float("inf"), []
+    for arena_bytes in (plain_bytes * part // 40 for part in range(60, 0, -1)):
+        run = kind(graph, arena_bytes)
+        if run.run():
+            least = arena_bytes / plain_bytes
+        else:
+            free.append(run.arena.free_bytes / arena_bytes)
+    return least, sum(free) / max(1, len(free))
+
+
+@register
+class Coop(Strategy):
+    """Zhang et al. 2023: what is evicted lies side by side.
+
+    Example:
+        >>> from rmm_linear.planning.generators import chain, with_backward
+        >>> graph = with_backward(chain([100] * 30))
+        >>> [(point.peak_bytes, point.cost) for point in Coop().frontier(graph)][::9]
+        [(3200, 60.0), (2300, 69.0), (1400, 78.0), (500, 443.0)]
+    """
+
+    name: ClassVar[str] = "zhang2023_coop"
+
+    def orders(self, graph: Graph) -> Iterator[list[int]]:
+        """Propose what the policy does in arenas of many sizes."""
+        for arena_bytes in budgets_to_try(graph):
+            run = CoopRun(graph, arena_bytes)
+            if run.run():
+                yield run.order

@@ -1,0 +1,151 @@
+"""Checkmate's program against all orders that have its stages; its rounding, limits and bounds."""
+
+import heapq
+import math
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from rmm_linear.planning.contract import large_graphs, tiny_graphs
+from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import peak_and_cost, simulate
+from rmm_linear.planning.strategies import get_strategy
+from rmm_linear.planning.strategies.jain2020_checkmate import Program, _stages
+
+
+def _cheapest_of_stages(graph, budget):
+    """Dijkstra over (stage, op, what is in memory): earlier ops run again, in order, before the one of the stage."""
+    sizes, ops = graph.sizes, graph.ops
+    end = max((graph.writer[index] for index in graph.results), default=-1)
+    waiting, best = [(0.0, 0, 0, 0)], {(0, 0, 0): 0.0}
+    while waiting:
+        cost, stage, op, live = heapq.heappop(waiting)
+        if stage == len(ops):
+            return cost
+        if cost > best[stage, op, live]:
+            continue
+        ways = []
+        if op < stage:
+            ways.append((cost, stage, op + 1, live))
+        if all(live >> index & 1 for index in ops[op].reads) and (op == stage or ops[op].is_recomputable):
+            held = sum(size for index, size in enumerate(sizes) if live >> index & 1)
+            if held + graph.bytes_while_running[op] <= budget:
+                after = live | sum(1 << index for index in ops[op].writes)
+                ways.append((cost + ops[op].cost, *((stage, op + 1) if op < stage else (stage + 1, 0)), after))
+        for index in range(len(sizes)):
+            may_go = index not in graph.outputs and (index not in graph.results or stage > end)
+            if live >> index & 1 and may_go:
+                ways.append((cost, stage, op, live & ~(1 << index)))
+        for way in ways:
+            if way[0] < best.get(way[1:], math.inf):
+                best[way[1:]] = way[0]
+                heapq.heappush(waiting, way)
+    return None
+
+
+_SMALL = {
+    "chain": with_backward(chain([4, 2, 7, 1, 3], [3.0, 1.0, 4.0, 1.0, 5.0])),
+    "U": with_backward(u_shape(2, size=8)),
+    "star": with_backward(star(3)),
+    **{f"random {seed}": with_backward(random_layers(5, seed=seed)) for seed in range(4)},
+    "forward": random_layers(8, seed=6),
+}
+
+
+@pytest.mark.parametrize("graph", _SMALL.values(), ids=_SMALL)
+def test_no_order_of_its_stages_is_cheaper(graph):
+    program = Program(graph)
+    plain = peak_and_cost(graph, range(len(graph.ops)))[0]
+    for budget in range(plain // 2, plain + 1):
+        found, best = program.solve(budget), _cheapest_of_stages(graph, budget)
+        assert found.status == ("infeasible" if best is None else "optimal")
+        assert found.cost == pytest.approx(math.inf if best is None else best)
+        assert found.bound == pytest.approx(found.cost, rel=1e-5)
+
+
+def test_plans_that_exceed_by_random_states_are_sought_again():
+    plain = with_backward(chain([100] * 6))
+    ops = tuple(replace(op, is_random=not op.is_backward, state_bytes=3 * (not op.is_backward)) for op in plain.ops)
+    graph = replace(plain, ops=ops)
+    assert simulate(graph, Schedule.from_order(graph, Program(plain).solve(600).order)).peak_bytes > 600
+    assert simulate(graph, Schedule.from_order(graph, Program(graph).solve(600).order)).peak_bytes <= 600
+
+
+def test_a_solver_that_is_stopped_returns_a_plan_and_a_bound():
+    graph = dict(large_graphs())["chain of 53"]
+    budget = peak_and_cost(graph, range(len(graph.ops)))[0] // 2
+    one, other = (Program(graph).solve(budget, node_limit=1) for _ in range(2))
+    assert one == other
+    assert peak_and_cost(graph, one.order)[0] <= budget
+    assert graph.cost < one.bound <= one.cost
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_returns_the_rounded_plan_and_the_relaxed_bound(monkeypatch):
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("Python interrupts the main thread alone")
+    graph = with_backward(chain([100] * 20))
+    budget = int(0.4 * peak_and_cost(graph, range(40))[0])
+    program = Program(graph)
+    solved, interrupt = program._solved, threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+
+    def slowly(*args, is_integral, **options):
+        if is_integral:
+            interrupt.start()
+            threading.Event().wait(3)
+        return solved(*args, is_integral=is_integral, **options)
+
+    monkeypatch.setattr(program, "_solved", slowly)
+    found = program.solve(budget, time_limit_s=0.5)
+    assert found.status == "stopped"
+    assert peak_and_cost(graph, found.order)[0] <= budget
+    assert graph.cost < found.bound <= found.cost
+
+
+def test_rounding_is_never_better_than_the_program_and_mostly_near():
+    graph = dict(tiny_graphs())["chain of 6"]
+    program = Program(graph)
+    gaps = []
+    for proposal in get_strategy("jain2020_rounding").frontier(graph):
+        best = program.solve(proposal.peak_bytes).cost
+        assert best <= proposal.cost * (1 + 1e-9)
+        gaps.append(proposal.cost / best - 1)
+    assert len(gaps) >= 3
+    assert sorted(gaps)[len(gaps) // 2] <= 0.05
+
+
+def test_large_graphs_have_one_stage_for_the_forward_pass():
+    graph = dict(large_graphs())["uniform chain of 60"]
+    stages = _stages(graph)
+    assert stages[0] == range(60)
+    assert len(stages) == 13
+    assert [op for stage in stages for op in stage] == list(range(120))
+
+
+def test_too_large_a_graph_is_refused():
+    with pytest.raises(ValueError, match="3000 ops"):
+        Program(with_backward(chain([1] * 1500)))
+
+
+def test_the_extra_is_named_where_scipy_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
+        get_strategy("jain2020_checkmate").plan(with_backward(chain([4] * 3)), 10)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(200))
+def test_no_order_of_its_stages_is_cheaper_on_random_graphs(seed):
+    graph = random_layers(4 + seed % 2, seed=seed, density=0.2 + 0.1 * (seed % 5))
+    graph = with_backward(graph) if seed % 4 else graph
+    program, plain = Program(graph), peak_and_cost(graph, range(len(graph.ops)))[0]
+    for budget in (plain - 1, plain * 9 // 10, plain * 8 // 10, plain * 7 // 10):
+        found, best = program.solve(budget), _cheapest_of_stages(graph, budget)
+        assert found.cost == pytest.approx(math.inf if best is None else best)
