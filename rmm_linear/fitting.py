@@ -380,7 +380,7 @@ class _Trials:
         """Plan the step with options of the backend."""
         if capture is None:
             bits, sketch = Bits.of(options.get("bits")), sketch_ratio(options.get("sketch"))
-            capture = self._exact.rewritten(bits, sketch)
+            capture = self._rewritten(bits, sketch)
         self.captures[name] = capture
         candidate = self._planned(name, options, capture)
         self.candidates.append(candidate)
@@ -392,7 +392,7 @@ class _Trials:
             # codes would add noise alone
             return
         for name, given in _CODES.items():
-            coded = self._exact.rewritten(Bits.of(given), None)
+            coded = self._rewritten(Bits.of(given), None)
             if not coded.coding.coded:
                 return
             if self._replanned_bytes is not None:
@@ -417,6 +417,10 @@ class _Trials:
             bits = program.choose(budget_bytes)
             if bits is not None and bits.only:
                 self.add(f"{name}, {len(bits.only)} tensors", {"bits": bits.as_given()})
+
+    def _rewritten(self, bits: Bits, sketch: float | None) -> Capture:
+        assert self._exact.rewritten is not None
+        return self._exact.rewritten(bits, sketch)
 
     def _best_cost(self) -> float:
         return min(each.time for each in self.candidates) * self._exact.graph.cost

@@ -10,6 +10,7 @@ runs as it was written in eval mode, under `no_grad`, and inside of torch.func. 
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class PlannedStep:
         """
         self.group.options = options
         variant = self.group.variants()[-1]
-        variant.capture, variant.plan, variant.runner = capture, plan, None
+        variant.capture, variant.plan, variant.runner = replace(capture, rewritten=None), plan, None
 
     def _on_failure(self, error: CaptureError) -> None:
         if self.group.capture_only:

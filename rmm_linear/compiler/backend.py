@@ -399,6 +399,8 @@ class PlannedGraph:
             return None
         if self._group.capture_only:
             capture = replace(capture, eager_peak_bytes=eager_peak_of(self._module, arguments))
+        else:
+            capture = replace(capture, rewritten=None)
         plan = self._plan(capture)
         plan = replace(plan, eager_peak_bytes=capture.eager_peak_bytes, coding=capture.coding)
         if self.has_checkpoints:

@@ -79,7 +79,8 @@ class Capture:
         module: The joint graph, with the constants that it needs.
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
         coding: Which tensors the backward pass reads from codes.
-        rewritten: Captures the same trace with codes of other bits, and sketches of another share of rows.
+        rewritten: Captures the same trace with codes of other bits, and sketches of another share of rows; None if the
+            step runs: it must not hold the trace.
         eager_peak_bytes: The most that the graph, run op by op in eager mode, has in memory at any time; None if that
             was not asked for, or could not be found out.
     """
@@ -99,7 +100,7 @@ class Capture:
     module: fx.GraphModule
     has_same_backward: Callable[[Autocast], bool]
     coding: Coding
-    rewritten: Callable[[Bits, float | None], "Capture"]
+    rewritten: Callable[[Bits, float | None], "Capture"] | None
     eager_peak_bytes: int | None = None
 
     @property

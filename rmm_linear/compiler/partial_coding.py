@@ -24,8 +24,10 @@ class PartialCoding:
     """
 
     def __init__(self, exact: Capture, coded: Capture, bits: Bits) -> None:
-        self._exact, self._coded, self._bits = exact, coded, bits
-        self._programs = relaxations(exact.graph, coded.coding, dict(self._prices()))
+        # no capture: these numbers last as long as what was fitted
+        self._bits, self._plain_cost = bits, exact.graph.cost
+        self._all = frozenset(tensor.name for tensor in coded.coding.coded)
+        self._programs = relaxations(exact.graph, coded.coding, dict(_prices(exact, coded, bits)))
 
     def least_cost(self, budget_bytes: int) -> float:
         """Return a bound: no mixture of these codes and of recomputation costs less, by the prices of the codes.
@@ -37,7 +39,7 @@ class PartialCoding:
             The bound; infinity if nothing fits.
         """
         found = self._dearest(budget_bytes)
-        return float("inf") if found is None else self._exact.graph.cost + found.extra_cost
+        return float("inf") if found is None else self._plain_cost + found.extra_cost
 
     def choose(self, budget_bytes: int) -> Bits | None:
         """Choose the tensors that are worth their codes.
@@ -49,7 +51,7 @@ class PartialCoding:
             Bits of their codes; None if none are, or all, or nothing fits.
         """
         found = self._dearest(budget_bytes)
-        if found is None or len(found.coded) in (0, len(self._coded.coding.coded)):
+        if found is None or not found.coded or found.coded == self._all:
             return None
         return replace(self._bits, only=found.coded)
 
@@ -59,15 +61,17 @@ class PartialCoding:
         found = [each for each in solved if each is not None]
         return max(found, key=lambda each: each.extra_cost) if found and len(found) == len(solved) else None
 
-    def _prices(self) -> Iterator[tuple[str, float]]:
-        plain_cost, tensors = self._exact.graph.cost, self._coded.coding.coded
-        for kind in dict.fromkeys(tensor.kind for tensor in tensors):
-            own = [tensor for tensor in tensors if tensor.kind == kind]
-            largest = max(own, key=lambda tensor: tensor.tensor_bytes)
-            with_one = self._exact.rewritten(replace(self._bits, only=frozenset([largest.name])), None)
-            if with_one.coding.coded:
-                price = (with_one.graph.cost - plain_cost) / largest.tensor_bytes
-            else:
-                # a code that frees memory with others alone
-                price = (self._coded.graph.cost - plain_cost) / sum(tensor.tensor_bytes for tensor in tensors)
-            yield from ((tensor.name, max(0.0, price) * tensor.tensor_bytes) for tensor in own)
+
+def _prices(exact: Capture, coded: Capture, bits: Bits) -> Iterator[tuple[str, float]]:
+    assert exact.rewritten is not None
+    plain_cost, tensors = exact.graph.cost, coded.coding.coded
+    for kind in dict.fromkeys(tensor.kind for tensor in tensors):
+        own = [tensor for tensor in tensors if tensor.kind == kind]
+        largest = max(own, key=lambda tensor: tensor.tensor_bytes)
+        with_one = exact.rewritten(replace(bits, only=frozenset([largest.name])), None)
+        if with_one.coding.coded:
+            price = (with_one.graph.cost - plain_cost) / largest.tensor_bytes
+        else:
+            # a code that frees memory with others alone
+            price = (coded.graph.cost - plain_cost) / sum(tensor.tensor_bytes for tensor in tensors)
+        yield from ((tensor.name, max(0.0, price) * tensor.tensor_bytes) for tensor in own)
