@@ -29,7 +29,7 @@ from rmm_linear.checkpointing.planned import PlannedStep, arguments_of_sample, r
 from rmm_linear.compiler.backend import Options
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.partial_coding import PartialCoding
-from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.errors import CaptureError, InfeasibleBudgetError
 from rmm_linear.ops import ranked_higher
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.coding import Bits, sketch_ratio
@@ -115,6 +115,9 @@ class Fit:
         noise_limit: The limit.
         executor: See `fit`.
         bounds: For each kind of codes that was tried, what bounds the time of mixtures with recomputation.
+        least_time: No mixture of recomputation and of the codes that were tried takes less within the budget, by the
+            prices of ops and codes, over the exact step without a budget; None if no codes were tried, or scipy, which
+            finds it out, is not installed.
     """
 
     model: nn.Module = field(repr=False)
@@ -126,22 +129,12 @@ class Fit:
     noise_limit: float
     executor: str
     bounds: Mapping[str, PartialCoding] = field(repr=False)
+    least_time: float | None
 
     @property
     def plain_bytes(self) -> int:
         """Peak of the exact step without a budget."""
         return self.plain.peak_bytes
-
-    @property
-    def least_time(self) -> float | None:
-        """No mixture of recomputation and of the codes that were tried takes less within the budget.
-
-        Time is predicted by the same prices, over that of the exact step without a budget; None if no codes were tried,
-        or scipy, which finds the bound out, is not installed.
-        """
-        if not self.bounds or self.budget_bytes is None:
-            return None
-        return min(bound.least_cost(self.budget_bytes) for bound in self.bounds.values()) / self.plain.graph.cost
 
     @property
     def plan(self) -> CheckpointPlan:
@@ -151,7 +144,10 @@ class Fit:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the backend that run the same plan: `torch.compile(model, backend="rmm_linear", options=...)`."""
+        """Options for the same codes and budget: `torch.compile(model, backend="rmm_linear", options=...)`.
+
+        They name tensors of the trace: a run elsewhere needs the same versions, and the same autocast.
+        """
         budget = "100%" if self.budget_bytes is None and not self.chosen.options else self.budget_bytes
         return {"budget": budget, "executor": self.executor, **self.chosen.options}
 
@@ -180,7 +176,10 @@ class Fit:
             programs = relaxations(self.plain.graph)
             bounds["exact"] = lambda size: cost + least_extra_cost(programs, size)
         for name, bound in bounds.items():
-            times = [bound(size) / cost for size in sizes]
+            try:
+                times = [bound(size) / cost for size in sizes]
+            except TimeoutError:
+                continue
             axes.plot([size / _MIB for size in sizes], times, linewidth=1, label=f"bound, {name}")
         for each in self.candidates:
             if each.plan is not None:
@@ -213,7 +212,7 @@ class Fit:
         planned = self.model._compiled_call_impl
         remove_checkpointing(self.model)
         try:
-            return _measured(self.model, _plain_batch(batch), self.chosen, loss_fn)
+            return _measured(self.model, _plain_batch(batch), self.chosen, loss_fn, self.executor)
         finally:
             self.model._compiled_call_impl = planned
 
@@ -236,7 +235,10 @@ class Fit:
             f" {budget}; predicted time {self.chosen.time:.3f} of the exact step's"
         )
         if self.least_time is not None:
-            yield f"no mixture of recomputation and these codes is predicted to take less than {self.least_time:.3f}"
+            yield (
+                f"no mixture of recomputation and these codes is predicted to take less than {self.least_time:.3f}, by"
+                " the price of a code of each kind"
+            )
         yield f"{'':24}  {f'peak, {unit.name}':>11}  {'time':>6}  {'noise over minibatch noise':>27}"
         for each in self.candidates:
             if each.plan is None:
@@ -272,8 +274,9 @@ def fit(
             positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
             "60%" (or 0.6) of what the exact captured step takes without a plan. None for no limit.
-        noise: Most that the variance of a gradient over the step's draws may be of its variance over minibatches of
-            the sample's size; 0 for exact gradients.
+        noise: Most that the variance of a gradient over the draws of codes and sketches may be of its variance over
+            minibatches of the sample's size, and dropout; 0 for exact gradients. Parts of the sample are minibatches:
+            its first dimension counts examples.
         loss_fn: Called as `loss_fn(model, batch)` with the sample and parts of it, returns the loss; None if the model
             returns it, as a tensor or as `.loss`. It is needed only where noise is measured.
         allow: What may be done: "recompute", "code" and "sketch".
@@ -283,7 +286,8 @@ def fit(
         What was chosen; print it. `remove()` undoes it.
 
     Raises:
-        InfeasibleBudgetError: If no plan fits; it names the least budget that does.
+        InfeasibleBudgetError: If no plan fits; it names the least budget that does. The step of a later batch of
+            another shape, which has no plan within the bytes, raises it as well.
         CaptureError: If the model can't be captured as one graph; it stays as it is then.
         ValueError: If an argument is none that it can be, the model is planned or compiled already, or the noise can't
             be measured with the sample.
@@ -325,7 +329,7 @@ def fit(
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
     # without contents nothing can be measured: any noise will do
     most = math.inf if _is_without_contents(model) else limit
-    chosen = _quiet_enough(candidates, most, lambda each: _measured(model, sample, each, loss_fn))
+    chosen = _quiet_enough(candidates, most, lambda each: _measured(model, sample, each, loss_fn, executor))
     if chosen is None:
         # the exact step has no noise: it does not fit
         assert budget_bytes is not None
@@ -333,9 +337,9 @@ def fit(
         text = _refusal_for_noise(candidates, limit, least_bytes)
         raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
     assert chosen.plan is not None
-    budget_of_plans = budget_bytes if "recompute" in ways else None
-    taken = Options(executor=executor, budget=budget_of_plans, **chosen.options)
-    step.take(taken, trials.captures[chosen.name], chosen.plan)
+    # also without recomputation: batches of other shapes must fit as well
+    taken = Options(executor=executor, budget=budget_bytes, **chosen.options)
+    step.take(taken, trials.captures[json.dumps(chosen.options)], chosen.plan)
     model._compiled_call_impl = step
     return Fit(
         model,
@@ -347,6 +351,7 @@ def fit(
         limit,
         executor,
         trials.bounds,
+        trials.least_time,
     )
 
 
@@ -365,8 +370,9 @@ class _Trials:
 
     Attributes:
         candidates: Those that were tried.
-        captures: The capture of each, by name.
+        captures: The capture of each, by its options.
         bounds: What bounds the time of mixtures with recomputation, by the name of the codes.
+        least_time: The least bound; None if there is none.
     """
 
     def __init__(self, exact: Capture, budget_bytes: int | None, *, is_replanned: bool) -> None:
@@ -375,13 +381,14 @@ class _Trials:
         self.candidates: list[Candidate] = []
         self.captures: dict[str, Capture] = {}
         self.bounds: dict[str, PartialCoding] = {}
+        self.least_time: float | None = None
 
     def add(self, name: str, options: Mapping[str, Any], capture: Capture | None = None) -> Candidate:
         """Plan the step with options of the backend."""
         if capture is None:
             bits, sketch = Bits.of(options.get("bits")), sketch_ratio(options.get("sketch"))
             capture = self._rewritten(bits, sketch)
-        self.captures[name] = capture
+        self.captures[json.dumps(options)] = capture
         candidate = self._planned(name, options, capture)
         self.candidates.append(candidate)
         return candidate
@@ -407,15 +414,17 @@ class _Trials:
     def _add_partly_coded(self, name: str, program: PartialCoding) -> None:
         """Plan the step with codes of the tensors alone that are worth it beside recomputation."""
         assert self._replanned_bytes is not None
+        least_cost = program.least_cost(self._replanned_bytes)
         self.bounds[name] = program
+        self.least_time = min(self.least_time or math.inf, least_cost / self._exact.graph.cost)
         # the program looks at a few moments of the step, and not at all that ops take while they run
-        enough = (1 + _HARDLY) * program.least_cost(self._replanned_bytes)
+        enough = (1 + _HARDLY) * least_cost
         for part in _PARTS_OF_BUDGET:
             budget_bytes = int(part * self._replanned_bytes)
             if self._best_cost() <= max(enough, program.least_cost(budget_bytes)):
                 return
             bits = program.choose(budget_bytes)
-            if bits is not None and bits.only:
+            if bits is not None and bits.only and json.dumps({"bits": bits.as_given()}) not in self.captures:
                 self.add(f"{name}, {len(bits.only)} tensors", {"bits": bits.as_given()})
 
     def _rewritten(self, bits: Bits, sketch: float | None) -> Capture:
@@ -499,6 +508,8 @@ def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact_byte
     if not measured:
         return f"{next(each.obstacle for each in candidates if each.obstacle)}; {end}"
     ratio, name = min(measured)
+    if ratio == math.inf:
+        return f"the minibatch's variance can't be told from 0 on parts of the sample: pass a larger batch; {end}"
     return (
         f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
         f" variance, with {name}. Allow more noise, or a larger budget: {end}"
@@ -506,20 +517,35 @@ def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact_byte
 
 
 def _measured(
-    model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Callable[[nn.Module, Any], Tensor] | None
+    model: nn.Module,
+    sample: Any,
+    candidate: Candidate,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None,
+    executor: str,
 ) -> StepNoise:
-    """Measure a candidate's noise on parts of the sample, op by op."""
+    """Measure a candidate's noise on parts of the sample: op by op, if that codes the same tensors."""
     if _is_without_contents(model):
         raise _NotMeasurableError("the noise can't be measured: the weights are on the meta device, without contents")
     parts = _parts(sample)
-    step = PlannedStep(model._call_impl, model, Options(executor="exact", **candidate.options))
     assert candidate.plan is not None
-    _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
-    drawn, whole = (len(each.coding.coded) + len(each.coding.sketched) for each in (plan, candidate.plan))
-    if drawn < whole:
+    whole = candidate.plan.coding.names
+    # where random numbers are drawn otherwise, the traces differ
+    for tried in dict.fromkeys(("exact", executor)):
+        step = PlannedStep(model._call_impl, model, Options(executor=tried, **candidate.options))
+        try:
+            _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
+        except CaptureError as error:
+            raise _NotMeasurableError(
+                f"the noise can't be measured: parts of the sample are refused: {error}"
+            ) from None
+        if plan.coding.names == whole:
+            break
+        step.forget()
+    else:
         raise _NotMeasurableError(
-            f"the noise can't be measured: {whole} tensors of the sample are coded or sketched, and {drawn} of its"
-            f" {len(parts)} parts, which have too few rows; pass a larger batch"
+            f"the noise can't be measured: {len(whole)} tensors of the sample are coded or sketched, and"
+            f" {len(plan.coding.names & whole)} of these in its {len(parts)} parts, which may have too few rows; pass a"
+            " larger batch"
         )
     numbers = itertools.count()
 
@@ -532,7 +558,11 @@ def _measured(
 
     try:
         model._compiled_call_impl = step
-        return measure_step_noise(model, parts, loss_fn=loss_of)
+        with torch.enable_grad():
+            noise = measure_step_noise(model, parts, loss_fn=loss_of)
+        if not math.isfinite(noise.gradient_squared):
+            raise _NotMeasurableError("the noise can't be measured: the gradient of the sample is not finite")
+        return noise
     finally:
         remove_checkpointing(model)
         step.forget()
@@ -553,8 +583,10 @@ def _arguments(
         raise _Called(args, kwargs)
 
     model._compiled_call_impl = call
+    devices = {each.device for each in model.parameters() if each.is_cuda}
     try:
-        loss_fn(model, batch)
+        with torch.random.fork_rng(devices):
+            loss_fn(model, batch)
     except _Called as called:
         args, kwargs = called.args
         return args, kwargs
@@ -573,9 +605,9 @@ def _loss(model: nn.Module, part: Any) -> Tensor:
 
 
 def _parts(sample: Any) -> list[Any]:
-    """Cut a batch into parts of one size, at random: along the first dimension of its first tensor, and all like it."""
+    """Cut a batch into parts of one size, at random: along the first dimension that most of its tensors have."""
     sizes = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
-    size = sizes[0] if sizes else 0
+    size = max(sizes, key=sizes.count, default=0)
     if size < _FEWEST_PARTS:
         raise _NotMeasurableError(
             f"the noise can't be measured: the sample has {size} examples; pass {_FEWEST_PARTS} or more"

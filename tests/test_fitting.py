@@ -246,6 +246,28 @@ def test_a_loss_function_may_keep_the_labels_from_the_model(batch):
         fit(_model(), batch, CODES, loss_fn=lambda model, batch: batch[0].sum())
 
 
+def test_a_gradient_that_is_not_finite_leaves_the_step_exact(batch):
+    x, y = batch
+    x = x.clone()
+    x[5] = float("nan")
+    found = fit(_model(), (x, y), CODES)
+    assert found.chosen.name == "exact"
+    assert "the gradient of the sample is not finite" in str(found)
+
+
+def test_codes_alone_keep_the_budget_for_other_shapes(batch):
+    found = fit(_model(), batch, CODES, allow=["code"])
+    assert found.step.group.options.budget == found.budget_bytes == found.options["budget"]
+
+
+def test_names_that_no_tensor_has_are_told():
+    model = _model()
+    options = {"bits": {"norm": 8, "only": ["no_such"]}, "budget": "100%", "executor": "exact"}
+    step = torch.compile(model, backend=rmm_linear, options=options)
+    with pytest.warns(UserWarning, match='1 of 1 tensors that "only" names are not coded in this graph, such as'):
+        step(torch.randn(256, WIDTH), torch.randint(0, 5, (256,))).backward()
+
+
 def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
     found = fit(_model(), _as_one_example(batch), CODES)
     assert found.chosen.name == "exact"

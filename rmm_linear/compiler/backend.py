@@ -401,6 +401,7 @@ class PlannedGraph:
             capture = replace(capture, eager_peak_bytes=eager_peak_of(self._module, arguments))
         else:
             capture = replace(capture, rewritten=None)
+            self._warn_of_names(capture)
         plan = self._plan(capture)
         plan = replace(plan, eager_peak_bytes=capture.eager_peak_bytes, coding=capture.coding)
         if self.has_checkpoints:
@@ -412,6 +413,16 @@ class PlannedGraph:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors if not isinstance(t, nn.Parameter))
         _logger.info("planned a graph for arguments of shapes %s in %.1f s", shapes, time.monotonic() - began)
         return Variant(capture, plan)
+
+    def _warn_of_names(self, capture: Capture) -> None:
+        named = Bits.of(self._group.options.bits).only
+        missing = sorted((named or frozenset()) - {tensor.name for tensor in capture.coding.coded})
+        if missing:
+            warnings.warn(
+                f'{len(missing)} of {len(named or ())} tensors that "only" names are not coded in this graph, such as'
+                f" {missing[0]!r}: they have too few rows, or are of another model, version, dtype or executor",
+                stacklevel=2,
+            )
 
     def _compiled(self, variant: Variant, tensors: Sequence[Tensor]) -> Runner:
         capture, plan, options = variant.capture, variant.plan, self._group.options

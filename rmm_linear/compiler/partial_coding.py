@@ -12,7 +12,7 @@ class PartialCoding:
     """Chooses among the codes of a step.
 
     Codes are priced by captures that have one code of each kind: so much more than the exact step it costs, for each
-    byte of its tensor.
+    byte of its tensor. Together they cost as much as the step with codes of all tensors costs more, or less.
 
     Args:
         exact: The step.
@@ -27,7 +27,7 @@ class PartialCoding:
         # no capture: these numbers last as long as what was fitted
         self._bits, self._plain_cost = bits, exact.graph.cost
         self._all = frozenset(tensor.name for tensor in coded.coding.coded)
-        self._programs = relaxations(exact.graph, coded.coding, dict(_prices(exact, coded, bits)))
+        self._programs = relaxations(exact.graph, coded.coding, _prices(exact, coded, bits))
 
     def least_cost(self, budget_bytes: int) -> float:
         """Return a bound: no mixture of these codes and of recomputation costs less, by the prices of the codes.
@@ -62,7 +62,15 @@ class PartialCoding:
         return max(found, key=lambda each: each.extra_cost) if found and len(found) == len(solved) else None
 
 
-def _prices(exact: Capture, coded: Capture, bits: Bits) -> Iterator[tuple[str, float]]:
+def _prices(exact: Capture, coded: Capture, bits: Bits) -> dict[str, float]:
+    prices = dict(_prices_of_kinds(exact, coded, bits))
+    # codes may share ops
+    extra_cost = max(0.0, coded.graph.cost - exact.graph.cost)
+    share = min(1.0, extra_cost / (sum(prices.values()) or 1.0))
+    return {name: share * price for name, price in prices.items()}
+
+
+def _prices_of_kinds(exact: Capture, coded: Capture, bits: Bits) -> Iterator[tuple[str, float]]:
     assert exact.rewritten is not None
     plain_cost, tensors = exact.graph.cost, coded.coding.coded
     for kind in dict.fromkeys(tensor.kind for tensor in tensors):

@@ -389,6 +389,7 @@ class RMMCallback(TrainerCallback):
         self.planned = self.fitted = self._fit_noise = None
         loss_of: Any = trainer.compute_loss
         batches = itertools.count(1)
+        has_told: list[bool] = []
 
         def loss_with(keywords: dict[str, Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
             keywords.pop("return_outputs", None)
@@ -408,8 +409,11 @@ class RMMCallback(TrainerCallback):
                 return
             try:
                 self._fit_noise = cautious_ratio(fitted.measure(inputs, loss_with(keywords)))
-            except ValueError:
+            except ValueError as error:
                 # such as a last batch of few examples
+                if not has_told:
+                    has_told.append(True)
+                    warnings.warn(f"fit: {error}; the noise is not watched with this batch", UserWarning, stacklevel=2)
                 return
             if self._fit_noise <= options["noise"]:
                 return

@@ -49,6 +49,8 @@ class Bits:
                 raise ValueError(f"bits: kind {kind!r} is unknown; choose among {', '.join(KINDS)}")
             if bits is not None and (type(bits) is not int or bits not in (8, 4)):
                 raise ValueError(f"bits={bits!r} is none of 8, 4 and None (exact); pass {{{kind!r}: 8}}, or 8 for all")
+        if only is not None and not any(each.values()):
+            raise ValueError('bits: "only" names tensors, and no kind has bits: pass {"norm": 8, ..., "only": [...]}')
         named = None if only is None else frozenset(only)
         return cls(**{kind: bits or 0 for kind, bits in each.items()}, only=named)
 
@@ -139,12 +141,14 @@ class SketchedTensor:
     """An input of linear layers whose weight gradients are estimated from a sketch of it.
 
     Attributes:
+        name: The first product that reads it.
         layers: How many layers read it.
         is_kept: Whether the sketch is kept in its place. If not, it is made in the backward pass.
         tensor_bytes: Bytes of the tensor.
         sketch_bytes: Bytes of the sketch.
     """
 
+    name: str
     layers: int
     is_kept: bool
     tensor_bytes: int
@@ -172,6 +176,12 @@ class Coding:
     bending: tuple[str, ...] = ()
     sketched: tuple[SketchedTensor, ...] = ()
     ratio: float | None = None
+
+    @property
+    def names(self) -> frozenset[tuple[str, int]]:
+        """Name and bits of each tensor that is coded; of one that is sketched, 0 bits."""
+        coded = {(tensor.name, tensor.bits) for tensor in self.coded}
+        return frozenset(coded | {(tensor.name, 0) for tensor in self.sketched})
 
     @property
     def freed_bytes(self) -> int:

@@ -38,9 +38,10 @@ def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> tuple[Schedul
             schedule = Schedule.from_json(path.read_text(encoding="utf-8"))
             taken = simulate(graph, schedule)
             if taken.peak_bytes <= budget_bytes:
-                path.touch()
                 found.append((taken.cost, schedule))
                 is_planned |= path.name == _name(graph, strategy, budget_bytes)
+                # last: a file may be there to be read alone
+                path.touch()
     return min(found, key=lambda each: each[0])[1] if found else None, is_planned
 
 

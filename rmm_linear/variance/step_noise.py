@@ -8,6 +8,7 @@ and a', b', which differ by the step's draws alone:
     E<a, b>                     the squared gradient of a batch
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,4 +121,7 @@ def _gradient(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], 
 
 
 def _measured(values: Sequence[float]) -> Measured:
-    return Measured(statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5, len(values))
+    mean = statistics.fmean(values)
+    # of numbers that are not finite there is no deviation
+    deviation = statistics.stdev(values) if math.isfinite(mean) else math.nan
+    return Measured(mean, deviation / len(values) ** 0.5, len(values))

@@ -563,7 +563,19 @@ def test_what_is_not_finite_is_not_finite_in_the_gradients(bad):
 
 
 def test_bits_that_are_none_are_refused():
-    for given in (3, 16, True, "8", 8.0, {"norm": 5}, {"norm": 8.0}, {"norms": 8}, {"only": "mul"}, {"only": [1]}):
+    for given in (
+        3,
+        16,
+        True,
+        "8",
+        8.0,
+        {"norm": 5},
+        {"norm": 8.0},
+        {"norms": 8},
+        {"only": "mul"},
+        {"only": [1]},
+        {"only": ["mul"]},
+    ):
         with pytest.raises(ValueError, match="bits"):
             Bits.of(given)
     assert Bits.of({"norm": 8}) == Bits(norm=8)

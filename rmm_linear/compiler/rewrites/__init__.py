@@ -81,7 +81,9 @@ def code_step(
             tensor = ExactTensor(node.name, blocks.get(node, ""), size_bytes(node), str(read.reader.target))
             exact.setdefault(node, tensor)
     of_sketches = tuple(
-        SketchedTensor(len(sketch.reads), sketch.is_kept, sketch.tensor_bytes, sketch.sketch_bytes)
+        SketchedTensor(
+            sketch.reads[0].reader.name, len(sketch.reads), sketch.is_kept, sketch.tensor_bytes, sketch.sketch_bytes
+        )
         for sketch in sketched
     )
     return Coding(coded, tuple(exact.values()), memories, tuple(bending), of_sketches, ratio)
