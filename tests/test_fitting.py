@@ -112,6 +112,7 @@ def test_without_noise_the_gradients_are_those_of_eager_mode(batch):
     assert _are_equal(_gradients(model, batch), expected)
 
 
+@pytest.mark.slow
 def test_a_noise_limit_that_codes_exceed_leaves_the_step_exact(batch):
     found = fit(_model(), batch, CODES, noise=1e-9)
     assert found.chosen.name == "exact"
@@ -215,6 +216,7 @@ def test_bad_arguments_are_refused(batch, change, message):
     assert not is_planned(model)
 
 
+@pytest.mark.slow
 def test_noise_that_cannot_be_measured_is_told(batch):
     model = _model()
     with pytest.raises(ValueError, match="the sample has 1 examples; pass 4 or more; exact gradients take"):
@@ -246,6 +248,7 @@ def test_a_loss_function_may_keep_the_labels_from_the_model(batch):
         fit(_model(), batch, CODES, loss_fn=lambda model, batch: batch[0].sum())
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_leaves_the_step_exact(batch):
     x, y = batch
     x = x.clone()
@@ -255,6 +258,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_step_exact(batch):
     assert "the gradient of the sample is not finite" in str(found)
 
 
+@pytest.mark.slow
 def test_codes_alone_keep_the_budget_for_other_shapes(batch):
     found = fit(_model(), batch, CODES, allow=["code"])
     assert found.step.group.options.budget == found.budget_bytes == found.options["budget"]
@@ -268,6 +272,7 @@ def test_names_that_no_tensor_has_are_told():
         step(torch.randn(256, WIDTH), torch.randint(0, 5, (256,))).backward()
 
 
+@pytest.mark.slow
 def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
     found = fit(_model(), _as_one_example(batch), CODES)
     assert found.chosen.name == "exact"
@@ -290,12 +295,14 @@ def test_a_batch_of_a_tokenizer_and_a_mask_that_all_examples_share_are_taken(bat
     assert found.chosen.name == "8 bits"
 
 
+@pytest.mark.slow
 def test_a_budget_that_codes_alone_cannot_meet_names_the_least_without_recomputing(batch):
     with pytest.raises(InfeasibleBudgetError) as error:
         fit(_model(), batch, "5%", allow="code")
     assert fit(_model(), batch, error.value.least_bytes, noise=1.0, allow="code").plan.planned.extra_cost == 0
 
 
+@pytest.mark.slow
 def test_the_model_keeps_its_state_and_no_plan_of_a_trial(batch):
     class Averaging(Classifier):
         def __init__(self):

@@ -45,6 +45,7 @@ def test_json_is_what_fit_finds_for_the_real_model(folder, capsys):
     assert way["time"] == pytest.approx(expected.chosen.time)
 
 
+@pytest.mark.slow
 def test_text_has_each_way_with_its_peak_and_time_and_says_that_no_noise_was_measured(folder, capsys, tmp_path):
     figure = tmp_path / "fit.png"
     text = run(capsys, folder, *OPTIONS, "--budget", "70%", "--figure", str(figure))

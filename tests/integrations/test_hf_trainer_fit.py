@@ -47,7 +47,7 @@ def assert_same_training(first, second):
     "options",
     [
         {},
-        {"bf16": True},
+        pytest.param({"bf16": True}, marks=pytest.mark.slow),
         pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
     ],
@@ -72,6 +72,7 @@ def test_a_resumed_run_is_fitted_anew_and_ends_with_the_same_weights(tmp_path):
     assert callback.planned.planned_runs == 2
 
 
+@pytest.mark.slow
 def test_the_noise_is_measured_on_the_first_batch_with_the_loss_of_the_trainer(tmp_path):
     losses = []
 
@@ -90,6 +91,7 @@ def test_the_noise_is_measured_on_the_first_batch_with_the_loss_of_the_trainer(t
     assert callback.planned.planned_runs == 2
 
 
+@pytest.mark.slow
 def test_a_later_batch_that_has_no_plan_is_fitted_in_its_turn(tmp_path, capsys):
     callback = RMMCallback(**WHOLE)
     rows = make_data(16)
@@ -126,6 +128,7 @@ def test_after_a_training_that_failed_the_next_one_runs_by_its_plan(tmp_path, ca
     assert "compute_loss" not in vars(trainer)
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path):
     callback = RMMCallback(fit="1%", noise=None, executor="exact")
     trainer = make_trainer(tmp_path, callback, model=make_model())
@@ -140,7 +143,7 @@ def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path):
         ({"ratio": 0.5}, "leave out ratio, or leave out fit"),
         ({"config": RMMConfig(), "budget": "auto"}, "leave out config, budget, or"),
         ({"compile": {"bits": 8}, "noise_target": 0.1}, "leave out noise_target, compile, or"),
-        ({"monitor": True, "target_modules": ["query"]}, "leave out monitor, target_modules, or"),
+        ({"sample": {}, "target_modules": ["query"]}, "leave out sample, target_modules, or"),
         ({"fit": "7 apples"}, "is no budget"),
         ({"noise": -1}, "noise=-1 is no share"),
         ({"executor": "fast"}, "executor='fast' is unknown"),
