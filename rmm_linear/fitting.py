@@ -234,7 +234,7 @@ class Fit:
             f"{self.chosen.name}: peak {unit.of(self.plain_bytes)} -> {unit.of(self.plan.peak_bytes)} {unit.name},"
             f" {budget}; predicted time {self.chosen.time:.3f} of the exact step's"
         )
-        if self.least_time is not None:
+        if self.least_time is not None and math.isfinite(self.least_time):
             yield (
                 f"no mixture of recomputation and these codes is predicted to take less than {self.least_time:.3f}, by"
                 " the price of a code of each kind"
@@ -261,11 +261,12 @@ def fit(
 ) -> Fit:
     """Plan a model's training steps within a byte budget and a noise limit, in place.
 
-    Nothing of the full step runs. Where noise has to be measured, parts of the sample run, a quarter of it at most,
-    which takes four gradients of all parameters; buffers, gradients and random states are afterwards as they were. The
-    first training step compiles the plan. Gradients are exact where neither codes nor sketches are needed, and unbiased
-    otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are planned for the same
-    number of bytes when they first come; their noise is not measured.
+    Nothing of the model's full step runs. Where noise has to be measured, parts of the sample run, a quarter of it at
+    most, which takes four gradients of all parameters; buffers, gradients and random states are afterwards as they
+    were. The first training step compiles the plan. The plan and its budget are of the model's call alone: a loss that
+    `loss_fn` computes beside it comes on top. Gradients are exact where neither codes nor sketches are needed, and
+    unbiased otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are planned for the
+    same number of bytes when they first come; their noise is not measured.
 
     Args:
         model: The model, in the mode in which it is trained. On the meta device it is planned as if it were on the CPU,
@@ -279,7 +280,8 @@ def fit(
             its first dimension counts examples.
         loss_fn: Called as `loss_fn(model, batch)` with the sample and parts of it, returns the loss; None if the model
             returns it, as a tensor or as `.loss`. It is needed only where noise is measured.
-        allow: What may be done: "recompute", "code" and "sketch".
+        allow: What may be done: "recompute", "code" and "sketch". Batches of other shapes, and steps that Inductor
+            compiles to a higher peak than planned, are recomputed in part where they would not fit otherwise.
         executor: "inductor" compiles the step; "exact" runs it op by op.
 
     Returns:
@@ -438,7 +440,7 @@ class _Trials:
         graph = capture.graph
         try:
             if self._replanned_bytes is None:
-                plan = CheckpointPlan.of(graph, Schedule.plain(graph))
+                plan = CheckpointPlan.of(graph, Schedule.plain(graph), self._budget_bytes)
             else:
                 plan = plan_graph(graph, Budget.of(self._replanned_bytes), "auto")
         except InfeasibleBudgetError as error:
