@@ -37,7 +37,6 @@ CODES = ROOT / "docs" / "codes.md"
 BUDGET = ROOT / "docs" / "budget.md"
 MINILM = ROOT / "experiments/glue/results/minilm"
 VARIANCE = ROOT / "experiments/glue/results/variance"
-FITTED = ROOT / "experiments/glue/results/fit/demo-fit-50-seed0.json"
 CHECKPOINTING = ROOT / "experiments/checkpointing/results"
 MEMORY = ROOT / "experiments/memory/results" / FILE
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
@@ -127,7 +126,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     """Return the blocks of each page."""
-    which = functools.partial(which_table, CHECKPOINTING, MEMORY, VARIANCE / GRID_FILE, BENCHMARKS, FITTED)
+    which = functools.partial(which_table, CHECKPOINTING, MEMORY, VARIANCE / GRID_FILE, BENCHMARKS)
     codes = functools.partial(codes_table, CHECKPOINTING)
     bounds = functools.partial(bounds_table, CHECKPOINTING)
     growth = functools.partial(growth_table, CHECKPOINTING)

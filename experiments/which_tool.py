@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.checkpointing.baselines import BLOCKS, EAGER
+from experiments.checkpointing.codes import FITTED
 from experiments.checkpointing.codes import ROWS_FILE as CODED_FILE
 from experiments.checkpointing.codes import read_rows as read_coded
 from experiments.checkpointing.compiled_report import COMPILED, EXACT, INDUCTOR, ROWS_FILE, read_compiled_rows
@@ -30,7 +31,7 @@ _PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
 _CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
 
-def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmarks: Path, fitted: Path) -> str:
+def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmarks: Path) -> str:
     """Return a table of what each tool takes and saves, and how it was measured."""
     rows = [row for row in read_compiled_rows(checkpointing / ROWS_FILE) if row["model"] == STEP]
     eager = next(row for row in rows if (row["method"], row["setting"]) == (EAGER, ""))
@@ -44,24 +45,23 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
         ("(in their place)", "the same under `torch.compile`", blocks[COMPILED]),
     ]
     lines = ["| you want | call | memory | time | noise |", "|---|---|---|---|---|"]
-    fit = json.loads(fitted.read_text())
-    share = fit["fitted"]["peak_bytes"] / fit["fitted"]["exact_peak_bytes"]
-    noise_of_fit = fit["gradient_noise"]["step_variance"] / fit["gradient_noise"]["gradient_squared"]
-    lines.append(
-        f'| it to fit, by what is fastest | `fit(model, batch, budget="{fit["config"]["budget"]}")`'
-        f" | peak {100 * share:.0f} % | - | {noise_of_fit:.1g} |"
-    )
+    known = [row for row in read_coded(checkpointing / CODED_FILE) if row["precision"] == "float32"]
+    coded = {row["way"]: row for row in known if row["model"] == CODED}
+    first = coded[EAGER]
+
+    def estimated(want: str, call: str, row: Mapping[str, str]) -> str:
+        peak, took = (float(row[name]) / float(first[name]) for name in ("peak_bytes", "step_s"))
+        noise = float(row["error"]) ** 2
+        return f"| {want} | {call} | peak {100 * peak:.0f} % | {took:.2f} | {noise:.1g} |"
+
+    lines += [
+        estimated("it to fit, by one call", f'`fit(model, batch, budget="{budget}")`', coded[f"fit {budget}"])
+        for budget in FITTED.values()
+    ]
     for want, call, row in steps:
         peak, took = row["peak_bytes"] / eager["peak_bytes"], row["step_s"] / eager["step_s"]
         lines.append(f"| {want} | {call} | peak {100 * peak:.0f} % | {took:.2f} | none |")
-    known = [row for row in read_coded(checkpointing / CODED_FILE) if row["precision"] == "float32"]
-    coded = {row["way"]: row for row in known if row["model"] == CODED}
-    first, best = coded[EAGER], coded["8 bits"]
-    peak, took = (float(best[name]) / float(first[name]) for name in ("peak_bytes", "step_s"))
-    lines.append(
-        f"| little memory, hardly any noise | {_CODES} | peak {100 * peak:.0f} % | {took:.2f}"
-        f" | {float(best['error']) ** 2:.1g} |"
-    )
+    lines.append(estimated("little memory, hardly any noise", _CODES, coded["8 bits"]))
     kept = {(row["model"], method_name(row)): row["of_exact"] for row in read_rows(memory)}
     noise = {
         (row["ratio"], row["storage"]): row["relative_variance"]
@@ -84,10 +84,9 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     machine = f"batch {eager['batch']} x {eager['size']}, {eager['hardware']}, torch {eager['torch']}"
     machine_of_codes = first["hardware"]
     told = (
-        f"Peak and time are of a whole step, over eager mode's: {step}, {machine}; with codes a RoBERTa of"
+        f"Peak and time are of a whole step, over eager mode's: {step}, {machine}; with `fit` and codes a RoBERTa of"
         f" {first['layers']} layers of 768, batch {first['batch']} x {first['length']}, whose noise is the variance of"
-        f" the whole gradient over its square, {machine_of_codes}; with `fit` the model of `make glue`, for which it"
-        f" chose {fit['fitted']['chosen']}, peak over that of the exact captured step."
+        f" the whole gradient over its square, {machine_of_codes}."
         f' "Keeps" is of what {KEPT}'
         f" ({KEPT_WITH_LORA} with LoRA) keeps for its backward pass. A sketch's time is a 4096 x 768 -> 3072 layer's"
         " over `nn.Linear`'s, its noise the variance of a layer's weight gradient over its square, on MRPC, mean of 36"
