@@ -84,6 +84,7 @@ def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
         assert part in str(found)
 
 
+@pytest.mark.slow
 def test_tensors_are_coded_computed_again_or_kept_as_is_fastest(batch):
     pytest.importorskip("scipy")
     model = _model()
@@ -234,6 +235,7 @@ def test_noise_that_cannot_be_measured_is_told(batch):
         fit(Logits(), batch[0], CODES, allow="code")
 
 
+@pytest.mark.slow
 def test_a_loss_function_may_keep_the_labels_from_the_model(batch):
     model = _model()
     layers = [nn.Sequential(*model.blocks), nn.GELU(), model.head]
@@ -279,12 +281,14 @@ def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
     assert "the sample has 1 examples" in str(found)
 
 
+@pytest.mark.slow
 def test_noise_is_measured_on_parts_of_batches_of_any_size(batch):
     found = fit(_model(), tuple(tensor[:2046] for tensor in batch), CODES, allow="code")
     # 8 parts of 255, two rows left out
     assert 0 < found.chosen.noise_ratio < 0.01
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_tokenizer_and_a_mask_that_all_examples_share_are_taken(batch):
     class Masked(Classifier):
         def forward(self, x, mask, y):

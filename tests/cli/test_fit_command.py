@@ -33,6 +33,7 @@ def fitted(folder, batch, budget, noise=0.0):
     return fit(model, {"input_ids": ids, "labels": ids}, budget, noise)
 
 
+@pytest.mark.slow
 def test_json_is_what_fit_finds_for_the_real_model(folder, capsys):
     found = json.loads(run(capsys, folder, *OPTIONS, "--budget", "90%", "--noise", "0", "--json"))
     expected = fitted(folder, 8, "90%")

@@ -199,6 +199,7 @@ def test_windows_hold_all_that_their_ops_write():
     assert inductor_program.windows_of(graph, Schedule.plain(graph), cut=3, limit_bytes=20) == [1, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_windows_do_not() -> None:
     model, x = mlp(3), torch.randn(ROWS, WIDTH)
 

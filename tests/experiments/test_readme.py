@@ -33,6 +33,7 @@ def _examples() -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the sketched layers promise")
 def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(BLOCKS) == 17

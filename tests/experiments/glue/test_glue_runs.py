@@ -326,6 +326,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_demo")
 def test_a_grid_runs_the_missing_ones_and_ends_with_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
