@@ -63,7 +63,7 @@ def test_a_grid_is_narrowed_by_what_is_asked_for() -> None:
     assert labels(method="exact") == ["exact"]
     assert labels(method="hadamard") == ["hadamard-0.5-centered", "hadamard-0.1-centered", "hadamard-1-centered-int4"]
     assert labels(ratio=0.1) == ["gaussian-0.1", "hadamard-0.1-centered"]
-    assert labels(method="fit") == ["fit-50", "fit-40"]
+    assert labels(method="fit") == ["fit-50"]
     assert labels(budget="50%") == ["fit-50"]
     assert labels(method="crs", ratio=0.3) == ["crs-0.3-centered"]
     with pytest.raises(HarnessError, match="the grid of 'demo' has no run with ratio=0.7; name one with --method"):
