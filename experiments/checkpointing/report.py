@@ -48,7 +48,7 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 _NEEDED = {"model", "shape", "batch", "size", "parameter_bytes", "peak_bytes", "extra_cost", "extra_flops", "strategy"}
 _NEEDED |= {"commit"}
 _BUDGETS = (80, 60, 40, 20)
-# solvers and online policies, by paper: they ran on some models, and have a table of their own
+# planners that ran on a few models alone; a second table shows them
 _SOLVERS = ("jain2020", "kirisame2021", "zhang2023")
 # of the plain step: a forward pass is about a third of it
 _ONE_FORWARD = 1 / 3

@@ -4,7 +4,7 @@
 
 `configs/study.json` is a named configuration with the parts that a plain grid lacks: `tuning` has the values that exact
 is tried with (seed 0), and what is chosen goes to `task_settings`; the methods of `fewer_seeds` and the tasks of `last`
-have seeds of their own, and so have the methods of `at_the_end`, which run after all else; `train_rows` cuts a task's
+have their own seeds; the methods of `at_the_end` have them too, and run last; `train_rows` cuts a task's
 training split. Each finished run is a line of `rows.jsonl`, or of `tuning.jsonl`: its result file without the columns
 over the steps.
 

@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     noise, budget = checked_noise(options.noise), Budget.of(options.budget)
     if options.batch == LARGEST and budget.is_relative:
         raise ValueError(
-            f"--batch {LARGEST} --budget {options.budget}: every batch has a plan within a part of its own peak; pass a"
-            " budget in bytes, such as 8GiB"
+            f"--batch {LARGEST} --budget {options.budget}: a percentage grows with the batch, so that it limits none;"
+            " pass a budget in bytes, such as 8GiB"
         )
     if options.figure:
         refuse_figure(Path(options.figure))
