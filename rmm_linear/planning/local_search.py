@@ -3,8 +3,8 @@
 An order that takes too much is changed where it takes most: something that is in memory there, and is not used, is
 dropped and computed again before its next use. Of several such changes the one is made that frees most for its cost.
 An order that fits is changed the other way round: each second computation is left out, the dearest first, if its result
-can stay in memory within the budget. Both repair what published planners and a linear program propose, for these look
-at one place of the step, and at a simpler model of its memory.
+can stay in memory within the budget. Both repair what segments and a linear program propose, for these look at one
+place of the step, and at a simpler model of its memory.
 """
 
 from bisect import bisect_left, bisect_right

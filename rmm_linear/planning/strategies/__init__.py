@@ -3,14 +3,12 @@
 from rmm_linear.planning.strategies import (
     auto,
     chen2016_sqrt,
-    cost_per_byte,
     griewank2000_revolve,
     gruslys2016_bptt,
     hong2025_linear,
     jain2020_checkmate,
     kirisame2021_dtr,
     kusumoto2019_lower_sets,
-    nested_lower_sets,
     zhang2023_coop,
 )
 from rmm_linear.planning.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
@@ -22,7 +20,6 @@ __all__ = [
     "available_strategies",
     "chen2016_sqrt",
     "choose",
-    "cost_per_byte",
     "get_strategy",
     "griewank2000_revolve",
     "gruslys2016_bptt",
@@ -30,6 +27,5 @@ __all__ = [
     "jain2020_checkmate",
     "kirisame2021_dtr",
     "kusumoto2019_lower_sets",
-    "nested_lower_sets",
     "zhang2023_coop",
 ]

@@ -1,8 +1,7 @@
 """The plan for a budget that users get: several orders of computation, each fitted to the budget by local search.
 
-The search starts from the plain order and, where scipy is installed, from what a linear program would keep
-(`rmm_linear.planning.relaxation`). Where the result is far from the program's bound, it starts from the proposals of
-four published strategies as well.
+The search starts from the plain order, from orders in which the forward pass is computed again segment by segment, and,
+where scipy is installed, from what a linear program would keep within these (`rmm_linear.planning.relaxation`).
 """
 
 import contextlib
@@ -17,9 +16,7 @@ from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.base import Strategy, checked_budget, get_strategy, register
-from rmm_linear.planning.strategies.kusumoto2019_lower_sets import Kusumoto2019Approximate, order_of_plan
-from rmm_linear.planning.strategies.nested_lower_sets import NestedLowerSets
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, register
 from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
 # For so few ops and storages, all orders are looked at, in less than a second.
@@ -33,8 +30,6 @@ _MOST_ENTRIES = 1_000_000
 _WORK, _MOST_WORK = 30_000, 40_000_000
 # The search ends within this part of the step of the bound.
 _ENOUGH = 0.001
-# The published strategies take more than a few seconds for graphs of more ops.
-_MOST_OPS = 1500
 # Orders of the least peaks that are made leaner where none could be fitted.
 _MOST_LEAN = 2
 # A lean order is made leaner by this part of its peak at a time, and at the end byte by byte.
@@ -43,26 +38,16 @@ _STEP = 0.02
 
 @register
 class Auto(Strategy):
-    """Local search from the plain order, a linear program's, and those of four published strategies.
+    """Local search from the plain order, from segments, and from a linear program's order.
 
-    Its frontier is that of the four: `kusumoto2019_approximate`, `nested_lower_sets`, `cost_per_byte`,
-    `gruslys2016_bptt`, without a search. Over 535 pairs of a model and a budget each of these, left out, costs .17 to
-    1.6 % of extra time on average. All others together cost .07 % on average and 8.3 % at worst, and no budget is met
-    by them alone.
+    Its frontier is that of the segments alone, without a search.
     """
 
     name: ClassVar[str] = "auto"
 
     def orders(self, graph: Graph) -> Iterable[Sequence[int]]:
-        """Propose the orders of the four strategies."""
-        # both strategies of lower sets begin with the same chains, which are sought once
-        approximate = Kusumoto2019Approximate()
-        plans = list(approximate.plans_of_program(graph)), list(approximate.plans_of_chen(graph))
-        for segments, keep_last in (*plans[0], *plans[1]):
-            yield order_of_plan(graph, segments, keep_last)
-        yield from NestedLowerSets().orders_of_plans(graph, *plans)
-        yield from get_strategy("cost_per_byte").orders(graph)
-        yield from get_strategy("gruslys2016_bptt").orders(graph)
+        """Propose to compute the forward pass again by segments, of several numbers."""
+        return [_order_that_keeps(graph, kept) for kept in _crossing(graph)]
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
         """Return the cheapest schedule that the search finds."""
@@ -82,8 +67,6 @@ class Auto(Strategy):
         best = search.best_of(near, _most_work(graph))
         if best is None:
             lean = [plain, *sorted(peaks, key=peaks.__getitem__)[:_MOST_LEAN]]
-            if len(graph.ops) <= _MOST_OPS:
-                lean.append(min(self.frontier(graph), key=lambda proposal: proposal.peak_bytes).order)
             found = [_leaner(graph, order) for order in dict.fromkeys(lean)]
             least_bytes, best = min((peak_and_cost(graph, order)[0], order) for order in found)
             if least_bytes > budget_bytes:
@@ -123,8 +106,7 @@ def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...
     The forward ops are cut into segments, which are computed again one by one: what crosses them is kept, and what the
     linear program would keep within them. Without a solver, or if it takes too long, nothing is kept within them.
     """
-    counts = [count for count in _SEGMENTS if count <= max(1, graph.forward_count // 2)]
-    crossing = [crossing_storages(graph, _segments(graph, count)) for count in counts]
+    crossing = _crossing(graph)
     orders = [_order_that_keeps(graph, kept) for kept in crossing]
     with contextlib.suppress(ImportError, TimeoutError):
         programs, entries = relaxations(graph), 0
@@ -141,6 +123,12 @@ def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...
                         break
         return bound, orders
     return 0.0, orders
+
+
+def _crossing(graph: Graph) -> list[set[int]]:
+    """Return what crosses the segments of the forward ops, for several numbers of segments."""
+    counts = [count for count in _SEGMENTS if count <= max(1, graph.forward_count // 2)]
+    return [crossing_storages(graph, _segments(graph, count)) for count in counts]
 
 
 def _order_that_keeps(graph: Graph, kept: set[int]) -> tuple[int, ...]:

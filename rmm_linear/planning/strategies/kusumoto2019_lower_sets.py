@@ -15,23 +15,15 @@ may be exponentially many; the approximate one looks at {} and V and the ancesto
 The *time-centric* plan has the least T of those below B. The *memory-centric* one has the largest: its blocks are
 coarse, and freeing each value after its last use, which eq. 2 knows nothing of, helps coarse blocks most.
 
-Here the chains are proposals. They come from a range of caps, are brought to the training graph by
-`order_of_segments`, and the simulator says what each takes. Five things are not the paper's, each because the
-simulator found better chains with it:
-
-- The first nodes of the program, any number of them, are a lower set as well, and join the approximate family.
-- Beside 2 M(V_i), the program runs with one and with three times the bytes of a block that the backward pass reads:
-  with liveness, a gradient goes where it is used, and 2 M is too much for some graphs and not enough for others.
-- The last block need not be computed again: the backward pass begins with it. Chains are proposed either way.
-- Blocks of equally many nodes, in the order of the program, are proposed as well; and the segments of Chen et al. 2016,
-  which are chains of lower sets like any others, so that the approximate program does no worse than they.
-- From the chains with the least peaks a local search goes on, under the simulator, as `refined` says.
+Here the chains of a range of caps are proposals: `order_of_segments` brings them to the training graph, where each
+value is freed after its last use, and the simulator says what each takes. The last block need not be computed again,
+for the backward pass begins with it; each chain is proposed with it kept and without.
 """
 
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -40,16 +32,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.base import Strategy, register
-from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
-from rmm_linear.planning.strategies.chen2016_sqrt import cuts_of
 from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
 _MOST_LOWER_SETS = 1500
-# Reads of a graph whose proposals take so long to simulate that those of Chen et al. are left out: hundreds an op.
-_MANY_READS = 100_000
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,6 @@ class NodeGraph:
         edges: Pairs (u, v), u < v: v reads u.
         order_edges: Pairs (u, v), u < v: v must run after u, and does not read it.
         ops: The ops of the training graph that each node stands for, in order.
-        backward_bytes: What the backward pass reads of each node.
     """
 
     costs: tuple[float, ...]
@@ -70,7 +55,6 @@ class NodeGraph:
     edges: tuple[tuple[int, int], ...]
     order_edges: tuple[tuple[int, int], ...] = ()
     ops: tuple[tuple[int, ...], ...] = ()
-    backward_bytes: tuple[int, ...] = ()
 
     @classmethod
     def of_forward(cls, graph: Graph) -> "NodeGraph":
@@ -123,15 +107,6 @@ class NodeGraph:
             edges=tuple(sorted(edges)),
             order_edges=tuple(sorted((numbers[root[u]], numbers[root[v]]) for u, v in ordered)),
             ops=tuple(map(tuple, members)),
-            backward_bytes=tuple(
-                sum(
-                    graph.storages[index].size_bytes
-                    for op in group
-                    for index in graph.ops[op].writes
-                    if not has_backward or any(reader >= count for reader in graph.readers[index])
-                )
-                for group in members
-            ),
         )
 
     @cached_property
@@ -229,34 +204,6 @@ def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
     return _sorted_rows(rows)
 
 
-def program_prefixes(nodes: NodeGraph) -> NDArray[np.bool_]:
-    """Return the first nodes of the program, for every number of them: lower sets too, as it runs in this order.
-
-    Returns:
-        One row a lower set, one column a node; the smaller ones first, the empty one and all among them.
-    """
-    return np.tri(len(nodes.costs) + 1, len(nodes.costs), -1, dtype=bool)
-
-
-def thinned(nodes: NodeGraph, lower_sets: NDArray[np.bool_], most: int) -> NDArray[np.bool_]:
-    """Return at most so many lower sets: of neighbours in the order of size, the one with the fewest boundary bytes.
-
-    Args:
-        nodes: The paper's graph.
-        lower_sets: One row a lower set, the smaller ones first.
-        most: How many to keep, at least 3.
-
-    Returns:
-        The rows that stay; the first and the last are among them.
-    """
-    if len(lower_sets) <= most:
-        return lower_sets
-    boundary_bytes = np.array(nodes.sizes, dtype=float) @ _boundaries(nodes, np.ascontiguousarray(lower_sets.T))
-    middle = np.array_split(np.arange(1, len(lower_sets) - 1), most - 2)
-    stay = [0, *(places[boundary_bytes[places].argmin()] for places in middle), len(lower_sets) - 1]
-    return lower_sets[stay]
-
-
 def _boundaries(nodes: NodeGraph, inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Boundary of each lower set; one row a node, one column a lower set, as in `inside`."""
     boundary = np.zeros_like(inside)
@@ -280,9 +227,7 @@ class LowerSetProgram:
     with its own time. So what is reported is true of the chain that is returned, and at worst a better one is missed.
     """
 
-    def __init__(
-        self, nodes: NodeGraph, lower_sets: NDArray[np.bool_], *, block_bytes: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, nodes: NodeGraph, lower_sets: NDArray[np.bool_]) -> None:
         """Prepare the terms of eqs. 1 and 2 for each pair of lower sets.
 
         Raises:
@@ -301,13 +246,12 @@ class LowerSetProgram:
             beside[u] |= following[v] & ~inside[u]
         rows = inside.T.astype(float)
         # sums of whole numbers below 2**53 are exact in float64; [larger, smaller]
-        held = (2 * sizes if block_bytes is None else np.array(block_bytes, dtype=float)) @ inside
+        held = 2 * sizes @ inside
         self._block = (held[:, None] - held[None, :]) + (sizes @ following + sizes @ beside)[:, None]
         self._kept_bytes = (boundary.T * sizes) @ (1 - rows).T
         self._kept_time = (boundary.T * costs) @ (1 - rows).T
         smaller = (rows @ rows.T) == rows.sum(axis=1)[None, :]
         np.fill_diagonal(smaller, False)
-        self._contains = smaller
         self._smaller = [np.flatnonzero(row) for row in smaller]
         count = len(lower_sets)
         levels = min(4096, max(32, 20_000_000 // count**2))
@@ -352,17 +296,6 @@ class LowerSetProgram:
         Returns:
             Both, or one if they are the same; none if the cap is below `least_cap`.
         """
-        return tuple(self.chain(places) for places in self.centric_places(cap))
-
-    def centric_places(self, cap: int) -> tuple[tuple[int, ...], ...]:
-        """Return the time-centric and the memory-centric plan below a cap, as rows of `lower_sets`.
-
-        Args:
-            cap: B, the most that eq. 2 may give, in bytes.
-
-        Returns:
-            Both, or one if they are the same; none if the cap is below `least_cap`.
-        """
         memory, before = self._states(cap)
         levels = np.flatnonzero(np.isfinite(memory[-1]))
         found = []
@@ -374,22 +307,7 @@ class LowerSetProgram:
                 place, at = divmod(int(before[place, at]), before.shape[1])
                 places.append(place)
             found.append(tuple(reversed(places)))
-        return tuple(dict.fromkeys(found))
-
-    def between(self, smaller: int, larger: int) -> NDArray[np.intp]:
-        """Return the lower sets of the family strictly between two of them."""
-        return np.flatnonzero(self._contains[larger] & self._contains[:, smaller])
-
-    def blocks(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the nodes of each block V_i of a chain.
-
-        Args:
-            places: Rows of `lower_sets`, rising; the first is the empty set and the last holds all.
-        """
-        return tuple(
-            tuple(np.flatnonzero(self.lower_sets[larger] & ~self.lower_sets[smaller]).tolist())
-            for smaller, larger in itertools.pairwise(places)
-        )
+        return tuple(self._chain(places) for places in dict.fromkeys(found))
 
     def _states(self, cap: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Least M(U) of each (lower set, level of the kept time), and the state before it, as one number."""
@@ -420,19 +338,16 @@ class LowerSetProgram:
             least[place] = memory[place].min()
         return memory, before
 
-    def chain(self, places: Sequence[int]) -> Chain:
-        """Return the chain of some lower sets of the family.
-
-        Args:
-            places: Rows of `lower_sets`, rising; the first is the empty set and the last holds all.
-        """
+    def _chain(self, places: Sequence[int]) -> Chain:
         pairs = list(itertools.pairwise(places))
         kept = peak = 0.0
         for smaller, larger in pairs:
             peak = max(peak, kept + self._block[larger, smaller])
             kept += self._kept_bytes[larger, smaller]
         spared = sum(self._kept_time[larger, smaller] for smaller, larger in pairs)
-        return Chain(float(sum(self.nodes.costs) - spared), int(peak), self.blocks(places))
+        new = (self.lower_sets[larger] & ~self.lower_sets[smaller] for smaller, larger in pairs)
+        blocks = tuple(tuple(np.flatnonzero(nodes).tolist()) for nodes in new)
+        return Chain(float(sum(self.nodes.costs) - spared), int(peak), blocks)
 
 
 def _quantum(costs: NDArray[np.float64], levels: int) -> float:
@@ -448,138 +363,9 @@ def _quantum(costs: NDArray[np.float64], levels: int) -> float:
     return total / (levels - 1)
 
 
-def segments_of_blocks(nodes: NodeGraph, blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the ops of each block, in the order of the program.
-
-    Args:
-        nodes: The paper's graph of a training graph.
-        blocks: Nodes of each block.
-
-    Returns:
-        Segments for `order_of_segments`.
-    """
-    return [sorted(op for node in block for op in nodes.ops[node]) for block in blocks]
-
-
-def refined(
-    program: LowerSetProgram,
-    places: Sequence[int],
-    judge: Callable[[Sequence[int]], tuple[int, float]],
-    *,
-    evaluations: int,
-) -> Iterator[tuple[int, ...]]:
-    """Improve a chain by local search: leave out a lower set, replace it by one nearby, or put one in between.
-
-    Args:
-        program: The family of lower sets that the chain is made of.
-        places: Rows of the family: a chain from the empty set to all.
-        judge: Peak and cost of such a chain; the peak counts first.
-        evaluations: The most calls of `judge`.
-
-    Yields:
-        Chains, each better than the one before, the first one better than what was given.
-    """
-    now = tuple(places)
-    best = judge(now)
-    seen = {now}
-    evaluations -= 1
-    improved = True
-    while improved:
-        improved = False
-        for other in _neighbours(program, now):
-            if other in seen:
-                continue
-            if evaluations <= 0:
-                return
-            seen.add(other)
-            evaluations -= 1
-            found = judge(other)
-            if found < best:
-                now, best, improved = other, found, True
-                yield now
-                break
-
-
-def _neighbours(program: LowerSetProgram, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for number in range(1, len(places) - 1):
-        yield places[:number] + places[number + 1 :]
-    for number in range(1, len(places) - 1):
-        between = program.between(places[number - 1], places[number + 1])
-        at = int(np.searchsorted(between, places[number]))
-        for step in (1, -1, 2, -2, 4, -4, 8, -8):
-            if 0 <= at + step < len(between):
-                yield (*places[:number], int(between[at + step]), *places[number + 1 :])
-    for number in range(1, len(places)):
-        between = program.between(places[number - 1], places[number])
-        if len(between):
-            yield (*places[:number], int(between[len(between) // 2]), *places[number:])
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a chain of lower sets keeps, for people.
-
-    Attributes:
-        lower_sets: For each L_i but the last: how many ops it holds, and the names of those on its boundary, whose
-            results stay until the backward pass.
-        blocks: Names of the ops of each block V_i.
-        last_is_kept: Whether the last block is kept whole instead of computed again.
-    """
-
-    lower_sets: tuple[tuple[int, tuple[str, ...]], ...]
-    blocks: tuple[tuple[str, ...], ...]
-    last_is_kept: bool
-
-    def __str__(self) -> str:
-        lines = []
-        before = 0
-        for number, (count, names) in enumerate(self.lower_sets, start=1):
-            lines.append(
-                f"L_{number}: {count} ops, {count - before} of them new; keeps {', '.join(names) or 'nothing'}"
-            )
-            before = count
-        end = "is kept whole" if self.last_is_kept else "is computed again"
-        lines.append(f"L_{len(self.blocks)}: all ops; the last block, of {len(self.blocks[-1])}, {end}")
-        return "\n".join(lines)
-
-
-def kept_by(graph: Graph, segments: Sequence[Sequence[int]], *, last_is_kept: bool) -> Kept:
-    """Say what a chain of lower sets keeps.
-
-    Args:
-        graph: The training graph.
-        segments: The forward ops of each block of the chain.
-        last_is_kept: Whether the last block is kept whole.
-
-    Returns:
-        Names of the ops on the boundaries, and of those in the blocks.
-    """
-    lower: set[int] = set()
-    lower_sets = []
-    for segment in segments[:-1]:
-        lower |= set(segment)
-        boundary = (
-            op
-            for op in sorted(lower)
-            if any(
-                reader < graph.forward_count and reader not in lower
-                for index in graph.ops[op].writes
-                for reader in graph.readers[index]
-            )
-        )
-        lower_sets.append((len(lower), tuple(graph.ops[op].name for op in boundary)))
-    blocks = tuple(tuple(graph.ops[op].name for op in segment) for segment in segments)
-    return Kept(tuple(lower_sets), blocks, last_is_kept)
-
-
 class _LowerSets(Strategy):
-    """What the exact and the approximate program have in common: caps, search, and the way to the training graph."""
-
     # caps from the least feasible one to that of a single block, each in the same ratio to the one before
-    caps: ClassVar[int] = 12
-    # the local search begins at so many chains, and ends after so many computations of ops were looked at
-    most_starts: ClassVar[int] = 4
-    looked_at: ClassVar[int] = 100_000
+    caps: ClassVar[int] = 24
 
     @abstractmethod
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
@@ -590,96 +376,18 @@ class _LowerSets(Strategy):
         """
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose the time-centric and the memory-centric plan of each cap, and what the local search makes of some."""
-        for segments, keep_last in self.plans(graph):
-            yield order_of_plan(graph, segments, keep_last)
-
-    def explain(self, graph: Graph, schedule: Schedule) -> Kept:
-        """Say which chain of lower sets a schedule comes from.
-
-        Args:
-            graph: The graph.
-            schedule: What `plan` returned for it.
-
-        Returns:
-            What the chain keeps; its text has a line a lower set. Of the plain program: one block, kept whole.
-
-        Raises:
-            ValueError: If this strategy does not propose such a schedule.
-        """
-        plain = [list(range(graph.forward_count))]
-        for segments, keep_last in itertools.chain([(plain, True)], self.plans(graph)):
-            if tuple(order_of_plan(graph, segments, keep_last)) == schedule.order:
-                return kept_by(graph, segments, last_is_kept=keep_last)
-        raise ValueError(f"{self.name} proposes no such schedule for this graph; pass what its own plan returned")
-
-    def plans(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
-        """Return the chains that are proposed.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            The forward ops of each block, and whether the last one is kept instead of computed again.
-        """
+        """Propose the time-centric and the memory-centric plan of each cap."""
         if graph.forward_count == 0:
             return
         nodes = NodeGraph.of_forward(graph)
-        family = self.family(nodes)
-        program = LowerSetProgram(nodes, family)
-        chains = dict.fromkeys(_places_of_caps(program, self.caps))
-        for times in (1, 3):
-            other = LowerSetProgram(nodes, family, block_bytes=[times * held for held in nodes.backward_bytes])
-            chains |= dict.fromkeys(_places_of_caps(other, self.caps // 2))
-        chains |= dict.fromkeys(_even_places(program))
-
-        def judge(places: Sequence[int]) -> tuple[int, float]:
-            return peak_and_cost(graph, order_of_plan(graph, segments_of_blocks(nodes, program.blocks(places)), True))
-
-        judged = []
-        for places in chains:
-            yield segments_of_blocks(nodes, program.blocks(places)), True
-            judged.append((judge(places), places))
-        evaluations = min(200, self.looked_at // len(graph.ops))
-        # small graphs can afford more of it
-        starts = min(self.most_starts, max(2, self.looked_at // (100 * len(graph.ops))))
-        for _, places in sorted(judged)[:starts]:
-            yield segments_of_blocks(nodes, program.blocks(places)), False
-            for better in refined(program, places, judge, evaluations=evaluations):
-                yield segments_of_blocks(nodes, program.blocks(better)), True
-
-
-def _places_of_caps(program: LowerSetProgram, caps: int) -> Iterator[tuple[int, ...]]:
-    least, largest = max(1, program.least_cap), program.largest_cap
-    for number in range(caps):
-        yield from program.centric_places(math.ceil(least * (largest / least) ** (number / (caps - 1))))
-
-
-def _even_places(program: LowerSetProgram) -> Iterator[tuple[int, ...]]:
-    """Chains of first nodes of the program, with as many nodes a block as can be, for numbers of blocks up to all."""
-    sizes = program.lower_sets.sum(axis=1)
-    prefixes = np.array([place for place, row in enumerate(program.lower_sets) if row[: sizes[place]].all()])
-    count = int(sizes[-1])
-    # all numbers of blocks of a small graph, two in each octave of a large one
-    numbers = range(1, count + 1) if count <= 64 else sorted({round(2 ** (half / 2)) for half in range(20)})
-    for number in numbers:
-        ends = range(0, count, -(-count // min(number, count)))
-        nearest = [int(prefixes[np.abs(sizes[prefixes] - end).argmin()]) for end in (*ends, count)]
-        yield tuple(dict.fromkeys(nearest))
-
-
-def order_of_plan(graph: Graph, segments: Sequence[Sequence[int]], keep_last: bool) -> list[int]:
-    """Return the order of computations of a plan.
-
-    Args:
-        graph: The training graph.
-        segments: The forward ops of each block of a chain of lower sets.
-        keep_last: Whether the last block is kept whole instead of computed again.
-    """
-    kept = crossing_storages(graph, segments)
-    if keep_last:
-        kept |= {index for op in segments[-1] for index in graph.ops[op].writes}
-    return order_of_segments(graph, segments, kept)
+        program = LowerSetProgram(nodes, self.family(nodes))
+        least, largest = max(1, program.least_cap), program.largest_cap
+        caps = [math.ceil(least * (largest / least) ** (number / (self.caps - 1))) for number in range(self.caps)]
+        for blocks in dict.fromkeys(chain.blocks for cap in caps for chain in program.centric_plans(cap)):
+            segments = [sorted(op for node in block for op in nodes.ops[node]) for block in blocks]
+            kept = crossing_storages(graph, segments)
+            yield order_of_segments(graph, segments, kept)
+            yield order_of_segments(graph, segments, kept | {i for op in segments[-1] for i in graph.ops[op].writes})
 
 
 @register
@@ -699,45 +407,10 @@ class Kusumoto2019Exact(_LowerSets):
 
 @register
 class Kusumoto2019Approximate(_LowerSets):
-    """The approximate program: the ancestors of each node, and the first nodes of the program, up to `most` of them."""
+    """The approximate program: the ancestors of each node."""
 
     name: ClassVar[str] = "kusumoto2019_approximate"
-    most: ClassVar[int] = 300
 
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the ancestors of each node and the first nodes of the program."""
-        both = np.concatenate([ancestor_closures(nodes), program_prefixes(nodes)])
-        return thinned(nodes, _sorted_rows(both), self.most)
-
-    def plans(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
-        """Return the chains of the program, and those of Chen et al. 2016."""
-        yield from self.plans_of_program(graph)
-        yield from self.plans_of_chen(graph)
-
-    def plans_of_program(self, graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
-        """Return the chains of the program.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Returns:
-            As `plans` yields them.
-        """
-        return super().plans(graph)
-
-    @staticmethod
-    def plans_of_chen(graph: Graph) -> Iterator[tuple[list[list[int]], bool]]:
-        """Return the segments of Chen et al. 2016; none of a graph that takes long to simulate.
-
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Yields:
-            As `plans`, each with its last segment kept and without.
-        """
-        if not 0 < graph.forward_count < len(graph.ops) or sum(len(op.reads) for op in graph.ops) > _MANY_READS:
-            return
-        for cuts in dict.fromkeys(cuts_of(graph)):
-            segments = [list(segment) for segment in segments_of_cuts(graph.forward_count, cuts)]
-            yield segments, True
-            yield segments, False
+        """Return the ancestors of each node."""
+        return ancestor_closures(nodes)

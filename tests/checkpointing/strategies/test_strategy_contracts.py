@@ -69,19 +69,9 @@ class TestKusumoto2019Exact(StrategyContract):
         return get_strategy("kusumoto2019_exact")
 
 
-class TestNestedLowerSets(StrategyContract):
-    def make(self):
-        return get_strategy("nested_lower_sets")
-
-
 class TestZhang2023(StrategyContract):
     def make(self):
         return get_strategy("zhang2023_coop")
-
-
-class TestCostPerByte(StrategyContract):
-    def make(self):
-        return get_strategy("cost_per_byte")
 
 
 class TestAuto(StrategyContract):
