@@ -16,8 +16,7 @@ from experiments.checkpointing.codes import codes_table
 from experiments.checkpointing.growth import growth_table
 from experiments.checkpointing.report import blocks as checkpointing_blocks
 from experiments.glue import allocated
-from experiments.glue.comparison import compare
-from experiments.glue.report import markdown_table, one_sentence
+from experiments.glue.evidence import evidence_table, read_study
 from experiments.glue.sketch_noise import (
     ALL_ROWS,
     GRID_FILE,
@@ -35,7 +34,6 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results.md"
 CODES = ROOT / "docs" / "codes.md"
 BUDGET = ROOT / "docs" / "budget.md"
-MINILM = ROOT / "experiments/glue/results/minilm"
 VARIANCE = ROOT / "experiments/glue/results/variance"
 CHECKPOINTING = ROOT / "experiments/checkpointing/results"
 MEMORY = ROOT / "experiments/memory/results" / FILE
@@ -66,10 +64,9 @@ def layer_tables() -> str:
     return "\n\n".join(parts)
 
 
-def minilm_table() -> str:
-    """Return the table and the sentence of the runs on real data."""
-    comparison = compare(MINILM)
-    return f"{markdown_table(comparison)}\n\nIn a sentence: {one_sentence(comparison)}"
+def study_table() -> str:
+    """Return the differences to exact of the runs on real data."""
+    return evidence_table(read_study())
 
 
 def variance_table() -> str:
@@ -119,7 +116,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "memory": memory_table,
     "layer": layer_tables,
     "variance": variance_table,
-    "minilm": minilm_table,
+    "study": study_table,
     "checkpointing": checkpointing_table,
 }
 

@@ -177,10 +177,15 @@ def compare(folder: Path) -> Comparison:
         raise HarnessError(f"the results folder {folder} holds no complete run; run something into it first")
     check_comparable({result["name"]: result["config"] for result in complete})
     _check_origins(complete)
+    return Comparison(tuple(rows_of_results(complete)), tuple(complete), incomplete)
+
+
+def rows_of_results(complete: Sequence[dict[str, Any]]) -> list[Row]:
+    """Summarise complete runs: a row for each task and method."""
     rows: list[Row] = []
     for task in sorted({result["config"]["task"] for result in complete}):
         rows += _rows_of_task([result for result in complete if result["config"]["task"] == task])
-    return Comparison(tuple(rows), tuple(complete), incomplete)
+    return rows
 
 
 def _rows_of_task(results: list[dict[str, Any]]) -> list[Row]:

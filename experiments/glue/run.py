@@ -2,7 +2,7 @@
 
 Examples:
     python -m experiments.glue.run --method hadamard --ratio 0.2
-    python -m experiments.glue.run --config minilm --task mrpc --method exact --data GLUE --model MODEL
+    python -m experiments.glue.run --config study --task mrpc --method exact --data GLUE --model MODEL
     python -m experiments.glue.run --config demo --grid --report
 """
 

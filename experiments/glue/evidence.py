@@ -1,0 +1,258 @@
+"""What the study shows: score differences to exact with intervals, an equivalence test, and a figure over the noise.
+
+    python -m experiments.glue.evidence
+
+Runs are paired by task and seed: data order and initial weights are the same. A method's mean difference is the mean
+over tasks of its mean over seeds. Its standard error adds the squared errors of the tasks; the degrees of freedom are
+those of Welch and Satterthwaite, and intervals are Student's. A percentile bootstrap within each task, which resamples
+as few as two seeds, holds the truth less often than it says (`tests/experiments/glue/test_glue_evidence.py`).
+
+A method is equivalent to exact if two one-sided t tests (5 % each) reject that its mean is half a point or more away.
+The power is the probability of that outcome if there is no difference at all; where it is small, "not shown" says
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from scipy.stats import t as student_t
+
+from experiments.blocks import table
+
+from .command_line import Parser, exit_status
+from .comparison import Row, check_comparable, rows_of_results
+from .errors import HarnessError
+from .result_file import COMPLETE
+from .settings import EXACT
+
+RESULTS = Path(__file__).parent / "results" / "study"
+ROWS, FIGURE = "rows.jsonl", "noise.png"
+# points of score within which a method counts as exact's equal
+MARGIN = 0.5
+_CONFIDENCE, _LEVEL = 0.95, 0.05
+
+
+@dataclass(frozen=True)
+class Average:
+    """A mean over tasks of the mean differences over seeds.
+
+    Attributes:
+        mean: In points.
+        error: Its standard error.
+        freedom: Degrees of freedom of the standard error.
+    """
+
+    mean: float
+    error: float
+    freedom: float
+
+    @classmethod
+    def of(cls, tasks: Sequence[Sequence[float]]) -> Average | None:
+        """Average the differences of some tasks; None unless each has two seeds at the least."""
+        if not tasks or any(len(values) < 2 for values in tasks):
+            return None
+        squares = [statistics.variance(values) / len(values) / len(tasks) ** 2 for values in tasks]
+        total = sum(squares)
+        freedom = (
+            total**2 / sum(square**2 / (len(values) - 1) for square, values in zip(squares, tasks, strict=True))
+            if total
+            else math.inf
+        )
+        return cls(statistics.fmean(map(statistics.fmean, tasks)), math.sqrt(total), freedom)
+
+    @property
+    def half(self) -> float:
+        """Half of the width of the 95 % interval."""
+        return float(student_t.ppf((1 + _CONFIDENCE) / 2, self.freedom)) * self.error
+
+    def is_equivalent(self, margin: float = MARGIN) -> bool:
+        """Tell whether two one-sided tests reject a difference of the margin or more."""
+        return abs(self.mean) + self._quantile * self.error < margin
+
+    def power(self, margin: float = MARGIN) -> float:
+        """Return the probability of equivalence if the true mean is 0, the standard error taken as known."""
+        room = margin - self._quantile * self.error
+        if room <= 0:
+            return 0.0
+        return 1.0 if not self.error else math.erf(room / self.error / math.sqrt(2))
+
+    @property
+    def _quantile(self) -> float:
+        return float(student_t.ppf(1 - _LEVEL, self.freedom))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One method over all tasks.
+
+    Attributes:
+        row: The method on one of the tasks, for its name.
+        differences: Score minus exact's of the same seed, in points, by task.
+        noise: Variance that the method adds over the minibatch's own, by task, one value a run: as the monitor measured
+            it over the training, and of codes before it.
+        kept: Bytes kept over exact's, mean over tasks.
+    """
+
+    row: Row
+    differences: Mapping[str, tuple[float, ...]]
+    noise: Mapping[str, tuple[float, ...]]
+    kept: float
+
+    @property
+    def average(self) -> Average | None:
+        """The mean over tasks."""
+        return Average.of(list(self.differences.values()))
+
+
+def read_study(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Read the complete runs of the study.
+
+    Raises:
+        HarnessError: If there are none.
+    """
+    path = folder / ROWS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    results = [result for result in map(json.loads, lines) if result["status"] == COMPLETE]
+    if not results:
+        raise HarnessError(f"{path} has no complete run; run `make study` first")
+    check_comparable({f"{place} {result['name']}": result["config"] for place, result in enumerate(results)})
+    return results
+
+
+def evidence_of(results: Sequence[dict[str, Any]]) -> list[Evidence]:
+    """Pair the runs with exact's, method by method."""
+    rows = rows_of_results(results)
+    exact = {_pair(result): result for result in results if result["config"]["method"] == EXACT}
+    found = []
+    for label in dict.fromkeys(row.label for row in rows if row.method != EXACT):
+        own = [row for row in rows if row.label == label]
+        differences: dict[str, list[float]] = {}
+        noise: dict[str, list[float]] = {}
+        for result in results:
+            task = result["config"]["task"]
+            if result["name"] == f"{task}-{label}-seed{result['config']['seed']}" and _pair(result) in exact:
+                reference = exact[_pair(result)]
+                score = 100 * (result["final"]["score"] - reference["final"]["score"])
+                differences.setdefault(task, []).append(score)
+                noise.setdefault(task, []).append(_noise(result))
+        kept = statistics.fmean(row.kept_share for row in own)
+        if differences:
+            found.append(Evidence(own[0], _tuples(differences), _tuples(noise), kept))
+    return found
+
+
+def _pair(result: dict[str, Any]) -> tuple[str, int]:
+    return result["config"]["task"], result["config"]["seed"]
+
+
+def _tuples(lists: Mapping[str, list[float]]) -> dict[str, tuple[float, ...]]:
+    return {task: tuple(lists[task]) for task in sorted(lists)}
+
+
+def _noise(result: dict[str, Any]) -> float:
+    if "noise_ratio" in result:
+        return float(result["noise_ratio"])
+    measured = result.get("gradient_noise")
+    return float(measured["step_variance"] / measured["minibatch_variance"]) if measured else math.nan
+
+
+def evidence_table(results: Sequence[dict[str, Any]]) -> str:
+    """Write the table of differences to exact, in Markdown, and a sentence below."""
+    found = evidence_of(results)
+    tasks = sorted({result["config"]["task"] for result in results})
+    header = ["method", "keeps", "noise", *tasks, "mean of tasks", f"within ± {MARGIN:g}?"]
+    lines = []
+    for each in found:
+        average = each.average
+        noise = [value for values in each.noise.values() for value in values]
+        verdict = ""
+        if average is not None:
+            shown = "yes" if average.is_equivalent() else "not shown"
+            verdict = f"{shown} (power {average.power():.2f})"
+        lines.append(
+            [
+                each.row.description,
+                f"{100 * each.kept:.0f} %",
+                f"{statistics.median(noise):.2g}",
+                *(_cell(each.differences.get(task, ())) for task in tasks),
+                "" if average is None else f"{average.mean:+.1f} ± {average.half:.1f}",
+                verdict,
+            ]
+        )
+    spread = {
+        task: statistics.stdev(scores)
+        for task in tasks
+        if len(scores := [100 * r["final"]["score"] for r in results if _is_exact(r, task)]) > 1
+    }
+    commits = len({result["commit"] for result in results})
+    text = ", ".join(f"{task} {value:.1f}" for task, value in spread.items())
+    return (
+        f"{table(header, lines)}\n\nScore minus exact's of the same seed in points: mean over seeds ± half of the 95 %"
+        f" interval (number of seeds); {len(results)} runs of {commits} commits. Noise: the variance that the method"
+        " adds over the minibatch's own, median over runs. Exact runs of different seeds have a standard deviation of"
+        f" {text} points."
+    )
+
+
+def _is_exact(result: dict[str, Any], task: str) -> bool:
+    return result["config"]["method"] == EXACT and result["config"]["task"] == task
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    average = Average.of([values])
+    text = f"{statistics.fmean(values):+.1f}" + ("" if average is None else f" ± {average.half:.1f}")
+    return f"{text} ({len(values)})"
+
+
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw score differences over the noise: a point a run, a colour a method, a marker a task."""
+    found = evidence_of(results)
+    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
+    axes = figure.subplots()
+    tasks = sorted({task for each in found for task in each.differences})
+    markers = dict(zip(tasks, "osv^DP", strict=False))
+    for place, each in enumerate(found):
+        for task, values in each.differences.items():
+            axes.plot(
+                each.noise[task], values, markers[task], color=f"C{place}", markersize=5, alpha=0.75, linestyle="none"
+            )
+        axes.plot([], [], "o", color=f"C{place}", label=each.row.description)
+    for task, marker in markers.items():
+        axes.plot([], [], marker, color="0.4", label=task)
+    axes.axhline(0, color="0.3", linewidth=1)
+    axes.axhspan(-MARGIN, MARGIN, color="0.9", zorder=0)
+    axes.set_xscale("log")
+    axes.set_xlabel("noise: variance added over the minibatch's own (mean over the run)")
+    axes.set_ylabel("score minus exact's of the same seed, points")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and draw the figure."""
+    parser = Parser(prog="python -m experiments.glue.evidence", description=__doc__.partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the study's rows")
+
+    def work(options: argparse.Namespace) -> int:
+        results = read_study(options.results)
+        draw(results, options.results / FIGURE)
+        print(f"{evidence_table(results)}\n\nfigure: {options.results / FIGURE}")
+        return 0
+
+    return exit_status(lambda: work(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
