@@ -194,6 +194,14 @@ class Fit:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
 
+    def card(self) -> str:
+        """Describe the training steps for a model card, in Markdown, with the noise that was measured before them."""
+        ratio = self.chosen.noise_ratio
+        if not ratio:
+            return self.plan.card()
+        noise = f"{ratio:.2g} of the variance over minibatches" if math.isfinite(ratio) else "not measured"
+        return f"{self.plan.card()}\n- variance that estimates add to a gradient: {noise}"
+
     def measure(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None = None) -> StepNoise:
         """Measure the noise of the step with the weights that the model has now.
 

@@ -68,6 +68,7 @@ def test_a_step_that_fits_stays_exact(batch):
     assert found.chosen.name == "exact"
     assert found.chosen.time == 1.0
     assert len(found.candidates) == 1
+    assert "gradients: exact" in found.card()
     assert _are_equal(_gradients(model, batch), expected)
 
 
@@ -82,6 +83,9 @@ def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
     assert found.least_time <= found.candidates[0].time < min(each.time for each in found.candidates[1:])
     for part in ("8 bits: peak", "noise over minibatch noise", "codes of"):
         assert part in str(found)
+    card = found.card()
+    for part in ("gradients: estimates", "codes of", f"add to a gradient: {found.chosen.noise_ratio:.2g} of"):
+        assert part in card
 
 
 @pytest.mark.slow

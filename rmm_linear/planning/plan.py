@@ -122,6 +122,21 @@ class CheckpointPlan:
         plain = "no plan", self.graph, Schedule.plain(self.graph)
         draw(path, [plain, (self.schedule.strategy, self.graph, self.schedule)], self.budget_bytes)
 
+    def card(self) -> str:
+        """Describe the training steps for a model card, in Markdown."""
+        from rmm_linear import __version__
+
+        is_exact = not (self.coding.coded or self.coding.sketched)
+        taken = self.measured_peak_bytes or self.peak_bytes
+        lines = [
+            f"peak beside weights, optimizer and batch: {self._sizes(self.plain.peak_bytes, taken)}",
+            f"gradients: {'exact' if is_exact else 'estimates, unbiased but for what is named below'}",
+            f"computed twice: {100 * self.overhead:.1f} % of the step's work",
+            *self.coding.lines(self._unit),
+        ]
+        head = f"## Training memory\n\nSteps were planned by rmm_linear {__version__}:\n"
+        return "\n".join([head, *(f"- {line}" for line in lines)])
+
     def _is_sketch(self, index: int) -> bool:
         return _is_sketch(self.graph.ops[self.graph.writer[index]])
 
