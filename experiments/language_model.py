@@ -1,0 +1,293 @@
+"""A small Llama from scratch on packed text: what noise in the gradient does to the loss of a language model.
+
+    python -m experiments.language_model            # every run that is missing, then the table and the figure
+    python -m experiments.language_model --report   # table and figure of the rows that are there
+
+The text is the standard library of the Python that runs this, byte by byte: no data is needed. All methods of a seed
+have the same initial weights and the same batches. Each finished run is a line of `results/language_model.jsonl`, and
+is not run again. The learning rate was chosen for exact layers (`--methods exact --seeds 1 --rates 1e-3 2e-3 4e-3`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from experiments.blocks import table
+from experiments.glue import provenance
+from experiments.glue.command_line import Parser, exit_status
+from experiments.glue.evidence import Average
+from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.compiler import plans
+from rmm_linear.memory import SavedTensors
+from rmm_linear.variance import measure_step_noise
+
+RESULTS = Path(__file__).parent / "results"
+ROWS, FIGURE = "language_model.jsonl", "language_model.png"
+SEEDS, STEPS, SEQUENCES, LENGTH = 3, 1000, 16, 128
+_LEARNING_RATE = 2e-3
+_WARM_UP, _EVERY, _VALIDATED, _NOISE_BATCHES = 50, 100, 16, 8
+
+_SKETCHES: dict[str, RMMConfig] = {
+    "gaussian at 0.1, the paper's": RMMConfig(ratio=0.1, sketch="gaussian", center=False),
+    "hadamard at 0.1": RMMConfig(ratio=0.1),
+    "hadamard at 0.5": RMMConfig(ratio=0.5),
+    "hadamard at 0.8 in int2": RMMConfig(ratio=0.8, storage="int2"),
+    "int4": RMMConfig(ratio=1.0, storage="int4"),
+}
+_CODES: dict[str, Any] = {
+    "8 bits": 8,
+    "4/8 bits": {"norm": 8, "activation": 4, "attention": 8, "linear": 8},
+    "4 bits": 4,
+}
+_EXACT = "exact"
+METHODS = (_EXACT, *_SKETCHES, *_CODES)
+
+
+def read_text() -> Tensor:
+    """Return the bytes of the standard library's modules, uint8, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+    files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    parts = [(root / path).read_bytes() for path in files if left_out.isdisjoint(path.parts)]
+    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
+
+
+def _batches(text: Tensor, seed: int) -> Iterator[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - LENGTH, (SEQUENCES,), generator=random)
+        yield _batch(torch.stack([text[start : start + LENGTH] for start in starts.tolist()]))
+
+
+def _batch(rows: Tensor) -> dict[str, Tensor]:
+    tokens = rows.long()
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def _prepare(model: nn.Module, method: str) -> None:
+    if method in _SKETCHES:
+        convert_linears(model, config=_SKETCHES[method])
+    elif method in _CODES:
+        model.compile(backend="rmm_linear", options={"bits": _CODES[method]})
+
+
+def _rate_at(step: int, learning_rate: float) -> float:
+    if step < _WARM_UP:
+        return learning_rate * (step + 1) / _WARM_UP
+    return learning_rate * 0.5 * (1 + math.cos(math.pi * (step - _WARM_UP) / (STEPS - _WARM_UP)))
+
+
+def train(method: str, seed: int, learning_rate: float = _LEARNING_RATE) -> dict[str, Any]:
+    """Train one model.
+
+    Returns:
+        The row: losses, noise, bytes and times, and where it ran.
+    """
+    text = read_text()
+    border = len(text) * 19 // 20
+    training = _batches(text[:border], seed)
+    held_out = _batches(text[border:], seed=0)
+    validation = [next(held_out) for _ in range(_VALIDATED)]
+    model = _model(seed)
+    _prepare(model, method)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    losses: list[float] = []
+    seconds: list[float] = []
+    curve: list[tuple[int, float]] = []
+    noise: list[dict[str, float]] = []
+    kept_bytes = _kept_bytes(model, method, validation[0])
+    for step in range(STEPS):
+        if step in (STEPS // 4, STEPS // 2, STEPS * 3 // 4):
+            noise.append(_noise_at(step, model, text[:border]))
+        for group in optimizer.param_groups:
+            group["lr"] = _rate_at(step, learning_rate)
+        began = time.perf_counter()
+        loss = model(**next(training)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+        losses.append(loss.item())
+        if (step + 1) % _EVERY == 0:
+            curve.append((step + 1, _validate(model, validation)))
+    return {
+        "method": method,
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "steps": STEPS,
+        "text_bytes": len(text),
+        "losses": [round(statistics.fmean(losses[at : at + 20]), 4) for at in range(0, STEPS, 20)],
+        "validation": curve,
+        "noise": noise,
+        "kept_bytes": kept_bytes,
+        "step_seconds": statistics.median(seconds),
+        "versions": provenance.versions(),
+        "hardware": provenance.hardware(torch.device("cpu")),
+        **provenance.commit(),
+    }
+
+
+def _kept_bytes(model: nn.Module, method: str, batch: dict[str, Tensor]) -> int:
+    with SavedTensors(model) as kept:
+        loss = model(**batch).loss
+    assert loss.requires_grad
+    return plans(model)[0].planned.forward_bytes if method in _CODES else int(kept.bytes)
+
+
+def _noise_at(step: int, model: nn.Module, text: Tensor) -> dict[str, float]:
+    batches = _batches(text, seed=-step)
+    found = measure_step_noise(model, [next(batches) for _ in range(_NOISE_BATCHES)])
+    return {"step": step, "ratio": found.noise_ratio, "relative_variance": found.relative_variance}
+
+
+@torch.no_grad()
+def _validate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
+    model.eval()
+    loss = statistics.fmean(model(**batch).loss.item() for batch in batches)
+    model.train()
+    return loss
+
+
+def read_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Return the rows of finished runs."""
+    path = folder / ROWS
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _run_missing(folder: Path, methods: Sequence[str], seeds: int, rates: Sequence[float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for key in ((method, seed, rate) for seed in range(seeds) for method in methods for rate in rates):
+        if any((row["method"], row["seed"], row["learning_rate"]) == key for row in read_rows(folder)):
+            continue
+        torch._dynamo.reset()
+        row = train(*key)
+        with (folder / ROWS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{key[0]}, seed {key[1]}, rate {key[2]:g}: {row['validation'][-1][1]:.4f}", flush=True)
+
+
+def _of_method(rows: Sequence[dict[str, Any]], method: str) -> dict[int, dict[str, Any]]:
+    return {row["seed"]: row for row in rows if row["method"] == method and row["learning_rate"] == _LEARNING_RATE}
+
+
+def _differences(rows: Sequence[dict[str, Any]], method: str) -> list[float]:
+    exact = _of_method(rows, _EXACT)
+    own = _of_method(rows, method)
+    return [
+        own[seed]["validation"][-1][1] - exact[seed]["validation"][-1][1] for seed in sorted(own.keys() & exact.keys())
+    ]
+
+
+def _noise(row: dict[str, Any]) -> float:
+    return statistics.fmean(each["ratio"] for each in row["noise"])
+
+
+def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Write the table of validation losses, in Markdown."""
+    exact = _of_method(rows, _EXACT)
+    lines = []
+    for method in METHODS:
+        own = _of_method(rows, method)
+        if not own:
+            continue
+        losses = [row["validation"][-1][1] for row in own.values()]
+        differences = _differences(rows, method)
+        average = Average.of([differences]) if method != _EXACT else None
+        lines.append(
+            [
+                method,
+                f"{100 * own[0]['kept_bytes'] / exact[0]['kept_bytes']:.0f} %",
+                "0" if method == _EXACT else f"{statistics.fmean(map(_noise, own.values())):.2g}",
+                f"{statistics.fmean(losses):.4f}",
+                "" if average is None else f"{average.mean:+.4f} ± {average.half:.4f}",
+                str(len(own)),
+            ]
+        )
+    first = exact[0]
+    return (
+        table(["method", "keeps", "noise", "validation loss", "minus exact", "seeds"], lines)
+        + f"\n\nAfter {STEPS} steps of {SEQUENCES} x {LENGTH} bytes: a Llama of 4 layers of 128, nats a byte, mean over"
+        " seeds, difference of the same seeds ± half of the 95 % interval. Noise: the variance that the method adds to"
+        " the whole gradient over the minibatch's own, mean of three times in the training."
+        f" {first['hardware']['cpu']}, torch {first['versions']['torch']}."
+    )
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the training losses, and the differences in validation loss over the noise."""
+    figure = Figure(figsize=(10.0, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for place, method in enumerate(METHODS):
+        own = _of_method(rows, method)
+        if not own:
+            continue
+        colour = "black" if method == _EXACT else f"C{place - 1}"
+        curves = zip(*(row["losses"] for row in own.values()), strict=True)
+        left.plot(range(20, STEPS + 1, 20), [statistics.fmean(losses) for losses in curves], color=colour, label=method)
+        if method != _EXACT:
+            noises = [_noise(own[seed]) for seed in sorted(own.keys() & _of_method(rows, _EXACT).keys())]
+            right.plot(noises, _differences(rows, method), "o", color=colour, alpha=0.8)
+    left.set_yscale("log")
+    left.set_xlabel("step")
+    left.set_ylabel("training loss, nats a byte")
+    left.legend(fontsize=8, frameon=False)
+    right.axhline(0, color="0.3", linewidth=1)
+    right.set_xscale("log")
+    right.set_xlabel("noise: variance added over the minibatch's own")
+    right.set_ylabel("validation loss minus exact's of the same seed")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing, and report."""
+    parser = Parser(prog="python -m experiments.language_model", description=__doc__.partition("\n")[0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0 to this number - 1")
+    parser.add_argument("--rates", nargs="+", type=float, default=[_LEARNING_RATE], help="learning rates")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+
+    def work(options: argparse.Namespace) -> int:
+        if not options.report:
+            torch.set_num_threads(1)
+            _run_missing(options.results, options.methods, options.seeds, options.rates)
+        rows = read_rows(options.results)
+        draw(rows, options.results / FIGURE)
+        print(language_model_table(rows))
+        return 0
+
+    return exit_status(lambda: work(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
