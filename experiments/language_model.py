@@ -66,7 +66,7 @@ def read_text() -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
 
 
-def _batches(text: Tensor, seed: int) -> Iterator[dict[str, Tensor]]:
+def batches(text: Tensor, seed: int) -> Iterator[dict[str, Tensor]]:
     random = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - LENGTH, (SEQUENCES,), generator=random)
@@ -78,7 +78,7 @@ def _batch(rows: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _model(seed: int) -> LlamaForCausalLM:
+def new_model(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
@@ -113,10 +113,10 @@ def train(method: str, seed: int, learning_rate: float = _LEARNING_RATE) -> dict
     """
     text = read_text()
     border = len(text) * 19 // 20
-    training = _batches(text[:border], seed)
-    held_out = _batches(text[border:], seed=0)
+    training = batches(text[:border], seed)
+    held_out = batches(text[border:], seed=0)
     validation = [next(held_out) for _ in range(_VALIDATED)]
-    model = _model(seed)
+    model = new_model(seed)
     _prepare(model, method)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     losses: list[float] = []
@@ -163,8 +163,8 @@ def _kept_bytes(model: nn.Module, method: str, batch: dict[str, Tensor]) -> int:
 
 
 def _noise_at(step: int, model: nn.Module, text: Tensor) -> dict[str, float]:
-    batches = _batches(text, seed=-step)
-    found = measure_step_noise(model, [next(batches) for _ in range(_NOISE_BATCHES)])
+    stream = batches(text, seed=-step)
+    found = measure_step_noise(model, [next(stream) for _ in range(_NOISE_BATCHES)])
     return {"step": step, "ratio": found.noise_ratio, "relative_variance": found.relative_variance}
 
 
