@@ -180,7 +180,7 @@ def peers_table(folder: Path = RESULTS) -> str:
     return (
         f"{table(header, lines)}\n\nAt ratio {_RATIO:g} where no other is named, {_DRAWS} draws on x and g of a small"
         f" Llama's layers, batch 16 x 128. Slope: of the mean estimate on the exact gradient, ± two standard errors;"
-        " variance: mean squared error over the squared gradient; keeps: of the input's bytes, as autograd counts them. Commit"
+        " variance: mean squared error over the squared gradient; keeps: of the input, counted by autograd. Commit"
         f" {rows[0]['commit'][:7]}, torch {rows[0]['torch']}."
     )
 
