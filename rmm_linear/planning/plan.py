@@ -9,6 +9,7 @@ from rmm_linear.planning.coding import Coding
 from rmm_linear.planning.graph import Graph, Op
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import Simulation, simulate
+from rmm_linear.planning.stored_plans import library_version
 from rmm_linear.planning.timeline import draw
 
 # ops of this library: sketches, and what draws
@@ -124,8 +125,6 @@ class CheckpointPlan:
 
     def card(self) -> str:
         """Describe the training steps for a model card, in Markdown."""
-        from rmm_linear import __version__
-
         is_exact = not (self.coding.coded or self.coding.sketched)
         taken = self.measured_peak_bytes or self.peak_bytes
         lines = [
@@ -134,7 +133,7 @@ class CheckpointPlan:
             f"computed twice: {100 * self.overhead:.1f} % of the step's work",
             *self.coding.lines(self._unit),
         ]
-        head = f"## Training memory\n\nSteps were planned by rmm_linear {__version__}:\n"
+        head = f"## Training memory\n\nSteps were planned by rmm_linear {library_version()}:\n"
         return "\n".join([head, *(f"- {line}" for line in lines)])
 
     def _is_sketch(self, index: int) -> bool:

@@ -75,12 +75,16 @@ def _folder() -> Path | None:
     return None
 
 
-def _key(graph: Graph, strategy: str) -> str:
+def library_version() -> str:
+    """Return the installed version of this library, or "not installed"."""
     try:
-        version = importlib.metadata.version("rmm-linear")
+        return importlib.metadata.version("rmm-linear")
     except importlib.metadata.PackageNotFoundError:
-        version = "not installed"
-    return hashlib.sha256(f"{graph.fingerprint} {strategy} {version}".encode()).hexdigest()
+        return "not installed"
+
+
+def _key(graph: Graph, strategy: str) -> str:
+    return hashlib.sha256(f"{graph.fingerprint} {strategy} {library_version()}".encode()).hexdigest()
 
 
 def _name(graph: Graph, strategy: str, budget_bytes: int) -> str:
