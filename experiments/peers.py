@@ -36,7 +36,7 @@ from rmm_linear.memory import SavedTensors
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "peers.csv"
-_RATIO, _DRAWS, _STEPS = 0.1, 500, 200
+_RATIO, _DRAWS, _STEPS = 0.1, 2000, 200
 _LAYERS = ("model.layers.3.self_attn.q_proj", "model.layers.3.mlp.down_proj")
 # Called with x (sequences, length, in) and a weight (out, in); returns the layer's output.
 Layer = Callable[[Tensor, Tensor], Tensor]
@@ -176,11 +176,11 @@ def peers_table(folder: Path = RESULTS) -> str:
         lines.append(cells)
     header = ["estimator"]
     for name in dict.fromkeys(row["layer"] for row in rows):
-        header += [f"{name}: slope", "variance", "keeps"]
+        header += [f"{name}: slope", "squared error", "keeps"]
     return (
         f"{table(header, lines)}\n\nAt ratio {_RATIO:g} where no other is named, {_DRAWS} draws on x and g of a small"
         f" Llama's layers, batch 16 x 128. Slope: of the mean estimate on the exact gradient, ± two standard errors;"
-        " variance: mean squared error over the squared gradient; keeps: of the input, counted by autograd. Commit"
+        " squared error: its mean over the squared gradient; keeps: of the input, counted by autograd. Commit"
         f" {rows[0]['commit'][:7]}, torch {rows[0]['torch']}."
     )
 
