@@ -10,6 +10,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def percent(fraction: float | None, sign: str = "") -> str:
+    """Return a fraction in percent: "-" for None, and no digit after the point from 100 % on."""
+    if fraction is None:
+        return "-"
+    value = 100 * fraction
+    digits = 0 if abs(value) >= 99.95 else 1
+    # adding zero turns a rounded -0.0 into 0.0
+    return f"{round(value, digits) + 0.0:{sign}.{digits}f} %"
+
+
 def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
     """Return a text with what makes each block's content between its markers.
 

@@ -26,9 +26,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from experiments import provenance
 from experiments.blocks import table
-from experiments.glue import provenance
-from experiments.glue.command_line import Parser, exit_status
+from experiments.command_line import Parser, exit_status
 from experiments.glue.evidence import Average
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.compiler import plans

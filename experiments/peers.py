@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments import provenance
 from experiments.blocks import table
-from experiments.glue import provenance
-from experiments.glue.command_line import Parser, exit_status
+from experiments.command_line import Parser, exit_status
 from experiments.language_model import batches, new_model, read_text
 from rmm_linear import RMMConfig
 from rmm_linear.functional import linear

@@ -15,17 +15,8 @@ from experiments.checkpointing.bounds import bounds_table
 from experiments.checkpointing.codes import codes_table
 from experiments.checkpointing.growth import growth_table
 from experiments.checkpointing.report import blocks as checkpointing_blocks
-from experiments.glue import allocated
+from experiments.glue import sketch_noise
 from experiments.glue.evidence import evidence_table, read_study
-from experiments.glue.sketch_noise import (
-    ALL_ROWS,
-    GRID_FILE,
-    HEADLINE_BUDGETS,
-    REAL_ROWS,
-    TO_LONGEST,
-    read_records,
-)
-from experiments.glue.variance_report import best_of, describe
 from experiments.memory.report import FILE, read_rows, summary_table
 from experiments.which_tool import which_table
 
@@ -34,7 +25,6 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results.md"
 CODES = ROOT / "docs" / "codes.md"
 BUDGET = ROOT / "docs" / "budget.md"
-VARIANCE = ROOT / "experiments/glue/results/variance"
 CHECKPOINTING = ROOT / "experiments/checkpointing/results"
 MEMORY = ROOT / "experiments/memory/results" / FILE
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
@@ -69,37 +59,6 @@ def study_table() -> str:
     return evidence_table(read_study())
 
 
-def variance_table() -> str:
-    """Return the relative variance that a few budgets of bytes buy on batches of MRPC."""
-    records = [record for record in read_records(VARIANCE / GRID_FILE) if record["task"] == "mrpc"]
-    first = records[0]
-    step = max(record["step"] for record in records)
-    together = [row for row in read_records(VARIANCE / allocated.FILE) if row["way"] == allocated.BEST_WAY]
-    lines = []
-    for budget in HEADLINE_BUDGETS:
-        cells = [f"{100 * budget:g} %"]
-        every = best_of(records, step, TO_LONGEST, ALL_ROWS, budget, papers=True)
-        cells.append("" if every is None else f"{every['relative_variance']:.3g}")
-        for rows in (ALL_ROWS, REAL_ROWS):
-            best = best_of(records, step, TO_LONGEST, rows, budget)
-            cells.append("" if best is None else f"{best['relative_variance']:.2g} ({describe(best)})")
-        cells += [
-            f"{row['measured']:.2g} ({row['configs']})"
-            for row in together
-            if (row["padding"], row["rows"], row["budget"]) == (TO_LONGEST, REAL_ROWS, budget)
-        ]
-        lines.append(cells)
-    real = next(record for record in records if (record["padding"], record["rows"]) == (TO_LONGEST, REAL_ROWS))
-    share = 100 * real["sketched_rows"] / real["batch_rows"]
-    head = (
-        f"MRPC, 32 sequences padded to 128 tokens ({share:.0f} % of the rows real), {first['model']} after {step}"
-        f" steps, mean of {first['layers']} layers, closed forms, commit {first['commit']}; the last column is"
-        f" measured, commit {together[0]['commit']}:"
-    )
-    header = ["bytes", "the paper's gaussian", "best here", "padding left out", "and the first token kept, one a layer"]
-    return f"{head}\n\n{table(header, lines)}"
-
-
 def memory_table() -> str:
     """Return what each method keeps of seven models' bytes."""
     rows = read_rows(MEMORY)
@@ -115,7 +74,8 @@ def checkpointing_table() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "memory": memory_table,
     "layer": layer_tables,
-    "variance": variance_table,
+    "variance": sketch_noise.budgets_table,
+    "sketches": sketch_noise.sketches_table,
     "study": study_table,
     "checkpointing": checkpointing_table,
 }
@@ -123,7 +83,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     """Return the blocks of each page."""
-    which = functools.partial(which_table, CHECKPOINTING, MEMORY, VARIANCE / GRID_FILE, BENCHMARKS)
+    which = functools.partial(which_table, CHECKPOINTING, MEMORY, sketch_noise.FILE, BENCHMARKS)
     codes = functools.partial(codes_table, CHECKPOINTING)
     bounds = functools.partial(bounds_table, CHECKPOINTING)
     growth = functools.partial(growth_table, CHECKPOINTING)

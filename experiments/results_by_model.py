@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from experiments.glue.errors import HarnessError
-from experiments.glue.report import replace_file
+from experiments.command_line import HarnessError
+from experiments.rows import replace_file
 
 
 class _Named(Protocol):

@@ -12,8 +12,9 @@ from experiments.checkpointing.codes import FITTED
 from experiments.checkpointing.codes import ROWS_FILE as CODED_FILE
 from experiments.checkpointing.codes import read_rows as read_coded
 from experiments.checkpointing.compiled_report import COMPILED, EXACT, INDUCTOR, ROWS_FILE, read_compiled_rows
-from experiments.glue.sketch_noise import ALL_ROWS, TO_LONGEST, read_records
-from experiments.memory.report import method_name, read_rows
+from experiments.glue.sketch_noise import ALL_ROWS, ONE_FOR_ALL
+from experiments.memory.report import method_name
+from experiments.rows import read_rows
 
 # The step whose plans are shown, the models whose kept bytes are, and the layer whose time is.
 STEP, CODED, KEPT, KEPT_WITH_LORA = "roberta", "roberta", "roberta-base", "llama-1b-lora"
@@ -31,7 +32,7 @@ _PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
 _CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
 
-def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmarks: Path) -> str:
+def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Path) -> str:
     """Return a table of what each tool takes and saves, and how it was measured."""
     rows = [row for row in read_compiled_rows(checkpointing / ROWS_FILE) if row["model"] == STEP]
     eager = next(row for row in rows if (row["method"], row["setting"]) == (EAGER, ""))
@@ -65,8 +66,8 @@ def which_table(checkpointing: Path, memory: Path, noise_records: Path, benchmar
     kept = {(row["model"], method_name(row)): row["of_exact"] for row in read_rows(memory)}
     noise = {
         (row["ratio"], row["storage"]): row["relative_variance"]
-        for row in read_records(noise_records)
-        if (row["task"], row["padding"], row["rows"]) == ("mrpc", TO_LONGEST, ALL_ROWS)
+        for row in read_rows(noises)
+        if (row["task"], row["way"], row["rows"]) == ("mrpc", ONE_FOR_ALL, ALL_ROWS)
         and (row["sketch"], row["center"]) == ("hadamard", True)
     }
     layers = [

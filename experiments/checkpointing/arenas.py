@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import results_by_model
-from experiments.glue.command_line import Parser, exit_status
+from experiments.command_line import Parser, exit_status
 from rmm_linear.checkpointing import capture
 from rmm_linear.planning.strategies.zhang2023_coop import CoopRun, DtrInArena, least_arena
 

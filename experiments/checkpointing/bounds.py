@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.glue.command_line import Parser, exit_status
+from experiments.command_line import Parser, exit_status
 from rmm_linear.checkpointing import Graph, capture, get_strategy
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations

@@ -23,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import rmm_linear
-from experiments.glue import provenance
-from experiments.glue.command_line import Parser, exit_status
-from experiments.glue.report import replace_file
+from experiments import provenance
+from experiments.command_line import Parser, exit_status
+from experiments.rows import replace_file
 from rmm_linear.checkpointing.bptt import bptt_checkpoint, plan, step_bytes
 
 RESULTS = Path(__file__).parent / "results"

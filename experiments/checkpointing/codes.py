@@ -24,8 +24,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from experiments.glue import provenance, settings
-from experiments.glue.command_line import Parser, exit_status
+from experiments import provenance
+from experiments.command_line import Parser, exit_status
+from experiments.glue import settings
 from experiments.glue.tasks import TASKS, load_task
 from rmm_linear import fit
 from rmm_linear.compiler import plans

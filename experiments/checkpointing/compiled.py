@@ -30,8 +30,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 
 from experiments import results_by_model
-from experiments.glue.command_line import Parser, exit_status
-from experiments.glue.errors import HarnessError
+from experiments.command_line import HarnessError, Parser, exit_status
 from rmm_linear.compiler.backend import Group, Options
 from rmm_linear.compiler.torch_private import dynamo_options
 from rmm_linear.errors import InfeasibleBudgetError

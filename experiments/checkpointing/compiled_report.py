@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from experiments import results_by_model
 from experiments.blocks import filled
-from experiments.glue.report import replace_file
+from experiments.rows import replace_file
 
 from .baselines import BLOCKS, BUDGET, EAGER
 from .report import README, as_percent, by_model, markdown_table

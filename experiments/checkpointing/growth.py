@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.blocks import table
-from experiments.glue.command_line import Parser, exit_status
+from experiments.command_line import Parser, exit_status
 from rmm_linear.checkpointing import Graph, capture, get_strategy
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.generators import chain, u_shape, with_backward

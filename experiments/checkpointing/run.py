@@ -25,10 +25,8 @@ import transformers
 from torch import Tensor, fx
 
 import rmm_linear
-from experiments import results_by_model
-from experiments.glue import provenance
-from experiments.glue.command_line import Parser, exit_status
-from experiments.glue.errors import HarnessError
+from experiments import provenance, results_by_model
+from experiments.command_line import HarnessError, Parser, exit_status
 from rmm_linear.checkpointing import Capture, Graph, Schedule, available_strategies, capture, get_strategy, simulate
 from rmm_linear.compiler.backend import Group, Options
 from rmm_linear.planning.strategies import Proposal, choose

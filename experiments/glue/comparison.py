@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student_t
 
-from .errors import HarnessError
+from experiments.command_line import HarnessError
+
 from .result_file import COMPLETE, read_results
 from .settings import BITS, EXACT, FIT, IRRELEVANT, KNOBS, VARIANTS
 

@@ -29,16 +29,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForSequenceClassification
 
-from .tasks import Task
-
-DEMO_TASK = Task(
-    name="demo",
-    text_keys=("sentence",),
-    labels=("broken", "grammatical"),
-    metrics=("accuracy",),
-    folder="demo",
-    columns=("sentence", "label"),
-)
+from .tasks import DEMO_TASK
 
 # the data, unlike the model, does not vary with the seed of a run: every run sees the same sentences
 DATA_SEED = 20220131

@@ -28,10 +28,9 @@ from matplotlib.figure import Figure
 from scipy.stats import t as student_t
 
 from experiments.blocks import table
+from experiments.command_line import HarnessError, Parser, exit_status
 
-from .command_line import Parser, exit_status
 from .comparison import Row, check_comparable, rows_of_results
-from .errors import HarnessError
 from .result_file import COMPLETE
 from .settings import EXACT
 

@@ -1,74 +1,45 @@
-"""Tables, figure and one sentence from a folder of result files: `python -m experiments.glue.report FOLDER`.
+"""Table and figure from a folder of result files: `python -m experiments.glue.report FOLDER`.
 
 Everything is computed from the results; nothing that is typed here says how a method did.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.blocks import table
+from experiments.command_line import report_command
+from experiments.rows import replace_file, write_rows
 
-from .command_line import report_command
 from .comparison import Comparison, Mean, Row, compare
-from .errors import HarnessError
 from .figure import draw_figure
 from .settings import CHECKPOINTING, EXACT, VARIANTS
 
 _MIB = 2**20
-# points of score within which a method counts as equal to exact
-_EQUAL = 1.0
 # shares of exact's bytes that count as the same
 _SAME_SHARE = 0.03
 
 
 def write_report(folder: Path) -> str:
-    """Write `report.md`, `table.csv`, `runs.csv` and `report.png` into a results folder.
+    """Write `report.md`, `runs.csv` and `report.png` into a results folder.
 
     Returns:
-        The table, the path of the figure and the one sentence, for the terminal.
+        The table, the path of the figure and which methods beat others, for the terminal.
 
     Raises:
         HarnessError: If there is nothing to report, the runs don't compare, or the folder can't be written to.
     """
     comparison = compare(folder)
-    numbers, sentence = markdown_table(comparison), one_sentence(comparison)
-    notes, beaten = _notes(comparison), beaten_methods(comparison)
-    figure = folder / "report.png"
-    parts = [f"# Results: {', '.join(comparison.tasks)}", sentence, numbers, "![figure](report.png)", beaten, notes]
-    text = "\n\n".join(filter(None, parts))
-    try:
-        replace_file(folder / "report.md", lambda path: path.write_text(text + "\n", encoding="utf-8"))
-        replace_file(folder / "table.csv", lambda path: path.write_text(_table_csv(comparison), encoding="utf-8"))
-        replace_file(folder / "runs.csv", lambda path: path.write_text(_runs_csv(comparison), encoding="utf-8"))
-        replace_file(figure, lambda path: draw_figure(comparison, path))
-    except OSError as error:
-        raise HarnessError(
-            f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
-        ) from error
-    return "\n".join(filter(None, [f"{numbers}\n\n{notes}\n\nfigure: {figure}", sentence, beaten]))
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a file beside `path`, then put it in its place as a whole."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    try:
-        write(Path(temporary))
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    numbers, notes, beaten = markdown_table(comparison), _notes(comparison), beaten_methods(comparison)
+    parts = [f"# Results: {', '.join(comparison.tasks)}", numbers, "![figure](report.png)", beaten, notes]
+    text = "\n\n".join(filter(None, parts)) + "\n"
+    replace_file(folder / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
+    write_rows(folder / "runs.csv", _runs(comparison))
+    replace_file(folder / "report.png", lambda path: draw_figure(comparison, path))
+    return "\n".join(filter(None, [f"{numbers}\n\n{notes}\n\nfigure: {folder / 'report.png'}", beaten]))
 
 
 def _points(value: Mean) -> str:
@@ -211,40 +182,6 @@ def _commit(result: dict[str, Any]) -> str:
     return f"commit {result['commit'][:7]}{' with changes' if result['modified'] else ''}"
 
 
-def one_sentence(comparison: Comparison) -> str:
-    """What the results show, in one sentence computed from them."""
-    clauses = [_task_clause(task, comparison.of_task(task)) for task in comparison.tasks]
-    if comparison.fewest_seeds == 1:
-        clauses.append("one seed supports no claim of equal accuracy")
-    elif any(_is_wide(row) for row in comparison.rows if row.ratio is not None):
-        clauses.append(f"intervals beyond ±{_EQUAL:g} point support no claim of equal accuracy")
-    return "; ".join(clauses) + "."
-
-
-def _is_wide(row: Row) -> bool:
-    """Whether the difference to exact may be larger than what counts as none."""
-    if row.difference is None:
-        return False
-    interval = row.difference.interval()
-    return interval is None or max(map(abs, interval)) > _EQUAL
-
-
-def _task_clause(task: str, rows: Sequence[Row]) -> str:
-    exact = next((row for row in rows if row.method == EXACT), None)
-    sketches = sorted((row for row in rows if row.ratio is not None), key=lambda row: -row.score.mean)
-    if exact is None or not sketches:
-        missing = "exact" if exact is None else "sketched"
-        return f"{task}: there is no {missing} run yet to compare with"
-    fewest = min(row.kept_share for row in sketches)
-    # chosen by bytes and not by score: the best of several would owe some of its lead to luck
-    shown = [row for row in sketches if row.kept_share <= fewest + _SAME_SHARE]
-    words = [f"{row.description} scored {_outcome(row)}" for row in shown]
-    for row in rows:
-        if row.ratio is None and row.method != EXACT:
-            words.append(f"{row.description} scored {_outcome(row)}{_step_time(row)}")
-    return f"{task}: against {exact.score.mean:.1f} of exact, " + ", ".join(words) + _sketch_times(sketches)
-
-
 def beaten_methods(comparison: Comparison) -> str:
     """A sentence a task: which methods kept more and were slower than another one, and had no less noise.
 
@@ -283,77 +220,7 @@ def _is_faster(first: Row, second: Row) -> bool:
     return bool(first.step_time and second.step_time and first.step_time.high < second.step_time.low)
 
 
-def _outcome(row: Row) -> str:
-    """Score, difference to exact, whose interval the table has, and share of the bytes kept."""
-    score = f"{row.score.mean:.1f}"
-    if row.difference is not None:
-        score += f" ({_signed(row.difference.mean)})"
-    return f"{score} with {100 * row.kept_share:.0f} % of its bytes"
-
-
-def _step_time(row: Row) -> str:
-    if row.step_time is None or row.time_differs == 0:
-        return ""
-    return f" at {row.step_time.median:.2f} times its step time"
-
-
-def _sketch_times(sketches: Sequence[Row]) -> str:
-    """Which sketches were faster or slower than exact; nothing that the noise does not allow."""
-    timed = [row for row in sketches if row.step_time is not None]
-    if not timed:
-        return ""
-    slower = [row for row in timed if row.time_differs > 0]
-    faster = [row for row in timed if row.time_differs < 0]
-    words = [
-        f"{_who(group, timed)} {word} than exact ({_range(group)} times its step time)"
-        for group, word in ((faster, "faster"), (slower, "slower"))
-        if group
-    ]
-    if not words:
-        words.append("no sketch's step time can be told from exact's")
-    return ", " + ", ".join(words)
-
-
-def _who(group: Sequence[Row], everyone: Sequence[Row]) -> str:
-    if len(group) == 1:
-        return f"{group[0].description} is"
-    return "all sketches are" if len(group) == len(everyone) else f"{len(group)} of {len(everyone)} sketches are"
-
-
-def _range(group: Sequence[Row]) -> str:
-    medians = sorted(row.step_time.median for row in group if row.step_time is not None)
-    return f"{medians[0]:.2f}" if len(medians) == 1 else f"{medians[0]:.2f} to {medians[-1]:.2f}"
-
-
-def _table_csv(comparison: Comparison) -> str:
-    records = []
-    for row in comparison.rows:
-        interval = row.difference.interval() if row.difference else None
-        knobs = ("task", "method", "ratio", "center", "storage", "bits", "budget")
-        records.append(
-            {
-                **{name: getattr(row, name) for name in knobs},
-                "variant": " ".join(row.variant),
-                "seeds": len(row.seeds),
-                "kept_bytes": round(row.kept_bytes),
-                "kept_share_of_exact": row.kept_share,
-                "noise": row.noise,
-                "score_mean": row.score.mean,
-                "score_spread": row.score.spread,
-                "minus_exact_mean": row.difference.mean if row.difference else None,
-                "minus_exact_95_low": interval[0] if interval else None,
-                "minus_exact_95_high": interval[1] if interval else None,
-                "train_seconds_mean": row.train_seconds.mean if row.train_seconds else None,
-                "train_seconds_spread": row.train_seconds.spread if row.train_seconds else None,
-                "step_time_over_exact_20": row.step_time.low if row.step_time else None,
-                "step_time_over_exact_median": row.step_time.median if row.step_time else None,
-                "step_time_over_exact_80": row.step_time.high if row.step_time else None,
-            }
-        )
-    return as_csv(records)
-
-
-def _runs_csv(comparison: Comparison) -> str:
+def _runs(comparison: Comparison) -> list[dict[str, Any]]:
     records = []
     for result in comparison.results:
         config = result["config"]
@@ -374,7 +241,7 @@ def _runs_csv(comparison: Comparison) -> str:
                 "commit": result["commit"],
             }
         )
-    return as_csv(records)
+    return records
 
 
 def _clipped_share(result: dict[str, Any]) -> float | None:
@@ -386,23 +253,9 @@ def _clipped_share(result: dict[str, Any]) -> float | None:
     return sum(norm is None or norm > limit for norm in norms) / len(norms)
 
 
-def as_csv(records: Sequence[dict[str, Any]]) -> str:
-    """Return records of equal keys as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return report_command(
-        arguments,
-        write_report,
-        prog="python -m experiments.glue.report",
-        description="Write report.md, table.csv, runs.csv and report.png into a results folder.",
-    )
+    return report_command(arguments, write_report, default=None)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from .errors import HarnessError
+from experiments.command_line import HarnessError
+from experiments.rows import replace_file
 
 RUNNING, COMPLETE, FAILED, DIVERGED = "running", "complete", "failed", "diverged"
 FORMAT = 1
@@ -27,39 +26,35 @@ def check_writable(folder: Path) -> None:
     while not os.path.exists(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise HarnessError(
-            f"the results folder {folder} can't be written to ({nearest} is "
-            f"{'read-only' if nearest.is_dir() else 'not a folder'}); pass --results <a folder of yours>"
-        )
+        raise HarnessError(f"the results folder {folder} can't be written to; pass --results <a folder of yours>")
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result file so that a reader, or a power cut, never meets half of one; nan and inf become null.
 
+    Each top-level key has a line: long columns of numbers stay diffable and don't take a line a number.
+
     Raises:
         HarnessError: If the folder can't be written to; nothing is left behind then.
     """
-    text = _as_json(result)
-    temporary: str | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+    lines = [f" {json.dumps(key)}: {json.dumps(_finite(value), allow_nan=False)}" for key, value in result.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def write(to: Path) -> None:
+        with to.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files for the owner only; a result is as readable as any other file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        raise HarnessError(
-            f"the result file {path} can't be written ({error.strerror or error}); pass --results <a folder of yours>"
-        ) from error
+
+    replace_file(path, write)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
@@ -68,16 +63,12 @@ def read_result(path: Path) -> dict[str, Any] | None:
     Raises:
         HarnessError: If it is not a result file.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.is_file():
         return None
-    except OSError as error:
-        raise HarnessError(f"the result file {path} can't be read ({error.strerror or error})") from error
     try:
-        result = json.loads(text)
+        result = json.loads(path.read_text(encoding="utf-8"))
         known = result["format"] == FORMAT
-    except (ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         known = False
     if not known:
         raise HarnessError(f"{path} is not a result file of this harness; move it away or delete it")
@@ -87,19 +78,3 @@ def read_result(path: Path) -> dict[str, Any] | None:
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """Read all result files of a folder, of which each JSON file has to be one."""
     return [result for path in sorted(folder.glob("*.json")) if (result := read_result(path)) is not None]
-
-
-def _as_json(result: dict[str, Any]) -> str:
-    """One line a top-level key: the long columns of numbers stay diffable and don't take a line a number."""
-    lines = [f" {json.dumps(key)}: {json.dumps(_finite(value), allow_nan=False)}" for key, value in result.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

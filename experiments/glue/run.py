@@ -10,60 +10,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .command_line import Parser, exit_status
+from experiments.command_line import Parser, exit_status
+
+from .settings import RunSettings, load_named_config
 
 DEFAULT_RESULTS = Path(__file__).parent / "results"
-
-# every setting of `RunSettings`, with its help; spelt out, so that --help needs none of the imports that take seconds
-_HELP = {
-    "task": "cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli or demo",
-    "data": "hub, demo, or a folder in the official GLUE layout",
-    "model": "demo, a name on the hub, or a folder that from_pretrained reads",
-    "method": "exact, checkpointing, budget, codes, fit, or a sketch: gaussian, hadamard, ...",
-    "ratio": "rows kept over rows; in (0, 1]",
-    "center": "keep the column mean of the input apart",
-    "bits": "of codes: 8, 4, or 4/8 for 4 of activation functions and 8 of all else",
-    "budget": "of steps within a byte budget, and of fit: such as 50%% of the step's peak, or 200MiB",
-    "storage": "hold what is kept in int8, int4, int3, int2 or fp8",
-    "skip_padding": "leave out rows that the attention mask marks as padding",
-    "keep_first": "keep the rows of each sequence's first token beside the sketch",
-    "allocate": "choose each layer's ratio by its variance, at the same bytes in sum",
-    "min_rows": "inputs with fewer rows stay exact",
-    "exclude_modules": "linear layers that stay exact, by name or end of a name",
-    "seed": "seed of the classification head, the order of the data, dropout and the sketches",
-    "epochs": "passes over the training split",
-    "max_steps": "stop after so many steps, where the schedule ends too; 0 for all",
-    "batch_size": "sequences a training step",
-    "eval_batch_size": "sequences an evaluation step",
-    "max_length": "longest sequence in tokens; batches are padded to their own longest",
-    "pad_multiple": "pad batches on to a multiple of so many tokens (codes compile each length); 0 for no more",
-    "group_lengths": "make training batches of sequences of about the same length",
-    "learning_rate": "peak learning rate",
-    "schedule": "polynomial, linear or constant, after the warm-up",
-    "warmup": "share of the steps that warm up",
-    "weight_decay": "of AdamW",
-    "beta1": "of AdamW",
-    "beta2": "of AdamW",
-    "epsilon": "of AdamW",
-    "max_grad_norm": "clip gradients to this norm; 0 for no clipping",
-    "precision": "float32 or bfloat16",
-    "monitor": "steps in which the noise of each layer is measured once; 0 for no measurement",
-    "save_steps": "steps between checkpoints within an epoch, besides its end; 0 for none",
-    "timing": "whether the machine is quiet enough for times to mean something",
-}
-_INTEGERS = (
-    *("min_rows", "seed", "max_steps", "batch_size", "eval_batch_size", "max_length", "pad_multiple"),
-    *("monitor", "save_steps"),
-)
-_WORDS = ("task", "data", "model", "method", "bits", "budget", "storage", "schedule", "precision")
-_SWITCHES = ("center", "skip_padding", "keep_first", "allocate", "group_lengths", "timing")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,15 +30,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", default="demo", help="named configuration, or a .json file (default: demo)")
-    for name, text in _HELP.items():
-        option = f"--{name.replace('_', '-')}"
-        if name in _SWITCHES:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, help=text)
-        elif name == "exclude_modules":
-            parser.add_argument(option, nargs="*", metavar="NAME", help=text)
-        else:
-            kind = int if name in _INTEGERS else str if name in _WORDS else float
-            parser.add_argument(option, type=kind, help=text)
+    for setting in dataclasses.fields(RunSettings):
+        kind: Any = str(setting.type).removesuffix(" | None")
+        option: dict[str, Any] = {"type": {"int": int, "float": float}.get(kind, str)}
+        if kind == "bool":
+            option = {"action": argparse.BooleanOptionalAction}
+        elif kind.startswith("tuple"):
+            option = {"nargs": "*", "metavar": "NAME"}
+        parser.add_argument(f"--{setting.name.replace('_', '-')}", **option, help=setting.metadata["help"])
     parser.add_argument("--grid", action="store_true", help="run every missing run of the configuration's grid")
     parser.add_argument("--results", type=Path, help="results folder (default: experiments/glue/results/<config>)")
     parser.add_argument("--report", action="store_true", help="end with the tables and the figure of the folder")
@@ -92,23 +48,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    try:
-        return exit_status(lambda: _run(_parser().parse_args(arguments)))
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    return exit_status(lambda: _run(_parser().parse_args(arguments)))
 
 
 def _run(options: argparse.Namespace) -> int:
-    _stay_off_the_network(options)
-    # imports that take seconds come after the command line has been read
-    from .settings import RunSettings, load_named_config
-
     config = load_named_config(options.config)
-    known = {field.name for field in dataclasses.fields(RunSettings)}
-    changes = {key: value for key, value in vars(options).items() if key in known and value is not None}
+    names = [setting.name for setting in dataclasses.fields(RunSettings)]
+    changes = {key: value for key, value in vars(options).items() if key in names and value is not None}
     runs = config.grid(**changes) if options.grid else [config.run(**changes)]
     results = options.results or DEFAULT_RESULTS / config.name
+    if not any(run.needs_hub for run in runs):
+        # the hub's client reads it once, when it is imported
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
     from .training import check_folder, execute, finished_result
 
@@ -125,22 +76,6 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stay_off_the_network(options: argparse.Namespace) -> None:
-    """Put the hub's client offline where nothing is wanted of it; it reads the variable once, when it is imported."""
-    # as `settings.config_path` has it, without that module's imports
-    named = Path(__file__).parent / "configs" / f"{options.config}.json"
-    path = Path(options.config) if options.config.endswith(".json") else named
-    try:
-        settings = dict(json.loads(path.read_text(encoding="utf-8"))["settings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        # what is wrong with it is told when it is loaded
-        return
-    data = options.data or settings.get("data", "demo")
-    model = options.model or settings.get("model", "demo")
-    if data != "hub" and (model == "demo" or Path(model).is_dir()):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
 def _one_line(result: dict[str, Any]) -> str:
     if result["status"] == "diverged":
         return f"{result['name']}: diverged ({result['error']})"
@@ -153,7 +88,7 @@ def _one_line(result: dict[str, Any]) -> str:
 
 def _when(result: dict[str, Any]) -> str:
     """That a result is not of this call, and of which commit if not of this one."""
-    from .provenance import commit
+    from experiments.provenance import commit
 
     now, then = commit()["commit"], result["commit"]
     where = "" if then == now else f", at commit {str(then)[:7]}; --force runs anew"

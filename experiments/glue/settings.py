@@ -7,17 +7,16 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.command_line import HarnessError
 from rmm_linear import RMMConfig
 from rmm_linear.planning.budget import Budget
 from rmm_linear.sketches import available_sketches
 
-from .demo import DEMO_TASK
-from .errors import HarnessError
-from .tasks import TASKS, Task
+from .tasks import DEMO_TASK, TASKS, Task
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 EXACT = "exact"
@@ -50,47 +49,51 @@ KNOBS = ("ratio", "center", "storage", "bits", "budget", *VARIANTS)
 _RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor", "bits", "budget", "pad_multiple")
 
 
+def _setting(default: Any, words: str) -> Any:
+    return field(default=default, metadata={"help": words})
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Everything that decides the outcome of one run; written into its result file.
 
-    `python -m experiments.glue.run --help` explains each setting. A setting of other methods than the run's is None.
+    A setting of other methods than the run's is None.
     """
 
-    task: str = "demo"
-    data: str = "demo"
-    model: str = "demo"
-    method: str = EXACT
-    ratio: float | None = None
-    center: bool | None = None
-    bits: str | None = None
-    budget: str | None = None
-    storage: str | None = None
-    skip_padding: bool = False
-    keep_first: bool = False
-    allocate: bool = False
-    min_rows: int = 128
-    exclude_modules: tuple[str, ...] = ()
-    seed: int = 0
-    epochs: float = 3
-    max_steps: int = 0
-    batch_size: int = 16
-    eval_batch_size: int = 64
-    max_length: int = 128
-    pad_multiple: int = 0
-    group_lengths: bool = False
-    learning_rate: float = 2e-5
-    schedule: str = "polynomial"
-    warmup: float = 0.06
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.98
-    epsilon: float = 1e-6
-    max_grad_norm: float = 1.0
-    precision: str = "float32"
-    monitor: int = 0
-    save_steps: int = 0
-    timing: bool = True
+    task: str = _setting("demo", "cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli or demo")
+    data: str = _setting("demo", "hub, demo, or a folder in the official GLUE layout")
+    model: str = _setting("demo", "demo, a name on the hub, or a folder that from_pretrained reads")
+    method: str = _setting(EXACT, "exact, checkpointing, budget, codes, fit, or a sketch: gaussian, hadamard, ...")
+    ratio: float | None = _setting(None, "rows kept over rows; in (0, 1]")
+    center: bool | None = _setting(None, "keep the column mean of the input apart")
+    bits: str | None = _setting(None, "of codes: 8, 4, or 4/8 for 4 of activation functions and 8 of all else")
+    budget: str | None = _setting(None, "of a step's peak, for budget and fit: such as 50%% or 200MiB")
+    storage: str | None = _setting(None, "hold what is kept in int8, int4, int3, int2 or fp8")
+    skip_padding: bool = _setting(False, "leave out rows that the attention mask marks as padding")
+    keep_first: bool = _setting(False, "keep the rows of each sequence's first token beside the sketch")
+    allocate: bool = _setting(False, "choose each layer's ratio by its variance, at the same bytes in sum")
+    min_rows: int = _setting(128, "inputs with fewer rows stay exact")
+    exclude_modules: tuple[str, ...] = _setting((), "linear layers that stay exact, by name or end of a name")
+    seed: int = _setting(0, "seed of the classification head, the order of the data, dropout and the sketches")
+    epochs: float = _setting(3, "passes over the training split")
+    max_steps: int = _setting(0, "stop after so many steps, where the schedule ends too; 0 for all")
+    batch_size: int = _setting(16, "sequences a training step")
+    eval_batch_size: int = _setting(64, "sequences an evaluation step")
+    max_length: int = _setting(128, "longest sequence in tokens; batches are padded to their own longest")
+    pad_multiple: int = _setting(0, "pad batches to a multiple of so many tokens (codes compile each length)")
+    group_lengths: bool = _setting(False, "make training batches of sequences of about the same length")
+    learning_rate: float = _setting(2e-5, "peak learning rate")
+    schedule: str = _setting("polynomial", "polynomial, linear or constant, after the warm-up")
+    warmup: float = _setting(0.06, "share of the steps that warm up")
+    weight_decay: float = _setting(0.1, "of AdamW")
+    beta1: float = _setting(0.9, "of AdamW")
+    beta2: float = _setting(0.98, "of AdamW")
+    epsilon: float = _setting(1e-6, "of AdamW")
+    max_grad_norm: float = _setting(1.0, "clip gradients to this norm; 0 for no clipping")
+    precision: str = _setting("float32", "float32 or bfloat16")
+    monitor: int = _setting(0, "steps in which the noise of each layer is measured once; 0 for no measurement")
+    save_steps: int = _setting(0, "steps between checkpoints within an epoch, besides its end; 0 for none")
+    timing: bool = _setting(True, "whether the machine is quiet enough for times to mean something")
 
     def __post_init__(self) -> None:
         """Reject what can't run, and fill in the sketch's knobs.
@@ -209,6 +212,11 @@ class RunSettings:
         """Name of the result file, without its suffix."""
         return f"{self.task}-{self.method_label}-seed{self.seed}"
 
+    @property
+    def needs_hub(self) -> bool:
+        """Whether data or model come from the hub."""
+        return self.data == "hub" or not (self.model == "demo" or is_local_model(self.model))
+
     def recorded(self) -> dict[str, Any]:
         """The settings as a result file holds them: where data and model lay on this machine is left out."""
         values = dataclasses.asdict(self)
@@ -289,11 +297,6 @@ class NamedConfig:
         ]
 
 
-def named_configs() -> tuple[str, ...]:
-    """Names that `--config` takes."""
-    return tuple(sorted(path.stem for path in CONFIG_FOLDER.glob("*.json")))
-
-
 def config_path(name: str) -> Path:
     """Where a configuration lies: a name of `configs/`, or the path of a JSON file of your own."""
     return Path(name) if name.endswith(".json") else CONFIG_FOLDER / f"{name}.json"
@@ -310,7 +313,7 @@ def load_named_config(name: str) -> NamedConfig:
     """
     path = config_path(name)
     if not path.is_file():
-        known = ", ".join(named_configs())
+        known = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.json")))
         raise HarnessError(f"unknown config {name!r}; choose one of {known}, or give the path of a .json file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

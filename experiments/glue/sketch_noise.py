@@ -1,81 +1,82 @@
-"""How noisy sketched weight gradients are on real text and a pretrained model.
+"""Measure how noisy sketched weight gradients are on real text: `python -m experiments.glue.sketch_noise --help`.
 
-`against-bytes` trains the model for a few steps and captures, before and after, what every linear layer of one batch
-has for an input x and a gradient g of its output. For each way of keeping x it writes one row: bytes relative to x in
-bfloat16, all-in (scales, means and seeds included), and E||estimate - g^T x||^2 / ||g^T x||^2, the mean over the layers
-of the closed form. Cells are given by a budget of bytes: the ratio is the one whose values alone take the budget, or
-less, so that everything stays within 4 % of it. `headline` draws real sketches for the best cell of every budget.
+A model is trained for a few steps with exact layers; then the input x and the gradient g of each linear layer are taken
+from one batch, padded to 128 tokens. The noise of a layer is E||estimate - g^T x||^2 / ||g^T x||^2. A row of the
+results says what the layers keep, as a share of x's bytes in bfloat16 (scales, means and seeds included), and the mean
+of their noises:
 
-A batch is padded to 128 tokens or to its own longest sequence, and all of its rows are sketched or the real ones alone
-(a padding row's g is zero, which is checked; bytes are always relative to all rows). Everything is computed in float32
-as the CPU has it; bfloat16 is what the bytes are counted in.
+- of one configuration for all layers, in closed form: the one that fills a budget of bytes with its values, and takes
+  at most 4 % more with all else. Either all rows are sketched, or real ones alone (a padding row's g is zero);
+- of a configuration for each layer, chosen on two other batches, with the first token's rows kept where that is
+  better: the noise is that of real sketches.
+
+Everything is computed in float32; bfloat16 is what the bytes are counted in.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import bisect
 import dataclasses
+import itertools
 import os
 import statistics
-import time
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from experiments.blocks import table
+from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.provenance import origin
+from experiments.rows import read_rows, write_rows
 from rmm_linear import RMMConfig, SketchedLayer, available_sketches, convert_linears, revert_linears
-from rmm_linear.variance import gradient_noise, measure_sketch_variance
+from rmm_linear.variance import (
+    LayerProfile,
+    NoiseProfile,
+    Option,
+    allocate_ratios,
+    gradient_noise,
+    layer_options,
+    measure_sketch_variance,
+)
 
-from .errors import HarnessError
-
-if TYPE_CHECKING:
-    from .training import PreparedRun
-
-DEFAULT_OUTPUT = Path(__file__).parent / "results" / "variance"
-GRID_FILE, HEADLINE_FILE = "against_bytes.csv", "headline.csv"
+FILE = Path(__file__).parent / "results" / "sketch_noise.csv"
 TASKS = ("mrpc", "stsb", "sst2")
-BUDGETS = (0.05, 0.1, 0.25, 0.5)
-HEADLINE_BUDGETS = (0.25, 0.1, 0.05)
-# what everything that goes with the values may take beyond the budget
-ALLOWANCE = 1.04
-LONGEST = 128
-TO_LONGEST, TO_OWN = "to 128", "dynamic"
 ALL_ROWS, REAL_ROWS = "all", "real"
-GAUSSIAN, BEST = "gaussian", "best"
-# of bfloat16's 16; the dtype that bytes are counted in
+ONE_FOR_ALL, ONE_A_LAYER = "one for all", "one a layer, first token kept"
+BUDGETS = (0.5, 0.25, 0.1, 0.05)
+# The budgets that a configuration for each layer is chosen for, and those that all sketches are compared at.
+SHOWN_BUDGETS = (0.25, 0.1, 0.05)
+INT4_BUDGET, CROSS_BUDGET = 0.1, 0.05
+_ALLOWANCE = 1.04
+_LONGEST = 128
 _BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int3": 3, "int2": 2}
-# those that the sketches are compared in
-_CROSS_STORAGES = (None, "int8", "fp8", "int4", "int2")
-# draws of S over which the rounding's part of the closed form is averaged; all layers have the same ones, so that the
-# mean over layers of a single draw is off by 2 to 5 %
-_GRID_DRAWS, _DENSE_DRAWS, _MEASURED_DRAWS = 4, 1, 64
-# relative variances that are nothing but the rounding of float32
-_ROUNDING = 1e-10
-# sketches whose S is a dense matrix of random numbers: at low-bit ranks a draw of one takes seconds
+# Sketches whose S is a dense matrix of random numbers: a draw of one takes seconds at the ranks of low-bit storage.
 _DENSE = ("gaussian", "rademacher", "dct", "dft")
 _RATIO_STEPS = 1000
-# columns that hold words, in files where all others hold numbers
-_TEXTS = (
-    "task", "layer", "padding", "rows", "way", "which", "sketch", "configs", "storage", "objective", "weights", "model",
-    "rmm_linear", "torch", "transformers", "hardware", "commit",
-)  # fmt: skip
+# Draws of S over which the rounding's part of a closed form is averaged.
+_DRAWS = 4
+_GAUSSIAN = ("gaussian", False, None)
+_FAMILIES: tuple[tuple[str, bool, str | None], ...] = (
+    _GAUSSIAN,
+    ("wta_crs", False, None),
+    *(("hadamard", True, storage) for storage in (None, "int8", "int4", "int2")),
+)
+# What a layer chooses from: the default sketch, and one that is better where it keeps nearly all rows.
+_RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_STORAGES = (None, "int8", "int4", "int3", "int2")
+_SKETCHES = ("hadamard", "rows_without_replacement")
+_SEQUENCES = 32
+Layers = Mapping[str, tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One way of keeping x within a budget of bytes.
-
-    Attributes:
-        sketch: Name of the sketch.
-        center: Whether the column mean is kept apart.
-        storage: Low-bit storage, or None for bfloat16.
-        budget: Bytes relative to x in bfloat16.
-    """
+class Cell(NamedTuple):
+    """One configuration for all layers within a budget, which is a share of x's bytes in bfloat16."""
 
     sketch: str
     center: bool
@@ -83,243 +84,119 @@ class Cell:
     budget: float
 
 
-# the lines of the figure
-FAMILIES: tuple[tuple[str, bool, str | None], ...] = (
-    ("gaussian", False, None),
-    ("wta_crs", False, None),
-    ("hadamard", True, None),
-    ("hadamard", True, "int8"),
-    ("hadamard", True, "int4"),
-    ("hadamard", True, "int2"),
-)
-# the budget at which all sketches are compared, and the one at which all sketches in all storages are
-PLAIN_BUDGET, CROSS_BUDGET = 0.1, 0.05
-
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Captured:
     """One batch's inputs and gradients.
 
     Attributes:
-        layers: Name -> x (rows, in) and g (rows, out), of every linear layer that sees a row a token.
+        layers: Name -> x (sequences, tokens, in) and g (sequences, tokens, out) of a linear layer.
         real: Which rows are no padding, shape (rows,), bool.
     """
 
-    layers: dict[str, tuple[Tensor, Tensor]]
+    layers: Layers
     real: Tensor
 
-    def chosen(self, rows: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the rows that are sketched, of `ALL_ROWS` or `REAL_ROWS`.
+    @property
+    def index(self) -> Tensor:
+        """The numbers of the rows that are no padding.
 
         Raises:
-            HarnessError: If a row that would be left out has a gradient: the rest would be biased.
+            HarnessError: If padding has a gradient: leaving it out would be a bias.
         """
-        if rows == ALL_ROWS:
-            return self.layers
         for name, (_, g) in self.layers.items():
-            if g[~self.real].any():
-                raise HarnessError(
-                    f"padding has a gradient in the layer {name!r}, so that leaving it out would be a bias; pass a"
-                    " model whose loss does not depend on its padding, as BERT's does not"
-                )
-        return {name: (x[self.real], g[self.real]) for name, (x, g) in self.layers.items()}
+            if g.flatten(0, -2)[~self.real].any():
+                raise HarnessError(f"padding has a gradient in the layer {name!r}; pass another --model")
+        return self.real.nonzero().squeeze(1)
 
-
-def grid(padding: str, rows: str, *, trained: bool) -> list[Cell]:
-    """Return the cells of one panel.
-
-    The lines of the figure everywhere. Of the trained model also every sketch, centred or not, at one budget; and where
-    padding is left out every sketch in int4 at that budget, and in every storage at another (of the dense ones, which
-    take long, int4 at the other only).
-    """
-    if not trained:
-        families = [family for family in FAMILIES if family[0] != "wta_crs" and family[2] != "int8"]
-        return [Cell(*family, budget) for budget in HEADLINE_BUDGETS for family in families]
-    cells = [Cell(*family, budget) for budget in BUDGETS for family in FAMILIES]
-    pairs = [(sketch, center) for sketch in available_sketches() for center in (False, True)]
-    if rows == ALL_ROWS:
-        cells += [Cell(*pair, None, PLAIN_BUDGET) for pair in pairs]
-        return list(dict.fromkeys(cells))
-    # few rows are lost there, and a sketch that is exact where it keeps all of them may beat the family's
-    cells += [Cell(*pair, "int4", PLAIN_BUDGET) for pair in pairs if pair[0] not in _DENSE]
-    if padding == TO_LONGEST:
-        storages = {pair: (None, "int4") if pair[0] in _DENSE else _CROSS_STORAGES for pair in pairs}
-        cells += [Cell(*pair, storage, CROSS_BUDGET) for pair in pairs for storage in storages[pair]]
-    return list(dict.fromkeys(cells))
-
-
-def kept_share(config: RMMConfig, widths: Sequence[int], *, rows: int, sketched: int) -> float:
-    """Return the bytes that layers of these widths keep, relative to their inputs in bfloat16."""
-    kept = sum(config.saved_bytes(sketched, width, torch.bfloat16) for width in widths)
-    return kept / (rows * sum(widths) * torch.bfloat16.itemsize)
-
-
-def config_of(cell: Cell, widths: Sequence[int], *, rows: int, sketched: int) -> RMMConfig | None:
-    """Return the cell's configuration: the largest ratio that its budget allows, or None if nothing fits."""
-    steps = int(_RATIO_STEPS * min(1.0, cell.budget * 16 / _BITS[cell.storage] * rows / sketched) + 1e-9)
-    for step in range(steps, 0, -1):
-        config = RMMConfig(
-            ratio=step / _RATIO_STEPS, sketch=cell.sketch, center=cell.center, storage=cell.storage, min_rows=1
-        )
-        if kept_share(config, widths, rows=rows, sketched=sketched) <= ALLOWANCE * cell.budget:
-            # without a sketch its name means nothing, and without it equal cells are computed once
-            return config if config.ratio < 1 else config.replace(sketch="hadamard")
-    return None
-
-
-def noise_of(
-    layers: Mapping[str, tuple[Tensor, Tensor]],
-    configs: Mapping[str, RMMConfig],
-    *,
-    index: Tensor | None = None,
-    draws: int | None = None,
-) -> dict[str, Any]:
-    """Return the mean over the layers of E||estimate - g^T x||^2 / ||g^T x||^2, in closed form and of real sketches.
-
-    Args:
-        layers: Name -> x and g.
-        configs: How each is sketched.
-        index: Rows that are no padding; None for all.
-        draws: How many sketches to draw at least, spread evenly over the layers; None for the closed form alone.
-    """
-    found = {
-        name: gradient_noise(x, g, configs[name], index=index, draws=_MEASURED_DRAWS)
-        for name, (x, g) in layers.items()
-    }  # fmt: skip
-    closed = statistics.fmean(noise.relative_variance for noise in found.values())
-    row: dict[str, Any] = {"closed_form": closed, "measured": "", "standard_error": "", "z": "", "draws": ""}
-    if draws is not None:
-        each = max(2, -(-draws // len(layers)))
-        values, errors = [], []
-        for number, (name, (x, g)) in enumerate(layers.items()):
-            measured = measure_sketch_variance(x, g, configs[name], index=index, draws=each, seed=number)
-            values.append(measured.value / found[name].gradient_squared)
-            errors.append(measured.standard_error / found[name].gradient_squared)
-        value, error = statistics.fmean(values), sum(one**2 for one in errors) ** 0.5 / len(layers)
-        # float32 rounds where nothing else does
-        z = (value - closed) / error if value > _ROUNDING else 0.0
-        row |= {"measured": value, "standard_error": error, "z": z, "draws": each * len(layers)}
-    return row
+    @property
+    def bytes(self) -> int:
+        """Bytes of all inputs in bfloat16."""
+        return sum(x.numel() for x, _ in self.layers.values()) * torch.bfloat16.itemsize
 
 
 class Subject:
-    """A model, the batch that is captured, and the steps that it has been trained for."""
+    """A model that is trained for a few steps, and the batches of its task."""
 
-    def __init__(self, task: str, options: argparse.Namespace) -> None:
-        """Load everything that `options` names: `model`, `data` and `batch_size`.
+    def __init__(self, task: str, model: str, data: str, *, batch_size: int = _SEQUENCES) -> None:
+        """Load model and data.
 
         Raises:
-            HarnessError: If data or model are not usable.
+            HarnessError: If they are not usable.
         """
-        model, data, batch_size = options.model, options.data, options.batch_size
         # the hub's client reads it when it is imported
         if data != "hub" and (model == "demo" or Path(model).is_dir()):
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        # imports that take seconds, and read the environment
         from transformers import DataCollatorWithPadding
 
         from .settings import RunSettings
         from .training import PreparedRun
 
-        settings = RunSettings(
-            task=task, model=model, data=data, batch_size=batch_size, learning_rate=2e-5, max_length=LONGEST
+        self.settings = RunSettings(
+            task=task, model=model, data=data, batch_size=batch_size, learning_rate=2e-5, max_length=_LONGEST
         )
-        self.prepared: PreparedRun = PreparedRun(settings, cpu=True)
-        self.model, self._train_split = self.prepared.model, self.prepared.splits["train"]
-        if len(self._train_split) < batch_size:
-            raise HarnessError(
-                f"the task {task} has {len(self._train_split)} training rows, fewer than a batch of {batch_size};"
-                " download its files again"
-            )
-        self._longest = min(LONGEST, self.prepared.tokenizer.model_max_length)
-        self._pad = {
-            TO_LONGEST: DataCollatorWithPadding(
-                self.prepared.tokenizer, padding="max_length", max_length=self._longest
-            ),
-            TO_OWN: self.prepared.collate,
-        }
-        self.step = 0
-        self._order = self._rows()
-        self._optimizer = torch.optim.AdamW(
+        self._prepared = PreparedRun(self.settings, cpu=True)
+        self.model, self._split = self._prepared.model.train(), self._prepared.splits["train"]
+        if len(self._split) < 3 * batch_size:
+            raise HarnessError(f"the task {task} has {len(self._split)} training rows, fewer than three batches")
+        tokenizer = self._prepared.tokenizer
+        longest = min(_LONGEST, tokenizer.model_max_length)
+        self._pad = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=longest)
+
+    def train(self, steps: int) -> None:
+        """Train with exact layers at a constant rate, on shuffled batches that are padded to their own longest."""
+        settings, size = self.settings, self.settings.batch_size
+        optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.epsilon,
             weight_decay=settings.weight_decay,
         )
+        generator, order = torch.Generator().manual_seed(settings.seed), []
+        for step in range(steps):
+            if len(order) < size:
+                order = torch.randperm(len(self._split), generator=generator).tolist()
+            rows, order = order[:size], order[size:]
+            torch.manual_seed(settings.seed + 1 + step)
+            self.model(**self._prepared.collate([self._split[row] for row in rows])).loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def _rows(self) -> Iterator[list[int]]:
-        """Batches of a shuffled epoch after the other, ragged ends dropped."""
-        size, generator = self.prepared.settings.batch_size, torch.Generator().manual_seed(self.prepared.settings.seed)
-        while True:
-            order = torch.randperm(len(self._train_split), generator=generator).tolist()
-            yield from (order[start : start + size] for start in range(0, len(order) - size + 1, size))
-
-    def train(self, until: int) -> None:
-        """Train at a constant rate, with exact layers and the harness's other settings."""
-        self.model.train()
-        while self.step < until:
-            torch.manual_seed(self.prepared.settings.seed + 1 + self.step)
-            batch = self._pad[TO_OWN]([self._train_split[row] for row in next(self._order)])
-            self.model(**batch).loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.prepared.settings.max_grad_norm)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            self.step += 1
-
-    def batches(self, count: int) -> list[dict[str, Tensor]]:
-        """Draw the training batches that would come next, padded to their own longest sequences."""
-        return [dict(self._pad[TO_OWN]([self._train_split[row] for row in next(self._order)])) for _ in range(count)]
-
-    def capture(self, padding: str, *, batch: int = 0) -> Captured:
-        """Run a batch of the unshuffled training split forward and backward, and keep what the linear layers see.
+    def capture(self, number: int) -> Captured:
+        """Take x and g of the layers that `convert_linears` converts from a batch of the split in its own order.
 
         Raises:
-            HarnessError: If no linear layer sees a row a token, or the split has no such batch.
+            HarnessError: If no linear layer sees a row a token.
         """
-        size = self.prepared.settings.batch_size
-        numbers = range(batch * size, (batch + 1) * size)
-        if numbers[-1] >= len(self._train_split):
-            raise HarnessError(
-                f"the training split has {len(self._train_split)} rows, too few for {batch + 1} batches of {size}; pass"
-                " a smaller --batch-size, or fewer --batches"
-            )
-        return self._captured(self._pad[padding]([self._train_split[row] for row in numbers]))
-
-    def _captured(self, batch: Any) -> Captured:
-        inputs: dict[str, Tensor] = {}
-        gradients: dict[str, Tensor] = {}
+        size = self.settings.batch_size
+        batch = self._pad([self._split[row] for row in range(number * size, (number + 1) * size)])
+        layers: dict[str, tuple[Tensor, Tensor]] = {}
         handles = []
 
         def watch(name: str, layer: nn.Module) -> None:
             def see(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-                if arguments[0].shape[:-1] == batch["input_ids"].shape:
-                    inputs[name] = arguments[0].detach().flatten(0, -2)
-                    output.register_hook(lambda g: gradients.update({name: g.detach().flatten(0, -2).clone()}))
+                x = arguments[0].detach()
+                # poolers and heads see a row a sequence
+                if x.shape[:-1] == batch["input_ids"].shape:
+                    output.register_hook(lambda g: layers.update({name: (x, g.detach().clone())}))
 
             handles.append(layer.register_forward_hook(see))
 
         for name, layer in _converted_layers(self.model).items():
             watch(name, layer)
-        torch.manual_seed(self.prepared.settings.seed)
-        self.model.train()
-        try:
-            self.model(**batch).loss.backward()
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.model.zero_grad()
-        layers = {name: (x, gradients[name]) for name, x in inputs.items() if name in gradients}
+        torch.manual_seed(self.settings.seed)
+        self.model(**batch).loss.backward()
+        for handle in handles:
+            handle.remove()
+        self.model.zero_grad()
         if not layers:
-            raise HarnessError(
-                f"no linear layer of the model {self.prepared.settings.model!r} sees a row a token; pass a Transformer"
-                " that the library can convert"
-            )
-        return Captured(layers, batch["attention_mask"].bool().flatten())
+            raise HarnessError(f"no linear layer of {self.settings.model!r} sees a row a token; pass a Transformer")
+        # in the model's order: hooks run from the last layer to the first
+        return Captured(dict(reversed(layers.items())), batch["attention_mask"].bool().flatten())
 
 
-def _converted_layers(model: nn.Module) -> dict[str, SketchedLayer]:
-    """The layers that `convert_linears` would sketch."""
+def _converted_layers(model: nn.Module) -> dict[str, nn.Module]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -331,150 +208,224 @@ def _converted_layers(model: nn.Module) -> dict[str, SketchedLayer]:
     return layers
 
 
-def provenance_columns(subject: Subject) -> dict[str, Any]:
-    """Return the last columns of every row: what it was computed from, with what, on what."""
-    from . import provenance
-
-    commit, hardware, versions = provenance.commit(), provenance.hardware(torch.device("cpu")), provenance.versions()
-    return {
-        # equal if and only if the weights are, bit for bit
-        "weights": provenance.weights_fingerprint(subject.model)[:12],
-        "model": Path(subject.prepared.settings.model).name,
-        "rmm_linear": versions["rmm_linear"],
-        "torch": versions["torch"],
-        "transformers": versions["transformers"],
-        "hardware": f"{hardware['cpu']}, {hardware['cpu_cores']} cores",
-        "threads": hardware["torch_threads"],
-        "commit": (commit["commit"] or "none")[:7] + ("+" if commit["modified"] else ""),
-    }
+def cells(rows: str) -> list[Cell]:
+    """Return what is computed for all rows or for the real ones, with which all sketches are compared."""
+    found = [Cell(*family, budget) for budget in BUDGETS for family in _FAMILIES]
+    if rows == REAL_ROWS:
+        for sketch, center in itertools.product(available_sketches(), (False, True)):
+            is_dense = sketch in _DENSE
+            found += [] if is_dense else [Cell(sketch, center, "int4", INT4_BUDGET)]
+            storages = (None, "int4") if is_dense else (None, "int8", "fp8", "int4", "int2")
+            found += [Cell(sketch, center, storage, CROSS_BUDGET) for storage in storages]
+    return list(dict.fromkeys(found))
 
 
-def against_bytes(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compute the grid before the training and after it, for each padding, of all rows and of the real ones."""
-    for step in dict.fromkeys((0, options.steps)):
-        subject.train(step)
-        origin = provenance_columns(subject)
-        for padding in (TO_LONGEST, TO_OWN):
-            captured = subject.capture(padding)
-            for rows in (ALL_ROWS, REAL_ROWS):
-                for row in _panel(captured, rows, grid(padding, rows, trained=step == options.steps)):
-                    yield {"step": step, "padding": padding, "rows": rows, **row, **origin}
+def config_of(cell: Cell, widths: Sequence[int], *, rows: int, sketched: int) -> tuple[RMMConfig, float] | None:
+    """Return the configuration of the largest ratio within a budget, and the share of bytes; None if nothing fits.
+
+    `widths` are the layers' features, of whose `rows` rows `sketched` ones are sketched.
+    """
+    most = int(_RATIO_STEPS * min(1.0, cell.budget * 16 / _BITS[cell.storage] * rows / sketched) + 1e-9)
+    for step in range(most, 0, -1):
+        ratio = step / _RATIO_STEPS
+        config = RMMConfig(ratio=ratio, sketch=cell.sketch, center=cell.center, storage=cell.storage, min_rows=1)
+        kept = sum(config.saved_bytes(sketched, width, torch.bfloat16) for width in widths)
+        share = kept / (rows * sum(widths) * torch.bfloat16.itemsize)
+        if share <= _ALLOWANCE * cell.budget:
+            # without a sketch its name means nothing, and equal configurations are computed once
+            return (config if ratio < 1 else config.replace(sketch="hadamard")), share
+    return None
 
 
-def _panel(captured: Captured, rows: str, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-    layers = captured.chosen(rows)
+def noises_of_one(captured: Captured, rows: str) -> Iterator[dict[str, Any]]:
+    """Compute the noise of one configuration for all layers, for each cell."""
+    layers = {name: (x.flatten(0, -2), g.flatten(0, -2)) for name, (x, g) in captured.layers.items()}
+    if rows == REAL_ROWS:
+        index = captured.index
+        layers = {name: (x[index], g[index]) for name, (x, g) in layers.items()}
     widths = [x.shape[1] for x, _ in layers.values()]
-    batch_rows, sketched = captured.real.numel(), next(iter(layers.values()))[0].shape[0]
-    known: dict[RMMConfig, list[float]] = {}
-    for cell in cells:
-        config = config_of(cell, widths, rows=batch_rows, sketched=sketched)
-        if config is None:
+    sizes = {"batch_rows": captured.real.numel(), "sketched_rows": next(iter(layers.values()))[0].shape[0]}
+    known: dict[RMMConfig, float] = {}
+    for cell in cells(rows):
+        found = config_of(cell, widths, rows=sizes["batch_rows"], sketched=sizes["sketched_rows"])
+        if found is None:
             continue
+        config, share = found
         if config not in known:
-            draws = _DENSE_DRAWS if config.sketch in _DENSE else _GRID_DRAWS
-            noises = [gradient_noise(x, g, config, draws=draws) for x, g in layers.values()]
-            known[config] = [noise.relative_variance for noise in noises]
-        values = known[config]
+            draws = 1 if config.sketch in _DENSE else _DRAWS
+            known[config] = statistics.fmean(
+                gradient_noise(x, g, config, draws=draws).relative_variance for x, g in layers.values()
+            )
+        row = {"rows": rows, "way": ONE_FOR_ALL, **cell._asdict(), "ratio": config.ratio, "bytes": share}
+        yield row | {"relative_variance": known[config], "layers": len(layers)} | sizes
+
+
+def noises_by_layer(captured: Captured, others: Sequence[Captured], draws: int) -> Iterator[dict[str, Any]]:
+    """Choose a configuration for each layer by other batches, and measure it with real sketches, padding left out."""
+    profile, index = _profile(captured, others), captured.index
+    for budget in SHOWN_BUDGETS:
+        most = int(_ALLOWANCE * budget * captured.bytes)
+        if sum(min(option.saved_bytes for option in layer.options) for layer in profile.layers) > most:
+            continue
+        allocation = allocate_ratios(profile, most, objective="relative")
+        noises, errors = [], []
+        each = max(2, -(-draws // len(captured.layers)))
+        for number, (name, (x, g)) in enumerate(captured.layers.items()):
+            config = allocation.configs[name]
+            found = measure_sketch_variance(x, g, config, index=index, draws=each, seed=number)
+            squared = gradient_noise(x, g, RMMConfig(ratio=1.0)).gradient_squared
+            noises.append(found.value / squared)
+            errors.append(found.standard_error / squared)
         yield {
-            **dataclasses.asdict(cell),
-            "ratio": config.ratio,
-            "bytes": kept_share(config, widths, rows=batch_rows, sketched=sketched),
-            "relative_variance": sum(values) / len(values),
-            "largest_layer": max(values),
-            "layers": len(values),
-            "batch_rows": batch_rows,
-            "sketched_rows": sketched,
+            "rows": REAL_ROWS,
+            "way": ONE_A_LAYER,
+            "budget": budget,
+            "bytes": allocation.saved_bytes / captured.bytes,
+            "relative_variance": statistics.fmean(noises),
+            "standard_error": sum(error**2 for error in errors) ** 0.5 / len(errors),
+            "configs": describe_all(list(allocation.configs.values())),
+            "layers": len(noises),
+            "batch_rows": captured.real.numel(),
+            "sketched_rows": index.numel(),
         }
 
 
-def headline(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure the best cells of a grid, and the Gaussian sketch, with real sketches.
+def _profile(captured: Captured, others: Sequence[Captured]) -> NoiseProfile:
+    """Return the layers' options: their bytes on the captured batch, their mean relative variance on the others."""
+    rows, valid = captured.real.numel(), captured.index.numel()
+    sequences = next(iter(captured.layers.values()))[0].shape[0]
+    widths = {name: x.shape[-1] for name, (x, _) in captured.layers.items()}
 
-    Raises:
-        HarnessError: If there is no grid, or it has no row of the task.
-    """
-    task = subject.prepared.settings.task
-    mine = [record for record in read_records(options.output / GRID_FILE) if record["task"] == task]
-    if not mine:
-        raise HarnessError(f"the grid has no rows of the task {task}; run against-bytes with --tasks {task} first")
-    step = max(record["step"] for record in mine)
-    subject.train(step)
-    origin = provenance_columns(subject)
-    for padding in (TO_LONGEST, TO_OWN):
-        captured = subject.capture(padding)
-        for rows in (ALL_ROWS, REAL_ROWS):
-            layers = captured.chosen(rows)
-            panel = [each for each in mine if (each["step"], each["padding"], each["rows"]) == (step, padding, rows)]
-            for which, record in _headline_cells(panel, rows):
-                knobs = {key: record[key] for key in ("ratio", "sketch", "center", "storage")}
-                began = time.perf_counter()
-                found = noise_of(layers, dict.fromkeys(layers, RMMConfig(min_rows=1, **knobs)), draws=options.draws)
-                kept = ("step", "padding", "rows", "budget", "sketch", "center", "storage", "ratio", "bytes")
-                seconds = round(time.perf_counter() - began, 1)
-                yield {"which": which, **{key: record[key] for key in kept}, **found, "seconds": seconds, **origin}
+    def size(config: RMMConfig, width: int) -> int:
+        return config.saved_bytes(rows, width, torch.bfloat16, valid, sequences)
 
+    configs: list[RMMConfig] = []
+    for tokens, storage, sketch in itertools.product(((), (0,)), _STORAGES, _SKETCHES):
+        base = RMMConfig(sketch=sketch, storage=storage, keep_tokens=tokens, skip_padding=True, min_rows=1)
 
-def best_within(records: Sequence[dict[str, Any]], budget: float) -> dict[str, Any] | None:
-    """Return the row of least variance within a budget and its allowance, of equal ones that of fewest bytes."""
-    fitting = [record for record in records if record["bytes"] <= ALLOWANCE * budget]
-    return min(fitting, key=lambda record: (record["relative_variance"], record["bytes"]), default=None)
+        def kept(step: int, base: RMMConfig = base) -> int:
+            return sum(size(base.replace(ratio=step / _RATIO_STEPS), width) for width in widths.values())
 
-
-def _headline_cells(panel: Sequence[dict[str, Any]], rows: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for budget in HEADLINE_BUDGETS:
-        papers = [row for row in panel if (row["sketch"], row["center"], row["storage"]) == FAMILIES[0]]
-        if rows == ALL_ROWS:
-            yield from ((GAUSSIAN, row) for row in papers if row["budget"] == budget)
-        best = best_within(panel, budget)
-        if best is not None:
-            yield BEST, {**best, "budget": budget}
+        ratios = set(_RATIOS)
+        for budget in SHOWN_BUDGETS:
+            # the largest that fits if all layers have it: bytes never fall with the ratio
+            fitting = bisect.bisect_right(range(1, _RATIO_STEPS + 1), _ALLOWANCE * budget * captured.bytes, key=kept)
+            ratios |= {fitting / _RATIO_STEPS} if fitting else set()
+        # at ratio 1 there is no sketch, and no two of them
+        configs += [base.replace(ratio=ratio) for ratio in sorted(ratios) if ratio < 1 or sketch == _SKETCHES[0]]
+    layers = []
+    for name, width in widths.items():
+        found: dict[RMMConfig, list[float]] = {}
+        for other in others:
+            x, g = other.layers[name]
+            squared = gradient_noise(x, g, RMMConfig(ratio=1.0)).gradient_squared
+            for option in layer_options(x, g, configs, index=other.index):
+                found.setdefault(option.config, []).append(option.variance / squared if squared else 0.0)
+        options = (Option(each, size(each, width), statistics.fmean(found[each])) for each in configs)
+        layers.append(LayerProfile(name, gradient_squared=1.0, minibatch_variance=0.0, options=tuple(options)))
+    return NoiseProfile(tuple(layers))
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read a results file, whose cells are texts in some columns and numbers in all others; None where one is empty.
-
-    Raises:
-        HarnessError: If it is missing, empty or something else.
-    """
-
-    def parsed(key: str, text: str) -> Any:
-        if key == "center":
-            return text == "True"
-        if not text or key in _TEXTS:
-            return text or None
-        return int(text) if text.isdecimal() else float(text)
-
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            records = [{key: parsed(key, text) for key, text in row.items()} for row in csv.DictReader(file)]
-    except OSError as error:
-        raise HarnessError(
-            f"{path} can't be read ({error.strerror or error}); python -m experiments.glue.variance makes it"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise HarnessError(f"{path} is no results file of this experiment ({error}); make it anew") from error
-    if not records or not {"task", "step", "commit"} <= records[0].keys():
-        raise HarnessError(f"{path} is no results file of this experiment; make it anew")
-    return records
+def describe_all(configs: Sequence[RMMConfig]) -> str:
+    """Say what the layers are given, such as "0.3 to 1, int2 x 30, int4 x 6, first token x 36"."""
+    ratios = sorted({config.ratio for config in configs})
+    counts = {storage or "bfloat16": sum(config.storage == storage for config in configs) for storage in _STORAGES}
+    counts |= {sketch: sum(config.sketch == sketch for config in configs) for sketch in _SKETCHES[1:]}
+    counts["first token"] = sum(bool(config.keep_tokens) for config in configs)
+    words = [f"{word} x {count}" for word, count in counts.items() if count]
+    return ", ".join([f"{ratios[0]:g}" if len(ratios) == 1 else f"{ratios[0]:g} to {ratios[-1]:g}", *words])
 
 
-def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a results file as a whole.
+def budgets_table(path: Path = FILE, task: str = TASKS[0]) -> str:
+    """Return the noise that a few budgets of bytes buy on a task: the paper's sketch, and the best of the cells."""
+    rows = [row for row in read_rows(path) if row["task"] == task]
+    of_one = [row for row in rows if row["way"] == ONE_FOR_ALL]
+    by_layer = {row["budget"]: row for row in rows if row["way"] == ONE_A_LAYER}
+    lines = []
+    for budget in SHOWN_BUDGETS:
+        fitting = [row for row in of_one if row["bytes"] <= _ALLOWANCE * budget]
+        of_all, of_real = ([row for row in fitting if row["rows"] == rows] for rows in (ALL_ROWS, REAL_ROWS))
+        papers = [row for row in of_all if (row["sketch"], row["center"], row["storage"]) == _GAUSSIAN]
+        best = [f"{row['relative_variance']:.2g} ({_describe(row)})" for row in (_best(of_all), _best(of_real))]
+        last = by_layer.get(budget)
+        best.append(f"{last['relative_variance']:.2g} ({last['configs']})" if last else "")
+        lines.append([f"{100 * budget:g} %", f"{_best(papers)['relative_variance']:.3g}", *best])
+    first, real = of_one[0], next(row for row in of_one if row["rows"] == REAL_ROWS)
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in by_layer.values()))
+    head = (
+        f"{task.upper()}, 32 sequences padded to 128 tokens ({100 * real['sketched_rows'] / real['batch_rows']:.0f} %"
+        f" of the rows real), {first['model']} after {first['step']} steps, mean of {first['layers']} layers, closed"
+        f" forms, commit {first['commit']}; the last column is measured, commit {commits}:"
+    )
+    header = ["bytes", "the paper's gaussian", "best here", "padding left out", "and the first token kept, one a layer"]
+    return f"{head}\n\n{table(header, lines)}"
 
-    Raises:
-        HarnessError: If it can't be written.
-    """
-    from .report import as_csv, replace_file
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = as_csv([{key: _rounded(value) for key, value in record.items()} for record in records])
-        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise HarnessError(
-            f"{path} can't be written ({error.strerror or error}); pass --output <a folder of yours>"
-        ) from error
+def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return min(rows, key=lambda row: (row["relative_variance"], row["bytes"]))
 
 
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def _describe(row: dict[str, Any]) -> str:
+    name = f"{row['sketch']} {row['ratio']:g}" if row["ratio"] < 1 else "the input"
+    return ", ".join([name, *(["centred"] if row["center"] else []), *([row["storage"]] if row["storage"] else [])])
+
+
+def sketches_table(path: Path = FILE) -> str:
+    """Return the noise of every sketch in every storage at one budget: the mean over the tasks."""
+    rows = [row for row in read_rows(path) if (row["way"], row["rows"]) == (ONE_FOR_ALL, REAL_ROWS)]
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        if row["budget"] == CROSS_BUDGET:
+            found.setdefault((row["sketch"], row["storage"], row["center"]), []).append(row["relative_variance"])
+    storages = [storage for storage in _BITS if any(key[1] == storage for key in found)]
+
+    def cell(sketch: str, storage: str | None) -> str:
+        return " / ".join(f"{statistics.fmean(found[sketch, storage, center]):.2g}" for center in (True, False))
+
+    lines = [
+        [sketch, *(cell(sketch, storage) if (sketch, storage, True) in found else "" for storage in storages)]
+        for sketch in sorted({key[0] for key in found})
+    ]
+    head = (
+        f"{100 * CROSS_BUDGET:g} % of the bytes, padding left out, mean over"
+        f" {', '.join(dict.fromkeys(row['task'] for row in rows))}; centred / as it is:"
+    )
+    return f"{head}\n\n{table(['sketch', *(storage or 'bfloat16' for storage in storages)], lines)}"
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = Parser(prog="python -m experiments.glue.sketch_noise", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="a folder that from_pretrained reads, a hub name, or demo")
+    parser.add_argument("--data", required=True, help="a folder in the official GLUE layout, hub or demo")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, help=f"whose batches (default: {' '.join(TASKS)})")
+    parser.add_argument("--steps", type=int, default=30, help="training steps before the measurement (default: 30)")
+    parser.add_argument(
+        "--draws", type=int, default=2500, help="real sketches of a row, over all layers (default: 2500)"
+    )
+    parser.add_argument("--output", type=Path, default=FILE, help="results file (default: the committed one)")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    found: list[dict[str, Any]] = []
+    for task in options.tasks:
+        subject = Subject(task, options.model, options.data)
+        subject.train(options.steps)
+        captured, *others = (subject.capture(number) for number in range(3))
+        first, last = {"task": task, "step": options.steps}, {"model": Path(options.model).name, **origin()}
+        ways = [noises_of_one(captured, ALL_ROWS), noises_of_one(captured, REAL_ROWS)]
+        # hours with large models: the first task alone
+        ways += [noises_by_layer(captured, others, options.draws)] if task == options.tasks[0] else []
+        for row in itertools.chain(*ways):
+            found.append(first | row | last)
+            # after each row, for some take minutes
+            write_rows(options.output, found)
+            print(f"{task}, {row['rows']}: {row['budget']}, {row['relative_variance']:.3g}", flush=True)
+    print(budgets_table(options.output, options.tasks[0]))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
+    return exit_status(lambda: _run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from .command_line import Parser, exit_status
-from .errors import HarnessError
-from .provenance import REPOSITORY
+from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.provenance import REPOSITORY
+
 from .result_file import COMPLETE, read_result, write_result
 from .settings import EXACT, NamedConfig, RunSettings, config_path, load_named_config
 from .tasks import TASKS
@@ -163,7 +163,7 @@ def cut_training_split(task: str, data: Path, folder: Path, rows: int) -> Path:
         HarnessError: If the official file is missing.
     """
     source, target = data / TASKS[task].folder, folder / TASKS[task].folder
-    assert TASKS[task].header
+    assert not TASKS[task].width
     try:
         header, *lines = (source / "train.tsv").read_bytes().splitlines(keepends=True)
         dev = (source / TASKS[task].dev_file).read_bytes()

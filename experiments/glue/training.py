@@ -8,7 +8,6 @@ that this module records about a step comes from that log.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -36,7 +35,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    ProgressCallback,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -47,16 +46,17 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from experiments import provenance
+from experiments.command_line import HarnessError
 from rmm_linear import RMMCallback, SketchedLayer, convert_linears, revert_linears
 from rmm_linear.integrations.hf_trainer import NOISE_KEY
 from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
 
-from . import provenance
+from . import fingerprints
 from .comparison import check_comparable
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
-from .errors import HarnessError
 from .peak_memory import peak_memory
 from .result_file import (
     COMPLETE,
@@ -75,6 +75,10 @@ from .tasks import load_task
 METRIC_FOLDER = Path(__file__).parent / "glue_metric"
 # batches that the noise of a step's gradient is measured on
 _NOISE_BATCHES = 8
+_CHECKPOINTING: dict[str, Any] = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
 _STEP_COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "seconds")
 
 
@@ -96,7 +100,7 @@ def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | No
     asked, found = settings.recorded(), previous["config"]
     changed = {key: (found.get(key), asked[key]) for key in asked if key not in IRRELEVANT}
     sources = previous.get("sources", {})
-    changed |= {key: (sources[key], now) for key, now in provenance.sources(settings).items() if key in sources}
+    changed |= {key: (sources[key], now) for key, now in fingerprints.sources(settings).items() if key in sources}
     _refuse(path, changed)
     return previous if previous["status"] in (COMPLETE, DIVERGED) else None
 
@@ -230,8 +234,9 @@ class PreparedRun:
                 f"{torch.cuda.device_count()} GPUs are visible, and a run uses one; set CUDA_VISIBLE_DEVICES=0"
             )
         disable_dataset_progress_bars()
-        # the bars of loading and saving weights; the one over the steps stays
         transformers.logging.disable_progress_bar()
+        # the note that the classification head is new says nothing here: it always is
+        transformers.logging.set_verbosity_error()
         splits = demo_splits() if settings.data == "demo" else load_task(self.task, settings.data)
         self.tokenizer = self._load_tokenizer(splits)
         set_seed(settings.seed)
@@ -239,8 +244,8 @@ class PreparedRun:
         self._check_conversion()
         self.splits = self._tokenize(splits)
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=settings.pad_multiple or None)
-        self._data_fingerprint = provenance.data_fingerprint(splits)
-        self._initial_weights = provenance.weights_fingerprint(self.model)
+        self._data_fingerprint = fingerprints.data_fingerprint(splits)
+        self._initial_weights = fingerprints.weights_fingerprint(self.model)
 
     def _load_tokenizer(self, splits: DatasetDict) -> PreTrainedTokenizerBase:
         if self.settings.model == "demo":
@@ -283,7 +288,7 @@ class PreparedRun:
                 assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
                 model.roberta.load_state_dict(pretrained_weights(self.tokenizer))
             return model
-        with _model_errors(self.settings.model), _quiet_transformers():
+        with _model_errors(self.settings.model):
             return AutoModelForSequenceClassification.from_pretrained(
                 self.settings.model,
                 num_labels=self.task.num_outputs,
@@ -307,7 +312,7 @@ class PreparedRun:
             "name": self.settings.name,
             "status": RUNNING,
             "config": self.settings.recorded(),
-            "sources": provenance.sources(self.settings),
+            "sources": fingerprints.sources(self.settings),
             "metrics": list(self.task.metrics),
             "model": {
                 "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
@@ -338,7 +343,7 @@ class PreparedRun:
         conversion = self._conversion()
         trainer = self._trainer(checkpoints, on_save, conversion, callbacks)
         if settings.method == CHECKPOINTING:
-            _enable_checkpointing(self.model)
+            self.model.gradient_checkpointing_enable(_CHECKPOINTING["gradient_checkpointing_kwargs"])
         is_planned = settings.plan_options is not None
         if is_planned:
             # before the training begins, so that what is measured first runs by the training's plan
@@ -389,7 +394,7 @@ class PreparedRun:
             "train_seconds": sum(steps["seconds"]),
             "epochs": epochs,
             "steps": steps,
-            "final_weights_sha256": provenance.weights_fingerprint(self.model),
+            "final_weights_sha256": fingerprints.weights_fingerprint(self.model),
         }
 
     def _kept_bytes(self) -> int:
@@ -480,9 +485,8 @@ class PreparedRun:
             compute_metrics=self._metrics(),
             callbacks=[*conversion, _Checkpoints(settings.save_steps, on_save), clock, *callbacks],
         )
-        # the stock bar prints every log, which is a line a step here
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(_QuietProgress(settings.name))
+        # it prints every log, which is a line a step here
+        trainer.remove_callback(PrinterCallback)
         return trainer
 
     def _arguments(self, checkpoints: Path) -> TrainingArguments:
@@ -518,9 +522,10 @@ class PreparedRun:
             logging_steps=1,
             logging_nan_inf_filter=False,
             report_to="none",
+            disable_tqdm=True,
             # nothing to pin on a machine without an accelerator, and torch warns about it
             dataloader_pin_memory=self.device.type == "cuda",
-            **_checkpointing_arguments(settings.method == CHECKPOINTING),
+            **(_CHECKPOINTING if settings.method == CHECKPOINTING else {}),
         )
 
     def _metrics(self) -> Callable[[EvalPrediction], dict[str, float]]:
@@ -543,29 +548,10 @@ def _last_whole_checkpoint(folder: Path) -> str | None:
     while folder.is_dir() and (last := get_last_checkpoint(str(folder))) is not None:
         try:
             json.loads((Path(last) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            return last
         except (OSError, ValueError):
             shutil.rmtree(last)
-        else:
-            return last
     return None
-
-
-def _checkpointing_field() -> str:
-    # transformers 5.23 renames gradient checkpointing to activation checkpointing and deprecates the old name
-    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
-    return "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
-
-
-def _checkpointing_arguments(enabled: bool) -> dict[str, Any]:
-    if not enabled:
-        return {}
-    name = _checkpointing_field()
-    return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-
-
-def _enable_checkpointing(model: PreTrainedModel) -> None:
-    name = _checkpointing_field()
-    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
 
 
 @contextlib.contextmanager
@@ -581,17 +567,6 @@ def _model_errors(model: str) -> Iterator[None]:
             f"the model {model!r} could not be loaded as a {where} ({reason}); pass --model demo, a folder that "
             "from_pretrained reads, or a name on the hub with the network up"
         ) from error
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    # the note that the classification head is new says nothing here: it always is
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
 
 
 def _split_log(
@@ -709,23 +684,3 @@ class _Checkpoints(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._on_saved()
-
-
-class _QuietProgress(ProgressCallback):
-    """Trainer's progress bar, with neither a printed line a step nor a second bar for an evaluation."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
-        super().on_train_begin(*arguments, **keywords)
-        if self.training_bar is not None:
-            self.training_bar.set_description(self._name)
-
-    def on_prediction_step(self, *arguments: Any, **keywords: Any) -> None:
-        pass
-
-    def on_log(self, *arguments: Any, logs: dict[str, Any] | None = None, **keywords: Any) -> None:
-        if self.training_bar is not None and "loss" in (logs or {}):
-            self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)  # type: ignore[index]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.glue.errors import HarnessError
+from experiments.command_line import HarnessError
 from rmm_linear.integrations.hf_models import build_model, random_batch
 
 MODELS = Path(__file__).parent / "models"

@@ -17,9 +17,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from experiments import results_by_model
-from experiments.glue.command_line import report_command
-from experiments.glue.errors import HarnessError
-from experiments.glue.report import replace_file
+from experiments.command_line import HarnessError, report_command
+from experiments.rows import replace_file
 
 from .methods import ALONE, CHECKPOINTING, EXACT
 from .on_gpu import BUDGETS_GIB
@@ -301,13 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 with one line on stderr if the user has something to put right.
     """
-    return report_command(
-        arguments,
-        write_report,
-        prog="python -m experiments.memory.report",
-        description="Write report.md and figure.png into the results folder of experiments.memory.run.",
-        default=Path(__file__).parent / "results",
-    )
+    return report_command(arguments, write_report, default=Path(__file__).parent / "results")
 
 
 if __name__ == "__main__":

@@ -21,11 +21,9 @@ import transformers
 from torch import Tensor, nn
 
 import rmm_linear
-from experiments import results_by_model
-from experiments.glue import provenance
-from experiments.glue.command_line import Parser, exit_status
-from experiments.glue.errors import HarnessError
-from experiments.glue.report import replace_file
+from experiments import provenance, results_by_model
+from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.rows import replace_file
 from rmm_linear.memory import MemoryReport, measure_kept_bytes, profile
 
 from .methods import EXACT, METHODS, Method

@@ -24,7 +24,7 @@ from experiments.checkpointing import (
     report,
     run,
 )
-from experiments.glue.errors import HarnessError
+from experiments.command_line import HarnessError
 
 # two blocks of a tiny ResNet: batch norm, residuals, strides
 TINY = replace(

@@ -17,7 +17,7 @@ for package in ("transformers", "datasets", "matplotlib"):
     pytest.importorskip(package)
 
 from experiments import results_by_model
-from experiments.glue.errors import HarnessError
+from experiments.command_line import HarnessError
 from experiments.memory import run
 from experiments.memory.methods import ALONE, CHECKPOINTING, EXACT, METHODS, OURS, Method
 from experiments.memory.models import WORKLOADS, Workload

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.glue.errors import HarnessError
+from experiments.command_line import HarnessError
 from experiments.glue.evidence import MARGIN, Average, evidence_of, evidence_table, read_study
 
 _SEEDS, _SPREADS = (5, 5, 2, 3), (1.0, 3.0, 0.5, 2.0)

@@ -1,0 +1,65 @@
+"""The command lines of experiments: a user's mistake is one line on stderr and exit status 2."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, Protocol, TypeVar
+
+
+class HarnessError(ValueError):
+    """A mistake in what the user asked for or supplied: the command line prints it as one line, without a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises `HarnessError` where argparse would exit."""
+
+    def error(self, message: str) -> NoReturn:  # noqa: D102
+        raise HarnessError(f"{message}; see --help")
+
+
+def exit_status(work: Callable[[], int]) -> int:
+    """Do the work; after a `HarnessError`, print what the user has to put right and return 2."""
+    try:
+        return work()
+    except HarnessError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+        return 130
+    return 2
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Model = TypeVar("_Model", bound=_Named)
+
+
+def add_models(parser: argparse.ArgumentParser, models: Sequence[_Named]) -> None:
+    """Add an option `--models` that names some of the models of an experiment, all by default."""
+    names = [model.name for model in models]
+    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+
+
+def chosen(models: Sequence[_Model], names: Sequence[str]) -> list[_Model]:
+    """Return the models of these names, in the order of the experiment."""
+    return [model for model in models if model.name in names]
+
+
+def report_command(arguments: Sequence[str] | None, write_report: Callable[[Path], str], default: Path | None) -> int:
+    """Write the report of the results folder that a command line names, or of `default`, and print it.
+
+    Returns:
+        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
+    """
+    parser = Parser(description="Write tables and figures of a results folder into that folder.")
+    parser.add_argument("folder", type=Path, nargs=None if default is None else "?", default=default)
+
+    def work() -> int:
+        print(write_report(parser.parse_args(arguments).folder))
+        return 0
+
+    return exit_status(work)

@@ -1,0 +1,69 @@
+"""SHA-256 of what a run reads and makes: data, models, weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from datasets import DatasetDict
+from torch import nn
+
+import rmm_linear
+
+from .settings import RunSettings, is_local_model
+
+_MODEL_SUFFIXES = (".json", ".txt", ".model", ".safetensors", ".bin")
+
+
+def sources(settings: RunSettings) -> dict[str, str | None]:
+    """What a run reads, told cheaply, before anything is loaded.
+
+    Returns:
+        SHA-256 of the data files and of the model's files, None for those that are not on this machine; and the
+        version of this library.
+    """
+    found: dict[str, str | None] = {"data files": None, "model files": None, "rmm_linear": rmm_linear.__version__}
+    if settings.data not in ("hub", "demo"):
+        task = settings.task_description
+        folder = Path(settings.data) / task.folder
+        found["data files"] = _files_fingerprint([folder / "train.tsv", folder / task.dev_file])
+    if is_local_model(settings.model):
+        files = (path for path in Path(settings.model).iterdir() if path.suffix in _MODEL_SUFFIXES)
+        found["model files"] = _files_fingerprint(sorted(files))
+    return found
+
+
+def _files_fingerprint(paths: Sequence[Path]) -> str | None:
+    """SHA-256 over names and contents; None where a file is missing, which is told when it is to be read."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {os.fstat(file.fileno()).st_size} ".encode())
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError:
+            return None
+    return digest.hexdigest()
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the names and bytes of all parameters: equal if and only if two models are bitwise equal."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def data_fingerprint(splits: DatasetDict) -> str:
+    """SHA-256 over all rows of the splits `train` and `validation`."""
+    digest = hashlib.sha256()
+    for split in ("train", "validation"):
+        for column in splits[split].column_names:
+            digest.update(f"{split}/{column}".encode())
+            digest.update(repr(list(splits[split][column])).encode())
+    return digest.hexdigest()

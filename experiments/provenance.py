@@ -1,0 +1,95 @@
+"""Where a number comes from: versions, commit and hardware."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rmm_linear
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_PACKAGES = (
+    *("torch", "transformers", "datasets", "evaluate", "accelerate"),
+    *("tokenizers", "scikit-learn", "scipy", "numpy"),
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this library and of what it ran on."""
+    found = {"python": platform.python_version(), "rmm_linear": rmm_linear.__version__}
+    return found | {package: metadata.version(package) for package in _PACKAGES}
+
+
+def commit() -> dict[str, Any]:
+    """The repository's commit, and whether tracked files differed from it; None where there is no repository.
+
+    Configurations and results don't count: a result holds all its settings itself, and is there to be written.
+    """
+    try:
+        head = _git("rev-parse", "HEAD")
+        ignored = [f":!experiments/{folder}" for folder in ("glue/configs", "*/results")]
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *ignored)
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "modified": None}
+    return {"commit": head, "modified": bool(changed)}
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Processor, memory and accelerator, without anything that names the machine."""
+    return {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu": _processor(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    # not every system knows these names
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+@functools.cache
+def commit_name() -> str:
+    """The commit in seven digits, with a + where tracked files differed from it when the process first asked."""
+    found = commit()
+    return (found["commit"] or "none")[:7] + ("+" if found["modified"] else "")
+
+
+def origin(device: str = "cpu") -> dict[str, Any]:
+    """The last columns of a results file's row: library, commit, torch, transformers and hardware."""
+    found = hardware(torch.device(device))
+    return {
+        "rmm_linear": rmm_linear.__version__,
+        "commit": commit_name(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "hardware": found["gpu"] or f"{found['cpu']}, {found['torch_threads']} of {found['cpu_cores']} cores",
+    }

@@ -1,0 +1,101 @@
+"""Results files of experiments: CSV whose rows are dictionaries, written whole or not at all."""
+
+import csv
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.command_line import HarnessError
+
+# Columns of digits that are no numbers, such as a commit.
+_TEXTS = ("commit", "weights", "setting", "rmm_linear", "torch", "transformers", "peft")
+
+
+def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its experiment") -> list[dict[str, Any]]:
+    """Read a results file: numbers as numbers, True and False as bools, empty cells as None.
+
+    Args:
+        path: The file.
+        needed: Columns that it must have.
+        command: What makes the file, for the message of an error.
+
+    Raises:
+        HarnessError: If it is missing or lacks a column.
+    """
+    try:
+        frame = pd.read_csv(
+            path,
+            keep_default_na=False,
+            na_values=[""],
+            dtype=dict.fromkeys(_TEXTS, "string"),
+            dtype_backend="numpy_nullable",
+        )
+    except OSError as error:
+        raise HarnessError(f"{path} can't be read ({error.strerror or error}); {command} makes it") from error
+    except ValueError as error:
+        raise HarnessError(f"{path} is no results file ({error}); {command} makes it anew") from error
+    if missing := set(needed) - set(frame.columns):
+        raise HarnessError(f"{path} has no column {', '.join(sorted(missing))}; {command} makes it anew")
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, order: Sequence[str] = ()) -> None:
+    """Write a results file.
+
+    Args:
+        path: The file.
+        rows: At least one.
+        order: Models, in their order: rows that the file has of models without new rows stay.
+    """
+    if order and path.exists():
+        new = {row["model"] for row in rows}
+        rows = [*(row for row in read_rows(path) if row["model"] not in new), *rows]
+        rows.sort(key=lambda row: order.index(row["model"]) if row["model"] in order else len(order))
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+
+    def write(to: Path) -> None:
+        with to.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    replace_file(path, write)
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a file beside `path`, then put it in its place as a whole.
+
+    Raises:
+        HarnessError: If the folder can't be written to; nothing is left behind then.
+    """
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+        os.close(handle)
+        write(Path(temporary))
+        # mkstemp makes files for the owner only; a result is as readable as any other file
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary is not None:
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise HarnessError(
+                f"{path} can't be written ({error.strerror or error}); name a folder of yours for the results"
+            ) from error
+        raise
+
+
+def by_model(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each model, by its name."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["model"], []).append(row)
+    return found
