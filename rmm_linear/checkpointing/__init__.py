@@ -9,7 +9,6 @@ from rmm_linear.checkpointing.planned import (
     checkpoint_step,
     remove_checkpointing,
 )
-from rmm_linear.checkpointing.sequential import SegmentPlan, checkpoint_sequential
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.plan import CheckpointPlan
@@ -24,7 +23,6 @@ __all__ = [
     "Op",
     "PlannedStep",
     "Schedule",
-    "SegmentPlan",
     "Simulation",
     "Step",
     "Storage",
@@ -33,7 +31,6 @@ __all__ = [
     "bptt_checkpoint",
     "capture",
     "checkpoint_model",
-    "checkpoint_sequential",
     "checkpoint_step",
     "get_strategy",
     "remove_checkpointing",

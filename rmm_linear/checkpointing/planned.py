@@ -210,7 +210,7 @@ def remove_checkpointing(model: nn.Module) -> nn.Module:
     """Let a model, and every module in it, run as it was written.
 
     Args:
-        model: A model that `checkpoint_model` or `checkpoint_sequential` was called on, or that holds such modules.
+        model: A model that `checkpoint_model` was called on, or that holds such modules.
 
     Returns:
         The model.
@@ -218,8 +218,6 @@ def remove_checkpointing(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module._compiled_call_impl, PlannedStep):
             del module._compiled_call_impl
-        if getattr(module.__dict__.get("forward"), "is_checkpointed_sequence", False):
-            del module.__dict__["forward"]
     return model
 
 
@@ -242,8 +240,7 @@ def refuse_planned(model: nn.Module) -> None:
                 f"{subject} is sharded, and the hooks that gather its parameters belong to no plan: plan the blocks"
                 " before you shard them, as in checkpoint_model(block, ...); fully_shard(block)"
             )
-        is_sequence = getattr(module.__dict__.get("forward"), "is_checkpointed_sequence", False)
-        if is_sequence or isinstance(module._compiled_call_impl, PlannedStep):
+        if isinstance(module._compiled_call_impl, PlannedStep):
             raise ValueError(f"{subject} is checkpointed already; call remove_checkpointing(model) first")
         if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
             raise ValueError(f"{subject} is compiled already: call checkpoint_model on the model without torch.compile")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rmm_linear.byte_sizes import readable, unit_for
-from rmm_linear.checkpointing import checkpoint_model, checkpoint_sequential, checkpoint_step
+from rmm_linear.checkpointing import checkpoint_model, checkpoint_step
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.budget import Budget, budget_in_bytes
 
@@ -86,7 +86,6 @@ def _step(model, x):
 _DOORS = {
     "checkpoint_model": checkpoint_model,
     "checkpoint_step": lambda model, x, **options: checkpoint_step(model, _step, x, **options),
-    "checkpoint_sequential": checkpoint_sequential,
 }
 
 

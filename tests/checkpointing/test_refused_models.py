@@ -12,7 +12,6 @@ from rmm_linear.checkpointing import (
     apply_schedule,
     capture,
     checkpoint_model,
-    checkpoint_sequential,
     checkpoint_step,
     remove_checkpointing,
 )
@@ -80,13 +79,6 @@ def test_a_model_that_holds_a_planned_or_compiled_module_is_refused_by_name(kind
     if kind == "planned":
         remove_checkpointing(model)
         checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
-
-
-def test_a_sequence_that_holds_a_planned_module_is_refused():
-    model = _model()
-    checkpoint_sequential(model[0], X, budget="100%")
-    with pytest.raises(ValueError, match=r"'0' \(Sequential\) is checkpointed already"):
-        checkpoint_sequential(model, X, budget="100%")
 
 
 def test_a_module_planned_after_the_whole_is_part_of_the_whole():

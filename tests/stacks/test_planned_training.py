@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from rmm_linear import RMMCallback
-from rmm_linear.checkpointing import checkpoint_model, checkpoint_sequential
+from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.checkpointing.planned import is_planned
 
 PLAN = {"budget": "100%", "strategy": "chen2016_sqrt"}
@@ -56,14 +56,6 @@ def test_a_planned_model_keeps_its_forward(planned_roberta):
     assert inspect.signature(planned_roberta.forward) == inspect.signature(roberta().forward)
     assert inspect.ismethod(planned_roberta.forward)
     assert "forward" not in vars(planned_roberta)
-
-
-def test_a_sequence_with_a_forward_of_its_own_is_refused_and_keeps_it():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model.forward = forward = lambda hidden: model[1](model[0](hidden)) * 2
-    with pytest.raises(ValueError, match="has a forward of its own"):
-        checkpoint_sequential(model, torch.randn(2, 4), budget="100%")
-    assert model.forward is forward
 
 
 TRAININGS = {
