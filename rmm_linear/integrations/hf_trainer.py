@@ -6,8 +6,6 @@ Like all of this folder it imports transformers.
 """
 
 import contextlib
-import copy
-import itertools
 import json
 import math
 import sys
@@ -31,8 +29,8 @@ from rmm_linear.checkpointing.planned import PlannedStep, is_planned, refuse_pla
 from rmm_linear.compiler.backend import Options
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
-from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.fitting import Fit, cautious_ratio, checked_noise, fit
+from rmm_linear.fitting import Fit, checked_noise
+from rmm_linear.integrations.fitted_loss import FittedLoss
 from rmm_linear.memory import MeasuredSaving
 from rmm_linear.variance import AdaptiveRatios, VarianceMonitor
 from rmm_linear.variance.probe import is_compiled
@@ -209,11 +207,18 @@ class RMMCallback(TrainerCallback):
         self.promised_bytes: int | None = None
         self.monitor: VarianceMonitor | None = None
         self.ratios: AdaptiveRatios | None = None
-        self.planned: PlannedStep | None = None
-        self.fitted: Fit | None = None
-        self._fit_noise: float | None = None
-        # gives the trainer's own loss back to it
-        self._undo = contextlib.ExitStack()
+        self._planned: PlannedStep | None = None
+        self._loss: FittedLoss | None = None
+
+    @property
+    def fitted(self) -> Fit | None:
+        """What `fit` chose, once there was a batch."""
+        return None if self._loss is None else self._loss.fitted
+
+    @property
+    def planned(self) -> PlannedStep | None:
+        """What runs the model's steps by plan."""
+        return self._planned if self.fitted is None else self.fitted.step
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model before the optimizer is made and before anything wraps it."""
@@ -284,7 +289,8 @@ class RMMCallback(TrainerCallback):
     ) -> None:
         """Leave no hook and no plan behind on the model."""
         self._stop_measuring()
-        self._undo.close()
+        if self._loss is not None:
+            self._loss.remove()
         if self.planned is None and self._fit_options is None:
             return
         remove_checkpointing(kwargs["model"])
@@ -319,8 +325,8 @@ class RMMCallback(TrainerCallback):
         noise = self.monitor.noise() if self.monitor is not None else None
         if noise is not None:
             values |= {VARIANCE_KEY: noise.relative_variance, NOISE_KEY: noise.noise_ratio, SNR_KEY: noise.snr}
-        if self._fit_noise is not None:
-            values[NOISE_KEY] = self._fit_noise
+        if self._loss is not None and self._loss.noise is not None:
+            values[NOISE_KEY] = self._loss.noise
         if self.monitor is not None and self.monitor.clip_fraction is not None:
             values[CLIP_KEY] = self.monitor.clip_fraction
         if self.ratios is not None and self.ratios.allocation is not None:
@@ -367,11 +373,11 @@ class RMMCallback(TrainerCallback):
             # the training before failed on its way
             return
         refuse_planned(model)
-        self.planned = PlannedStep(model._call_impl, model, options, fullgraph=False)
-        model._compiled_call_impl = self.planned
+        self._planned = PlannedStep(model._call_impl, model, options, fullgraph=False)
+        model._compiled_call_impl = self._planned
 
     def _fit_when_trained(self, model: nn.Module, args: TrainingArguments, options: Mapping[str, Any]) -> None:
-        """Let the trainer's first loss plan the model's calls, and later ones whose batch has no plan."""
+        """Let the trainer's first loss plan the model's calls."""
         _refuse_compiled("fit", args)
         if args.world_size > 1:
             raise ValueError(
@@ -384,64 +390,10 @@ class RMMCallback(TrainerCallback):
         if self.planned is not None and model._compiled_call_impl is self.planned:
             # the training before failed on its way
             return
-        self._undo.close()
+        if self._loss is not None:
+            self._loss.remove()
         refuse_planned(model)
-        self.planned = self.fitted = self._fit_noise = None
-        loss_of: Any = trainer.compute_loss
-        batches = itertools.count(1)
-        has_told: list[bool] = []
-
-        def loss_with(keywords: dict[str, Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
-            keywords.pop("return_outputs", None)
-            # which takes the labels out
-            return lambda model, batch: loss_of(model, dict(batch), **keywords)
-
-        def fit_to(inputs: Any, **keywords: Any) -> None:
-            remove_checkpointing(model)
-            self.fitted = fit(model, inputs, loss_fn=loss_with(keywords), **options)
-            self.planned = self.fitted.step
-            self._fit_noise = self.fitted.chosen.noise_ratio
-            print(f"fit: {str(self.fitted).partition(chr(10))[0]}")
-
-        def watch(inputs: Any, **keywords: Any) -> None:
-            fitted = self.fitted
-            if fitted is None or not fitted.chosen.options:
-                return
-            try:
-                self._fit_noise = cautious_ratio(fitted.measure(inputs, loss_with(keywords)))
-            except ValueError as error:
-                # such as a last batch of few examples
-                if not has_told:
-                    has_told.append(True)
-                    warnings.warn(f"fit: {error}; the noise is not watched with this batch", UserWarning, stacklevel=2)
-                return
-            if self._fit_noise <= options["noise"]:
-                return
-            print(f"fit: the noise has grown to {self._fit_noise:.2g} of the minibatch's variance")
-            try:
-                fit_to(inputs, **keywords)
-            except InfeasibleBudgetError as error:
-                warnings.warn(f"the model trains on as it was fitted before: {error}", stacklevel=2)
-                model._compiled_call_impl = fitted.step
-
-        def compute_loss(called: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not model.training:
-                return loss_of(called, inputs, *arguments, **keywords)
-            if self.fitted is None:
-                fit_to(inputs, **keywords)
-            elif self._every and next(batches) % self._every == 0:
-                watch(inputs, **keywords)
-            try:
-                return loss_of(called, copy.copy(inputs), *arguments, **keywords)
-            except InfeasibleBudgetError:
-                fit_to(inputs, **keywords)
-                return loss_of(called, inputs, *arguments, **keywords)
-
-        attributes = vars(trainer)
-        restored = {"compute_loss": attributes["compute_loss"]} if "compute_loss" in attributes else {}
-        attributes["compute_loss"] = compute_loss
-        self._undo.callback(attributes.update, restored)
-        self._undo.callback(attributes.pop, "compute_loss")
+        self._loss = FittedLoss(trainer, model, options, self._every)
 
     def _convert(self, model: nn.Module, args: TrainingArguments) -> None:
         if not self._sketches or (self._converted is not None and self._converted() is model):

@@ -1,0 +1,92 @@
+"""The loss of a `transformers.Trainer`, which fits the model when it is first computed: `RMMCallback(fit=...)`."""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from rmm_linear.checkpointing.planned import remove_checkpointing
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.fitting import Fit, cautious_ratio, fit
+
+
+class FittedLoss:
+    """A trainer's `compute_loss` that fits the model to its first batch, and to later ones that have no plan.
+
+    Args:
+        trainer: The trainer; `remove` gives its own loss back.
+        model: The model that it trains.
+        options: Options of `fit`.
+        every: The noise is measured at each batch of so many; 0 for never.
+
+    Attributes:
+        fitted: What was chosen; None before the first batch.
+        noise: The noise that was measured last, as a share of the minibatch's variance; None before the first batch.
+    """
+
+    def __init__(self, trainer: Trainer, model: nn.Module, options: Mapping[str, Any], every: int) -> None:
+        self.fitted: Fit | None = None
+        self.noise: float | None = None
+        self._loss_of: Any = trainer.compute_loss
+        self._model, self._options, self._every, self._batches, self._has_told = model, options, every, 0, False
+        self._attributes = vars(trainer)
+        self._restored = {name: self._attributes[name] for name in ("compute_loss",) if name in self._attributes}
+        self._attributes["compute_loss"] = self
+
+    def remove(self) -> None:
+        """Give the trainer its own loss back."""
+        if self._attributes.get("compute_loss") is self:
+            del self._attributes["compute_loss"]
+            self._attributes.update(self._restored)
+
+    def __call__(self, model: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Compute the trainer's loss, fit the model before if it has to be."""
+        if not self._model.training:
+            return self._loss_of(model, inputs, *arguments, **keywords)
+        if self.fitted is None:
+            self._fit(inputs, keywords)
+        elif self._every:
+            self._batches += 1
+            if self._batches % self._every == 0:
+                self._watch(self.fitted, inputs, keywords)
+        try:
+            # which takes the labels out
+            return self._loss_of(model, copy.copy(inputs), *arguments, **keywords)
+        except InfeasibleBudgetError:
+            self._fit(inputs, keywords)
+            return self._loss_of(model, inputs, *arguments, **keywords)
+
+    def _loss_with(self, keywords: Mapping[str, Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
+        others = {name: value for name, value in keywords.items() if name != "return_outputs"}
+        return lambda model, batch: self._loss_of(model, dict(batch), **others)
+
+    def _fit(self, inputs: Any, keywords: Mapping[str, Any]) -> None:
+        remove_checkpointing(self._model)
+        self.fitted = fit(self._model, inputs, loss_fn=self._loss_with(keywords), **self._options)
+        self.noise = self.fitted.chosen.noise_ratio
+        print(f"fit: {str(self.fitted).partition(chr(10))[0]}")
+
+    def _watch(self, fitted: Fit, inputs: Any, keywords: Mapping[str, Any]) -> None:
+        """Measure the noise again, and fit the model anew if it has grown above the limit."""
+        if not fitted.chosen.options:
+            return
+        try:
+            self.noise = cautious_ratio(fitted.measure(inputs, self._loss_with(keywords)))
+        except ValueError as error:
+            # such as a last batch of few examples
+            if not self._has_told:
+                self._has_told = True
+                warnings.warn(f"fit: {error}; the noise is not watched with this batch", UserWarning, stacklevel=3)
+            return
+        if self.noise <= self._options["noise"]:
+            return
+        print(f"fit: the noise has grown to {self.noise:.2g} of the minibatch's variance")
+        try:
+            self._fit(inputs, keywords)
+        except InfeasibleBudgetError as error:
+            warnings.warn(f"the model trains on as it was fitted before: {error}", stacklevel=3)
+            self._model._compiled_call_impl = fitted.step
