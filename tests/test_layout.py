@@ -119,6 +119,7 @@ def test_only_the_backend_imports_the_kernels():
 def test_only_the_integrations_and_the_layer_import_transformers():
     assert importers_of("transformers", LIBRARY) <= {
         "rmm_linear/layer.py",
+        "rmm_linear/integrations/fitted_loss.py",
         "rmm_linear/integrations/hf_trainer.py",
         "rmm_linear/integrations/hf_models.py",
     }
