@@ -48,7 +48,7 @@ from .sketch_noise import (
 
 FILE = "allocated.csv"
 RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-STORAGES = (None, "int8", "int4", "int3", "int2")
+STORAGES = (None, "int8", "int4", "int2")
 # the default, and one that is best where it keeps nearly all rows
 SKETCHES = ("hadamard", "rows_without_replacement")
 FIRST = (0,)

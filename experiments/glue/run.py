@@ -31,7 +31,7 @@ _HELP = {
     "center": "keep the column mean of the input apart",
     "bits": "of codes: 8, 4, or 4/8 for 4 of activation functions and 8 of all else",
     "budget": "of steps within a byte budget, and of fit: such as 50%% of the step's peak, or 200MiB",
-    "storage": "hold what is kept in int8, int4, int3, int2 or fp8",
+    "storage": "hold what is kept in int8, int4 or int2",
     "skip_padding": "leave out rows that the attention mask marks as padding",
     "keep_first": "keep the rows of each sequence's first token beside the sketch",
     "allocate": "choose each layer's ratio by its variance, at the same bytes in sum",

@@ -48,9 +48,9 @@ TO_LONGEST, TO_OWN = "to 128", "dynamic"
 ALL_ROWS, REAL_ROWS = "all", "real"
 GAUSSIAN, BEST = "gaussian", "best"
 # of bfloat16's 16; the dtype that bytes are counted in
-_BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int3": 3, "int2": 2}
+_BITS = {None: 16, "int8": 8, "int4": 4, "int2": 2}
 # those that the sketches are compared in
-_CROSS_STORAGES = (None, "int8", "fp8", "int4", "int2")
+_CROSS_STORAGES = (None, "int8", "int4", "int2")
 # draws of S over which the rounding's part of the closed form is averaged; all layers have the same ones, so that the
 # mean over layers of a single draw is off by 2 to 5 %
 _GRID_DRAWS, _DENSE_DRAWS, _MEASURED_DRAWS = 4, 1, 64

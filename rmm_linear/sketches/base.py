@@ -133,27 +133,22 @@ class Sketch(ABC):
         g: Tensor,
         saved: SavedSketch,
         *,
-        need_weight: bool = True,
         need_bias: bool = True,
         dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Estimate g^T x, and sum g over its rows: the backward pass.
 
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: The result of `compress`.
-            need_weight: Whether the weight gradient is wanted.
             need_bias: Whether the bias gradient is wanted.
             dtype: Dtype of the estimate; float32 (float64 for float64) if None. Sums are formed in float32 anyway.
 
         Returns:
-            The estimate of g^T x, shape (out, in); and the exact column sum of g, shape (out,), in g's dtype; None
-            where not wanted.
+            The estimate of g^T x, shape (out, in); and the exact column sum of g, shape (out,), in g's dtype, or None.
         """
-        grad_weight = self.grad_weight(g, saved) if need_weight else None
-        if grad_weight is not None and dtype is not None:
-            grad_weight = grad_weight.to(dtype)
-        return grad_weight, g.sum(0) if need_bias else None
+        grad_weight = self.grad_weight(g, saved)
+        return grad_weight if dtype is None else grad_weight.to(dtype), g.sum(0) if need_bias else None
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
         """Return the bytes that a forward pass keeps of x (rows, features): all stored tensors and the seed.

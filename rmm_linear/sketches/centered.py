@@ -79,14 +79,11 @@ class Centered(Sketch):
         g: Tensor,
         saved: SavedSketch,
         *,
-        need_weight: bool = True,
         need_bias: bool = True,
         dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Estimate g^T x, the mean's part exactly; see `Sketch.backward`."""
         column_sum = g.sum(0) if need_bias else None
-        if not need_weight:
-            return None, column_sum
         compute = accumulate_dtype(g.dtype)
         # The bias gradient is summed as nn.Linear sums it; a half-precision sum is too coarse for the mean's part.
         total = column_sum if column_sum is not None and g.dtype == compute else g.sum(0, dtype=compute)

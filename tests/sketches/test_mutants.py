@@ -36,22 +36,17 @@ from rmm_linear_kernels.philox.reference import (
 
 IDENTITY = "test_mean_of_s_s_transposed_is_identity"
 UNBIASED = "test_gradient_is_unbiased"
-LAYER = "test_layer_gradient_is_unbiased"
 VARIANCE = "test_variance_equals_the_closed_form"
 PRODUCT = "test_gradient_is_the_product_with_dense"
-PRECISION = "test_low_precision_errs_no_more_than_plain_torch"
-LAYER_PRODUCT = "test_layer_gradient_is_the_sketch_s"
+LAYER = "test_layer_is_linear_with_the_sketch_s_weight_gradient"
 STRIDES = "test_non_contiguous_inputs_give_the_same_gradient"
-WANTED = "test_backward_gives_what_is_asked_for"
+BIAS = "test_bias_gradient_is_the_column_sum"
 ZEROS = "test_zeros_give_zeros"
 MAGNITUDES = "test_gradients_are_finite_and_right_at_all_magnitudes"
 NON_FINITE = "test_non_finite_input_shows_in_the_gradient"
-BIT_EQUAL = "test_output_and_other_gradients_are_bit_equal_to_linear"
 EXACT = "test_exact_where_it_says_so"
-SAME_SEED = "test_same_seed_is_bitwise_equal"
 OTHER_SEED = "test_different_seeds_give_different_sketches"
-BYTES = "test_saved_bytes_is_what_is_kept"
-FREED = "test_input_is_freed_before_the_backward_pass"
+BYTES = "test_saved_bytes_are_kept_and_the_input_is_freed"
 KEPT_ROWS = "test_kept_rows_follow_the_ratio"
 CHECKS = tuple(name for name in dir(SketchContract) if name.startswith("test_"))
 TRIED = (1, 2, 12, 37, 64, 67, 128)
@@ -286,10 +281,10 @@ ONLY_INPUT_CENTRED = changed(Centered, grad_weight=lambda self, g, saved, mean: 
 
 
 class MeanForgotten(Centered):
-    def backward(self, g, saved, *, need_weight=True, need_bias=True, dtype=None):
+    def backward(self, g, saved, *, need_bias=True, dtype=None):
         *tensors, mean = saved.tensors
         saved = SavedSketch(saved.seed, (*tensors, torch.zeros_like(mean)))
-        return super().backward(g, saved, need_weight=need_weight, need_bias=need_bias, dtype=dtype)
+        return super().backward(g, saved, need_bias=need_bias, dtype=dtype)
 
 
 class HidesInput(Hadamard):
@@ -354,13 +349,9 @@ def divided_by_the_largest(compress, x):
     return with_tensors(saved, saved.tensors[0] / largest * largest)
 
 
-def bias_rounded(self, g, saved, *, need_weight=True, need_bias=True, dtype=None):
-    grad_weight, _ = Hadamard.backward(self, g, saved, need_weight=need_weight, need_bias=False, dtype=dtype)
+def bias_rounded(self, g, saved, *, need_bias=True, dtype=None):
+    grad_weight, _ = Hadamard.backward(self, g, saved, need_bias=False, dtype=dtype)
     return grad_weight, g.to(torch.bfloat16).sum(0).to(g.dtype) if need_bias else None
-
-
-def need_weight_ignored(self, g, saved, *, need_weight=True, need_bias=True, dtype=None):
-    return Hadamard.backward(self, g, saved, need_weight=True, need_bias=need_bias, dtype=dtype)
 
 
 def with_another_seed(self, x, seed, *, mean=None):
@@ -389,7 +380,7 @@ MUTANTS = {
     "one seed": (
         dense_as(DenseHadamard, lambda dense, seeds: dense(torch.zeros_like(seeds))),
         HADAMARD,
-        [OTHER_SEED, LAYER, IDENTITY, UNBIASED, VARIANCE],
+        [OTHER_SEED, IDENTITY, UNBIASED, VARIANCE],
     ),
     "32 bits of the seed": (
         dense_as(DenseHadamard, lambda dense, seeds: dense(seeds & 0xFFFFFFFF)),
@@ -399,18 +390,18 @@ MUTANTS = {
     "default generator": (
         changed(DenseHadamard, compress=with_another_seed),
         HADAMARD,
-        [SAME_SEED, PRODUCT, LAYER_PRODUCT, PRECISION, STRIDES, MAGNITUDES, WANTED],
+        [PRODUCT, LAYER, STRIDES, MAGNITUDES, BIAS],
     ),
     "scale wrong by half a percent": (
         dense_as(DenseHadamard, lambda dense, seeds: dense(seeds) * 1.005),
         HADAMARD,
-        [UNBIASED, IDENTITY, LAYER, VARIANCE, EXACT],
+        [UNBIASED, IDENTITY, VARIANCE, EXACT],
     ),
     "the paper's closed form": (changed(Gaussian, variance=papers_closed_form), {}, [VARIANCE]),
     "uniform entries": (UniformEntries, {}, [VARIANCE]),
     "repeated columns": (RepeatedColumns, {"unit_diagonal": True}, [VARIANCE]),
     "no signs, dct": (NoSignsDCT, ORTHOGONAL, [VARIANCE]),
-    "constant column of the dct": (UnweightedConstantDCT, ORTHOGONAL, [IDENTITY, UNBIASED, LAYER, VARIANCE, EXACT]),
+    "constant column of the dct": (UnweightedConstantDCT, ORTHOGONAL, [IDENTITY, UNBIASED, VARIANCE, EXACT]),
     "with replacement in place of without": (WrongReplacement, ROWS | ORTHOGONAL, [VARIANCE, EXACT]),
     "scaled by other probabilities": (ScaledByOtherProbabilities, BY_NORM, [IDENTITY]),
     "squared norms": (SquaredNorms, {"identity_draws": 480_000}, [VARIANCE]),
@@ -418,19 +409,19 @@ MUTANTS = {
     "only the input centred": (
         lambda ratio: ONLY_INPUT_CENTRED(Hadamard(ratio=ratio)),
         HADAMARD,
-        [PRODUCT, PRECISION, MAGNITUDES],
+        [PRODUCT, MAGNITUDES],
     ),
     "mean forgotten": (
         lambda ratio: MeanForgotten(Hadamard(ratio=ratio)),
         HADAMARD,
-        [PRODUCT, LAYER, PRECISION, MAGNITUDES, EXACT],
+        [PRODUCT, MAGNITUDES, EXACT],
     ),
     "input among the saved": (
         compressed_as(Hadamard, lambda compress, x: with_tensors(compress(x), *compress(x).tensors, x[:0])),
         HADAMARD,
-        [BYTES, FREED],
+        [BYTES],
     ),
-    "input on the sketch": (HidesInput, HADAMARD, [FREED]),
+    "input on the sketch": (HidesInput, HADAMARD, [BYTES]),
     "seed not counted": (
         changed(Hadamard, saved_bytes=lambda self, *args: Hadamard.saved_bytes(self, *args) - 8),
         HADAMARD,
@@ -447,7 +438,7 @@ MUTANTS = {
         [KEPT_ROWS],
     ),
     "overflow in float16": (StoresLargeNumbers, {}, [MAGNITUDES]),
-    "sums in bfloat16": (SumsInHalfPrecision, {}, [PRECISION, MAGNITUDES]),
+    "sums in bfloat16": (SumsInHalfPrecision, {}, [MAGNITUDES]),
     "squares overflow": (SquaresOverflow, BY_NORM, [MAGNITUDES, ZEROS]),
     "divided by the largest": (compressed_as(Hadamard, divided_by_the_largest), HADAMARD, [ZEROS]),
     "nan_to_num": (
@@ -456,8 +447,7 @@ MUTANTS = {
         [NON_FINITE],
     ),
     "strides ignored": (AssumesContiguous, HADAMARD, [STRIDES]),
-    "bias gradient rounded": (changed(Hadamard, backward=bias_rounded), HADAMARD, [WANTED, BIT_EQUAL]),
-    "need_weight ignored": (changed(Hadamard, backward=need_weight_ignored), HADAMARD, [WANTED]),
+    "bias gradient rounded": (changed(Hadamard, backward=bias_rounded), HADAMARD, [BIAS, LAYER]),
 }
 SCALED_ROW_KNOBS = {
     "hadamard": HADAMARD,
