@@ -192,11 +192,9 @@ class ObliviousSketch(Sketch):
         """
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
-        """Sketch the input; see `Sketch.compress`."""
         return SavedSketch(seed, (self.project(x, seed, mean, gradient=False),))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) over the storage scale; see `Sketch.sketch_gradient`."""
         return self.project(g, saved.seed, mean, gradient=True)
 
 

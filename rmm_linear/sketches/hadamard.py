@@ -71,7 +71,6 @@ class Hadamard(ObliviousSketch):
         return blocks, larger(1, (self.numerator * rows) // (self.denominator * blocks))
 
     def rank(self, rows: int) -> int:
-        """Return blocks * kept; see `Hadamard`."""
         blocks, kept = self.geometry(rows)
         return blocks * kept
 
@@ -83,7 +82,6 @@ class Hadamard(ObliviousSketch):
         return kept == backend.hadamard_order(-(-rows // blocks))
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         rows = y.shape[0]
         blocks, kept = self.geometry(rows)
         # A combination of the +-1 is larger than x's elements by the root of the rows of a block: x's are stored at
@@ -95,7 +93,6 @@ class Hadamard(ObliviousSketch):
         return backend.run("hadamard_sketch", y, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
 
     def multiply_adds(self, rows: int) -> int:
-        """Return rows * kept; see `Sketch.multiply_adds`."""
         return rows * self.geometry(rows)[1]
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
@@ -117,6 +114,5 @@ class Hadamard(ObliviousSketch):
         return self.name, self.geometry(rows)[0]
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`."""
         blocks, kept = self.geometry(x.shape[0])
         return backend.hadamard_dense(seeds, rows=x.shape[0], blocks=blocks, kept=kept, dtype=torch.float64)

@@ -71,11 +71,9 @@ class LowBit(Sketch):
         super().__post_init__()
 
     def rank(self, rows: int) -> int:
-        """Return the inner sketch's rank; all rows without one."""
         return rows if self.inner is None else self.inner.rank(rows)
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
-        """Return codes, steps, offsets, and what else the inner sketch stores; see `Sketch.stored`."""
         kept = self.rank(rows)
         scales = (kept + self.group - 1) // self.group, features
         codes = (kept, backend.packed_width(features, self.storage)), torch.uint8
@@ -83,7 +81,6 @@ class LowBit(Sketch):
         return codes, (scales, backend.SCALE_DTYPE), (scales, backend.SCALE_DTYPE), *rest
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
-        """Sketch the input and round it; see `Sketch.compress`."""
         if self.inner is None:
             return SavedSketch(seed, backend.run("quantize", x, seed, mean, kind=self.storage, group=self.group))
         values, *rest = self.inner.compress(x, seed, mean=mean).tensors
@@ -97,7 +94,6 @@ class LowBit(Sketch):
         return backend.run("dequantize", codes, steps, offsets, saved.seed, **how)
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`."""
         if self.inner is None:
             wide = g.to(accumulate_dtype(g.dtype))
             if mean is None:
@@ -109,13 +105,11 @@ class LowBit(Sketch):
         return self.inner.sketch_gradient(g, inner, mean=mean)
 
     def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Estimate (g - 1 mean^T)^T x out of decoded values; see `Sketch.grad_weight`."""
         sketched, dtype = self.sketch_gradient(g, saved, mean=mean), backend.product_dtype(g)
         values = self.decoded(saved, torch.float32 if dtype == torch.float64 else dtype)
         return backend.estimate(sketched, values, dtype, self.headroom)
 
     def multiply_adds(self, rows: int) -> int:
-        """Return the inner sketch's; see `Sketch.multiply_adds`."""
         return 0 if self.inner is None else self.inner.multiply_adds(rows)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:

@@ -45,7 +45,6 @@ class TrigonometricSketch(ObliviousSketch):
         return self.rank(rows) == rows
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         (rows, features), rank, compute = y.shape, self.rank(y.shape[0]), accumulate_dtype(y.dtype)
         scale, dtype = (rows / max(1, rank), compute) if gradient else (1.0, y.dtype)
         if rows == 0:
@@ -90,7 +89,6 @@ class TrigonometricSketch(ObliviousSketch):
         return n * (n - rank) / (rank * (n - 1)) * (total - sums.gradient_squared / n).clamp(min=0)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         if rows == 0:
             return torch.zeros((seeds.numel(), 0, rank), dtype=torch.float64, device=x.device)
