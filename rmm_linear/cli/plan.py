@@ -5,8 +5,6 @@ import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 from rmm_linear.byte_sizes import readable, unit_for
 from rmm_linear.checkpointing import (
@@ -18,15 +16,7 @@ from rmm_linear.checkpointing import (
     get_strategy,
     simulate,
 )
-from rmm_linear.cli.model_options import (
-    add_model_options,
-    checked_model,
-    hf_models,
-    planning_heading,
-    planning_model,
-    refuse_figure,
-)
-from rmm_linear.cli.quiet import quiet_transformers
+from rmm_linear.cli.models import add_model_options, build_model, check_model_options, hf_models, planning_heading
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
 from rmm_linear.errors import InfeasibleBudgetError
@@ -57,33 +47,19 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         InfeasibleBudgetError: If no schedule fits the budget; it names a budget that can be met.
         ImportError: If transformers, or for a figure matplotlib, is not installed.
     """
-    name = checked_model(options)
+    check_model_options(options)
     strategy, budget = options.strategy, Budget.of(options.budget)
     get_strategy(strategy)
     config = None if options.ratio is None else RMMConfig(ratio=options.ratio)
-    if options.figure:
-        refuse_figure(Path(options.figure))
-    models = hf_models()
-    with quiet_transformers():
-        return _run(options, name, strategy, budget, config, models), 0
-
-
-def _run(
-    options: argparse.Namespace,
-    name: str,
-    strategy: str,
-    budget: Budget,
-    config: RMMConfig | None,
-    models: ModuleType,
-) -> str:
-    model = planning_model(options, name)
-    batch = models.random_batch(model, batch=options.batch, length=options.seq)
-    captured = capture(model, (), batch)
-    exact = graph = captured.graph
-    if config is not None:
-        convert_linears(model, config=config)
+    with hf_models() as models:
+        model = build_model(models, options, device="meta", caches=False)
+        batch = models.random_batch(model, batch=options.batch, length=options.seq)
         captured = capture(model, (), batch)
-        graph = captured.graph
+        exact = graph = captured.graph
+        if config is not None:
+            convert_linears(model, config=config)
+            captured = capture(model, (), batch)
+            graph = captured.graph
     plain_bytes = simulate(exact, Schedule.plain(exact)).peak_bytes
     budget_bytes = budget.in_bytes(plain_bytes)
     try:
@@ -111,14 +87,14 @@ def _run(
             "frontier": [{"peak_bytes": other.peak_bytes, "extra_cost": other.overhead} for other in others.values()],
             "schedule": plan.schedule.to_dict(),
         }
-        return json.dumps(found)
+        return json.dumps(found), 0
     heading = planning_heading(options, batch)
     if options.ratio is not None:
         heading += (
             f"\nexact layers: peak {readable(plain_bytes)}; layers sketched at {options.ratio:g}:"
             f" {readable(plan.plain.peak_bytes)}; with the plan: {readable(plan.peak_bytes)}"
         )
-    return "\n\n".join([heading, str(plan), _table(others, plain_bytes)])
+    return "\n\n".join([heading, str(plan), _table(others, plain_bytes)]), 0
 
 
 def _refusal(budget: Budget, graph: Graph, plain_bytes: int, least_bytes: int, strategy: str) -> str:
