@@ -1,15 +1,14 @@
 """AdaptiveRatios: each layer's ratio chosen, and chosen again, while the model trains.
 
-Layers differ by orders of magnitude in how much noise a sketch adds for a byte. So the first steps measure: every layer
-is sampled in two of them, a few layers a step, and `allocate_ratios` or `allocate_for_noise` choose each layer's ratio
-from what was measured. Every so many steps the same is done again, since gradients change as training goes on:
+Every layer is sampled in two of the first steps, a few layers a step, and `allocate_ratios` or `allocate_for_noise`
+choose each layer's ratio from what was measured. Every so many steps the same is done again:
 
 - above the noise target, ratios are raised by the fewest bytes that reach it again, and none is lowered;
 - over the budget, it is allocated anew (after a target has raised ratios above it, once that leaves a margin);
 - otherwise it is allocated anew where that takes off a tenth of the variance.
 
-All that decides is the data: runs repeat, and a run that goes on from `state_dict` does what it would have done. In
-data parallel training the first rank decides, by what it has measured, for all.
+Runs repeat, and a run that goes on from `state_dict` does what it would have done. In data parallel training the first
+rank decides for all.
 """
 
 import logging
@@ -26,7 +25,7 @@ from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.layer import SketchedLayer
 from rmm_linear.variance.allocation import Allocation, NoiseProfile, allocate_for_noise, allocate_ratios
-from rmm_linear.variance.probe import LayerSampler
+from rmm_linear.variance.probe import LayerSampler, _read_as
 from rmm_linear.variance.profile import ProfileBuilder
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
@@ -43,7 +42,7 @@ _log = logging.getLogger("rmm_linear")
 
 @dataclass(frozen=True)
 class RatioChange:
-    """A change of one layer's configuration, after so many optimizer steps."""
+    """A change of one layer's configuration, after so many optimizer steps; `to_dict` is ready for JSON."""
 
     step: int
     layer: str
@@ -51,7 +50,7 @@ class RatioChange:
     after: RMMConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the change as plain values, ready for JSON and for `from_dict`."""
+        """Return the change as plain values."""
         return {**vars(self), "before": self.before.to_dict(), "after": self.after.to_dict()}
 
     @classmethod
@@ -289,22 +288,17 @@ class AdaptiveRatios(LayerSampler):
             ValueError: If the state is something else, or has configurations of layers that this model lacks.
         """
         assert self._probe is not None
-        try:
+        builder = ProfileBuilder()
+        with _read_as(type(self)):
             configs = {name: RMMConfig.from_dict(config) for name, config in state["configs"].items()}
             allocation = None if state["allocation"] is None else Allocation.from_dict(state["allocation"])
             changes = [RatioChange.from_dict(change) for change in state["changes"]]
-            steps, budget_bytes, measured = int(state["steps"]), state["budget_bytes"], state["measured"]
-            share = state["share"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"this is no state of AdaptiveRatios ({type(error).__name__}: {error}); pass what state_dict() returned"
-            ) from None
+            steps, budget_bytes, share = int(state["steps"]), state["budget_bytes"], state["share"]
+            builder.load_state_dict(state["measured"])
         for name in configs:
             self._check_layer(name, "configuration")
-        self._builder = ProfileBuilder()
-        self._builder.load_state_dict(measured)
         self._steps, self.budget_bytes, self.allocation, self.changes = steps, budget_bytes, allocation, changes
-        self._share = share
+        self._share, self._builder = share, builder
         for name, config in configs.items():
             self._probe.layers[name].rmm_config = config
         self._begin_step()

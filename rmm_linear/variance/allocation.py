@@ -16,17 +16,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal, get_args
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import aligned, describe
-from rmm_linear.layer import SketchedLayer
-from rmm_linear.names import listed, strip_wrappers
+from rmm_linear.names import listed
 from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]
@@ -70,20 +65,20 @@ class LayerProfile:
     group: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ValueError(f"name={self.name!r} is not a layer's name; pass a string")
         object.__setattr__(self, "options", tuple(self.options))
         if not self.options:
             raise ValueError(f"layer {self.name!r} has no options; give it at least one, such as the exact layer's")
-        _check_amount(f"layer {self.name!r}: gradient_squared", self.gradient_squared)
-        if not (isinstance(self.minibatch_variance, float) and math.isnan(self.minibatch_variance)):
-            _check_amount(f"layer {self.name!r}: minibatch_variance", self.minibatch_variance)
-        for option in self.options:
-            where = f"layer {self.name!r}, {option.config}"
-            _check_amount(f"{where}: variance", option.variance)
-            _check_amount(f"{where}: saved_bytes", option.saved_bytes, whole=True)
         if len({option.config for option in self.options}) < len(self.options):
             raise ValueError(f"layer {self.name!r} has two options of one configuration; leave one of them out")
+        amounts = [self.gradient_squared]
+        amounts += [amount for option in self.options for amount in (option.variance, option.saved_bytes)]
+        if not math.isnan(self.minibatch_variance):
+            amounts.append(self.minibatch_variance)
+        if wrong := [amount for amount in amounts if not 0 <= amount < math.inf]:
+            raise ValueError(
+                f"layer {self.name!r} has an amount of {wrong[0]!r}; squared gradients, variances and bytes are finite"
+                " and at least 0 (pass 0 for one that is below 0 by rounding alone)"
+            )
 
 
 @dataclass(frozen=True)
@@ -199,29 +194,6 @@ class Allocation:
         """The variance over the minibatch's, both summed over the layers; nan if one of the latter is not known."""
         return _ratio(self.variance, math.fsum(layer.minibatch_variance for layer in self.layers))
 
-    def apply(self, model: nn.Module) -> None:
-        """Configure the sketched layers of a model, in place.
-
-        Args:
-            model: A model with a sketched layer of each name, as `convert_linears` makes them. Others are left alone.
-
-        Raises:
-            ValueError: If a layer is not there or is not a sketched one; the model is then as it was.
-        """
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-        named = {strip_wrappers(name): module for name, module in model.named_modules(remove_duplicate=False)}
-        configs = self.configs
-        missing = [name for name in configs if name not in named]
-        if missing:
-            raise ValueError(f"the model has no {listed(missing)}; pass the model that was profiled")
-        layers = {name: module for name, module in named.items() if isinstance(module, SketchedLayer)}
-        others = [f"{name} ({type(named[name]).__name__})" for name in configs if name not in layers]
-        if others:
-            raise ValueError(f"not sketched layers: {listed(others)}; convert them with convert_linears first")
-        for name, config in configs.items():
-            layers[name].rmm_config = config
-
     def to_dict(self) -> dict[str, Any]:
         """Return layers, totals and gap as plain values, ready for JSON; None for a number that is not finite."""
         return {
@@ -246,28 +218,18 @@ class Allocation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Allocation":
-        """Make an allocation of `to_dict`'s output, whose totals are not read.
-
-        Raises:
-            ValueError: If it is something else, or a value is bad.
-        """
-        try:
-            layers = tuple(
-                LayerProfile(
-                    name=layer["name"],
-                    gradient_squared=layer["gradient_squared"],
-                    minibatch_variance=math.nan if layer["minibatch_variance"] is None else layer["minibatch_variance"],
-                    options=(Option(RMMConfig.from_dict(layer["config"]), layer["saved_bytes"], layer["variance"]),),
-                    group=layer.get("group"),
-                )
-                for layer in values["layers"]
+        """Make an allocation of `to_dict`'s output, whose totals are not read."""
+        layers = tuple(
+            LayerProfile(
+                name=layer["name"],
+                gradient_squared=layer["gradient_squared"],
+                minibatch_variance=math.nan if layer["minibatch_variance"] is None else layer["minibatch_variance"],
+                options=(Option(RMMConfig.from_dict(layer["config"]), layer["saved_bytes"], layer["variance"]),),
+                group=layer["group"],
             )
-            gap = values.get("gap")
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"not an allocation ({type(error).__name__}: {error}); pass what Allocation.to_dict() returned"
-            ) from None
-        return _allocation(NoiseProfile(layers), [0] * len(layers), gap)
+            for layer in values["layers"]
+        )
+        return _allocation(NoiseProfile(layers), [0] * len(layers), values["gap"])
 
     def __str__(self) -> str:
         table: list[tuple[str, ...]] = [("layer", "config", "bytes", "relative variance")]
@@ -289,8 +251,8 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
     """Choose an option for every layer: the least variance within a budget of bytes, but for the allocation's `gap`.
 
     The gap is small where layers are many and their options lie close, as ratios do: 0.03 % for 48 layers of 40 ratios.
-    The same input always gives the same allocation, and more bytes never mean more variance. Layers of a group with the
-    same options get the same one: their sketch is kept once, and its bytes count once.
+    More bytes never mean more variance. Layers of a group with the same options get the same one: their sketch is kept
+    once, and its bytes count once.
 
     Example:
         >>> from rmm_linear import RMMConfig
@@ -314,21 +276,20 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
             sum of each layer's variance over its own squared gradient.
 
     Raises:
-        ValueError: If the budget is not a number or is below what the least options take, the objective is unknown, or
-            a layer of no gradient has a variance and the objective is "relative".
+        ValueError: If the budget is no number or below the least possible, the objective is unknown, or a layer of no
+            gradient has a variance and the objective is "relative".
     """
     units = _units(profile)
     costs = _costs(profile, objective, units)
     _check_bound("budget_bytes", budget_bytes)
     weights = _bytes(profile, units)
-    least = int(sum(layer.min() for layer in weights))
+    least = profile.least_bytes
     if budget_bytes < least:
         raise ValueError(
             f"budget_bytes={budget_bytes} is below the least possible, {least} bytes with the smallest option of every"
             " layer; pass at least that, or profile smaller options"
         )
-    capacity = min(budget_bytes, int(sum(layer.max() for layer in weights)))
-    choice, gap = _solve(weights, costs, float(math.floor(capacity)))
+    choice, gap = _solve(weights, costs, math.floor(min(budget_bytes, profile.most_bytes)))
     return _allocation(profile, _expanded(units, choice), gap)
 
 
@@ -339,19 +300,16 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
 
     Args:
         profile: The options.
-        variance_limit: What the variances may add up to; with the objective "relative", each over its layer's squared
-            gradient. May be infinite. A share s of the minibatch's noise is
-            `s * sum(layer.minibatch_variance for layer in profile.layers)`.
+        variance_limit: What the variances may add up to, in the size of the objective; may be infinite.
         objective: "total" or "relative", as in `allocate_ratios`.
 
     Raises:
-        ValueError: If the limit is not a number or is below what the least options have, the objective is unknown, or
-            a layer of no gradient has a variance and the objective is "relative".
+        ValueError: As of `allocate_ratios`.
     """
     units = _units(profile)
     variances = _costs(profile, objective, units)
     _check_bound("variance_limit", variance_limit)
-    least = math.fsum(float(layer.min()) for layer in variances)
+    least = math.fsum(map(min, variances))
     capacity = float(variance_limit) * (1 + _ROUNDING)
     if capacity < least:
         raise ValueError(
@@ -360,15 +318,6 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
         )
     choice, gap = _solve(variances, _bytes(profile, units), capacity)
     return _allocation(profile, _expanded(units, choice), gap)
-
-
-def _check_amount(what: str, value: object, *, whole: bool = False) -> None:
-    kind = Integral if whole else Real
-    if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < math.inf:  # type: ignore[operator]
-        raise ValueError(
-            f"{what} is {value!r}; expected a finite {'whole number' if whole else 'number'} of at least 0"
-            f"{'' if whole else ' (one that is below 0 by rounding alone is to be passed as 0)'}"
-        )
 
 
 def _check_bound(name: str, value: object) -> None:
@@ -408,14 +357,13 @@ def _expanded(units: Sequence[Sequence[int]], choice: Sequence[int]) -> list[int
     return [by_layer[layer] for layer in range(len(by_layer))]
 
 
-def _bytes(profile: NoiseProfile, units: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
-    """Of each unit, as floats, which hold whole numbers up to 2**53."""
-    first = [profile.layers[unit[0]] for unit in units]
-    return [np.array([option.saved_bytes for option in layer.options], dtype=np.float64) for layer in first]
+def _bytes(profile: NoiseProfile, units: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Of each unit's options."""
+    return [[option.saved_bytes for option in profile.layers[unit[0]].options] for unit in units]
 
 
-def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
-    """Of each unit: the sum over its layers."""
+def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Of each unit's options: sums over its layers."""
     if objective not in get_args(Objective):
         raise ValueError(f"objective={objective!r} is unknown; choose one of {', '.join(get_args(Objective))}")
     values = [
@@ -431,11 +379,11 @@ def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence
             f"gradient_squared is 0 and a variance is not: {listed(without)}; leave these layers out, or pass"
             ' objective="total"'
         )
-    return [np.sum([values[layer] for layer in unit], axis=0, dtype=np.float64) for unit in units]
+    return [[math.fsum(each) for each in zip(*(values[layer] for layer in unit), strict=True)] for unit in units]
 
 
 def _solve(
-    weights: Sequence[NDArray[np.float64]], costs: Sequence[NDArray[np.float64]], capacity: float
+    weights: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], capacity: float
 ) -> tuple[list[int], float]:
     """Choose one option a layer, of little cost and together within the capacity; and return the gap to the bound."""
     # the module's docstring has the method
@@ -446,14 +394,14 @@ def _solve(
         for place, (left, right) in enumerate(pairwise(hull)):
             less, more = costs[layer][left] - costs[layer][right], weights[layer][right] - weights[layer][left]
             # hulls are convex; rounding must not put an edge before the one that leads to it
-            gain = min(gain, float(less) / float(more))
-            edges.append((-gain, layer, place, float(more)))
+            gain = min(gain, less / more)
+            edges.append((-gain, layer, place, more))
     places = [0] * len(hulls)
 
     def cost() -> float:
-        return math.fsum(float(costs[layer][hull[places[layer]]]) for layer, hull in enumerate(hulls))
+        return math.fsum(costs[layer][hull[places[layer]]] for layer, hull in enumerate(hulls))
 
-    spent, bound = math.fsum(float(w[hull[0]]) for w, hull in zip(weights, hulls, strict=True)), None
+    spent, bound = math.fsum(w[hull[0]] for w, hull in zip(weights, hulls, strict=True)), None
     for negative_gain, layer, place, more in sorted(edges):
         # an edge can be walked only from where the one before it ended
         if places[layer] == place and spent + more <= capacity:
@@ -467,12 +415,11 @@ def _solve(
     return [hull[place] for hull, place in zip(hulls, places, strict=True)], gap
 
 
-def _lower_hull(weights: NDArray[np.float64], costs: NDArray[np.float64]) -> list[int]:
+def _lower_hull(w: Sequence[float], c: Sequence[float]) -> list[int]:
     """Options on the lower convex hull, by increasing weight and decreasing cost."""
-    w, c = weights.tolist(), costs.tolist()
     hull: list[int] = []
     least = math.inf
-    for i in np.lexsort((costs, weights)).tolist():
+    for i in sorted(range(len(w)), key=lambda i: (w[i], c[i])):
         if c[i] >= least:
             # another option is no heavier and no dearer
             continue

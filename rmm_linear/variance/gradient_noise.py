@@ -11,9 +11,7 @@ G = g^T x, a sum over rows, and over sequences:
 
 with C = ||G||^2. Tokens of one sequence are alike, so that the second is what a minibatch really has.
 
-Scale. All of these are of the size of G squared. With a loss that is a mean over the batch instead of a sum, g is
-smaller by the number of terms, and every variance by its square; ratios between them stay. None is divided by the batch
-size: they speak of the gradient of this batch.
+All of these are of the size of G squared, the gradient of this batch; none is divided by the batch size.
 """
 
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ _SEQUENCE_DIMENSIONS = 3
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """Variances of one layer's weight gradient on one batch, each a float; see the module's docstring for their scale.
+    """Variances of one layer's weight gradient on one batch; see the module's docstring for their scale.
 
     Attributes:
         gradient_squared: C = ||g^T x||^2, of the exact gradient.
@@ -92,9 +90,8 @@ def gradient_noise(
 ) -> GradientNoise:
     """Return the noise of a layer's weight gradient on one batch, in closed form.
 
-    No per-sample gradient is formed where two small Gram matrices give its norm. Beyond x and g it takes the memory of
-    one weight gradient in float64 and of a slab of rows; a centred configuration takes a float32 copy of both, and one
-    that leaves rows out, or keeps some, a copy of the others.
+    Beyond x and g it takes the memory of one weight gradient in float64 and of a slab of rows; a centred configuration
+    takes a float32 copy of both, and one that leaves rows out, or keeps some, a copy of the others.
 
     Example:
         >>> import torch
@@ -166,11 +163,7 @@ class DealtRows(NamedTuple):
 def dealt_rows(
     x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
 ) -> DealtRows:
-    """Return the rows that a layer sketches, and the rows that it keeps beside the sketch.
-
-    `x` (rows, in) and `g` (rows, out) are matrices, `shape` is that of the activations before they were flattened, and
-    `index` has the numbers of the rows that are not left out, ascending.
-    """
+    """Return the rows of matrices that a layer sketches, and that it keeps beside the sketch; `shape` is x's own."""
     layout = layout_of(shape, keep_tokens, index)
     if index is not None and layout.kept:
         index = kept_first(index, layout.sequences, layout.length, keep_tokens)

