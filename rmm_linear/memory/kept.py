@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -167,6 +168,34 @@ class SavedTensors:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(bytes={self.bytes}, storages={len(self._kept)})"
+
+
+class WatchedModules(SavedTensors):
+    """SavedTensors that also sees modules of a model run, by `_before` and `_after`, their forward hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        raise NotImplementedError
+
+    def _watch(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        super().__exit__(kind, error, traceback)
 
 
 def measure_kept_bytes(

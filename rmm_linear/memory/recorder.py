@@ -8,20 +8,18 @@ tensors calls the same hooks backwards. No backward pass runs. What was found ma
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.adapters import is_adapted
 from rmm_linear.convertible import why_not
 from rmm_linear.functional import compute_dtype
 from rmm_linear.layer import SketchedLayer, features, is_linear_layer, layer_input
-from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
+from rmm_linear.memory.kept import SavedTensors, StorageSet, WatchedModules, storages_of
 from rmm_linear.memory.report import (
     CHECKPOINTED,
     EVALUATING,
@@ -80,13 +78,11 @@ class _Call:
     packs: int = 0
 
 
-class _Recorder(SavedTensors):
-    """SavedTensors that also writes down who saved what."""
+class _Recorder(WatchedModules):
+    """Writes down which module saved what."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._model = model
-        self._handles: list[RemovableHandle] = []
         # modules that are running, the innermost last
         self._running: list[tuple[str, nn.Module, int | None]] = []
         self.packs: list[_Pack] = []
@@ -189,18 +185,8 @@ class _Recorder(SavedTensors):
             for module in self._names
             if is_linear_layer(module)
         }
-        for module in self._names:
-            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+        self._watch(self._names)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        super().__exit__(kind, error, traceback)
 
     def report(self) -> MemoryReport:
         """Put together what was written down."""

@@ -12,6 +12,7 @@ and says what any configuration would leave, to the byte, before a layer is conv
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,7 +139,7 @@ class MemoryReport:
     @property
     def own_bytes(self) -> int:
         """Bytes that are kept for weight gradients of linear layers alone: the most that sketches can free."""
-        return sum(self.storages[place].bytes for place in self._calls_by_storage() if self._is_own(place))
+        return sum(storage.bytes for place, storage in enumerate(self.storages) if self._is_own(place))
 
     @property
     def default_layers(self) -> set[str]:
@@ -153,83 +154,62 @@ class MemoryReport:
 
         Args:
             config: How they would sketch.
-            layers: Names of the layers that would be converted; by default those that `convert_linears` converts, which
-                leaves the output head exact.
+            layers: Names of the layers that would be converted; by default those that `convert_linears` converts.
         """
-        total = self.total_bytes
-        chosen = self.default_layers if layers is None else layers
+        return self._kept_with(dict.fromkeys(self.default_layers if layers is None else layers, config))
+
+    def _kept_with(self, configs: Mapping[str, RMMConfig]) -> int:
+        """What the model would keep with these layers converted."""
         converted = {
-            number for number, call in enumerate(self.linears) if call.layer in chosen and call.is_sketched_by(config)
+            number: configs[call.layer]
+            for number, call in enumerate(self.linears)
+            if call.layer in configs and call.is_sketched_by(configs[call.layer])
         }
-        # one sketch a group
-        groups = {(self.linears[number].group if config.share_sketch else number): number for number in converted}
-        total += sum(self.linears[number].saved_bytes(config) for number in groups.values())
-        total -= sum(
-            self.storages[place].bytes
-            for place, calls in self._calls_by_storage().items()
-            if self._is_own(place) and converted.issuperset(calls)
-        )
-        copies: dict[int, list[int]] = {}
-        for number, call in enumerate(self.linears):
-            if call.weight_copy is not None:
-                copies.setdefault(call.weight_copy, []).append(number)
+        # one sketch for those of a group that are configured alike
+        sketches: dict[object, int] = {}
+        for number, config in converted.items():
+            call = self.linears[number]
+            sketches[(call.group, config) if config.share_sketch else number] = call.saved_bytes(config)
         # a sketched layer keeps its weight as it is, and casts it again
-        return total - sum(self.storages[place].bytes for place, calls in copies.items() if converted.issuperset(calls))
+        copies = self._calls_by(lambda call: call.weight_copy)
+        freed = {place for place, calls in copies.items() if converted.keys() >= calls}
+        inputs = self._calls_by(lambda call: call.storage if call.status == KEPT else None)
+        freed |= {place for place, calls in inputs.items() if self._is_own(place) and converted.keys() >= calls}
+        return self.total_bytes + sum(sketches.values()) - sum(self.storages[place].bytes for place in freed)
 
     def frees_nothing(self, configs: Mapping[str, RMMConfig]) -> dict[str, str]:
         """Tell which of the layers that ran, converted to these configurations by name, would free nothing, and why.
 
         A layer that runs several times frees something if any of its calls does.
         """
-        reasons: dict[str, str] = {}
-        pays: set[str] = set()
-        for call in self.linears:
-            if call.layer in configs:
-                reason = self._why_no_gain(call, configs)
-                if reason is None:
-                    pays.add(call.layer)
-                else:
-                    reasons.setdefault(call.layer, reason)
-        return {layer: reason for layer, reason in reasons.items() if layer not in pays}
+        reasons = [(call.layer, self._why_no_gain(call, configs)) for call in self.linears if call.layer in configs]
+        pays = {layer for layer, reason in reasons if reason is None}
+        found: dict[str, str] = {}
+        for layer, reason in reasons:
+            if reason is not None and layer not in pays:
+                found.setdefault(layer, reason)
+        return found
 
     def _why_no_gain(self, call: LinearCall, configs: Mapping[str, RMMConfig]) -> str | None:
         if call.status != KEPT or call.storage is None:
             return _STATUS_WORDS.get(call.status, "it keeps no input")
-        others = self.others(call)
+        others = f"{', '.join(self.others(call))} keeps its input as well"
         if call.is_free:
-            return f"{', '.join(others)} keeps its input as well"
-        if not self._converts(call, configs):
+            return others
+        if not call.is_sketched_by(configs[call.layer]):
             return f"its input has {call.rows} rows, too few for min_rows={configs[call.layer].min_rows}"
         together = [each for each in self.linears if each.storage == call.storage]
-        exact = [each.layer for each in together if not self._converts(each, configs)]
-        frees_input = not others and not exact
-        converted = [each for each in together if self._converts(each, configs)]
-        sketches = {
-            (each.group, configs[each.layer]) if configs[each.layer].share_sketch else number: each.saved_bytes(
-                configs[each.layer]
-            )
-            for number, each in enumerate(converted)
-        }
-        # autocast's copies of their weights go as well
-        copies = {each.weight_copy for each in converted if each.weight_copy is not None}
-        freed = sum(
-            self.storages[place].bytes
-            for place in copies
-            if all(self._converts(each, configs) for each in self.linears if each.weight_copy == place)
-        )
-        freed += self.storages[call.storage].bytes if frees_input else 0
-        kept = sum(sketches.values())
-        if kept < freed:
+        chosen = {each.layer: configs[each.layer] for each in together if each.layer in configs}
+        if self._kept_with(chosen) < self.total_bytes:
             return None
-        if others:
-            return f"{', '.join(others)} keeps its input as well"
+        if self.others(call):
+            return others
+        exact = [
+            each.layer for each in together if each.layer not in chosen or not each.is_sketched_by(chosen[each.layer])
+        ]
         if exact:
             return f"its input is shared with {', '.join(dict.fromkeys(exact))}, which stays exact"
-        return f"a sketch would keep {kept} bytes, and free {freed}"
-
-    @staticmethod
-    def _converts(call: LinearCall, configs: Mapping[str, RMMConfig]) -> bool:
-        return call.layer in configs and call.is_sketched_by(configs[call.layer])
+        return "a sketch would keep more than it frees"
 
     def by_op(self) -> dict[str, int]:
         """Return the bytes of each kind of operation, each storage once, the largest first.
@@ -260,11 +240,11 @@ class MemoryReport:
     def _linear_names(self) -> set[str]:
         return {call.layer for call in self.linears}
 
-    def _calls_by_storage(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+    def _calls_by(self, place: Callable[[LinearCall], int | None]) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
         for number, call in enumerate(self.linears):
-            if call.status == KEPT and call.storage is not None:
-                found.setdefault(call.storage, []).append(number)
+            if (key := place(call)) is not None:
+                found.setdefault(key, set()).add(number)
         return found
 
     def _is_own(self, place: int) -> bool:
@@ -288,10 +268,7 @@ class MemoryReport:
         return json.dumps(self.to_dict())
 
     def figure(self, path: str | Path) -> None:
-        """Draw the bytes by operation and by module.
-
-        Args:
-            path: File to write, of a kind that matplotlib knows: .png, .svg, .pdf.
+        """Draw the bytes by operation and by module, to a file of a kind that matplotlib knows: .png, .svg, .pdf.
 
         Raises:
             ImportError: If matplotlib is not installed.
@@ -302,21 +279,15 @@ class MemoryReport:
             raise ImportError("figure() needs matplotlib; pip install rmm-linear[report]") from error
         unit = unit_for(self.total_bytes)
         figure = Figure(figsize=(11, 4.6), layout="constrained")
-        for axes, (title, sums) in zip(
-            figure.subplots(1, 2), (("by operation", self.by_op()), ("by module", self._patterns())), strict=True
-        ):
-            shown = list(sums.items())[:_PRINTED]
-            rest = sum(list(sums.values())[_PRINTED:])
-            if rest:
-                shown.append((f"{len(sums) - _PRINTED} more", rest))
-            labels, sizes = [label for label, _ in shown], [size / unit.size_bytes for _, size in shown]
-            colours = ["#D55E00" if label == LINEAR_INPUTS else "#0072B2" for label in labels]
-            axes.barh(range(len(shown)), sizes, color=colours)
-            axes.set_yticks(range(len(shown)), labels, fontsize=8)
+        left, right = figure.subplots(1, 2)
+        for axes, title, sums in ((left, "by operation", self.by_op()), (right, "by module", self._patterns())):
+            shown = _shortened(sums)
+            colours = ["#D55E00" if label == LINEAR_INPUTS else "#0072B2" for label in shown]
+            axes.barh(range(len(shown)), [size / unit.size_bytes for size in shown.values()], color=colours)
+            axes.set_yticks(range(len(shown)), shown, fontsize=8)
             axes.invert_yaxis()
             axes.set_xlabel(f"{unit.name} kept for the backward pass")
             axes.set_title(title)
-            axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(_headline(self))
         figure.savefig(path, dpi=150)
 
@@ -343,21 +314,19 @@ def _ceiling(report: MemoryReport) -> str:
     )
 
 
+def _shortened(sums: Mapping[str, int]) -> dict[str, int]:
+    """The largest, and the sum of the rest."""
+    rest = list(sums.values())[_PRINTED:]
+    return dict(list(sums.items())[:_PRINTED]) | ({f"{len(rest)} more": sum(rest)} if rest else {})
+
+
 def _op_lines(report: MemoryReport) -> list[str]:
-    sums = report.by_op()
-    counts: dict[str, int] = {}
-    for place in range(len(report.storages)):
-        op = report._op_of(place)
-        counts[op] = counts.get(op, 0) + 1
+    counts = Counter(report._op_of(place) for place in range(len(report.storages)))
     unit = unit_for(report.total_bytes)
     rows = [("kept by", unit.name, "%", "storages")]
-    for op, size in list(sums.items())[:_PRINTED]:
-        rows.append((op, unit.of(size), f"{100 * size / max(1, report.total_bytes):.1f}", str(counts[op])))
-    rest = list(sums.items())[_PRINTED:]
-    if rest:
-        size = sum(each for _, each in rest)
-        share = f"{100 * size / max(1, report.total_bytes):.1f}"
-        rows.append((f"{len(rest)} more", unit.of(size), share, str(sum(counts[op] for op, _ in rest))))
+    for op, size in _shortened(report.by_op()).items():
+        share = 100 * size / max(1, report.total_bytes)
+        rows.append((op, unit.of(size), f"{share:.1f}", str(counts[op]) if op in counts else ""))
     return _aligned(rows)
 
 
