@@ -46,15 +46,13 @@ def convert_linears(
 ) -> nn.Module:
     """Turn the linear layers of a model into sketched ones, in place, and return the model.
 
-    Modules keep their identity: parameters, hooks, state_dict keys and tied weights are untouched, so this may be
-    called before or after the optimizer is made, and before or after wrapping. Calling it again does nothing, or
-    re-configures the layers that match if the configuration differs; layers that were converted before and are not
-    matched now stay as they are (`revert_linears` first, to begin anew). Layers that cannot be converted are left exact
-    and named in one warning.
+    Modules keep their identity, parameters, hooks, state_dict keys and tied weights, so this may be called before or
+    after the optimizer is made, and before or after wrapping. Called again, it re-configures the layers that match;
+    others stay as they are. Layers that cannot be converted are left exact and named in one warning.
 
     Warning:
-        A ratio chosen too small makes the weight gradients noisy enough to slow down or spoil training; the loss looks
-        normal meanwhile, since the output is exact. Compare with an exact run.
+        A ratio chosen too small makes the weight gradients noisy enough to spoil training, while the loss looks normal,
+        since the output is exact. Compare with an exact run.
 
     Example:
         >>> import torch
@@ -71,16 +69,13 @@ def convert_linears(
         config: How to sketch.
         target_modules: Which layers: "all-linear" (every one outside the output head), a list of full names or ends
             of names ("query" is "encoder.0.query"), or a regular expression for the whole name.
-        exclude_modules: Which of them not, by a list or a regular expression; one that matches nothing is named in a
-            warning.
+        exclude_modules: Which of them not, by a list or a regular expression.
         overrides: Full name, end of a name or regular expression -> the configuration of the targeted layers that
             match, or None for exact ones. The first match wins.
         sample: A batch to run forward once, in training mode, to see which layers a sketch frees anything of: others
             are left exact, unless one of the `overrides` names them, and `summary` says why. A mapping is passed by
             name, a tuple or list as arguments, anything else as the only one. Run it in the autocast region, and
-            wrapped in the checkpoints, that the model trains with. Without a sample all layers that match are
-            converted. Of these, layers whose input is kept by what made it (ReLU, a fused attention) find that out
-            while they run, and are exact (see `rmm_linear.producers`).
+            wrapped in the checkpoints, that the model trains with.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, a value is bad, no layer matches, or none of those that
