@@ -17,8 +17,6 @@ from rmm_linear.checkpointing import (
     simulate,
 )
 from rmm_linear.cli.models import add_model_options, build_model, check_model_options, hf_models, planning_heading
-from rmm_linear.config import RMMConfig
-from rmm_linear.convert import convert_linears
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.planner import plan_graph
@@ -35,7 +33,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--budget", default="60%", help="bytes, 8GiB, or 60%% of what the captured step takes (default: 60%%)"
     )
     parser.add_argument("--strategy", default="auto", help=f"{', '.join(available_strategies())} (default: auto)")
-    parser.add_argument("--ratio", type=float, help="sketch the linear layers as well, with this ratio")
     parser.add_argument("--figure", help="draw the timelines to this file")
 
 
@@ -50,17 +47,12 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     check_model_options(options)
     strategy, budget = options.strategy, Budget.of(options.budget)
     get_strategy(strategy)
-    config = None if options.ratio is None else RMMConfig(ratio=options.ratio)
     with hf_models() as models:
         model = build_model(models, options, device="meta", caches=False)
         batch = models.random_batch(model, batch=options.batch, length=options.seq)
         captured = capture(model, (), batch)
-        exact = graph = captured.graph
-        if config is not None:
-            convert_linears(model, config=config)
-            captured = capture(model, (), batch)
-            graph = captured.graph
-    plain_bytes = simulate(exact, Schedule.plain(exact)).peak_bytes
+    graph = captured.graph
+    plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
     budget_bytes = budget.in_bytes(plain_bytes)
     try:
         plan = plan_graph(graph, Budget.of(budget_bytes), strategy)
@@ -77,8 +69,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     if options.json:
         found = {
             "model": options.model,
-            "exact_peak_bytes": plain_bytes,
-            "plain_peak_bytes": plan.plain.peak_bytes,
+            "plain_peak_bytes": plain_bytes,
             "eager_peak_bytes": plan.eager_peak_bytes,
             "planned_peak_bytes": plan.peak_bytes,
             "budget_bytes": budget_bytes,
@@ -88,13 +79,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             "schedule": plan.schedule.to_dict(),
         }
         return json.dumps(found), 0
-    heading = planning_heading(options, batch)
-    if options.ratio is not None:
-        heading += (
-            f"\nexact layers: peak {readable(plain_bytes)}; layers sketched at {options.ratio:g}:"
-            f" {readable(plan.plain.peak_bytes)}; with the plan: {readable(plan.peak_bytes)}"
-        )
-    return "\n\n".join([heading, str(plan), _table(others, plain_bytes)]), 0
+    return "\n\n".join([planning_heading(options, batch), str(plan), _table(others, plain_bytes)]), 0
 
 
 def _refusal(budget: Budget, graph: Graph, plain_bytes: int, least_bytes: int, strategy: str) -> str:

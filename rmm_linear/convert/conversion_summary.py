@@ -78,19 +78,6 @@ class ConversionSummary:
         """Sum over the layers of what these keep of a row."""
         return sum(row.kept_bytes_per_row for row in self.rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return `rows`, each a dictionary, `others` and the totals as plain values, ready for JSON."""
-        return {
-            "rows": [
-                {**vars(row), "config": None if row.config is None else row.config.to_dict()} for row in self.rows
-            ],
-            "others": dict(self.others),
-            "converted": self.converted,
-            "sketched": self.sketched,
-            "exact_bytes_per_row": self.exact_bytes_per_row,
-            "kept_bytes_per_row": self.kept_bytes_per_row,
-        }
-
     def __repr__(self) -> str:
         if not self.rows:
             return "\n".join(["no linear layers", *self._lines_of_others()])

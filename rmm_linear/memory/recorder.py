@@ -259,17 +259,6 @@ def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:
     buffers and the random state are afterwards what they were. No backward pass runs, and what the forward returned is
     dropped. Compiled parts are counted, but not told apart.
 
-    Example:
-        >>> import torch
-        >>> from rmm_linear import RMMConfig
-        >>> from rmm_linear.memory import profile
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-        >>> report = profile(model, torch.randn(1024, 64))
-        >>> report.total_bytes, report.own_bytes
-        (2359296, 1310720)
-        >>> report.predict(RMMConfig(ratio=0.1, center=False)) < 0.52 * report.total_bytes
-        True
-
     Args:
         model: Any module, converted or not.
         *args: What to call it with.

@@ -69,19 +69,6 @@ class AdaptiveRatios(LayerSampler):
         With both, the target goes before the budget: where the budget cannot keep the noise below the target, the
         ratios that can are taken, and a warning is logged.
 
-    Example:
-        >>> import torch
-        >>> from rmm_linear import convert_linears
-        >>> from rmm_linear.variance import AdaptiveRatios
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
-        >>> model = convert_linears(model, ratio=0.25)
-        >>> with AdaptiveRatios(model, budget="auto", measure_steps=2) as ratios:
-        ...     for _ in range(3):
-        ...         model(torch.randn(4, 64, 32)).square().sum().backward()
-        ...         changes = ratios.step()
-        >>> ratios.allocation.saved_bytes <= ratios.budget_bytes
-        True
-
     Args:
         model: A model with sketched layers, in eager mode.
         budget: Bytes that the measured layers may keep in one forward pass of a batch like the measured ones, each

@@ -293,21 +293,20 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
     return _allocation(profile, _expanded(units, choice), gap)
 
 
-def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objective: Objective = "total") -> Allocation:
+def allocate_for_noise(profile: NoiseProfile, variance_limit: float) -> Allocation:
     """Choose an option for every layer: the fewest bytes within a limit of the variance, but for the `gap`.
 
     The counterpart of `allocate_ratios`, by the same solver. The limit is kept to a relative 1e-12.
 
     Args:
         profile: The options.
-        variance_limit: What the variances may add up to, in the size of the objective; may be infinite.
-        objective: "total" or "relative", as in `allocate_ratios`.
+        variance_limit: What the variances may add up to; may be infinite.
 
     Raises:
-        ValueError: As of `allocate_ratios`.
+        ValueError: If the limit is no number or below the least possible.
     """
     units = _units(profile)
-    variances = _costs(profile, objective, units)
+    variances = _costs(profile, "total", units)
     _check_bound("variance_limit", variance_limit)
     least = math.fsum(map(min, variances))
     capacity = float(variance_limit) * (1 + _ROUNDING)

@@ -83,18 +83,6 @@ class VarianceMonitor(LayerSampler):
     Warning:
         With a `GradScaler`, C, V and M are those of the scaled loss: larger by the square of the scale. Ratios stay.
 
-    Example:
-        >>> import torch
-        >>> from rmm_linear import convert_linears
-        >>> from rmm_linear.variance import VarianceMonitor
-        >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(8, 4)), ratio=0.5)
-        >>> with VarianceMonitor(model, every=1) as monitor:
-        ...     for _ in range(2):
-        ...         model(torch.randn(4, 64, 8)).square().mean().backward()
-        ...         monitor.step()
-        >>> monitor.latest["0"].step, 0 < monitor.noise().relative_variance
-        (1, True)
-
     Args:
         model: A model with sketched layers, in eager mode.
         every: Steps in which each layer is measured once.

@@ -89,17 +89,6 @@ class LayerProbe:
 
     Raises:
         ValueError: If the model is compiled, or has no sketched layer.
-
-    Example:
-        >>> import torch
-        >>> from rmm_linear import convert_linears
-        >>> from rmm_linear.variance.probe import LayerProbe
-        >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(8, 4)), ratio=0.5)
-        >>> probe = LayerProbe(model, lambda name, layer, x, g, index: print(name, tuple(x.shape), tuple(g.shape)))
-        >>> probe.watch(["0"])
-        >>> model(torch.randn(256, 8)).sum().backward()
-        0 (256, 8) (256, 4)
-        >>> probe.close()
     """
 
     layers: Mapping[str, SketchedLayer]

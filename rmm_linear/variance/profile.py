@@ -158,15 +158,6 @@ class ProfileBuilder:
     """Averages measurements of layers, made one at a time in whatever order, into a `NoiseProfile`.
 
     Its length is the number of layers measured so far.
-
-    Example:
-        >>> import torch
-        >>> from rmm_linear import RMMConfig
-        >>> from rmm_linear.variance.profile import ProfileBuilder
-        >>> builder, x, g = ProfileBuilder(), torch.randn(4, 64, 16), torch.randn(4, 64, 8)
-        >>> builder.add("layer", x, g, [RMMConfig(ratio=ratio) for ratio in (0.1, 0.5, 1.0)])
-        >>> [option.saved_bytes for option in builder.build().layers[0].options]
-        [1608, 8264, 16384]
     """
 
     def __init__(self) -> None:

@@ -68,17 +68,6 @@ def measure_step_noise(
 
     Raises:
         ValueError: If there are fewer batches, or no parameter requires a gradient.
-
-    Example:
-        >>> import torch
-        >>> from rmm_linear import convert_linears
-        >>> from rmm_linear.variance import measure_step_noise
-        >>> _ = torch.manual_seed(0)
-        >>> model = convert_linears(torch.nn.Linear(16, 1), ratio=0.5).train()
-        >>> batches = [torch.randn(256, 16) for _ in range(8)]
-        >>> noise = measure_step_noise(model, batches, loss_fn=lambda model, x: model(x).square().mean())
-        >>> noise.step.value > 0
-        True
     """
     if len(batches) < _LEAST_BATCHES:
         raise ValueError(f"{len(batches)} batches leave no standard error: pass at least {_LEAST_BATCHES}")

@@ -37,7 +37,6 @@ NOWHERE = ("./gpt2-smal", "/nowhere/at/all", "~/nowhere-at-all", "models/of/mine
         ("plan gpt2 --budget much", "budget='much' is no budget"),
         ("plan gpt2 --strategy magic", "strategy='magic' is unknown"),
         ("plan gpt2 --batch 0", "--batch 0 is below 1"),
-        ("plan gpt2 --ratio 7", "ratio=7.0 is not in"),
         ("fit ./none --budget 1GiB", "there is no file or folder"),
         ("fit gpt2 --budget much", "budget='much' is no budget"),
         ("fit gpt2 --budget 1GiB --noise -1", "noise=-1.0 is no share"),

@@ -44,7 +44,7 @@ def test_json_is_the_plan_of_the_real_model(folder, capsys):
     model.config.use_cache = False
     ids = torch.randint(0, 50, (4, 48))
     graph = capture(model, (), {"input_ids": ids, "labels": ids}).graph
-    assert simulate(graph, Schedule.plain(graph)).peak_bytes == found["plain_peak_bytes"] == found["exact_peak_bytes"]
+    assert simulate(graph, Schedule.plain(graph)).peak_bytes == found["plain_peak_bytes"]
     schedule = Schedule.from_dict(found["schedule"])
     assert simulate(graph, schedule).peak_bytes == found["planned_peak_bytes"] <= found["budget_bytes"]
     assert simulate(graph, schedule).overhead == pytest.approx(found["overhead"])
@@ -52,9 +52,9 @@ def test_json_is_the_plan_of_the_real_model(folder, capsys):
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_text_shows_the_blocks_and_what_sketches_add(folder, capsys, tmp_path):
-    text = run(capsys, folder, *OPTIONS, "--budget", "70%", "--ratio", "0.25", "--figure", str(tmp_path / "plan.png"))
-    for part in ("layers sketched at 0.25", "sketches in it", "transformer.h.0", "extra compute", "least"):
+def test_text_shows_the_blocks(folder, capsys, tmp_path):
+    text = run(capsys, folder, *OPTIONS, "--budget", "70%", "--figure", str(tmp_path / "plan.png"))
+    for part in ("transformer.h.0", "extra compute", "least"):
         assert part in text
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
