@@ -153,24 +153,23 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_layer_keeps_the_bytes_that_its_config_says_and_lets_its_input_go(config: RMMConfig, dtype: torch.dtype):
+def test_a_layer_keeps_the_bytes_that_its_config_says(config: RMMConfig, dtype: torch.dtype):
     layer = RMMLinear(33, 7, config=config, dtype=dtype)
     # a ragged group, and an odd width
-    x = torch.randn(300, 33, dtype=dtype)
     promised = config.saved_bytes(300, 33, dtype)
-    assert measure_kept_bytes(layer, x) == promised
-    width = {"int4": 17, "int2": 9}.get(config.storage, 33)
-    group = {"int4": 256, "int2": 512}.get(config.storage, 128)
+    assert measure_kept_bytes(layer, torch.randn(300, 33, dtype=dtype)) == promised
+    width, group = {"int8": (33, 128), "int4": (17, 256), "int2": (9, 512)}[config.storage]
     rank = config.sketch_object.rank(300)
     assert promised >= rank * width + 4 * 33 * math.ceil(rank / group)
 
 
 def test_the_bytes_of_a_wide_layer_are_a_quarter_and_3_percent():
-    config = RMMConfig(ratio=1.0, storage="int4", center=False)
-    assert config.saved_bytes(4096, 768, torch.bfloat16) / (4096 * 768 * 2) == pytest.approx(
-        0.25 * (1 + 4 / 128), rel=1e-5
-    )
-    assert RMMConfig(ratio=0.4, storage="int4").saved_bytes(4096, 768, torch.bfloat16) / (4096 * 768 * 2) < 0.1 * 1.04
+    config, whole = RMMConfig(ratio=1.0, storage="int4", center=False), 4096 * 768 * 2
+    assert config.saved_bytes(4096, 768, torch.bfloat16) / whole == pytest.approx(0.25 * (1 + 4 / 128), rel=1e-5)
+    assert RMMConfig(ratio=0.4, storage="int4").saved_bytes(4096, 768, torch.bfloat16) / whole < 0.1 * 1.04
+    # one row of int8 and its scales are more than one row of bfloat16
+    plain, rounded = (RMMConfig(ratio=0.01, storage=each) for each in (None, "int8"))
+    assert rounded.saved_bytes(128, 768, torch.bfloat16) > plain.saved_bytes(128, 768, torch.bfloat16)
 
 
 @pytest.mark.slow
@@ -210,20 +209,6 @@ def test_the_default_draws_are_good_to_3_percent(storage):
     x, g = TestInt4Hadamard()._pair(200)
     few, many = (LowBit(Hadamard(ratio=0.4), storage, **draws).variance(x, g) for draws in ({}, {"draws": 1500}))
     assert abs(few / many - 1) < 0.03
-
-
-def test_little_rank_little_gain_and_the_bytes_say_so():
-    for ratio, storage in ((0.01, "int8"), (0.1, "int2")):
-        config = RMMConfig(ratio=ratio, storage=storage, min_rows=1, center=False)
-        layer = RMMLinear(768, 4, config=config, dtype=torch.bfloat16)
-        assert measure_kept_bytes(layer, torch.randn(128, 768, dtype=torch.bfloat16)) == config.saved_bytes(
-            128, 768, torch.bfloat16
-        )
-    # one row of int8 and its scales are more than one row of bfloat16
-    plain, rounded = (
-        RMMConfig(ratio=0.01, storage=each).saved_bytes(128, 768, torch.bfloat16) for each in (None, "int8")
-    )
-    assert rounded > plain
 
 
 def test_a_storage_is_a_knob_like_the_others():
