@@ -1,9 +1,8 @@
 """Turn the linear layers of a model into sketched ones, and back again.
 
-A module is converted by changing its class: it stays the same object, with the same parameters, hooks and place in the
-model, so optimizers, state dicts, tied weights, adapters and wrappers notice nothing. That is right only for a module
-whose class is `nn.Linear` itself (or the `Conv1D` of transformers) and whose forward will really be called; every other
-linear layer is left as it is, with a reason (see `summary`).
+A module is converted by changing its class: it stays the same object, so optimizers, state dicts, tied weights,
+adapters and wrappers notice nothing. That is right only for a module whose class is `nn.Linear` itself (or the `Conv1D`
+of transformers) and whose forward will really be called; others are left as they are, with a reason (see `summary`).
 """
 
 import warnings

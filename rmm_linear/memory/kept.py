@@ -1,12 +1,12 @@
 """What does a forward pass keep for its backward pass? Every distinct storage, counted once.
 
 Autograd hands each tensor that it keeps to the innermost `saved_tensors_hooks`. The hooks here write down its storage:
-`untyped_storage().nbytes()`, since a view of ten elements keeps the whole of what it views alive, and one storage saved
-by three layers is kept once. Parameters and buffers live anyway and do not count. What has a graph goes back to
-autograd detached: an operation that saves its own output (tanh, softmax) would otherwise be kept alive by that.
+a view keeps the whole of what it views alive, and one storage saved by three layers is kept once. Parameters and
+buffers live anyway and do not count. A tensor with a graph goes back to autograd detached: an operation that saves its
+own output (tanh, softmax) would otherwise be kept alive by that.
 
-Inside `torch.utils.checkpoint` autograd's innermost hooks are the checkpoint's own: what a checkpointed block would
-have saved is not kept, and is not counted. Under `torch.compile` the hooks see what the compiled graph saves.
+Inside `torch.utils.checkpoint` the innermost hooks are the checkpoint's own: what a checkpointed block would have saved
+is not kept, and not counted. Under `torch.compile` the hooks see what the compiled graph saves.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -201,16 +201,10 @@ class WatchedModules(SavedTensors):
 def measure_kept_bytes(
     fn: Callable[..., object], *args: Any, exclude: Iterable[nn.Module | Tensor] = (), **kwargs: Any
 ) -> int:
-    """Run `fn` with gradients enabled and return the bytes that it keeps for its backward pass.
+    """Run `fn(*args, **kwargs)` with gradients enabled and return the bytes that it keeps for its backward pass.
 
-    Args:
-        fn: A module, or any function of tensors. The parameters and buffers of a module do not count.
-        *args: Its arguments.
-        exclude: More modules and tensors that do not count.
-        **kwargs: Its arguments by name.
-
-    Returns:
-        Bytes of all distinct storages saved. The result of `fn` is dropped.
+    `fn` is a module, whose parameters and buffers do not count, or any function of tensors; `exclude` are more modules
+    and tensors that do not count. The result is dropped.
 
     Example:
         >>> import torch

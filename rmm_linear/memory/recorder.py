@@ -252,17 +252,11 @@ def _op_name(node: str) -> str:
 
 
 def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:
-    """Run one forward pass of a model and report what it keeps for the backward pass.
+    """Run `model(*args, **kwargs)` and report what it keeps for the backward pass, which does not run.
 
-    The model runs as it is: in the mode that it is in, with whatever is converted, checkpointed or frozen; call
-    `model.train()` first for what training keeps, and run it in the autocast region that it trains in. Gradients,
-    buffers and the random state are afterwards what they were. No backward pass runs, and what the forward returned is
-    dropped. Compiled parts are counted, but not told apart.
-
-    Args:
-        model: Any module, converted or not.
-        *args: What to call it with.
-        **kwargs: The same by name.
+    The model runs as it is, with whatever is converted, checkpointed or frozen; call `model.train()` first for what
+    training keeps, and run it in the autocast region that it trains in. Gradients, buffers and the random state are
+    afterwards what they were. Compiled parts are counted, but not told apart.
 
     Raises:
         ValueError: If `model` is no module.

@@ -44,7 +44,7 @@ class Keeper:
         op: The operation, as autograd's node is called; "" where the graph does not tell.
         role: The name by which the operation keeps it, such as "mat1"; "" where the graph does not tell.
         shape: Shape of the tensor that is kept.
-        dtype: Its dtype.
+        dtype: Dtype of the tensor.
     """
 
     module: str
@@ -150,11 +150,7 @@ class MemoryReport:
         """Return what the model would keep with some of its layers converted.
 
         Equal to a measurement of the converted model on the same inputs, to the byte. With `skip_padding` it counts
-        padding as rows, and is an upper bound.
-
-        Args:
-            config: How they would sketch.
-            layers: Names of the layers that would be converted; by default those that `convert_linears` converts.
+        padding as rows, and is an upper bound. `layers` are names; by default those that `convert_linears` converts.
         """
         return self._kept_with(dict.fromkeys(self.default_layers if layers is None else layers, config))
 

@@ -1,8 +1,7 @@
 """A sketch: S^T x and a seed in place of x, and the registry of sketches by name.
 
 The forward pass keeps S^T x and the seed (`compress`), the backward pass forms an unbiased estimate of g^T x out of
-them and S^T g (`grad_weight`). Planners ask for `saved_bytes`, estimators for `variance`, and tests for `dense`, which
-is S itself.
+them and S^T g (`backward`).
 
 The stored sketch of x is S^T x times a storage scale of about sqrt(rank / rows), in x's dtype: its entries then have
 the size of x's own, where S^T x itself would overflow float16. The sketch of g is S^T g over that scale, in float32
@@ -151,10 +150,7 @@ class Sketch(ABC):
         return grad_weight if dtype is None else grad_weight.to(dtype), g.sum(0) if need_bias else None
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes that a forward pass keeps of x (rows, features): all stored tensors and the seed.
-
-        `valid_rows` are sketched, where others (padding) are left out.
-        """
+        """Return the bytes kept of x (rows, features), of whose rows `valid_rows` are sketched; the seed counts."""
         stored = self.stored(rows if valid_rows is None else valid_rows, features, dtype)
         return sum(math.prod(shape) * each.itemsize for shape, each in stored) + SEED_BYTES
 
@@ -167,11 +163,10 @@ class Sketch(ABC):
         """Return E||estimate - g^T x||_F^2 in closed form, 0-d float64, for x (rows, in) and g (rows, out)."""
 
     def variance_family(self, rows: int) -> Hashable | None:
-        """Return a key of the sketches whose variances lie on one line in 1 / rank.
+        """Return a key of the sketches whose variances lie on one line in 1 / rank, or None.
 
         Where two sketches have equal keys for a number of rows, each pair (x, g) has an a and a b such that
-        `variance` is a + b / rank(rows) for both, and where `is_exact`, 0. Two evaluations then serve all ratios. None
-        for a sketch that stands alone.
+        `variance` is a + b / rank(rows) for both: two evaluations serve all ratios.
         """
         return self.name if self.variance_is_affine_in_inverse_rank else None
 

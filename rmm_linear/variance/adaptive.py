@@ -71,9 +71,8 @@ class AdaptiveRatios(LayerSampler):
 
     Args:
         model: A model with sketched layers, in eager mode.
-        budget: Bytes that the measured layers may keep in one forward pass of a batch like the measured ones, each
-            being run once; "auto" for the share of their inputs that they keep as they are configured; None for no
-            budget.
+        budget: Bytes that the layers may keep in one forward pass of a batch like the measured ones; "auto" for the
+            share of their inputs that they keep as they are configured; None for no budget.
         noise_target: Most that the sketches' variance may be of the minibatch's (`NoiseSummary.noise_ratio`); None for
             no target.
         ratios: Ratios to choose from; each layer's own is added.
@@ -118,11 +117,7 @@ class AdaptiveRatios(LayerSampler):
 
     @staticmethod
     def check(budget: object, noise_target: object, measure_steps: object, recheck_steps: object) -> None:
-        """Refuse what can't be meant, before there is a model.
-
-        Raises:
-            ValueError: If a value is bad.
-        """
+        """Raise a ValueError if a value is bad, before there is a model."""
         if budget is None and noise_target is None:
             raise ValueError("neither budget nor noise_target is given; pass bytes, 'auto', or a noise ratio, say 0.5")
         for name, value in (("budget", budget), ("noise_target", noise_target)):

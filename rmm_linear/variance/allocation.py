@@ -1,20 +1,18 @@
 """Which layer should keep how much: the sketches of least variance under a budget of bytes, and the other way round.
 
 Gradients of different layers are sketched with independent seeds, so that their variances add, and so do their bytes.
-Of every layer l one option j is to be taken, with w_lj bytes and the variance c_lj:
+One option of every layer is to be taken: a multiple-choice knapsack problem.
 
-    least  sum_l c_l,j(l)   subject to   sum_l w_l,j(l) <= budget           a multiple-choice knapsack problem
-
-Each layer starts at its lightest option and walks along the edges of the lower convex hull of its (w, c): of all
-layers' edges the steepest one first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not fit is
-left out, and with it the layer's further edges. The linear relaxation walks the same way and ends with the part of this
-edge that fits, so that no choice costs less. The cost that is found exceeds this bound by less than the edge gains,
-one step of one layer. An `Allocation` states its gap to the bound.
+Each layer starts at its lightest option and walks along the edges of the lower convex hull of its (bytes, variance): of
+all layers' edges the steepest one first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not fit
+is left out, and with it the layer's further edges. The linear relaxation walks the same way and ends with the part of
+this edge that fits, so that no choice costs less. An `Allocation` states its gap to this bound, which is less than the
+gain of one edge.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -80,6 +78,12 @@ class LayerProfile:
                 " and at least 0 (pass 0 for one that is below 0 by rounding alone)"
             )
 
+    @property
+    def option(self) -> Option:
+        """The only option of an allocated layer."""
+        (option,) = self.options
+        return option
+
 
 @dataclass(frozen=True)
 class NoiseProfile:
@@ -124,31 +128,11 @@ class NoiseProfile:
         Raises:
             ValueError: If a layer has no such option, or names are missing or unknown.
         """
-        names = [layer.name for layer in self.layers]
-        wrong = sorted(set(names).symmetric_difference(configs))
+        known = {layer.name: [option.config for option in layer.options] for layer in self.layers}
+        wrong = sorted(name for name in {*known, *configs} if configs.get(name) not in known.get(name, ()))
         if wrong:
-            raise ValueError(f"the profile and configs do not both have {listed(wrong)}; pass a configuration a layer")
-        choice, without = [], []
-        for layer in self.layers:
-            known = [option.config for option in layer.options]
-            if configs[layer.name] in known:
-                choice.append(known.index(configs[layer.name]))
-            else:
-                without.append(f"{layer.name} has no {configs[layer.name]}")
-        if without:
-            raise ValueError(f"options that were not profiled: {listed(without)}; profile the layers with them")
-        return _allocation(self, choice)
-
-
-@dataclass(frozen=True)
-class AllocatedLayer:
-    """One layer of an `Allocation`: the option that was chosen, and the other fields as in `LayerProfile`."""
-
-    name: str
-    option: Option
-    gradient_squared: float
-    minibatch_variance: float
-    group: str | None = None
+            raise ValueError(f"no such options of {listed(wrong)}; pass for every layer one that was profiled")
+        return _allocation(self, [known[layer.name].index(configs[layer.name]) for layer in self.layers])
 
 
 @dataclass(frozen=True)
@@ -156,12 +140,12 @@ class Allocation:
     """One option for every layer; `print` it for a table.
 
     Attributes:
-        layers: The layers, in the profile's order.
+        layers: The layers, in the profile's order, each with the `option` that was chosen.
         gap: The most that any other choice could spare, as a share: of the objective in an allocation that
             `allocate_ratios` chose, of the bytes in one of `allocate_for_noise`; None in others.
     """
 
-    layers: tuple[AllocatedLayer, ...]
+    layers: tuple[LayerProfile, ...]
     gap: float | None = None
 
     @property
@@ -195,41 +179,23 @@ class Allocation:
         return _ratio(self.variance, math.fsum(layer.minibatch_variance for layer in self.layers))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return layers, totals and gap as plain values, ready for JSON; None for a number that is not finite."""
-        return {
-            "layers": [
-                {
-                    "name": layer.name,
-                    "gradient_squared": float(layer.gradient_squared),
-                    "minibatch_variance": _finite_or_none(layer.minibatch_variance),
-                    "group": layer.group,
-                    "config": layer.option.config.to_dict(),
-                    "saved_bytes": int(layer.option.saved_bytes),
-                    "variance": float(layer.option.variance),
-                }
-                for layer in self.layers
-            ],
-            "saved_bytes": self.saved_bytes,
-            "variance": self.variance,
-            "relative_variance": _finite_or_none(self.relative_variance),
-            "noise_ratio": _finite_or_none(self.noise_ratio),
-            "gap": self.gap,
-        }
+        """Return layers and gap as plain values, ready for JSON; None for a number that is not known."""
+        layers = []
+        for layer in self.layers:
+            values = {**vars(layer), **vars(layer.option), "config": layer.option.config.to_dict()}
+            del values["options"]
+            layers.append({name: None if value != value else value for name, value in values.items()})
+        return {"layers": layers, "gap": self.gap}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Allocation":
-        """Make an allocation of `to_dict`'s output, whose totals are not read."""
-        layers = tuple(
-            LayerProfile(
-                name=layer["name"],
-                gradient_squared=layer["gradient_squared"],
-                minibatch_variance=math.nan if layer["minibatch_variance"] is None else layer["minibatch_variance"],
-                options=(Option(RMMConfig.from_dict(layer["config"]), layer["saved_bytes"], layer["variance"]),),
-                group=layer["group"],
-            )
-            for layer in values["layers"]
-        )
-        return _allocation(NoiseProfile(layers), [0] * len(layers), values["gap"])
+        """Make an allocation of `to_dict`'s output."""
+        layers = []
+        for layer in values["layers"]:
+            option = Option(RMMConfig.from_dict(layer["config"]), layer["saved_bytes"], layer["variance"])
+            minibatch = math.nan if layer["minibatch_variance"] is None else layer["minibatch_variance"]
+            layers.append(LayerProfile(layer["name"], layer["gradient_squared"], minibatch, (option,), layer["group"]))
+        return cls(tuple(layers), values["gap"])
 
     def __str__(self) -> str:
         table: list[tuple[str, ...]] = [("layer", "config", "bytes", "relative variance")]
@@ -250,9 +216,8 @@ class Allocation:
 def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objective: Objective = "total") -> Allocation:
     """Choose an option for every layer: the least variance within a budget of bytes, but for the allocation's `gap`.
 
-    The gap is small where layers are many and their options lie close, as ratios do: 0.03 % for 48 layers of 40 ratios.
-    More bytes never mean more variance. Layers of a group with the same options get the same one: their sketch is kept
-    once, and its bytes count once.
+    The gap is small where layers are many and their options lie close: 0.03 % for 48 layers of 40 ratios. More bytes
+    never mean more variance. Layers of a group with the same options get the same one, whose bytes count once.
 
     Example:
         >>> from rmm_linear import RMMConfig
@@ -324,20 +289,9 @@ def _check_bound(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} is not a number of at least 0; pass an int or a float")
 
 
-def _finite_or_none(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 def _allocation(profile: NoiseProfile, choice: Sequence[int], gap: float | None = None) -> Allocation:
-    return Allocation(
-        tuple(
-            AllocatedLayer(
-                layer.name, layer.options[index], layer.gradient_squared, layer.minibatch_variance, layer.group
-            )
-            for layer, index in zip(profile.layers, choice, strict=True)
-        ),
-        gap,
-    )
+    layers = zip(profile.layers, choice, strict=True)
+    return Allocation(tuple(replace(layer, options=(layer.options[index],)) for layer, index in layers), gap)
 
 
 def _units(profile: NoiseProfile) -> list[list[int]]:

@@ -38,7 +38,7 @@ class GradientNoise:
 
     Attributes:
         gradient_squared: C = ||g^T x||^2, of the exact gradient.
-        sketch_variance: What the sketch adds: E||estimate - g^T x||^2. 0 where the configuration does not sketch.
+        sketch_variance: E||estimate - g^T x||^2; 0 where the configuration does not sketch.
         row_variance: The minibatch's, rows independent (the paper's definition); nan for a single row.
         sequence_variance: The minibatch's, sequences independent; None without `sequence_lengths`, nan for one.
         alpha: C / (||x||^2 ||g||^2), in [0, 1]: how far rows of x and g are aligned (Bershatsky et al. 2022, sec. 3).
@@ -104,16 +104,13 @@ def gradient_noise(
         True
 
     Args:
-        x: Activations, shape (..., in), any float dtype, as the layer got them: flattened to a matrix they have no
-            sequences, and no `keep_tokens`.
+        x: Activations, shape (..., in), any float dtype, as the layer got them: a matrix has no sequences.
         g: Gradient of the layer's output, shape (..., out), with the same leading dimensions.
         config: How the layer sketches.
-        sequence_lengths: Rows of each sequence of the batch, in order; they add up to the rows of `x`. None leaves the
-            sequences' variance out.
-        index: Numbers of the rows that are sketched, or kept because of `keep_tokens`, ascending, shape (kept,), where
-            others are left out as padding: `g` is zero there, and they do not count as rows. All rows by default.
-        draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default. 2 are enough to
-            watch many layers over many steps.
+        sequence_lengths: Rows of each sequence of the batch, in order; None leaves the sequences' variance out.
+        index: Numbers of the rows that are no padding, ascending, shape (kept,): `g` is zero at the others, and they do
+            not count as rows. All rows by default.
+        draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default.
 
     Raises:
         ValueError: If shapes or lengths do not fit, or there are no draws.
@@ -190,20 +187,9 @@ class Measured:
 def measure_sketch_variance(
     x: Tensor, g: Tensor, config: RMMConfig, *, index: Tensor | None = None, draws: int = 200, seed: int = 0
 ) -> Measured:
-    """Measure the sketch's variance with real sketches, to compare with the closed form.
+    """Measure the mean of ||estimate - g^T x||_F^2 with real sketches, to compare with the closed form.
 
-    The standard error falls with the root of `draws`.
-
-    Args:
-        x: Activations, shape (..., in), any float dtype; they are sketched in that dtype.
-        g: Gradient of the output, shape (..., out).
-        config: How to sketch.
-        index: Numbers of the rows that are not left out, ascending; see `gradient_noise`. All rows by default.
-        draws: How many sketches to draw, at least 2.
-        seed: Seed of the draws' seeds; the default generators are left alone.
-
-    Returns:
-        Mean of ||estimate - g^T x||_F^2 and its standard error.
+    `x`, `g`, `config` and `index` are those of `gradient_noise`; `seed` is that of the draws' seeds.
 
     Raises:
         ValueError: If shapes do not fit or `draws` is below 2.
