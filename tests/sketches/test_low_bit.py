@@ -124,7 +124,6 @@ TestInt8Hadamard, TestInt4Hadamard = map(contract_of, ("int8", "int4"))
 
 class TestCenteredInt4Hadamard(LowBitContract):
     seed = 1
-    exact_rows = (1,)
 
     def make(self, ratio):
         return Centered(LowBit(Hadamard(ratio=ratio), "int4", draws=self.draws))
@@ -137,7 +136,6 @@ class TestInt4Input(HoldsTheInput):
 
 class TestCenteredInt4Input(HoldsTheInput):
     seed = 1
-    exact_rows = (1,)
 
     def make(self, ratio):
         return Centered(LowBit(None, "int4"))
