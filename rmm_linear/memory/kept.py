@@ -20,6 +20,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
+
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of a tensor: several for a sparse one and for a wrapper such as DTensor."""
@@ -28,15 +37,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             yield from storages_of(getattr(tensor, name))
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
-    elif tensor.layout == torch.sparse_coo:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        yield from (part.untyped_storage() for part in parts)
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-        yield from (part.untyped_storage() for part in parts)
+    else:
+        yield from (getattr(tensor, part)().untyped_storage() for part in _SPARSE_PARTS.get(tensor.layout, ()))
 
 
 class StorageSet:

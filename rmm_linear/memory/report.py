@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,17 +212,10 @@ class MemoryReport:
         A storage that only linear layers keep, as inputs, counts as `LINEAR_INPUTS`; others count for the first
         operation that keeps them as something else.
         """
-        return self._sums(self._op_of)
-
-    def by_module(self) -> dict[str, int]:
-        """Return the bytes of each module, each storage once, at the first module that keeps it."""
-        return self._sums(lambda place: self.storages[place].keepers[0].module or "(the model)")
-
-    def _sums(self, key: Callable[[int], str]) -> dict[str, int]:
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for place, storage in enumerate(self.storages):
-            found[key(place)] = found.get(key(place), 0) + storage.bytes
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            found[self._op_of(place)] += storage.bytes
+        return dict(found.most_common())
 
     def _op_of(self, place: int) -> str:
         if self._is_own(place):
@@ -263,36 +255,6 @@ class MemoryReport:
         """Return the report as JSON."""
         return json.dumps(self.to_dict())
 
-    def figure(self, path: str | Path) -> None:
-        """Draw the bytes by operation and by module, to a file of a kind that matplotlib knows: .png, .svg, .pdf.
-
-        Raises:
-            ImportError: If matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("figure() needs matplotlib; pip install rmm-linear[report]") from error
-        unit = unit_for(self.total_bytes)
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for axes, title, sums in ((left, "by operation", self.by_op()), (right, "by module", self._patterns())):
-            shown = _shortened(sums)
-            colours = ["#D55E00" if label == LINEAR_INPUTS else "#0072B2" for label in shown]
-            axes.barh(range(len(shown)), [size / unit.size_bytes for size in shown.values()], color=colours)
-            axes.set_yticks(range(len(shown)), shown, fontsize=8)
-            axes.invert_yaxis()
-            axes.set_xlabel(f"{unit.name} kept for the backward pass")
-            axes.set_title(title)
-        figure.suptitle(_headline(self))
-        figure.savefig(path, dpi=150)
-
-    def _patterns(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for name, size in self.by_module().items():
-            found[pattern(name)] = found.get(pattern(name), 0) + size
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
     def __str__(self) -> str:
         return "\n".join([_headline(self), _ceiling(self), "", *_op_lines(self), "", *_layer_lines(self)])
 
@@ -310,19 +272,17 @@ def _ceiling(report: MemoryReport) -> str:
     )
 
 
-def _shortened(sums: Mapping[str, int]) -> dict[str, int]:
-    """The largest, and the sum of the rest."""
-    rest = list(sums.values())[_PRINTED:]
-    return dict(list(sums.items())[:_PRINTED]) | ({f"{len(rest)} more": sum(rest)} if rest else {})
-
-
 def _op_lines(report: MemoryReport) -> list[str]:
     counts = Counter(report._op_of(place) for place in range(len(report.storages)))
+    sums = list(report.by_op().items())
+    shown, rest = sums[:_PRINTED], sums[_PRINTED:]
+    if rest:
+        shown.append((f"{len(rest)} more", sum(size for _, size in rest)))
+        counts[shown[-1][0]] = sum(counts[op] for op, _ in rest)
     unit = unit_for(report.total_bytes)
     rows = [("kept by", unit.name, "%", "storages")]
-    for op, size in _shortened(report.by_op()).items():
-        share = 100 * size / max(1, report.total_bytes)
-        rows.append((op, unit.of(size), f"{share:.1f}", str(counts[op]) if op in counts else ""))
+    for op, size in shown:
+        rows.append((op, unit.of(size), f"{100 * size / max(1, report.total_bytes):.1f}", str(counts[op])))
     return _aligned(rows)
 
 

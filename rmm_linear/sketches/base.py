@@ -88,10 +88,6 @@ class Sketch(ABC):
         kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
         return smaller(rows, larger(1, kept))
 
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether S S^T = I in every draw: the estimate is then the gradient itself, up to rounding."""
-        return rows == 0
-
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
         """Return the shapes and dtypes of the tensors that `compress` returns, where compilers find them."""
         return (((self.rank(rows), features), dtype),)
@@ -160,7 +156,10 @@ class Sketch(ABC):
 
     @abstractmethod
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2 in closed form, 0-d float64, for x (rows, in) and g (rows, out)."""
+        """Return E||estimate - g^T x||_F^2 in closed form, 0-d float64, for x (rows, in) and g (rows, out).
+
+        It is 0 where S S^T = I in every draw, and the estimate so the gradient itself.
+        """
 
     def variance_family(self, rows: int) -> Hashable | None:
         """Return a key of the sketches whose variances lie on one line in 1 / rank, or None.

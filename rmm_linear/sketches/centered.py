@@ -48,9 +48,6 @@ class Centered(Sketch):
     def rank(self, rows: int) -> int:
         return self.inner.rank(rows)
 
-    def is_exact(self, rows: int) -> bool:
-        return rows <= 1 or self.inner.is_exact(rows)
-
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
         """Return the inner sketch's tensors, and the mean.
 

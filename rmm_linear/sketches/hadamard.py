@@ -74,13 +74,6 @@ class Hadamard(ObliviousSketch):
         blocks, kept = self.geometry(rows)
         return blocks * kept
 
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether every block is full and all of its combinations are kept."""
-        if rows == 0:
-            return True
-        blocks, kept = self.geometry(rows)
-        return kept == backend.hadamard_order(-(-rows // blocks))
-
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         rows = y.shape[0]
         blocks, kept = self.geometry(rows)
@@ -99,10 +92,10 @@ class Hadamard(ObliviousSketch):
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
         rows = x.shape[0]
         blocks, kept = self.geometry(rows)
-        if self.is_exact(rows):
+        block_rows = -(-rows // max(1, blocks))
+        order = backend.hadamard_order(block_rows) if rows else kept
+        if order == kept:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        block_rows = -(-rows // blocks)
-        order = backend.hadamard_order(block_rows)
         x_gram, g_gram = (_block_grams(y, blocks, block_rows) for y in (x, g))
         x_rows, g_rows = x_gram.diagonal(dim1=1, dim2=2), g_gram.diagonal(dim1=1, dim2=2)
         pairs = x_rows.sum(1) * g_rows.sum(1) + (x_gram * g_gram).sum((1, 2)) - 2 * (x_rows * g_rows).sum(1)

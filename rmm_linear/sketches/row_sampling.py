@@ -123,16 +123,12 @@ class RowsWithoutReplacement(ObliviousSketch):
         dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
         return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
 
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether all rows are kept."""
-        return self.rank(rows) == rows
-
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return (n - r) / (r (n - 1)) * (n s - C)."""
         sums = gradient_sums(x, g)
-        if self.is_exact(sums.rows):
-            return torch.zeros_like(sums.gradient_squared)
         rank = self.rank(sums.rows)
+        if rank == sums.rows:
+            return torch.zeros_like(sums.gradient_squared)
         population = (sums.rows - rank) / (rank * (sums.rows - 1))
         # rounding may leave a little less than nothing
         return population * (sums.rows * sums.row_products - sums.gradient_squared).clamp(min=0)
@@ -215,10 +211,6 @@ class WTACRS(ColumnRowSampling):
     """The heaviest rows as they are, the rest drawn with replacement by their norms."""
 
     name: ClassVar[str] = "wta_crs"
-
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether all rows are kept."""
-        return self.rank(rows) == rows
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
         fractions, factor = backend.random.fractions(seeds, rank), _nan_if_not_finite(norms)

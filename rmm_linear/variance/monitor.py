@@ -64,13 +64,11 @@ class NoiseSummary:
         relative_variance: sum V / sum C, so that noise inflates the gradient's norm by sqrt(1 + this).
         noise_ratio: sum V / sum M, the sketches' noise over the minibatch's; nan where no layer has an M.
         snr: max(sum C - sum M, 0) / (sum M + sum V), signal over noise; nan where no layer has an M.
-        layers_measured: Layers with a record whose numbers are finite.
     """
 
     relative_variance: float
     noise_ratio: float
     snr: float
-    layers_measured: int
 
 
 class VarianceMonitor(LayerSampler):
@@ -154,7 +152,6 @@ class VarianceMonitor(LayerSampler):
             relative_variance=_ratio(all_v, all_c),
             noise_ratio=_ratio(v, m) if known else math.nan,
             snr=_snr(c, v, m) if known else math.nan,
-            layers_measured=len(records),
         )
 
     def observe_gradient_norm(self, norm: float | Tensor, max_norm: float) -> None:
