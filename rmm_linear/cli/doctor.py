@@ -7,7 +7,6 @@ import math
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -32,29 +31,6 @@ _SECONDS = 0.05
 _STORAGE: dict[str, Any] = {"kind": "int8", "group": 128}
 
 
-@dataclass(frozen=True)
-class KernelCheck:
-    """The result of one kernel's check.
-
-    Attributes:
-        name: Name of the kernel.
-        runs: What models run here: "triton", or "torch" for the reference.
-        reason: Why the reference runs, or None.
-        failed: Whether the kernel should run here, and raised an error.
-        error: Largest difference from the reference over the reference's largest value.
-        milliseconds: Median time of the kernel.
-        torch_milliseconds: Median time of the reference.
-    """
-
-    name: str
-    runs: str
-    reason: str | None
-    failed: bool
-    error: float | None
-    milliseconds: float | None
-    torch_milliseconds: float
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command's options."""
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the GPU if there is one)")
@@ -68,27 +44,23 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     Returns:
         One screen of text, and the exit status: 1 if a kernel fails, differs from plain torch by more than rounding, or
         is asked for by force and cannot run.
-
-    Raises:
-        ValueError: If there is no such device.
     """
     device = _device(options.device)
     status, calls = kernel_status(device), _calls(device, _DTYPES[options.dtype])
     checks = [_checked(name, call, status[name]) for name, call in calls.items()]
-    wrong = [each.name for each in checks if each.error is not None and each.error > _TOLERANCES[options.dtype]]
-    is_refused = chosen() == "triton" and any(check.reason is not None for check in checks)
+    wrong = [each["name"] for each in checks if (each["error"] or 0) > _TOLERANCES[options.dtype]]
+    is_refused = chosen() == "triton" and any(check["reason"] is not None for check in checks)
     facts = _facts(device)
     if options.json:
-        text = json.dumps({**facts, "dtype": options.dtype, "kernels": [asdict(check) for check in checks]}, indent=2)
+        text = json.dumps({**facts, "dtype": options.dtype, "kernels": checks}, indent=2)
     else:
         text = "\n".join(_screen(facts, options.dtype, checks))
         if wrong:
-            text += (
-                f"\nWRONG: {', '.join(wrong)} differ from plain torch by more than rounding. Set {ENVIRONMENT}=torch"
-            )
+            names = ", ".join(wrong)
+            text += f"\nWRONG: {names} differ from plain torch by more than rounding. Set {ENVIRONMENT}=torch"
         if is_refused:
             text += f"\nKernels are forced, and layers raise where they cannot run. Set {ENVIRONMENT}=auto"
-    return text, int(bool(wrong) or is_refused or any(check.failed for check in checks))
+    return text, int(bool(wrong) or is_refused or any(check["failed"] for check in checks))
 
 
 def _device(name: str | None) -> torch.device:
@@ -133,7 +105,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> list[str]:
+def _screen(facts: dict[str, Any], dtype: str, checks: list[dict[str, Any]]) -> list[str]:
     versions = f"rmm_linear {facts['rmm_linear']}, torch {facts['torch']}, triton {facts['triton'] or 'not installed'}"
     machine = f"device {facts['device']}: no GPU is used"
     if "gpu" in facts:
@@ -148,11 +120,11 @@ def _screen(facts: dict[str, Any], dtype: str, checks: list[KernelCheck]) -> lis
         f"{'kernel, ' + dtype:28}{'runs':>8}{'ms':>10}{'torch ms':>10}{'difference':>12}",
     ]
     for check in checks:
-        time = "-" if check.milliseconds is None else f"{check.milliseconds:.3f}"
-        error = "-" if check.error is None else f"{check.error:.1e}"
-        lines.append(f"{check.name:28}{check.runs:>8}{time:>10}{check.torch_milliseconds:>10.3f}{error:>12}")
-    for reason in dict.fromkeys(check.reason for check in checks if check.reason is not None):
-        names = [check.name for check in checks if check.reason == reason]
+        time = "-" if check["milliseconds"] is None else f"{check['milliseconds']:.3f}"
+        error = "-" if check["error"] is None else f"{check['error']:.1e}"
+        lines.append(f"{check['name']:28}{check['runs']:>8}{time:>10}{check['torch_milliseconds']:>10.3f}{error:>12}")
+    for reason in dict.fromkeys(check["reason"] for check in checks if check["reason"] is not None):
+        names = [check["name"] for check in checks if check["reason"] == reason]
         # compilers say a page: --json has it
         line = f"no kernel for {'any' if len(names) == len(checks) else ', '.join(names)}: {' '.join(reason.split())}"
         lines.append(line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "...")
@@ -182,20 +154,24 @@ def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, _Call]:
     }
 
 
-def _checked(name: str, call: _Call, reason: str | None) -> KernelCheck:
+def _checked(name: str, call: _Call, reason: str | None) -> dict[str, Any]:
+    """Compare a kernel with its reference; where it raises, models run the reference."""
+    check: dict[str, Any] = {"name": name, "runs": "torch", "reason": reason, "failed": False}
+    check |= {"error": None, "milliseconds": None}
     with use_kernels("torch"):
         expected = call()
-        torch_milliseconds = _milliseconds(call)
-    if reason is not None:
-        return KernelCheck(name, "torch", reason, False, None, None, torch_milliseconds)
-    try:
-        with use_kernels("triton"):
-            found = call()
-            milliseconds = _milliseconds(call)
-    except Exception as raised:  # any kind of error answers the user's question
-        return KernelCheck(name, "torch", f"{type(raised).__name__}: {raised}", True, None, None, torch_milliseconds)
-    error = max(_difference(one, other) for one, other in zip(found, expected, strict=True))
-    return KernelCheck(name, "triton", None, False, error, milliseconds, torch_milliseconds)
+        check["torch_milliseconds"] = _milliseconds(call)
+    if reason is None:
+        try:
+            with use_kernels("triton"):
+                found = call()
+                milliseconds = _milliseconds(call)
+        except Exception as raised:  # any kind of error answers the user's question
+            return check | {"reason": f"{type(raised).__name__}: {raised}", "failed": True}
+        # largest difference, relative to the reference's largest value
+        error = max(_difference(one, other) for one, other in zip(found, expected, strict=True))
+        check |= {"runs": "triton", "error": error, "milliseconds": milliseconds}
+    return check
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

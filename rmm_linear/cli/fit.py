@@ -44,9 +44,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     """Run the command with these options.
 
     Raises:
-        ValueError: If the model or an option is not usable.
-        InfeasibleBudgetError: If no way fits the budget; it names the least that does.
-        ImportError: If transformers, or for a figure matplotlib, is not installed.
+        ValueError: If the model or an option is not usable, or no way fits the budget.
     """
     check_model_options(options)
     noise, budget = checked_noise(options.noise), Budget.of(options.budget)
@@ -113,22 +111,21 @@ def _largest_batch(
 
 
 def _content(found: Fit) -> dict[str, Any]:
-    ways = [
-        {
-            "name": way.name,
-            "options": dict(way.options),
-            "fits": way.plan is not None,
-            # of a way that does not fit, the least that was found
-            "peak_bytes": way.least_bytes,
-            "time": way.time if math.isfinite(way.time) else None,
-        }
-        for way in found.candidates
-    ]
     return {
         "exact_peak_bytes": found.plain_bytes,
         "budget_bytes": found.budget_bytes,
         "noise_limit": found.noise_limit,
         "chosen": found.chosen.name,
         "options": found.options,
-        "ways": ways,
+        "ways": [
+            {
+                "name": way.name,
+                "options": dict(way.options),
+                "fits": way.plan is not None,
+                # of a way that does not fit, the least that was found
+                "peak_bytes": way.least_bytes,
+                "time": way.time if math.isfinite(way.time) else None,
+            }
+            for way in found.candidates
+        ],
     }

@@ -37,7 +37,6 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
     Raises:
         ValueError: If the model or an option is not usable.
-        ImportError: If transformers is not installed.
     """
     check_model_options(options)
     try:
