@@ -74,13 +74,13 @@ def test_the_totals_are_the_sums_of_the_rows():
     result = summary(model())
     assert result.exact_bytes_per_row == sum(row.exact_bytes_per_row for row in result.rows)
     assert result.kept_bytes_per_row < result.exact_bytes_per_row
-    assert (result.converted, result.sketched) == (3, 1)
+    assert result.sketched == 1
 
 
 def test_frozen_layers_are_not_counted_as_sketched():
     net = convert_linears(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), ratio=0.5)
     net[:2].requires_grad_(False)
-    assert (summary(net).converted, summary(net).sketched) == (3, 1)
+    assert summary(net).sketched == 1
     assert "1 of 3 linear layers are sketched" in str(summary(net))
 
 

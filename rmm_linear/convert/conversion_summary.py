@@ -59,11 +59,6 @@ class ConversionSummary:
     others: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def converted(self) -> int:
-        """Number of converted layers, frozen ones and those at ratio 1 among them."""
-        return sum(row.config is not None for row in self.rows)
-
-    @property
     def sketched(self) -> int:
         """Number of layers that keep a sketch."""
         return sum(row.is_sketched for row in self.rows)

@@ -42,22 +42,16 @@ _log = logging.getLogger("rmm_linear")
 
 @dataclass(frozen=True)
 class RatioChange:
-    """A change of one layer's configuration, after so many optimizer steps; `to_dict` is ready for JSON."""
+    """A change of one layer's ratio, after so many optimizer steps."""
 
     step: int
     layer: str
-    before: RMMConfig
-    after: RMMConfig
+    before: float
+    after: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the change as plain values."""
-        return {**vars(self), "before": self.before.to_dict(), "after": self.after.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "RatioChange":
-        """Make a change of `to_dict`'s output."""
-        before, after = (RMMConfig.from_dict(values[name]) for name in ("before", "after"))
-        return cls(int(values["step"]), str(values["layer"]), before, after)
+        """Return the change as plain values, ready for JSON."""
+        return dict(vars(self))
 
 
 class AdaptiveRatios(LayerSampler):
@@ -188,11 +182,10 @@ class AdaptiveRatios(LayerSampler):
         for name, config in outcome["allocation"].configs.items():
             layer = self._probe.layers[name]
             if layer.rmm_config != config:
-                made.append(RatioChange(self._steps, name, layer.rmm_config, config))
+                made.append(RatioChange(self._steps, name, layer.rmm_config.ratio, config.ratio))
                 layer.rmm_config = config
         for each in made:
-            before, after = each.before.ratio, each.after.ratio
-            _log.info("step %d: %s goes from ratio %g to %g", each.step, each.layer, before, after)
+            _log.info("step %d: %s goes from ratio %g to %g", each.step, each.layer, each.before, each.after)
         self.changes += made
         return made
 
@@ -274,7 +267,7 @@ class AdaptiveRatios(LayerSampler):
         with _read_as(type(self)):
             configs = {name: RMMConfig.from_dict(config) for name, config in state["configs"].items()}
             allocation = None if state["allocation"] is None else Allocation.from_dict(state["allocation"])
-            changes = [RatioChange.from_dict(change) for change in state["changes"]]
+            changes = [RatioChange(**change) for change in state["changes"]]
             steps, budget_bytes, share = int(state["steps"]), state["budget_bytes"], state["share"]
             builder.load_state_dict(state["measured"])
         for name in configs:
