@@ -6,10 +6,10 @@ of transformers) and whose forward will really be called; others are left as the
 """
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.config import RMMConfig
@@ -115,14 +115,9 @@ def convert_linears(
             _to_sketched(layer.module)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
     watch_adapted_layers(model)
-    messages = (
-        _padding_message(model),
-        _overflow_message(plan),
-        _time_first_message(model, plan),
-        _left_exact_message(skipped, [other for other in others if selection.is_meant(other[0])]),
-        _frozen_message(model, plan),
-        *selection.unused([*found, *(other for other, _ in others)], matched),
-    )
+    unusual = [other for other in others if selection.is_meant(other[0])]
+    messages = [_padding_message(model), *_advice(model, plan, skipped, unusual)]
+    messages += selection.unused([*found, *(other for other, _ in others)], matched)
     for message in filter(None, messages):
         warnings.warn(message, UserWarning, stacklevel=2)
     return model
@@ -155,35 +150,39 @@ def _padding_message(model: nn.Module) -> str | None:
     return None
 
 
-def _left_exact_message(skipped: list[str], others: list[tuple[LinearLayer, str]]) -> str | None:
+def _advice(
+    model: nn.Module, plan: list[Planned], skipped: list[str], others: list[tuple[LinearLayer, str]]
+) -> Iterator[str]:
+    """Say what was left exact, and which sketches save nothing or do harm."""
+    sketched = [(layer.module, wanted) for layer, wanted in plan if wanted and isinstance(layer.module, SketchedLayer)]
+    overflowing = sum(layer.weight.dtype == torch.float16 and wanted.ratio < _SMALL_RATIO for layer, wanted in sketched)
+    if overflowing:
+        yield (
+            f"{overflowing} sketched layers have float16 weights and a ratio below {_SMALL_RATIO}: their gradients are"
+            " estimates whose noise is several times the gradient: infinite beyond 65504, where the exact ones would"
+            " not be. Keep weights in float32 and train under torch.autocast(dtype=torch.float16) with a GradScaler,"
+            " which settles where it does for exact layers; or use bfloat16, a larger ratio, or a smaller loss"
+        )
+    if any(wanted.keep_tokens for _, wanted in sketched) and _is_time_first(model):
+        yield (
+            f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
+            " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out"
+        )
     # frozen ones keep no input: there is nothing to miss
     unusual = dict.fromkeys(
         f"{pattern(other.name)}: {reason}"
         for other, reason in others
         if any(parameter.requires_grad for parameter in other.module.parameters(recurse=False))
     )
-    return "left exact: " + listed([*skipped, *unusual]) if skipped or unusual else None
-
-
-def _frozen_message(model: nn.Module, plan: list[Planned]) -> str | None:
-    chosen = [layer.module for layer, _ in plan if isinstance(layer.module, SketchedLayer)]
-    weights = [getattr(layer, "weight", None) for layer in chosen]
+    if skipped or unusual:
+        yield "left exact: " + listed([*skipped, *unusual])
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if not chosen or not is_trained or any(isinstance(each, Tensor) and each.requires_grad for each in weights):
-        return None
-    return (
-        f"none of the {len(chosen)} layers that are sketched now has a trainable weight: they keep nothing, and there"
-        " is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were added"
-    )
-
-
-def _time_first_message(model: nn.Module, plan: list[Planned]) -> str | None:
-    if not any(wanted is not None and wanted.keep_tokens for _, wanted in plan) or not _is_time_first(model):
-        return None
-    return (
-        f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
-        " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out"
-    )
+    if sketched and is_trained and not any(layer.weight.requires_grad for layer, _ in sketched):
+        yield (
+            f"none of the {len(sketched)} layers that are sketched now has a trainable weight: they keep nothing, and"
+            " there is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were"
+            " added"
+        )
 
 
 def _useless(model: nn.Module, plan: list[Planned], sample: object) -> dict[str, str]:
@@ -240,19 +239,6 @@ def revert_linears(model: nn.Module) -> nn.Module:
     remove_hooks(model.modules())
     watch_adapted_layers(model)
     return model
-
-
-def _overflow_message(plan: list[Planned]) -> str | None:
-    layers = [layer.module for layer, wanted in plan if wanted is not None and wanted.ratio < _SMALL_RATIO]
-    found = [layer for layer in layers if isinstance(layer, SketchedLayer) and layer.weight.dtype == torch.float16]
-    if not found:
-        return None
-    return (
-        f"{len(found)} sketched layers have float16 weights and a ratio below {_SMALL_RATIO}: their gradients are"
-        " estimates whose noise is several times the gradient: infinite beyond 65504, where the exact ones would"
-        " not be. Keep weights in float32 and train under torch.autocast(dtype=torch.float16) with a GradScaler, which"
-        " settles where it does for exact layers; or use bfloat16, a larger ratio, or a smaller loss"
-    )
 
 
 def _resolve_config(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
