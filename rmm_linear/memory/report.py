@@ -11,7 +11,6 @@ and says what any configuration would leave, to the byte, before a layer is conv
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -220,13 +219,8 @@ class MemoryReport:
     def _op_of(self, place: int) -> str:
         if self._is_own(place):
             return LINEAR_INPUTS
-        others = [keeper for keeper in self.storages[place].keepers if not _is_linear_input(keeper, self._linear_names)]
-        keeper = (others or self.storages[place].keepers)[0]
-        return keeper.op or keeper.kind
-
-    @property
-    def _linear_names(self) -> set[str]:
-        return {call.layer for call in self.linears}
+        keeper = self.storages[place].keepers[0]
+        return next(iter(self._others(place)), keeper.op or keeper.kind)
 
     def _calls_by(self, place: Callable[[LinearCall], int | None]) -> dict[int, set[int]]:
         found: dict[int, set[int]] = {}
@@ -241,11 +235,12 @@ class MemoryReport:
 
     def others(self, call: LinearCall) -> tuple[str, ...]:
         """Return the operations, other than linear layers' products, that keep a call's input."""
-        if call.storage is None:
-            return ()
-        names = self._linear_names
-        found = [each for each in self.storages[call.storage].keepers if not _is_linear_input(each, names)]
-        return tuple(dict.fromkeys(keeper.op or keeper.kind for keeper in found))
+        return () if call.storage is None else tuple(self._others(call.storage))
+
+    def _others(self, place: int) -> dict[str, None]:
+        names = {call.layer for call in self.linears}
+        found = [each for each in self.storages[place].keepers if not _is_linear_input(each, names)]
+        return dict.fromkeys(keeper.op or keeper.kind for keeper in found)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -256,20 +251,15 @@ class MemoryReport:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        return "\n".join([_headline(self), _ceiling(self), "", *_op_lines(self), "", *_layer_lines(self)])
-
-
-def _headline(report: MemoryReport) -> str:
-    tensors = f"{len(report.storages)} storage{'s' if len(report.storages) != 1 else ''}"
-    return f"{report.model} keeps {_size(report, report.total_bytes)} for its backward pass, in {tensors}"
-
-
-def _ceiling(report: MemoryReport) -> str:
-    share = 100 * report.own_bytes / report.total_bytes if report.total_bytes else 0.0
-    return (
-        f"{_size(report, report.own_bytes)} of it ({share:.1f} %) are inputs of linear layers that nothing else needs:"
-        " the most that sketches can free"
-    )
+        unit, plural = unit_for(self.total_bytes), "s" if len(self.storages) != 1 else ""
+        total, own = (f"{unit.of(size)} {unit.name}" for size in (self.total_bytes, self.own_bytes))
+        share = 100 * self.own_bytes / max(1, self.total_bytes)
+        head = f"{self.model} keeps {total} for its backward pass, in {len(self.storages)} storage{plural}"
+        most = (
+            f"{own} of it ({share:.1f} %) are inputs of linear layers that nothing else needs: the most that sketches can"
+            " free"
+        )
+        return "\n".join([head, most, "", *_op_lines(self), "", *_layer_lines(self)])
 
 
 def _op_lines(report: MemoryReport) -> list[str]:
@@ -283,7 +273,7 @@ def _op_lines(report: MemoryReport) -> list[str]:
     rows = [("kept by", unit.name, "%", "storages")]
     for op, size in shown:
         rows.append((op, unit.of(size), f"{100 * size / max(1, report.total_bytes):.1f}", str(counts[op])))
-    return _aligned(rows)
+    return _aligned(rows, words=(0,))
 
 
 def _layer_lines(report: MemoryReport) -> list[str]:
@@ -315,7 +305,7 @@ def _layer_lines(report: MemoryReport) -> list[str]:
         rows.append((names, count, str(times), unit.of(size), unit.of(freed), why))
     if len(found) > 2 * _PRINTED:
         rows.append((f"{len(found) - 2 * _PRINTED} more", "", "", "", "", ""))
-    return _aligned(rows)
+    return _aligned(rows, words=(0, 5))
 
 
 def _units(report: MemoryReport) -> list[list[LinearCall]]:
@@ -355,24 +345,16 @@ def _merged(names: list[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _aligned(rows: Sequence[tuple[str, ...]], *, words: Collection[int]) -> list[str]:
+    """Lay a table out; columns that hold words begin at the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.ljust(width) if column in (0, len(row) - 1) and not _is_number(cell) else cell.rjust(width)
+            cell.ljust(width) if column in words else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-
-
-def _is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"-?\d+(\.\d+)?", text))
-
-
-def _size(report: MemoryReport, size: int) -> str:
-    unit = unit_for(report.total_bytes)
-    return f"{unit.of(size)} {unit.name}"
 
 
 def _is_linear_input(keeper: Keeper, names: Collection[str]) -> bool:
