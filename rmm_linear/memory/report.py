@@ -256,8 +256,8 @@ class MemoryReport:
         share = 100 * self.own_bytes / max(1, self.total_bytes)
         head = f"{self.model} keeps {total} for its backward pass, in {len(self.storages)} storage{plural}"
         most = (
-            f"{own} of it ({share:.1f} %) are inputs of linear layers that nothing else needs: the most that sketches can"
-            " free"
+            f"{own} of it ({share:.1f} %) are inputs of linear layers that nothing else needs: the most that sketches"
+            " can free"
         )
         return "\n".join([head, most, "", *_op_lines(self), "", *_layer_lines(self)])
 
