@@ -14,7 +14,7 @@ class HarnessError(ValueError):
 class Parser(argparse.ArgumentParser):
     """A parser that raises `HarnessError` where argparse would exit."""
 
-    def error(self, message: str) -> NoReturn:  # noqa: D102
+    def error(self, message: str) -> NoReturn:
         raise HarnessError(f"{message}; see --help")
 
 

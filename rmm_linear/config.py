@@ -48,26 +48,22 @@ class RMMConfig:
             a reading of the input and one of the gradient for their means.
         min_rows: Inputs of fewer rows (poolers, classification heads) are kept as they are: there is little to save
             and much noise to add.
-        storage: Hold what is kept in "int8", "int4", "int3", "int2" or "fp8", rounded at random and so still unbiased,
-            or None to hold it in the input's dtype. At ratio 1 the input itself is held so, without a sketch.
+        storage: Hold what is kept in "int8", "int4" or "int2", rounded at random and so still unbiased, or None to hold
+            it in the input's dtype. At ratio 1 the input itself is held so, without a sketch.
         skip_padding: Leave out the rows that the model's attention mask marks as padding, which carry no gradient;
-            `ratio` and `min_rows` refer to the others then. `rmm_linear.padding` tells where the mask comes from, when
-            it is right to use it, and how that is checked.
+            `ratio` and `min_rows` refer to the others then (`rmm_linear.padding`).
         keep_tokens: Positions in every sequence whose rows are kept beside the sketch of the others: (0,) for models
-            that read the first token, (-1,) for the last. These rows have much of the gradient, and so of the noise
-            (`rmm_linear.rows`). They come on top of `ratio`, in the input's dtype or, with a storage, in 8 bits where
-            that is less. Positions count the tokens that are not padding where `skip_padding` leaves padding out, and
-            all tokens otherwise, also in checkpointed blocks and under torch.compile: with padding on the right, (-1,)
-            is a padding row there. Sequences run along the last dimension but one: not for models that hold (length,
-            batch, features); inputs of two dimensions have none.
+            that read the first token, (-1,) for the last, since these rows have much of the gradient. They come on top
+            of `ratio`, in the input's dtype or, with a storage, in 8 bits where that is less. Positions count the
+            tokens that are not padding where `skip_padding` leaves padding out, and all tokens otherwise, also in
+            checkpointed blocks and under torch.compile: with padding on the right, (-1,) is a padding row there.
+            Sequences run along the last dimension but one; inputs of two dimensions have none.
         share_sketch: Keep one sketch for all layers that are called with the same tensor in a forward pass (query, key
-            and value) and are configured alike, as an exact model keeps one input; see `rmm_linear.sharing`. Copies of
-            a tensor count as that tensor under torch.compile, which merges them.
+            and value) and are configured alike (`rmm_linear.sharing`).
         sketch_object: The sketch that the configuration describes, storage and centering included.
         kept_rows: How the rows of `keep_tokens` are kept.
-        graph_key: The text by which operators know the configuration (`config_of`): the code, and the knobs as JSON. No
-            other process finds a compiled graph by the key of a sketch of another package, of a subclass, or in
-            Triton's interpreter: there the code is more than this library's.
+        graph_key: The text by which operators know the configuration (`config_of`): the code, and the knobs as JSON;
+            of no other process where the code is more than this library's.
     """
 
     ratio: float = 0.5
@@ -126,11 +122,10 @@ class RMMConfig:
     def saved_bytes(
         self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None, sequences: int = 0
     ) -> int:
-        """Return what a layer keeps of an input for its weight gradient.
+        """Return what a layer keeps of an input for its weight gradient, in bytes.
 
-        With rows left out, one of them is kept as it is, and its number. The model keeps the numbers of the others as
-        well, 4 bytes each, and how many were left out: once for all of its layers that keep the same tokens, and so not
-        counted here.
+        With rows left out, one of them is kept as it is, and its number. The numbers of the others are kept once for
+        all layers of a model that keep the same tokens, and are not counted here.
 
         Args:
             rows: Rows of the flattened input.
@@ -138,9 +133,6 @@ class RMMConfig:
             dtype: Dtype that the layer computes in.
             valid_rows: Rows that are not padding, all by default; ignored without `skip_padding`.
             sequences: Sequences that the rows belong to, whose `keep_tokens` are kept; none by default.
-
-        Returns:
-            Bytes, all-in; those of the input itself where it is not sketched.
         """
         sketched = rows if valid_rows is None or not self.skip_padding else valid_rows
         kept = min(sketched, sequences * len(self.keep_tokens))

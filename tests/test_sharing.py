@@ -360,7 +360,8 @@ def test_allocated_ratios_keep_a_group_together(share):
     assert members["last"] in ("last", None)
     for budget in (0.1, 0.3):
         allocation = allocate_ratios(known, budget * known.most_bytes)
-        allocation.apply(model)
+        for name, config in allocation.configs.items():
+            model.get_submodule(name).rmm_config = config
         if share:
             assert len({allocation.configs[name] for name in names}) == 1
         exact = 4 * 64 * WIDTH * 4

@@ -1,7 +1,5 @@
 """summary: what is sketched, with what, what stays exact and why, and the bytes of a row."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -72,19 +70,17 @@ def test_the_table_is_printed_once_and_aligned(capsys):
     assert lines[-1].startswith("at most: ")
 
 
-def test_the_totals_are_the_sums_of_the_rows_and_go_through_json():
+def test_the_totals_are_the_sums_of_the_rows():
     result = summary(model())
     assert result.exact_bytes_per_row == sum(row.exact_bytes_per_row for row in result.rows)
     assert result.kept_bytes_per_row < result.exact_bytes_per_row
-    values = json.loads(json.dumps(result.to_dict()))
-    assert values["rows"][0]["config"] == RMMConfig(ratio=0.25, center=False).to_dict()
-    assert (values["converted"], values["sketched"]) == (3, 1)
+    assert result.sketched == 1
 
 
 def test_frozen_layers_are_not_counted_as_sketched():
     net = convert_linears(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), ratio=0.5)
     net[:2].requires_grad_(False)
-    assert (summary(net).converted, summary(net).sketched) == (3, 1)
+    assert summary(net).sketched == 1
     assert "1 of 3 linear layers are sketched" in str(summary(net))
 
 

@@ -68,7 +68,7 @@ class RunSettings:
     center: bool | None = _setting(None, "keep the column mean of the input apart")
     bits: str | None = _setting(None, "of codes: 8, 4, or 4/8 for 4 of activation functions and 8 of all else")
     budget: str | None = _setting(None, "of a step's peak, for budget and fit: such as 50%% or 200MiB")
-    storage: str | None = _setting(None, "hold what is kept in int8, int4, int3, int2 or fp8")
+    storage: str | None = _setting(None, "hold what is kept in int8, int4 or int2")
     skip_padding: bool = _setting(False, "leave out rows that the attention mask marks as padding")
     keep_first: bool = _setting(False, "keep the rows of each sequence's first token beside the sketch")
     allocate: bool = _setting(False, "choose each layer's ratio by its variance, at the same bytes in sum")

@@ -55,7 +55,7 @@ SHOWN_BUDGETS = (0.25, 0.1, 0.05)
 INT4_BUDGET, CROSS_BUDGET = 0.1, 0.05
 _ALLOWANCE = 1.04
 _LONGEST = 128
-_BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int3": 3, "int2": 2}
+_BITS = {None: 16, "int8": 8, "int4": 4, "int2": 2}
 # Sketches whose S is a dense matrix of random numbers: a draw of one takes seconds at the ranks of low-bit storage.
 _DENSE = ("gaussian", "rademacher", "dct", "dft")
 _RATIO_STEPS = 1000
@@ -69,7 +69,7 @@ _FAMILIES: tuple[tuple[str, bool, str | None], ...] = (
 )
 # What a layer chooses from: the default sketch, and one that is better where it keeps nearly all rows.
 _RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-_STORAGES = (None, "int8", "int4", "int3", "int2")
+_STORAGES = (None, "int8", "int4", "int2")
 _SKETCHES = ("hadamard", "rows_without_replacement")
 _SEQUENCES = 32
 Layers = Mapping[str, tuple[Tensor, Tensor]]
@@ -215,7 +215,7 @@ def cells(rows: str) -> list[Cell]:
         for sketch, center in itertools.product(available_sketches(), (False, True)):
             is_dense = sketch in _DENSE
             found += [] if is_dense else [Cell(sketch, center, "int4", INT4_BUDGET)]
-            storages = (None, "int4") if is_dense else (None, "int8", "fp8", "int4", "int2")
+            storages = (None, "int4") if is_dense else (None, "int8", "int4", "int2")
             found += [Cell(sketch, center, storage, CROSS_BUDGET) for storage in storages]
     return list(dict.fromkeys(found))
 

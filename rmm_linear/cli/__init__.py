@@ -1,20 +1,19 @@
 """The command line: `rmm-linear COMMAND`."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rmm_linear.cli import doctor, fit, plan, profile
-from rmm_linear.cli.quiet import quiet
 
 _COMMANDS = {"profile": profile, "plan": plan, "fit": fit, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The arguments; those of the process if None.
+    """Run the command line, with the process's arguments if None.
 
     Returns:
         The exit status: 0, 1 if the command found what it looks for to be wrong, or 2 with one line on stderr if the
@@ -28,10 +27,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_options(commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
     options = parser.parse_args(arguments)
     try:
-        with quiet():
+        with _quiet():
             text, status = _COMMANDS[options.command].run(options)
         print(text)
     except (ValueError, ImportError) as error:
         print(f"rmm-linear: error: {error}", file=sys.stderr)
         return 2
     return status
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore warnings of other packages, and show this library's as notes; `python -W ...` brings all of them back."""
+    if sys.warnoptions:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"rmm_linear\b")
+        warnings.showwarning = _as_a_note
+        yield
+
+
+def _as_a_note(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"rmm-linear: note: {' '.join(str(message).split())}", file=sys.stderr)

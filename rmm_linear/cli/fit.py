@@ -4,21 +4,12 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from rmm_linear.checkpointing.planned import PlannedStep
-from rmm_linear.cli.model_options import (
-    add_model_options,
-    checked_model,
-    hf_models,
-    planning_heading,
-    planning_model,
-    refuse_figure,
-)
-from rmm_linear.cli.quiet import quiet_transformers
+from rmm_linear.cli.models import add_model_options, build_model, check_model_options, hf_models, planning_heading
 from rmm_linear.compiler.backend import Options
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.fitting import Fit, checked_noise, fit
@@ -53,22 +44,17 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     """Run the command with these options.
 
     Raises:
-        ValueError: If the model or an option is not usable.
-        InfeasibleBudgetError: If no way fits the budget; it names the least that does.
-        ImportError: If transformers, or for a figure matplotlib, is not installed.
+        ValueError: If the model or an option is not usable, or no way fits the budget.
     """
-    name = checked_model(options)
+    check_model_options(options)
     noise, budget = checked_noise(options.noise), Budget.of(options.budget)
     if options.batch == LARGEST and budget.is_relative:
         raise ValueError(
             f"--batch {LARGEST} --budget {options.budget}: a percentage grows with the batch, so that it limits none;"
             " pass a budget in bytes, such as 8GiB"
         )
-    if options.figure:
-        refuse_figure(Path(options.figure))
-    models = hf_models()
-    with quiet_transformers():
-        model = planning_model(options, name)
+    with hf_models() as models:
+        model = build_model(models, options, device="meta", caches=False)
 
         def batch_of(size: int) -> Mapping[str, Tensor]:
             found: Mapping[str, Tensor] = models.random_batch(model, batch=size, length=options.seq, device="meta")
@@ -125,22 +111,21 @@ def _largest_batch(
 
 
 def _content(found: Fit) -> dict[str, Any]:
-    ways = [
-        {
-            "name": way.name,
-            "options": dict(way.options),
-            "fits": way.plan is not None,
-            # of a way that does not fit, the least that was found
-            "peak_bytes": way.least_bytes,
-            "time": way.time if math.isfinite(way.time) else None,
-        }
-        for way in found.candidates
-    ]
     return {
         "exact_peak_bytes": found.plain_bytes,
         "budget_bytes": found.budget_bytes,
         "noise_limit": found.noise_limit,
         "chosen": found.chosen.name,
         "options": found.options,
-        "ways": ways,
+        "ways": [
+            {
+                "name": way.name,
+                "options": dict(way.options),
+                "fits": way.plan is not None,
+                # of a way that does not fit, the least that was found
+                "peak_bytes": way.least_bytes,
+                "time": way.time if math.isfinite(way.time) else None,
+            }
+            for way in found.candidates
+        ],
     }

@@ -3,16 +3,13 @@
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from rmm_linear.byte_sizes import unit_for
 from rmm_linear.cli.fused_attention import fused_attention
-from rmm_linear.cli.model_options import add_model_options, build_model, checked_model, hf_models, shapes_of
-from rmm_linear.cli.quiet import quiet_transformers
+from rmm_linear.cli.models import add_model_options, build_model, check_model_options, hf_models, shapes_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import summary
 from rmm_linear.memory import MemoryReport, profile
@@ -21,14 +18,6 @@ from rmm_linear.sketches import STORAGES, available_sketches
 
 HELP = "show what a model keeps for its backward pass, and what sketches would leave of it"
 _RATIOS = (0.5, 0.2, 0.1)
-
-
-@dataclass(frozen=True)
-class Column:
-    """One way to train the model, and the bytes that a forward pass keeps for its backward pass."""
-
-    name: str
-    bytes: int
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +37,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
     Raises:
         ValueError: If the model or an option is not usable.
-        ImportError: If transformers is not installed.
     """
-    name = checked_model(options)
+    check_model_options(options)
     try:
         ratios = [float(ratio) for ratio in options.ratio.split(",")]
     except ValueError:
@@ -58,78 +46,62 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             f"--ratio {options.ratio} is no list of numbers; pass them with commas, such as 0.5,0.1"
         ) from None
     configs = [RMMConfig(ratio=ratio, sketch=options.sketch, storage=options.storage) for ratio in ratios]
-    models = hf_models()
-    with quiet_transformers(), fused_attention():
-        return _run(options, name, configs, models), 0
-
-
-def _run(options: argparse.Namespace, name: str, configs: list[RMMConfig], models: ModuleType) -> str:
     device = "meta" if options.meta else "cpu"
-    model = build_model(options, name, device=device)
-    batch = models.random_batch(model, batch=options.batch, length=options.seq, device=device)
-    try:
-        report = profile(model, **batch)
-        columns = compare(model, batch, report, configs)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        where = "shapes alone" if options.meta else f"random tensors of {options.batch} x {options.seq}"
-        hint = "leave --meta out, or try --attention eager" if options.meta else "try other --batch and --seq"
-        raise ValueError(
-            f"the {type(model).__name__} can't be run on {where} ({reason}); {hint}, or call"
-            " rmm_linear.memory.profile(model, ...) with a batch of yours"
-        ) from error
+    with hf_models() as models, fused_attention():
+        model = build_model(models, options, device=device)
+        batch = models.random_batch(model, batch=options.batch, length=options.seq, device=device)
+        try:
+            report = profile(model, **batch)
+            columns = _compared(model, batch, report, configs)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            where = "shapes alone" if options.meta else f"random tensors of {options.batch} x {options.seq}"
+            hint = "leave --meta out, or try --attention eager" if options.meta else "try other --batch and --seq"
+            raise ValueError(
+                f"the {type(model).__name__} can't be run on {where} ({reason}); {hint}, or call"
+                " rmm_linear.memory.profile(model, ...) with a batch of yours"
+            ) from error
     if options.json:
         found = {
             "model": options.model,
             "batch": {name: list(tensor.shape) for name, tensor in batch.items()},
-            "columns": [{"name": column.name, "bytes": column.bytes} for column in columns],
+            "columns": [{"name": name, "bytes": size} for name, size in columns.items()],
             "report": report.to_dict(),
         }
-        return json.dumps(found)
+        return json.dumps(found), 0
     notes = [f"{options.model}, {options.dtype}, random weights and inputs: {shapes_of(batch)}"]
     if options.meta:
         notes.append(
             "shapes alone: attention is estimated as a GPU's fused kernel, which keeps no scores (--attention eager"
             " counts them)"
         )
-    elif _is_unfused(report):
+    # the fused attention fell back on single operations, whose softmax has its own name
+    elif any(keeper.op == "safe_softmax" for storage in report.storages for keeper in storage.keepers):
         notes.append(
             "attention is not fused here, and its scores count (torch's fused kernel for CPUs takes no dropout and no"
             " bias that needs a gradient; a GPU's keeps less)"
         )
     others = {(pattern(name), reason) for name, reason in summary(model).others.items()}
     notes += [f"never sketched: {name}: {reason}" for name, reason in sorted(others)]
-    return "\n\n".join(["\n".join(notes), str(report), table(columns)])
+    return "\n\n".join(["\n".join(notes), str(report), _table(columns)]), 0
 
 
-def _is_unfused(report: MemoryReport) -> bool:
-    """Tell whether the fused attention fell back on single operations: its softmax has its own name."""
-    return any(keeper.op == "safe_softmax" for storage in report.storages for keeper in storage.keepers)
-
-
-def compare(
+def _compared(
     model: nn.Module, batch: Mapping[str, Tensor], report: MemoryReport, configs: list[RMMConfig]
-) -> list[Column]:
-    """Say what each way to train the model would keep.
-
-    The ways are: exact; for each configuration every linear layer converted, and the layers alone of which a sketch
-    frees anything; and gradient checkpointing, where the model has it and can be run.
-
-    Raises:
-        RuntimeError: What the model raises.
-    """
-    columns = [Column("exact", report.total_bytes)]
+) -> dict[str, int]:
+    """What each way to train the model would keep, in bytes: exact, sketched, checkpointed where it can be run."""
+    columns = {"exact": report.total_bytes}
     names = report.default_layers
     for config in configs:
         kind = f"{config.sketch} {config.ratio:g}" + (f" in {config.storage}" if config.storage else "")
         left = report.frees_nothing(dict.fromkeys(names, config))
-        columns.append(Column(f"{kind}, every layer", report.predict(config)))
-        columns.append(Column(f"{kind}, where it frees anything", report.predict(config, layers=names - left.keys())))
+        columns[f"{kind}, every layer"] = report.predict(config)
+        columns[f"{kind}, where it frees anything"] = report.predict(config, layers=names - left.keys())
     enable: Any = getattr(model, "gradient_checkpointing_enable", None)
     if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
         enable()
         try:
-            columns.append(Column("gradient checkpointing", profile(model, **batch).total_bytes))
+            columns["gradient checkpointing"] = profile(model, **batch).total_bytes
         except RuntimeError:
             # of shapes alone: transformers reads values of its masks there
             if not any(parameter.is_meta for parameter in model.parameters()):
@@ -139,13 +111,8 @@ def compare(
     return columns
 
 
-def table(columns: list[Column]) -> str:
-    """Lay the comparison out."""
-    width = max(len(column.name) for column in columns)
-    exact = max(1, columns[0].bytes)
+def _table(columns: Mapping[str, int]) -> str:
+    width, exact = max(map(len, columns)), max(1, columns["exact"])
     unit = unit_for(exact)
-    rows = [
-        f"{column.name.ljust(width)}  {unit.of(column.bytes):>10}  {100 * column.bytes / exact:6.1f} %"
-        for column in columns
-    ]
+    rows = [f"{name.ljust(width)}  {unit.of(size):>10}  {100 * size / exact:6.1f} %" for name, size in columns.items()]
     return "\n".join([f"{'kept for the backward pass'.ljust(width)}  {unit.name:>10}  {'of exact':>8}", *rows])

@@ -1,16 +1,15 @@
 """Turn the linear layers of a model into sketched ones, and back again.
 
-A module is converted by changing its class: it stays the same object, with the same parameters, hooks and place in the
-model, so optimizers, state dicts, tied weights, adapters and wrappers notice nothing. That is right only for a module
-whose class is `nn.Linear` itself (or the `Conv1D` of transformers) and whose forward will really be called; every other
-linear layer is left as it is, with a reason (see `summary`).
+A module is converted by changing its class: it stays the same object, so optimizers, state dicts, tied weights,
+adapters and wrappers notice nothing. That is right only for a module whose class is `nn.Linear` itself (or the `Conv1D`
+of transformers) and whose forward will really be called; others are left as they are, with a reason (see `summary`).
 """
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.config import RMMConfig
@@ -46,15 +45,13 @@ def convert_linears(
 ) -> nn.Module:
     """Turn the linear layers of a model into sketched ones, in place, and return the model.
 
-    Modules keep their identity: parameters, hooks, state_dict keys and tied weights are untouched, so this may be
-    called before or after the optimizer is made, and before or after wrapping. Calling it again does nothing, or
-    re-configures the layers that match if the configuration differs; layers that were converted before and are not
-    matched now stay as they are (`revert_linears` first, to begin anew). Layers that cannot be converted are left exact
-    and named in one warning.
+    Modules keep their identity, parameters, hooks, state_dict keys and tied weights, so this may be called before or
+    after the optimizer is made, and before or after wrapping. Called again, it re-configures the layers that match;
+    others stay as they are. Layers that cannot be converted are left exact and named in one warning.
 
     Warning:
-        A ratio chosen too small makes the weight gradients noisy enough to slow down or spoil training; the loss looks
-        normal meanwhile, since the output is exact. Compare with an exact run.
+        A ratio chosen too small makes the weight gradients noisy enough to spoil training, while the loss looks normal,
+        since the output is exact. Compare with an exact run.
 
     Example:
         >>> import torch
@@ -71,16 +68,13 @@ def convert_linears(
         config: How to sketch.
         target_modules: Which layers: "all-linear" (every one outside the output head), a list of full names or ends
             of names ("query" is "encoder.0.query"), or a regular expression for the whole name.
-        exclude_modules: Which of them not, by a list or a regular expression; one that matches nothing is named in a
-            warning.
+        exclude_modules: Which of them not, by a list or a regular expression.
         overrides: Full name, end of a name or regular expression -> the configuration of the targeted layers that
             match, or None for exact ones. The first match wins.
         sample: A batch to run forward once, in training mode, to see which layers a sketch frees anything of: others
             are left exact, unless one of the `overrides` names them, and `summary` says why. A mapping is passed by
             name, a tuple or list as arguments, anything else as the only one. Run it in the autocast region, and
-            wrapped in the checkpoints, that the model trains with. Without a sample all layers that match are
-            converted. Of these, layers whose input is kept by what made it (ReLU, a fused attention) find that out
-            while they run, and are exact (see `rmm_linear.producers`).
+            wrapped in the checkpoints, that the model trains with.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, a value is bad, no layer matches, or none of those that
@@ -121,14 +115,9 @@ def convert_linears(
             _to_sketched(layer.module)
             layer.module.rmm_config = wanted  # type: ignore[assignment]
     watch_adapted_layers(model)
-    messages = (
-        _padding_message(model),
-        _overflow_message(plan),
-        _time_first_message(model, plan),
-        _left_exact_message(skipped, [other for other in others if selection.is_meant(other[0])]),
-        _frozen_message(model, plan),
-        *selection.unused([*found, *(other for other, _ in others)], matched),
-    )
+    unusual = [other for other in others if selection.is_meant(other[0])]
+    messages = [_padding_message(model), *_advice(model, plan, skipped, unusual)]
+    messages += selection.unused([*found, *(other for other, _ in others)], matched)
     for message in filter(None, messages):
         warnings.warn(message, UserWarning, stacklevel=2)
     return model
@@ -161,35 +150,39 @@ def _padding_message(model: nn.Module) -> str | None:
     return None
 
 
-def _left_exact_message(skipped: list[str], others: list[tuple[LinearLayer, str]]) -> str | None:
+def _advice(
+    model: nn.Module, plan: list[Planned], skipped: list[str], others: list[tuple[LinearLayer, str]]
+) -> Iterator[str]:
+    """Say what was left exact, and which sketches save nothing or do harm."""
+    sketched = [(layer.module, wanted) for layer, wanted in plan if wanted and isinstance(layer.module, SketchedLayer)]
+    overflowing = sum(layer.weight.dtype == torch.float16 and wanted.ratio < _SMALL_RATIO for layer, wanted in sketched)
+    if overflowing:
+        yield (
+            f"{overflowing} sketched layers have float16 weights and a ratio below {_SMALL_RATIO}: their gradients are"
+            " estimates whose noise is several times the gradient: infinite beyond 65504, where the exact ones would"
+            " not be. Keep weights in float32 and train under torch.autocast(dtype=torch.float16) with a GradScaler,"
+            " which settles where it does for exact layers; or use bfloat16, a larger ratio, or a smaller loss"
+        )
+    if any(wanted.keep_tokens for _, wanted in sketched) and _is_time_first(model):
+        yield (
+            f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
+            " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out"
+        )
     # frozen ones keep no input: there is nothing to miss
     unusual = dict.fromkeys(
         f"{pattern(other.name)}: {reason}"
         for other, reason in others
         if any(parameter.requires_grad for parameter in other.module.parameters(recurse=False))
     )
-    return "left exact: " + listed([*skipped, *unusual]) if skipped or unusual else None
-
-
-def _frozen_message(model: nn.Module, plan: list[Planned]) -> str | None:
-    chosen = [layer.module for layer, _ in plan if isinstance(layer.module, SketchedLayer)]
-    weights = [getattr(layer, "weight", None) for layer in chosen]
+    if skipped or unusual:
+        yield "left exact: " + listed([*skipped, *unusual])
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if not chosen or not is_trained or any(isinstance(each, Tensor) and each.requires_grad for each in weights):
-        return None
-    return (
-        f"none of the {len(chosen)} layers that are sketched now has a trainable weight: they keep nothing, and there"
-        " is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were added"
-    )
-
-
-def _time_first_message(model: nn.Module, plan: list[Planned]) -> str | None:
-    if not any(wanted is not None and wanted.keep_tokens for _, wanted in plan) or not _is_time_first(model):
-        return None
-    return (
-        f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
-        " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out"
-    )
+    if sketched and is_trained and not any(layer.weight.requires_grad for layer, _ in sketched):
+        yield (
+            f"none of the {len(sketched)} layers that are sketched now has a trainable weight: they keep nothing, and"
+            " there is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were"
+            " added"
+        )
 
 
 def _useless(model: nn.Module, plan: list[Planned], sample: object) -> dict[str, str]:
@@ -246,19 +239,6 @@ def revert_linears(model: nn.Module) -> nn.Module:
     remove_hooks(model.modules())
     watch_adapted_layers(model)
     return model
-
-
-def _overflow_message(plan: list[Planned]) -> str | None:
-    layers = [layer.module for layer, wanted in plan if wanted is not None and wanted.ratio < _SMALL_RATIO]
-    found = [layer for layer in layers if isinstance(layer, SketchedLayer) and layer.weight.dtype == torch.float16]
-    if not found:
-        return None
-    return (
-        f"{len(found)} sketched layers have float16 weights and a ratio below {_SMALL_RATIO}: their gradients are"
-        " estimates whose noise is several times the gradient: infinite beyond 65504, where the exact ones would"
-        " not be. Keep weights in float32 and train under torch.autocast(dtype=torch.float16) with a GradScaler, which"
-        " settles where it does for exact layers; or use bfloat16, a larger ratio, or a smaller loss"
-    )
 
 
 def _resolve_config(ratio: float | None, config: RMMConfig | None) -> RMMConfig:

@@ -31,8 +31,7 @@ class LayerSummary:
         exact_bytes_per_row: What an exact layer keeps of each row of its input.
         kept_bytes_per_row: What this one keeps, at 4096 rows that belong to no sequences (`keep_tokens` come on top).
         note: Why it is exact, or what else matters; "" if nothing does.
-        is_sketched: Whether it keeps a sketch: it is converted, its weight trains, and its ratio is below 1. Of an
-            input that what made it keeps anyway (see `rmm_linear.producers`) it keeps none, which is seen as it runs.
+        is_sketched: Whether it is converted, its weight trains, and its configuration is not exact.
     """
 
     name: str
@@ -60,11 +59,6 @@ class ConversionSummary:
     others: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def converted(self) -> int:
-        """Number of converted layers, frozen ones and those at ratio 1 among them."""
-        return sum(row.config is not None for row in self.rows)
-
-    @property
     def sketched(self) -> int:
         """Number of layers that keep a sketch."""
         return sum(row.is_sketched for row in self.rows)
@@ -78,19 +72,6 @@ class ConversionSummary:
     def kept_bytes_per_row(self) -> float:
         """Sum over the layers of what these keep of a row."""
         return sum(row.kept_bytes_per_row for row in self.rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return `rows`, each a dictionary, `others` and the totals as plain values, ready for JSON."""
-        return {
-            "rows": [
-                {**vars(row), "config": None if row.config is None else row.config.to_dict()} for row in self.rows
-            ],
-            "others": dict(self.others),
-            "converted": self.converted,
-            "sketched": self.sketched,
-            "exact_bytes_per_row": self.exact_bytes_per_row,
-            "kept_bytes_per_row": self.kept_bytes_per_row,
-        }
 
     def __repr__(self) -> str:
         if not self.rows:
@@ -121,9 +102,8 @@ class ConversionSummary:
 def summary(model: nn.Module) -> ConversionSummary:
     """Say which linear layers are sketched, how, and what each keeps of a row of its input: `print(summary(model))`.
 
-    Computed from the model as it is now, without running it. Layers that share an input (query, key and value
-    projections) keep it once in an exact model: the sums over layers say what the layers keep one by one, not what the
-    model saves. `rmm_linear.memory.SavedTensors` and `rmm_linear.memory.MeasuredSaving` measure that.
+    Nothing runs. The sums over layers say what the layers keep one by one, not what the model saves: layers that share
+    an input keep it once. `rmm_linear.memory.MeasuredSaving` measures that.
 
     Raises:
         ValueError: If `model` is not a module.

@@ -40,46 +40,35 @@ class Matcher:
     """PEFT's rules for one option: a list of names or ends of names, or a regular expression for the whole name."""
 
     def __init__(self, option: str, patterns: str | Collection[str]) -> None:
-        self._option = option
-        self._names: tuple[str, ...] = ()
-        self._regex: re.Pattern[str] | None = None
         if isinstance(patterns, str):
             try:
-                self._regex = re.compile(patterns)
+                re.compile(patterns)
             except re.error as error:
                 raise ValueError(
                     f"{option}={patterns!r} is not a regular expression ({error}); for plain names pass a list"
                 ) from None
-        elif isinstance(patterns, Collection) and all(isinstance(pattern, str) for pattern in patterns):
-            self._names = tuple(patterns)
-        else:
+        elif not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(f"{option}={patterns!r} is neither a string nor a list of strings")
+        self._patterns = patterns
 
     def matches(self, layer: LinearLayer) -> bool:
         """Tell whether a layer is meant, by any of its names."""
-        return any(self._matches_name(alias) for alias in layer.aliases)
+        if isinstance(self._patterns, str):
+            return any(re.fullmatch(self._patterns, alias) for alias in layer.aliases)
+        return any(f".{alias}".endswith(f".{end}") for alias in layer.aliases for end in self._patterns)
 
-    def parts(self) -> list["Matcher"]:
-        """One matcher for each name of a list; a regular expression is one part."""
-        if self._regex is not None:
-            return [self]
-        return [Matcher(self._option, [name]) for name in self._names]
-
-    def __str__(self) -> str:
-        return ", ".join(map(repr, self._names if self._regex is None else (self._regex.pattern,)))
-
-    def _matches_name(self, name: str) -> bool:
-        if self._regex is not None and self._regex.fullmatch(name):
-            return True
-        return any(name == end or name.endswith("." + end) for end in self._names)
+    def unused(self, layers: Collection[LinearLayer]) -> list[str]:
+        """The names of a list, or the expression, that match none of the layers."""
+        parts = [self._patterns] if isinstance(self._patterns, str) else [[name] for name in self._patterns]
+        unused = [part for part in parts if not any(map(Matcher("", part).matches, layers))]
+        return [repr(part if isinstance(part, str) else part[0]) for part in unused]
 
 
 class Override:
     """A pattern of `overrides`: a name, the end of a name, or a regular expression."""
 
     def __init__(self, pattern: str, config: RMMConfig | None) -> None:
-        self.pattern = pattern
-        self.config = config
+        self.pattern, self.config = pattern, config
         self._matchers = (Matcher("overrides", [pattern]), Matcher("overrides", pattern))
 
     def matches(self, layer: LinearLayer) -> bool:
@@ -119,7 +108,7 @@ class Selection:
 
     def unused(self, everything: Collection[LinearLayer], matched: Collection[LinearLayer]) -> Iterator[str]:
         """Name the patterns that match nothing."""
-        if parts := [str(part) for part in self._excluded.parts() if not any(map(part.matches, everything))]:
+        if parts := self._excluded.unused(everything):
             yield f"exclude_modules that match no linear layer: {listed(parts)}"
         if rules := [repr(rule.pattern) for rule in self._rules if not any(map(rule.matches, matched))]:
             yield f"overrides that match none of the layers to convert: {listed(rules)}"

@@ -1,12 +1,12 @@
 """What does a forward pass keep for its backward pass? Every distinct storage, counted once.
 
 Autograd hands each tensor that it keeps to the innermost `saved_tensors_hooks`. The hooks here write down its storage:
-`untyped_storage().nbytes()`, since a view of ten elements keeps the whole of what it views alive, and one storage saved
-by three layers is kept once. Parameters and buffers live anyway and do not count. What has a graph goes back to
-autograd detached: an operation that saves its own output (tanh, softmax) would otherwise be kept alive by that.
+a view keeps the whole of what it views alive, and one storage saved by three layers is kept once. Parameters and
+buffers live anyway and do not count. A tensor with a graph goes back to autograd detached: an operation that saves its
+own output (tanh, softmax) would otherwise be kept alive by that.
 
-Inside `torch.utils.checkpoint` autograd's innermost hooks are the checkpoint's own: what a checkpointed block would
-have saved is not kept, and is not counted. Under `torch.compile` the hooks see what the compiled graph saves.
+Inside `torch.utils.checkpoint` the innermost hooks are the checkpoint's own: what a checkpointed block would have saved
+is not kept, and not counted. Under `torch.compile` the hooks see what the compiled graph saves.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +18,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -27,15 +37,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             yield from storages_of(getattr(tensor, name))
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
-    elif tensor.layout == torch.sparse_coo:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        yield from (part.untyped_storage() for part in parts)
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-        yield from (part.untyped_storage() for part in parts)
+    else:
+        yield from (getattr(tensor, part)().untyped_storage() for part in _SPARSE_PARTS.get(tensor.layout, ()))
 
 
 class StorageSet:
@@ -169,19 +172,41 @@ class SavedTensors:
         return f"{type(self).__name__}(bytes={self.bytes}, storages={len(self._kept)})"
 
 
+class WatchedModules(SavedTensors):
+    """SavedTensors that also sees modules of a model run, by `_before` and `_after`, their forward hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        raise NotImplementedError
+
+    def _watch(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        super().__exit__(kind, error, traceback)
+
+
 def measure_kept_bytes(
     fn: Callable[..., object], *args: Any, exclude: Iterable[nn.Module | Tensor] = (), **kwargs: Any
 ) -> int:
-    """Run `fn` with gradients enabled and return the bytes that it keeps for its backward pass.
+    """Run `fn(*args, **kwargs)` with gradients enabled and return the bytes that it keeps for its backward pass.
 
-    Args:
-        fn: A module, or any function of tensors. The parameters and buffers of a module do not count.
-        *args: Its arguments.
-        exclude: More modules and tensors that do not count.
-        **kwargs: Its arguments by name.
-
-    Returns:
-        Bytes of all distinct storages saved. The result of `fn` is dropped.
+    `fn` is a module, whose parameters and buffers do not count, or any function of tensors; `exclude` are more modules
+    and tensors that do not count. The result is dropped.
 
     Example:
         >>> import torch

@@ -5,23 +5,22 @@ from hooks on all modules, and which operation keeps it, and as what, from the g
 tensors calls the same hooks backwards. No backward pass runs. What was found makes a `MemoryReport` (`report.py`).
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.adapters import is_adapted
 from rmm_linear.convertible import why_not
 from rmm_linear.functional import compute_dtype
 from rmm_linear.layer import SketchedLayer, features, is_linear_layer, layer_input
-from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
+from rmm_linear.memory.kept import SavedTensors, StorageSet, WatchedModules, storages_of
 from rmm_linear.memory.report import (
     CHECKPOINTED,
     EVALUATING,
@@ -49,44 +48,30 @@ _NO_RECOMPUTING = "rmm_linear reads a graph without running any of it"
 
 @dataclass
 class _Pack:
-    """A tensor that autograd handed over."""
+    """A tensor that autograd handed over, and the number of the linear layer's call that it belongs to."""
 
     storages: tuple[int, ...]
-    module: str
-    kind: str
-    # number of the linear layer's call that it belongs to
-    call: int | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     device: str
-    op: str = ""
-    role: str = ""
+    call: int | None
+    keeper: Keeper
 
 
 @dataclass
 class _Call:
-    """A call of a linear layer, as its hooks saw it."""
+    """A call of a linear layer, and what is seen of it later."""
 
-    layer: str
+    known: LinearCall
     module: nn.Module
-    rows: int
-    sequences: int
-    dtype: torch.dtype
     trains: bool
-    group: int
-    is_training: bool
-    is_free: bool
     wants_gradient: bool = False
     packs: int = 0
 
 
-class _Recorder(SavedTensors):
-    """SavedTensors that also writes down who saved what."""
+class _Recorder(WatchedModules):
+    """Writes down which module saved what."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._model = model
-        self._handles: list[RemovableHandle] = []
         # modules that are running, the innermost last
         self._running: list[tuple[str, nn.Module, int | None]] = []
         self.packs: list[_Pack] = []
@@ -103,9 +88,8 @@ class _Recorder(SavedTensors):
         name, module, call = self._running[-1] if self._running else ("", self._model, None)
         if call is not None:
             self.calls[call].packs += 1
-        self.packs.append(
-            _Pack(storages, name, type(module).__name__, call, tuple(tensor.shape), tensor.dtype, str(tensor.device))
-        )
+        keeper = Keeper(name, type(module).__name__, "", "", tuple(tensor.shape), _name_of(tensor.dtype))
+        self.packs.append(_Pack(storages, str(tensor.device), call, keeper))
         return (*super()._pack(tensor), len(self.packs) - 1)
 
     def _unpack(self, packed: tuple[Any, ...]) -> Tensor:  # type: ignore[override]
@@ -124,10 +108,9 @@ class _Recorder(SavedTensors):
                 if function is not None and function not in seen:
                     seen.add(function)
                     todo.append(function)
-            op = _op_name(node.name())
             for attribute in dir(node):
                 if attribute.startswith("_saved_") or attribute == "saved_tensors":
-                    role = attribute.removeprefix("_saved_")
+                    op, role = _op_name(node.name()), attribute.removeprefix("_saved_")
                     self._read.clear()
                     try:
                         # a checkpoint would run its block again to have what it has not kept
@@ -137,13 +120,11 @@ class _Recorder(SavedTensors):
                         # otherwise: changed in place since, or freed by a backward pass of the model's own
                         if _NO_RECOMPUTING not in str(error):
                             continue
-                        op_of_read, role = "checkpoint", "input"
+                        op, role = "checkpoint", "input"
                     except AttributeError:
                         continue
-                    else:
-                        op_of_read = op
                     for number in self._read:
-                        self.packs[number].op, self.packs[number].role = op_of_read, role
+                        self.packs[number].keeper = replace(self.packs[number].keeper, op=op, role=role)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = None
@@ -154,14 +135,21 @@ class _Recorder(SavedTensors):
             x = layer_input(args, kwargs)
             if isinstance(x, Tensor):
                 call = len(self.calls)
-                rows = x.numel() // max(1, x.shape[-1])
-                group = self._group_of(x, module)
-                weight: Any = module.weight
-                trains, dtype = weight.requires_grad, compute_dtype(x)
-                is_free = is_free_to_keep(x, dtype)
-                self.calls.append(
-                    _Call(name, module, rows, sequences_of(x.shape), dtype, trains, group, module.training, is_free)
+                dtype = compute_dtype(x)
+                known = LinearCall(
+                    layer=name,
+                    rows=x.numel() // max(1, x.shape[-1]),
+                    sequences=sequences_of(x.shape),
+                    in_features=features(module)[0],
+                    out_features=features(module)[1],
+                    dtype=_name_of(dtype),
+                    status=KEPT if module.training else EVALUATING,
+                    group=self._group_of(x, module),
+                    stays=self._stays[module],
+                    is_free=is_free_to_keep(x, dtype),
                 )
+                weight: Any = module.weight
+                self.calls.append(_Call(known, module, weight.requires_grad))
         self._running.append((name, module, call))
 
     def _group_of(self, x: Tensor, module: nn.Module) -> int:
@@ -189,42 +177,29 @@ class _Recorder(SavedTensors):
             for module in self._names
             if is_linear_layer(module)
         }
-        for module in self._names:
-            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+        self._watch(self._names)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        super().__exit__(kind, error, traceback)
 
     def report(self) -> MemoryReport:
         """Put together what was written down."""
         place = {key: number for number, key in enumerate(self._keys.sizes)}
         keepers: list[list[Keeper]] = [[] for _ in place]
         devices = [""] * len(place)
-        inputs: dict[int, int] = {}
+        inputs: dict[int, int | None] = {}
         copies: dict[int, int] = {}
-        of_parameters: set[int] = set()
         for pack in self.packs:
-            role = pack.role
-            if pack.call is not None and not role:
-                role = self._guessed_role(pack, self.calls[pack.call])
-            keeper = Keeper(pack.module, pack.kind, pack.op, role, pack.shape, str(pack.dtype).removeprefix("torch."))
+            keeper, number = pack.keeper, pack.call
+            if number is not None and not keeper.role:
+                keeper = replace(keeper, role=self._guessed_role(keeper, self.calls[number]))
             for key in pack.storages:
                 keepers[place[key]].append(keeper)
                 devices[place[key]] = pack.device
-            if pack.call is not None and not pack.storages and role in INPUT_ROLES:
-                of_parameters.add(pack.call)
-            if pack.call is not None and pack.storages:
-                if role in INPUT_ROLES:
-                    inputs[pack.call] = place[pack.storages[0]]
-                elif role in _WEIGHT_ROLES:
-                    copies[pack.call] = place[pack.storages[0]]
+            first = place[pack.storages[0]] if pack.storages else None
+            if number is not None and keeper.role in INPUT_ROLES:
+                # of a parameter there is no storage
+                inputs[number] = inputs.get(number) if first is None else first
+            elif number is not None and keeper.role in _WEIGHT_ROLES and first is not None:
+                copies[number] = first
         return MemoryReport(
             model=type(self._model).__name__,
             storages=tuple(
@@ -232,52 +207,42 @@ class _Recorder(SavedTensors):
                 for size, device, who in zip(self._keys.sizes.values(), devices, keepers, strict=True)
             ),
             linears=tuple(
-                self._linear_call(number, inputs, copies, of_parameters) for number in range(len(self.calls))
+                replace(
+                    call.known,
+                    status=self._status(call, number, inputs),
+                    storage=inputs.get(number),
+                    weight_copy=copies.get(number) if call.trains else None,
+                )
+                for number, call in enumerate(self.calls)
             ),
         )
 
     @staticmethod
-    def _guessed_role(pack: _Pack, call: _Call) -> str:
+    def _guessed_role(keeper: Keeper, call: _Call) -> str:
         """Of a tensor whose node does not lead to what the model returned."""
-        elements = torch.Size(pack.shape).numel()
         weight = features(call.module)
         own: Any = call.module.weight
         # another dtype than the parameter's: a copy
-        if pack.dtype != own.dtype and pack.shape in (weight, weight[::-1]):
+        if keeper.dtype != _name_of(own.dtype) and keeper.shape in (weight, weight[::-1]):
             return _WEIGHT_ROLES[0]
-        is_input = pack.shape[-1:] == weight[:1] and elements == call.rows * weight[0]
+        is_input = keeper.shape[-1:] == weight[:1] and math.prod(keeper.shape) == call.known.rows * weight[0]
         return INPUT_ROLES[0] if is_input and call.trains else ""
 
-    def _linear_call(
-        self, number: int, inputs: dict[int, int], copies: dict[int, int], of_parameters: set[int]
-    ) -> LinearCall:
-        call = self.calls[number]
+    @staticmethod
+    def _status(call: _Call, number: int, inputs: dict[int, int | None]) -> str:
         if not call.trains:
-            status = FROZEN
-        elif not call.wants_gradient:
-            status = NO_GRADIENT
-        elif call.packs == 0:
-            status = CHECKPOINTED
-        elif number in inputs:
-            status = KEPT if call.is_training else EVALUATING
-        elif number in of_parameters:
-            status = PARAMETER if call.is_training else EVALUATING
-        else:
-            status = SKETCHED if isinstance(call.module, SketchedLayer) else NO_GRADIENT
-        return LinearCall(
-            layer=call.layer,
-            rows=call.rows,
-            sequences=call.sequences,
-            in_features=features(call.module)[0],
-            out_features=features(call.module)[1],
-            dtype=str(call.dtype).removeprefix("torch."),
-            status=status,
-            storage=inputs.get(number),
-            weight_copy=copies.get(number) if call.trains else None,
-            group=call.group,
-            stays=self._stays[call.module],
-            is_free=call.is_free,
-        )
+            return FROZEN
+        if not call.wants_gradient:
+            return NO_GRADIENT
+        if call.packs == 0:
+            return CHECKPOINTED
+        if number in inputs:
+            return PARAMETER if call.known.status == KEPT and inputs[number] is None else call.known.status
+        return SKETCHED if isinstance(call.module, SketchedLayer) else NO_GRADIENT
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _op_name(node: str) -> str:
@@ -287,28 +252,11 @@ def _op_name(node: str) -> str:
 
 
 def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:
-    """Run one forward pass of a model and report what it keeps for the backward pass.
+    """Run `model(*args, **kwargs)` and report what it keeps for the backward pass, which does not run.
 
-    The model runs as it is: in the mode that it is in, with whatever is converted, checkpointed or frozen; call
-    `model.train()` first for what training keeps, and run it in the autocast region that it trains in. Gradients,
-    buffers and the random state are afterwards what they were. No backward pass runs, and what the forward returned is
-    dropped. Compiled parts are counted, but not told apart.
-
-    Example:
-        >>> import torch
-        >>> from rmm_linear import RMMConfig
-        >>> from rmm_linear.memory import profile
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-        >>> report = profile(model, torch.randn(1024, 64))
-        >>> report.total_bytes, report.own_bytes
-        (2359296, 1310720)
-        >>> report.predict(RMMConfig(ratio=0.1, center=False)) < 0.52 * report.total_bytes
-        True
-
-    Args:
-        model: Any module, converted or not.
-        *args: What to call it with.
-        **kwargs: The same by name.
+    The model runs as it is, with whatever is converted, checkpointed or frozen; call `model.train()` first for what
+    training keeps, and run it in the autocast region that it trains in. Gradients, buffers and the random state are
+    afterwards what they were. Compiled parts are counted, but not told apart.
 
     Raises:
         ValueError: If `model` is no module.

@@ -11,10 +11,9 @@ and says what any configuration would leave, to the byte, before a layer is conv
 """
 
 import json
-import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class Keeper:
         op: The operation, as autograd's node is called; "" where the graph does not tell.
         role: The name by which the operation keeps it, such as "mat1"; "" where the graph does not tell.
         shape: Shape of the tensor that is kept.
-        dtype: Its dtype.
+        dtype: Dtype of the tensor.
     """
 
     module: str
@@ -138,7 +137,7 @@ class MemoryReport:
     @property
     def own_bytes(self) -> int:
         """Bytes that are kept for weight gradients of linear layers alone: the most that sketches can free."""
-        return sum(self.storages[place].bytes for place in self._calls_by_storage() if self._is_own(place))
+        return sum(storage.bytes for place, storage in enumerate(self.storages) if self._is_own(place))
 
     @property
     def default_layers(self) -> set[str]:
@@ -149,87 +148,62 @@ class MemoryReport:
         """Return what the model would keep with some of its layers converted.
 
         Equal to a measurement of the converted model on the same inputs, to the byte. With `skip_padding` it counts
-        padding as rows, and is an upper bound.
-
-        Args:
-            config: How they would sketch.
-            layers: Names of the layers that would be converted; by default those that `convert_linears` converts, which
-                leaves the output head exact.
+        padding as rows, and is an upper bound. `layers` are names; by default those that `convert_linears` converts.
         """
-        total = self.total_bytes
-        chosen = self.default_layers if layers is None else layers
+        return self._kept_with(dict.fromkeys(self.default_layers if layers is None else layers, config))
+
+    def _kept_with(self, configs: Mapping[str, RMMConfig]) -> int:
+        """What the model would keep with these layers converted."""
         converted = {
-            number for number, call in enumerate(self.linears) if call.layer in chosen and call.is_sketched_by(config)
+            number: configs[call.layer]
+            for number, call in enumerate(self.linears)
+            if call.layer in configs and call.is_sketched_by(configs[call.layer])
         }
-        # one sketch a group
-        groups = {(self.linears[number].group if config.share_sketch else number): number for number in converted}
-        total += sum(self.linears[number].saved_bytes(config) for number in groups.values())
-        total -= sum(
-            self.storages[place].bytes
-            for place, calls in self._calls_by_storage().items()
-            if self._is_own(place) and converted.issuperset(calls)
-        )
-        copies: dict[int, list[int]] = {}
-        for number, call in enumerate(self.linears):
-            if call.weight_copy is not None:
-                copies.setdefault(call.weight_copy, []).append(number)
+        # one sketch for those of a group that are configured alike
+        sketches: dict[object, int] = {}
+        for number, config in converted.items():
+            call = self.linears[number]
+            sketches[(call.group, config) if config.share_sketch else number] = call.saved_bytes(config)
         # a sketched layer keeps its weight as it is, and casts it again
-        return total - sum(self.storages[place].bytes for place, calls in copies.items() if converted.issuperset(calls))
+        copies = self._calls_by(lambda call: call.weight_copy)
+        freed = {place for place, calls in copies.items() if converted.keys() >= calls}
+        inputs = self._calls_by(lambda call: call.storage if call.status == KEPT else None)
+        freed |= {place for place, calls in inputs.items() if self._is_own(place) and converted.keys() >= calls}
+        return self.total_bytes + sum(sketches.values()) - sum(self.storages[place].bytes for place in freed)
 
     def frees_nothing(self, configs: Mapping[str, RMMConfig]) -> dict[str, str]:
         """Tell which of the layers that ran, converted to these configurations by name, would free nothing, and why.
 
         A layer that runs several times frees something if any of its calls does.
         """
-        reasons: dict[str, str] = {}
-        pays: set[str] = set()
-        for call in self.linears:
-            if call.layer in configs:
-                reason = self._why_no_gain(call, configs)
-                if reason is None:
-                    pays.add(call.layer)
-                else:
-                    reasons.setdefault(call.layer, reason)
-        return {layer: reason for layer, reason in reasons.items() if layer not in pays}
+        reasons = [(call.layer, self._why_no_gain(call, configs)) for call in self.linears if call.layer in configs]
+        pays = {layer for layer, reason in reasons if reason is None}
+        found: dict[str, str] = {}
+        for layer, reason in reasons:
+            if reason is not None and layer not in pays:
+                found.setdefault(layer, reason)
+        return found
 
     def _why_no_gain(self, call: LinearCall, configs: Mapping[str, RMMConfig]) -> str | None:
         if call.status != KEPT or call.storage is None:
             return _STATUS_WORDS.get(call.status, "it keeps no input")
-        others = self.others(call)
+        others = f"{', '.join(self.others(call))} keeps its input as well"
         if call.is_free:
-            return f"{', '.join(others)} keeps its input as well"
-        if not self._converts(call, configs):
+            return others
+        if not call.is_sketched_by(configs[call.layer]):
             return f"its input has {call.rows} rows, too few for min_rows={configs[call.layer].min_rows}"
         together = [each for each in self.linears if each.storage == call.storage]
-        exact = [each.layer for each in together if not self._converts(each, configs)]
-        frees_input = not others and not exact
-        converted = [each for each in together if self._converts(each, configs)]
-        sketches = {
-            (each.group, configs[each.layer]) if configs[each.layer].share_sketch else number: each.saved_bytes(
-                configs[each.layer]
-            )
-            for number, each in enumerate(converted)
-        }
-        # autocast's copies of their weights go as well
-        copies = {each.weight_copy for each in converted if each.weight_copy is not None}
-        freed = sum(
-            self.storages[place].bytes
-            for place in copies
-            if all(self._converts(each, configs) for each in self.linears if each.weight_copy == place)
-        )
-        freed += self.storages[call.storage].bytes if frees_input else 0
-        kept = sum(sketches.values())
-        if kept < freed:
+        chosen = {each.layer: configs[each.layer] for each in together if each.layer in configs}
+        if self._kept_with(chosen) < self.total_bytes:
             return None
-        if others:
-            return f"{', '.join(others)} keeps its input as well"
+        if self.others(call):
+            return others
+        exact = [
+            each.layer for each in together if each.layer not in chosen or not each.is_sketched_by(chosen[each.layer])
+        ]
         if exact:
             return f"its input is shared with {', '.join(dict.fromkeys(exact))}, which stays exact"
-        return f"a sketch would keep {kept} bytes, and free {freed}"
-
-    @staticmethod
-    def _converts(call: LinearCall, configs: Mapping[str, RMMConfig]) -> bool:
-        return call.layer in configs and call.is_sketched_by(configs[call.layer])
+        return "a sketch would keep more than it frees"
 
     def by_op(self) -> dict[str, int]:
         """Return the bytes of each kind of operation, each storage once, the largest first.
@@ -237,34 +211,22 @@ class MemoryReport:
         A storage that only linear layers keep, as inputs, counts as `LINEAR_INPUTS`; others count for the first
         operation that keeps them as something else.
         """
-        return self._sums(self._op_of)
-
-    def by_module(self) -> dict[str, int]:
-        """Return the bytes of each module, each storage once, at the first module that keeps it."""
-        return self._sums(lambda place: self.storages[place].keepers[0].module or "(the model)")
-
-    def _sums(self, key: Callable[[int], str]) -> dict[str, int]:
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for place, storage in enumerate(self.storages):
-            found[key(place)] = found.get(key(place), 0) + storage.bytes
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            found[self._op_of(place)] += storage.bytes
+        return dict(found.most_common())
 
     def _op_of(self, place: int) -> str:
         if self._is_own(place):
             return LINEAR_INPUTS
-        others = [keeper for keeper in self.storages[place].keepers if not _is_linear_input(keeper, self._linear_names)]
-        keeper = (others or self.storages[place].keepers)[0]
-        return keeper.op or keeper.kind
+        keeper = self.storages[place].keepers[0]
+        return next(iter(self._others(place)), keeper.op or keeper.kind)
 
-    @property
-    def _linear_names(self) -> set[str]:
-        return {call.layer for call in self.linears}
-
-    def _calls_by_storage(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+    def _calls_by(self, place: Callable[[LinearCall], int | None]) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
         for number, call in enumerate(self.linears):
-            if call.status == KEPT and call.storage is not None:
-                found.setdefault(call.storage, []).append(number)
+            if (key := place(call)) is not None:
+                found.setdefault(key, set()).add(number)
         return found
 
     def _is_own(self, place: int) -> bool:
@@ -273,11 +235,12 @@ class MemoryReport:
 
     def others(self, call: LinearCall) -> tuple[str, ...]:
         """Return the operations, other than linear layers' products, that keep a call's input."""
-        if call.storage is None:
-            return ()
-        names = self._linear_names
-        found = [each for each in self.storages[call.storage].keepers if not _is_linear_input(each, names)]
-        return tuple(dict.fromkeys(keeper.op or keeper.kind for keeper in found))
+        return () if call.storage is None else tuple(self._others(call.storage))
+
+    def _others(self, place: int) -> dict[str, None]:
+        names = {call.layer for call in self.linears}
+        found = [each for each in self.storages[place].keepers if not _is_linear_input(each, names)]
+        return dict.fromkeys(keeper.op or keeper.kind for keeper in found)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -287,78 +250,30 @@ class MemoryReport:
         """Return the report as JSON."""
         return json.dumps(self.to_dict())
 
-    def figure(self, path: str | Path) -> None:
-        """Draw the bytes by operation and by module.
-
-        Args:
-            path: File to write, of a kind that matplotlib knows: .png, .svg, .pdf.
-
-        Raises:
-            ImportError: If matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("figure() needs matplotlib; pip install rmm-linear[report]") from error
-        unit = unit_for(self.total_bytes)
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
-        for axes, (title, sums) in zip(
-            figure.subplots(1, 2), (("by operation", self.by_op()), ("by module", self._patterns())), strict=True
-        ):
-            shown = list(sums.items())[:_PRINTED]
-            rest = sum(list(sums.values())[_PRINTED:])
-            if rest:
-                shown.append((f"{len(sums) - _PRINTED} more", rest))
-            labels, sizes = [label for label, _ in shown], [size / unit.size_bytes for _, size in shown]
-            colours = ["#D55E00" if label == LINEAR_INPUTS else "#0072B2" for label in labels]
-            axes.barh(range(len(shown)), sizes, color=colours)
-            axes.set_yticks(range(len(shown)), labels, fontsize=8)
-            axes.invert_yaxis()
-            axes.set_xlabel(f"{unit.name} kept for the backward pass")
-            axes.set_title(title)
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.suptitle(_headline(self))
-        figure.savefig(path, dpi=150)
-
-    def _patterns(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for name, size in self.by_module().items():
-            found[pattern(name)] = found.get(pattern(name), 0) + size
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
     def __str__(self) -> str:
-        return "\n".join([_headline(self), _ceiling(self), "", *_op_lines(self), "", *_layer_lines(self)])
-
-
-def _headline(report: MemoryReport) -> str:
-    tensors = f"{len(report.storages)} storage{'s' if len(report.storages) != 1 else ''}"
-    return f"{report.model} keeps {_size(report, report.total_bytes)} for its backward pass, in {tensors}"
-
-
-def _ceiling(report: MemoryReport) -> str:
-    share = 100 * report.own_bytes / report.total_bytes if report.total_bytes else 0.0
-    return (
-        f"{_size(report, report.own_bytes)} of it ({share:.1f} %) are inputs of linear layers that nothing else needs:"
-        " the most that sketches can free"
-    )
+        unit, plural = unit_for(self.total_bytes), "s" if len(self.storages) != 1 else ""
+        total, own = (f"{unit.of(size)} {unit.name}" for size in (self.total_bytes, self.own_bytes))
+        share = 100 * self.own_bytes / max(1, self.total_bytes)
+        head = f"{self.model} keeps {total} for its backward pass, in {len(self.storages)} storage{plural}"
+        most = (
+            f"{own} of it ({share:.1f} %) are inputs of linear layers that nothing else needs: the most that sketches"
+            " can free"
+        )
+        return "\n".join([head, most, "", *_op_lines(self), "", *_layer_lines(self)])
 
 
 def _op_lines(report: MemoryReport) -> list[str]:
-    sums = report.by_op()
-    counts: dict[str, int] = {}
-    for place in range(len(report.storages)):
-        op = report._op_of(place)
-        counts[op] = counts.get(op, 0) + 1
+    counts = Counter(report._op_of(place) for place in range(len(report.storages)))
+    sums = list(report.by_op().items())
+    shown, rest = sums[:_PRINTED], sums[_PRINTED:]
+    if rest:
+        shown.append((f"{len(rest)} more", sum(size for _, size in rest)))
+        counts[shown[-1][0]] = sum(counts[op] for op, _ in rest)
     unit = unit_for(report.total_bytes)
     rows = [("kept by", unit.name, "%", "storages")]
-    for op, size in list(sums.items())[:_PRINTED]:
+    for op, size in shown:
         rows.append((op, unit.of(size), f"{100 * size / max(1, report.total_bytes):.1f}", str(counts[op])))
-    rest = list(sums.items())[_PRINTED:]
-    if rest:
-        size = sum(each for _, each in rest)
-        share = f"{100 * size / max(1, report.total_bytes):.1f}"
-        rows.append((f"{len(rest)} more", unit.of(size), share, str(sum(counts[op] for op, _ in rest))))
-    return _aligned(rows)
+    return _aligned(rows, words=(0,))
 
 
 def _layer_lines(report: MemoryReport) -> list[str]:
@@ -390,7 +305,7 @@ def _layer_lines(report: MemoryReport) -> list[str]:
         rows.append((names, count, str(times), unit.of(size), unit.of(freed), why))
     if len(found) > 2 * _PRINTED:
         rows.append((f"{len(found) - 2 * _PRINTED} more", "", "", "", "", ""))
-    return _aligned(rows)
+    return _aligned(rows, words=(0, 5))
 
 
 def _units(report: MemoryReport) -> list[list[LinearCall]]:
@@ -430,24 +345,16 @@ def _merged(names: list[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _aligned(rows: Sequence[tuple[str, ...]], *, words: Collection[int]) -> list[str]:
+    """Lay a table out; columns that hold words begin at the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.ljust(width) if column in (0, len(row) - 1) and not _is_number(cell) else cell.rjust(width)
+            cell.ljust(width) if column in words else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-
-
-def _is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"-?\d+(\.\d+)?", text))
-
-
-def _size(report: MemoryReport, size: int) -> str:
-    unit = unit_for(report.total_bytes)
-    return f"{unit.of(size)} {unit.name}"
 
 
 def _is_linear_input(keeper: Keeper, names: Collection[str]) -> bool:

@@ -9,25 +9,20 @@ nothing. So one forward of the sketched model is watched, and the exact one's by
 which equals a measurement of the exact model to the byte.
 """
 
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.layer import SketchedLayer, layer_input
-from rmm_linear.memory.kept import SavedTensors, StorageSet, storages_of
+from rmm_linear.memory.kept import StorageSet, WatchedModules, storages_of
 from rmm_linear.padding import current_valid_rows
 from rmm_linear.producers import flattens_in_place, is_free_to_keep
 from rmm_linear.rows import sequences_of
 
 
-class MeasuredSaving(SavedTensors):
-    """Count what one forward keeps, and what it would have kept with exact layers.
-
-    Counted is what autograd keeps, whoever else holds it: an exact layer that reads the batch keeps it, and a sketch
-    counts as having freed it, also where the training loop holds it through the backward pass.
+class MeasuredSaving(WatchedModules):
+    """Count what one forward keeps, and what it would have kept with exact layers, whoever else holds it.
 
     Args:
         model: A model with sketched layers, in training mode and not compiled.
@@ -49,8 +44,6 @@ class MeasuredSaving(SavedTensors):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._model = model
-        self._handles: list[RemovableHandle] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -65,7 +58,7 @@ class MeasuredSaving(SavedTensors):
         # of these, those that what made them keeps
         self._free_inputs: set[int] = set()
         self._fresh_bytes = 0
-        self._cast_weights: dict[int, Tensor] = {}
+        self._cast_weights: set[int] = set()
         # calls of sketched layers, by what keeps them from saving anything
         self._shared = self._checkpointed = self._small = 0
         self.promised_bytes = 0
@@ -109,11 +102,11 @@ class MeasuredSaving(SavedTensors):
             self._packs += 1
         return super()._pack(tensor)
 
-    def _before_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running = layer
         self._packs = 0
 
-    def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _after(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self._running = None
         assert isinstance(layer, SketchedLayer)
         x = layer_input(args, kwargs)
@@ -167,26 +160,14 @@ class MeasuredSaving(SavedTensors):
         if torch.is_autocast_cache_enabled() and weight.requires_grad and weight.is_leaf:
             if id(weight) in self._cast_weights:
                 return
-            self._cast_weights[id(weight)] = weight
+            self._cast_weights.add(id(weight))
         self._fresh_bytes += weight.numel() * dtype.itemsize
 
     def __enter__(self) -> "MeasuredSaving":
         super().__enter__()
         self._reset()
-        for layer in self._model.modules():
-            if isinstance(layer, SketchedLayer):
-                self._handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
-                self._handles.append(layer.register_forward_hook(self._after_layer, with_kwargs=True, always_call=True))
+        self._watch(layer for layer in self._model.modules() if isinstance(layer, SketchedLayer))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._cast_weights.clear()
-        super().__exit__(kind, error, traceback)
 
 
 def _cast_dtype(tensor: Tensor, lowered: torch.dtype | None) -> torch.dtype:

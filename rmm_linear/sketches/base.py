@@ -1,8 +1,7 @@
 """A sketch: S^T x and a seed in place of x, and the registry of sketches by name.
 
 The forward pass keeps S^T x and the seed (`compress`), the backward pass forms an unbiased estimate of g^T x out of
-them and S^T g (`grad_weight`). Planners ask for `saved_bytes`, estimators for `variance`, and tests for `dense`, which
-is S itself.
+them and S^T g (`backward`).
 
 The stored sketch of x is S^T x times a storage scale of about sqrt(rank / rows), in x's dtype: its entries then have
 the size of x's own, where S^T x itself would overflow float16. The sketch of g is S^T g over that scale, in float32
@@ -89,10 +88,6 @@ class Sketch(ABC):
         kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
         return smaller(rows, larger(1, kept))
 
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether S S^T = I in every draw: the estimate is then the gradient itself, up to rounding."""
-        return rows == 0
-
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
         """Return the shapes and dtypes of the tensors that `compress` returns, where compilers find them."""
         return (((self.rank(rows), features), dtype),)
@@ -133,33 +128,25 @@ class Sketch(ABC):
         g: Tensor,
         saved: SavedSketch,
         *,
-        need_weight: bool = True,
         need_bias: bool = True,
         dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Estimate g^T x, and sum g over its rows: the backward pass.
 
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: The result of `compress`.
-            need_weight: Whether the weight gradient is wanted.
             need_bias: Whether the bias gradient is wanted.
             dtype: Dtype of the estimate; float32 (float64 for float64) if None. Sums are formed in float32 anyway.
 
         Returns:
-            The estimate of g^T x, shape (out, in); and the exact column sum of g, shape (out,), in g's dtype; None
-            where not wanted.
+            The estimate of g^T x, shape (out, in); and the exact column sum of g, shape (out,), in g's dtype, or None.
         """
-        grad_weight = self.grad_weight(g, saved) if need_weight else None
-        if grad_weight is not None and dtype is not None:
-            grad_weight = grad_weight.to(dtype)
-        return grad_weight, g.sum(0) if need_bias else None
+        grad_weight = self.grad_weight(g, saved)
+        return grad_weight if dtype is None else grad_weight.to(dtype), g.sum(0) if need_bias else None
 
     def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes that a forward pass keeps of x (rows, features): all stored tensors and the seed.
-
-        `valid_rows` are sketched, where others (padding) are left out.
-        """
+        """Return the bytes kept of x (rows, features), of whose rows `valid_rows` are sketched; the seed counts."""
         stored = self.stored(rows if valid_rows is None else valid_rows, features, dtype)
         return sum(math.prod(shape) * each.itemsize for shape, each in stored) + SEED_BYTES
 
@@ -169,14 +156,16 @@ class Sketch(ABC):
 
     @abstractmethod
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2 in closed form, 0-d float64, for x (rows, in) and g (rows, out)."""
+        """Return E||estimate - g^T x||_F^2 in closed form, 0-d float64, for x (rows, in) and g (rows, out).
+
+        It is 0 where S S^T = I in every draw, and the estimate so the gradient itself.
+        """
 
     def variance_family(self, rows: int) -> Hashable | None:
-        """Return a key of the sketches whose variances lie on one line in 1 / rank.
+        """Return a key of the sketches whose variances lie on one line in 1 / rank, or None.
 
         Where two sketches have equal keys for a number of rows, each pair (x, g) has an a and a b such that
-        `variance` is a + b / rank(rows) for both, and where `is_exact`, 0. Two evaluations then serve all ratios. None
-        for a sketch that stands alone.
+        `variance` is a + b / rank(rows) for both: two evaluations serve all ratios.
         """
         return self.name if self.variance_is_affine_in_inverse_rank else None
 
@@ -197,11 +186,9 @@ class ObliviousSketch(Sketch):
         """
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
-        """Sketch the input; see `Sketch.compress`."""
         return SavedSketch(seed, (self.project(x, seed, mean, gradient=False),))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) over the storage scale; see `Sketch.sketch_gradient`."""
         return self.project(g, saved.seed, mean, gradient=True)
 
 

@@ -46,12 +46,7 @@ class Centered(Sketch):
         super().__post_init__()
 
     def rank(self, rows: int) -> int:
-        """Return the inner sketch's rank."""
         return self.inner.rank(rows)
-
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether the inner sketch is exact."""
-        return rows <= 1 or self.inner.is_exact(rows)
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
         """Return the inner sketch's tensors, and the mean.
@@ -61,17 +56,14 @@ class Centered(Sketch):
         return *self.inner.stored(rows, features, dtype), ((features,), accumulate_dtype(dtype))
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
-        """Sketch x - 1 mu^T and keep mu as the last tensor; see `Sketch.compress`."""
         assert mean is None
         mean = x.sum(0, dtype=accumulate_dtype(x.dtype)) / max(1, x.shape[0])
         return SavedSketch(seed, (*self.inner.compress(x, seed, mean=mean).tensors, mean))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) of the inner sketch; see `Sketch.sketch_gradient`."""
         return self.inner.sketch_gradient(g, _without_mean(saved), mean=mean)
 
     def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Estimate (g - 1 mean^T)^T (x - 1 mu^T) by the inner sketch; see `Sketch.grad_weight`."""
         return self.inner.grad_weight(g, _without_mean(saved), mean=mean)
 
     def backward(
@@ -79,14 +71,10 @@ class Centered(Sketch):
         g: Tensor,
         saved: SavedSketch,
         *,
-        need_weight: bool = True,
         need_bias: bool = True,
         dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Estimate g^T x, the mean's part exactly; see `Sketch.backward`."""
+    ) -> tuple[Tensor, Tensor | None]:
         column_sum = g.sum(0) if need_bias else None
-        if not need_weight:
-            return None, column_sum
         compute = accumulate_dtype(g.dtype)
         # The bias gradient is summed as nn.Linear sums it; a half-precision sum is too coarse for the mean's part.
         total = column_sum if column_sum is not None and g.dtype == compute else g.sum(0, dtype=compute)
@@ -95,7 +83,6 @@ class Centered(Sketch):
         return grad_weight if dtype is None else grad_weight.to(dtype), column_sum
 
     def multiply_adds(self, rows: int) -> int:
-        """Return the inner sketch's; see `Sketch.multiply_adds`."""
         return self.inner.multiply_adds(rows)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
@@ -103,7 +90,6 @@ class Centered(Sketch):
         return self.inner.variance(centred_input(x), centred(g))
 
     def variance_family(self, rows: int) -> Hashable | None:
-        """Return the inner sketch's key, marked; see `Sketch.variance_family`."""
         inner = self.inner.variance_family(rows)
         return None if inner is None else (self.name, inner)
 

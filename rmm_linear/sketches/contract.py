@@ -5,25 +5,23 @@
             return MySketch(ratio=ratio)
 
 A sketch that is wrong still trains: a gradient with a bias of 2 %, or with twice the variance that it should have,
-shows in no loss curve of a short run. So the contract measures. It draws S many times and compares with what the
-sketch claims, in five steps:
+shows in no loss curve of a short run. So the contract measures, in four steps:
 
-1. In every draw `compress` and `backward` give (S^T g)^T (S^T x) with the S of `dense`: deterministic, in every dtype,
-   for every awkward shape. From here on it is enough to look at `dense`.
+1. In every draw `compress` and `backward` give (S^T g)^T (S^T x) with the S of `dense`: in every dtype, for every
+   awkward shape. From here on it is enough to look at `dense`.
 2. E[S S^T] = I, entry by entry.
-3. The mean gradient, projected on the exact one and on ones, also through `rmm_linear.functional.linear` with seeds
-   that it draws itself.
+3. The mean gradient, projected on the exact one and on ones, is the exact gradient's.
 4. E||estimate - g^T x||^2 equals the closed form `variance`. Only this step sees a sketch that is unbiased but noisier
    than it has to be: fixed columns, missing signs, signs shared by blocks.
-5. Wrong sketches fail: the tests of this project hold a collection of mutants that the contract has to catch.
+
+The tests of this project hold a collection of wrong sketches, each of which one of these checks has to catch.
 
 False alarms. Seeds and sample sizes are fixed, so that the contract gives the same verdict every time; the rates speak
 of a new sketch, or of new seeds. Every comparison, or family of comparisons with Bonferroni's correction, has a
-false-alarm rate of `FALSE_ALARM` = 1e-6 by the normal approximation. One subclass makes twelve (three in step 2, seven
-in step 3, two in step 4): 1.2e-5 a sketch.
+false-alarm rate of `FALSE_ALARM` = 1e-6 by the normal approximation. One subclass makes nine: 9e-6 a sketch.
 
-Power. The randomised checks compute their standard errors from the sample, and raise ValueError where one is too large
-to see what is there to be seen, with the number of draws that would do. So these are caught, whatever the sketch:
+Power. The randomised checks compute their standard errors from the sample, and raise ValueError where one is too large,
+with the number of draws that would do. So these are caught, whatever the sketch:
 
     one row of S scaled by 1 %             with a probability of 0.99         standard error of E[S S^T]_ii <= 0.25 %
     a bias of 1 % along the gradient       0.86, and 2 % with 1 - 1e-12       standard error <= 1 % / 6
@@ -55,6 +53,8 @@ FALSE_ALARM = 1e-6
 _CHUNK_ELEMENTS = 1 << 17
 # Relative error that float64 rounding may leave, on the scale of ||S^T g|| ||S^T x||.
 _ROUNDING = 1e-12
+# Rows and ratio of the fine check of E[S S^T] = I.
+_FINE = (12, 0.75)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -176,8 +176,6 @@ class Products(NamedTuple):
     # mean of S S^T - I, and the variance of its entries, (rows, rows)
     deviation: Tensor
     spread: Tensor
-    # largest |(S S^T)_ii - 1| in any draw
-    diagonal_error: float
 
 
 class Estimates(NamedTuple):
@@ -205,14 +203,13 @@ def draw_products(sketch: Sketch, x: Tensor, *, draws: int, seed: int) -> Produc
     """Draw S many times, by `dense`, and compare S S^T with the identity."""
     rows = x.shape[0]
     identity = torch.eye(rows, dtype=torch.float64, device=x.device)
-    first, second, diagonal_error = torch.zeros_like(identity), torch.zeros_like(identity), 0.0
+    first, second = torch.zeros_like(identity), torch.zeros_like(identity)
     for dense in _drawn(sketch, x, draws, seed, rows * max(rows, sketch.rank(rows))):
         error = torch.bmm(dense, dense.transpose(1, 2)).sub_(identity)
-        diagonal_error = max(diagonal_error, error.diagonal(dim1=1, dim2=2).abs().max().item())
         first += error.sum(0)
         second += error.square_().sum(0)
     deviation = first / draws
-    return Products(deviation, (second / draws - deviation.square()).clamp(min=0), diagonal_error)
+    return Products(deviation, (second / draws - deviation.square()).clamp(min=0))
 
 
 def draw_estimates(sketch: Sketch, x: Tensor, g: Tensor, *, draws: int, seed: int) -> Estimates:
@@ -237,50 +234,30 @@ class SketchContract:
     Example:
         >>> from rmm_linear.sketches import Centered, Hadamard
         >>> class TestCenteredHadamard(SketchContract):
-        ...     unit_diagonal = True
-        ...     exact_rows = (1, 2, 12, 64, 128)
         ...     def make(self, ratio):
         ...         return Centered(Hadamard(ratio=ratio))
-        >>> TestCenteredHadamard().test_same_seed_is_bitwise_equal()
+        >>> TestCenteredHadamard().test_zeros_give_zeros()
 
     Attributes:
         seed: Seed of the data and of the draws.
-        device: Where the sketch runs.
-        unit_diagonal: Whether every draw has (S S^T)_ii = 1.
-        exact_rows: Those of 1, 2, 12, 37, 64, 67 and 128 rows at which the sketch is exact at ratio 1, and says so.
-        exact_by_symmetry: Row counts at which every draw is exact at any ratio, though the sketch does not say so. Two
-            centred rows, +v and -v, are such a case for sketches that pick rows: either row tells the other.
         reads_every_row: Whether a NaN in any row of x has to show in the weight gradient. Sketches that merely pick
             rows do not read the others.
-        rank_slack: How many more rows than round(ratio * rows) may be kept.
-        identity_case: Rows and ratio at which E[S S^T] = I is checked to a fine standard error: few rows, many draws.
-        identity_draws: Number of draws there.
+        identity_draws: Number of draws with which E[S S^T] = I is checked to a fine standard error, at few rows.
         gradient_cases: Rows and ratios at which mean and variance of the gradient are checked.
         gradient_draws: Number of draws in each.
-        layer_case: Rows and ratio of the check through `rmm_linear.functional.linear`.
-        layer_draws: Number of draws there.
         montecarlo: Names of the randomised checks, for a marker.
     """
 
     seed: ClassVar[int] = 0
-    device: ClassVar[str] = "cpu"
-    unit_diagonal: ClassVar[bool] = False
-    exact_rows: ClassVar[tuple[int, ...]] = ()
-    exact_by_symmetry: ClassVar[tuple[int, ...]] = ()
     reads_every_row: ClassVar[bool] = True
-    rank_slack: ClassVar[int] = 8
-    identity_case: ClassVar[tuple[int, float]] = (12, 0.75)
     identity_draws: ClassVar[int] = 60_000
     # 67 is prime and, for sketches in blocks of 64, makes two ragged ones.
     gradient_cases: ClassVar[tuple[tuple[int, float], ...]] = ((37, 0.6), (67, 0.5))
     gradient_draws: ClassVar[int] = 12_000
-    layer_case: ClassVar[tuple[int, float]] = (67, 0.6)
-    layer_draws: ClassVar[int] = 1_200
 
     montecarlo: ClassVar[tuple[str, ...]] = (
         "test_mean_of_s_s_transposed_is_identity",
         "test_gradient_is_unbiased",
-        "test_layer_gradient_is_unbiased",
         "test_variance_equals_the_closed_form",
     )
 
@@ -308,7 +285,11 @@ class SketchContract:
     # Step 1: in every draw the two verbs do what S says.
 
     def test_gradient_is_the_product_with_dense(self) -> None:
-        """Every row count and ratio, ragged, prime, one row and no row: float64, to rounding, in every draw."""
+        """Every row count and ratio, ragged, prime, one row and no row: float64, to rounding, in every draw.
+
+        The seed decides alone: the default generator is neither read nor moved.
+        """
+        state = torch.get_rng_state()
         for rows, ratio in self._shapes():
             sketch = self.make(ratio)
             x, g = self._pair(rows)
@@ -320,32 +301,27 @@ class SketchContract:
                     f"{_at(rows, ratio)}, seed {seed}: the gradient differs from (S^T g)^T (S^T x) by"
                     f" {(got - expected).norm() / scale:.1e} of ||S^T g|| ||S^T x||"
                 )
+        assert torch.equal(torch.get_rng_state(), state), "the sketch moves the default generator"
 
-    def test_low_precision_errs_no_more_than_plain_torch(self) -> None:
-        """Error against float64 at most twice that of the same formula in plain torch in that dtype, plus 1e-5."""
-        for rows, ratio in ((67, 0.3), (200, 0.9), (13, 0.5)):
-            sketch = self.make(ratio)
-            for dtype in _DTYPES[1:]:
-                x, g = (y.to(dtype) for y in self._pair(rows))
-                got = self._gradient(sketch, x, g, 5)
-                assert got.dtype == accumulate_dtype(dtype), f"{dtype}: the gradient has dtype {got.dtype}"
-                error, plain = self._errors(sketch, x, g, 5, got)
-                assert error <= 2 * plain + 1e-5, (
-                    f"{_at(rows, ratio)}, {dtype}: error {error:.1e}, plain torch's {plain:.1e}"
-                )
-
-    def test_layer_gradient_is_the_sketch_s(self) -> None:
-        """`functional.linear` with a seed gives what the two verbs give, for inputs of one to four dimensions."""
-        for shape in ((24,), (67, 24), (5, 13, 24), (3, 1, 23, 24)):
-            config = config_around(self.make(0.6))
-            rows = math.prod(shape[:-1])
-            x, g = self._pair(rows)
-            weight = torch.zeros(g.shape[1], 24, dtype=torch.float64, device=self.device, requires_grad=True)
-            output = linear(x.reshape(shape), weight, config=config, seed=3)
-            assert output.shape == (*shape[:-1], g.shape[1]), f"input of shape {shape}: output {tuple(output.shape)}"
-            (got,) = torch.autograd.grad(output, weight, g.reshape(output.shape))
-            expected = self._gradient(config.sketch_object, x, g, 3)
-            assert torch.equal(got, expected), f"input of shape {shape}: not the sketch's own gradient"
+    def test_layer_is_linear_with_the_sketch_s_weight_gradient(self) -> None:
+        """Output, grad_input and grad_bias are bit-equal to `F.linear`'s; the weight gradient is the sketch's own."""
+        sketch = self.make(0.3)
+        config = config_around(sketch)
+        for dtype in _DTYPES:
+            for shape in ((24,), (67, 24), (5, 13, 24), (3, 1, 23, 24)):
+                data, g = (y.to(dtype) for y in self._pair(math.prod(shape[:-1])))
+                parameters = self._pair(20)
+                weight, bias = parameters[0].to(dtype).requires_grad_(), parameters[1][0].to(dtype).requires_grad_()
+                x = data.reshape(shape).requires_grad_()
+                output, exact = linear(x, weight, bias, config=config, seed=3), F.linear(x, weight, bias)
+                assert torch.equal(output, exact), f"{dtype}, {shape}: the output is not bit-equal"
+                shaped = g.reshape(output.shape)
+                got = torch.autograd.grad(output, (x, weight, bias), shaped)
+                expected = torch.autograd.grad(exact, (x, bias), shaped)
+                assert torch.equal(got[0], expected[0]), f"{dtype}, {shape}: grad_input is not bit-equal"
+                assert torch.equal(got[2], expected[1]), f"{dtype}, {shape}: grad_bias is not bit-equal"
+                own = self._gradient(sketch, data.detach(), g, 3).to(dtype)
+                assert torch.equal(got[1], own), f"{dtype}, {shape}: grad_weight is not the sketch's own"
 
     def test_non_contiguous_inputs_give_the_same_gradient(self) -> None:
         """Transposed, sliced with a stride, and expanded x and g, against contiguous copies of them."""
@@ -359,22 +335,17 @@ class SketchContract:
                 _, scale = self._expected(sketch, x, g, 7)
                 assert (got - expected).norm() <= tolerance * scale, f"{name}, {dtype}: differs from a contiguous copy"
 
-    def test_backward_gives_what_is_asked_for(self) -> None:
-        """The bias gradient is the plain column sum of g to the bit; what is not wanted is None."""
+    def test_bias_gradient_is_the_column_sum(self) -> None:
+        """The bias gradient is the plain column sum of g to the bit, None where it is not wanted."""
         for dtype in _DTYPES:
             sketch = self.make(0.4)
             x, g = (y.to(dtype) for y in self._pair(67))
             saved = sketch.compress(x, self._seed(1))
-            for need_weight, need_bias in ((True, True), (True, False), (False, True)):
-                asked = f"{dtype}, need_weight={need_weight}, need_bias={need_bias}"
-                grad_weight, grad_bias = sketch.backward(g, saved, need_weight=need_weight, need_bias=need_bias)
-                assert (grad_weight is not None) == need_weight, f"{asked}: the weight gradient is {grad_weight}"
-                assert (grad_bias is not None) == need_bias, f"{asked}: the bias gradient is {grad_bias}"
-                if grad_weight is not None:
-                    expected = self._gradient(sketch, x, g, 1)
-                    assert torch.equal(grad_weight, expected), f"{asked}: another weight gradient"
-                if grad_bias is not None:
-                    assert torch.equal(grad_bias, g.sum(0)), f"{asked}: the bias gradient is not g.sum(0) to the bit"
+            grad_weight, grad_bias = sketch.backward(g, saved)
+            assert grad_bias is not None, f"{dtype}: there is none"
+            assert torch.equal(grad_bias, g.sum(0)), f"{dtype}: it is not g.sum(0) to the bit"
+            assert torch.equal(grad_weight, self._gradient(sketch, x, g, 1)), f"{dtype}: need_bias changes grad_weight"
+            assert sketch.backward(g, saved, need_bias=False)[1] is None, f"{dtype}: a bias gradient that is not wanted"
 
     def test_zeros_give_zeros(self) -> None:
         """An all-zero x or g gives an all-zero gradient: no row norm or maximum is divided by."""
@@ -403,6 +374,7 @@ class SketchContract:
                     scaled, low_g = scaled.to(dtype), g.to(dtype)
                     got = self._gradient(sketch, scaled, low_g, 11)
                     where = f"{dtype}, |x| = {size:g} in {'all rows' if step == 1 else 'every second row'}"
+                    assert got.dtype == accumulate_dtype(dtype), f"{dtype}: the gradient has dtype {got.dtype}"
                     assert got.to(dtype).isfinite().all(), f"{where}: the gradient is not finite"
                     # Rows that all but vanish are equal once they are centred: which of them a sampling sketch prefers
                     # is then a matter of rounding, and float64 is no yardstick.
@@ -426,141 +398,77 @@ class SketchContract:
 
     # What is exact, stays exact.
 
-    def test_output_and_other_gradients_are_bit_equal_to_linear(self) -> None:
-        """Output, grad_input and grad_bias of the layer are those of `F.linear` in every dtype."""
-        for dtype in _DTYPES:
-            for shape in ((67, 24), (5, 13, 24)):
-                config = config_around(self.make(0.3))
-                data, g = (y.to(dtype) for y in self._pair(math.prod(shape[:-1])))
-                x = data.reshape(shape).requires_grad_()
-                parameters = self._pair(20)
-                weight = parameters[0].to(dtype).requires_grad_()
-                bias = parameters[1][0].to(dtype).requires_grad_()
-                output, exact = linear(x, weight, bias, config=config), F.linear(x, weight, bias)
-                assert torch.equal(output, exact), f"{dtype}, {shape}: the output is not bit-equal"
-                g = g.reshape(output.shape)
-                got = torch.autograd.grad(output, (x, weight, bias), g)
-                expected = torch.autograd.grad(exact, (x, weight, bias), g)
-                assert torch.equal(got[0], expected[0]), f"{dtype}, {shape}: grad_input is not bit-equal"
-                assert torch.equal(got[2], expected[2]), f"{dtype}, {shape}: grad_bias is not bit-equal"
-                assert got[1].dtype == dtype, f"{dtype}, {shape}: grad_weight has dtype {got[1].dtype}"
-                assert not torch.equal(got[1], expected[1]), f"{dtype}, {shape}: nothing was sketched"
-
-    def test_exact_where_it_says_so(self) -> None:
-        """Where `is_exact` is true, every draw is the exact gradient, and the closed form is 0.
-
-        At ratio 1 it is true for `exact_rows`, and for no other row count that is tried.
-        """
-        tried = (1, 2, 12, 37, 64, 67, 128)
-        claimed = tuple(rows for rows in tried if self.make(1.0).is_exact(rows))
-        assert claimed == self.exact_rows, f"is_exact at ratio 1 for {claimed} rows, expected {self.exact_rows}"
-        for rows, ratio in (*self._shapes(), *((rows, 1.0) for rows in tried)):
+    def test_exact_where_the_closed_form_is_zero(self) -> None:
+        """Where the closed form is 0, every draw is the exact gradient, and all rows are kept."""
+        for rows, ratio in (*self._shapes(), (12, 1.0), (37, 1.0)):
             sketch = self.make(ratio)
             x, g = self._pair(rows)
-            variance, scale = sketch.variance(x, g), x.square().sum() * g.square().sum()
-            if rows in self.exact_by_symmetry:
-                assert variance.abs() <= _ROUNDING * scale, f"{_at(rows, ratio)}: has a variance of {variance:.1e}"
-            elif not sketch.is_exact(rows) and rows > 1:
-                # well above what rounding leaves of a variance of 0, which depends on the machine
-                assert variance > _ROUNDING * scale, f"{_at(rows, ratio)}: not exact, with a variance of {variance:.1e}"
-            if not sketch.is_exact(rows):
+            scale = x.square().sum() * g.square().sum()
+            # two centred rows, +v and -v, tell each other, and one is nothing
+            if rows <= 2 or sketch.variance(x, g) > _ROUNDING * scale:
                 continue
             assert sketch.rank(rows) == rows, f"{_at(rows, ratio)}: exact with fewer rows kept than there are"
-            assert variance.abs() <= _ROUNDING * scale, f"{_at(rows, ratio)}: exact, with a variance of {variance:.1e}"
             for seed in (1, 2):
                 error = (self._gradient(sketch, x, g, seed) - g.t() @ x).norm()
-                assert error <= _ROUNDING * scale.sqrt(), f"{_at(rows, ratio)}: says that it is exact, and is not"
-
-    # Seeds.
-
-    def test_same_seed_is_bitwise_equal(self) -> None:
-        """The seed decides alone: the default generator is neither read nor moved."""
-        for dtype in _DTYPES:
-            sketch = self.make(0.4)
-            x, g = (y.to(dtype) for y in self._pair(67))
-            with torch.random.fork_rng():
-                torch.manual_seed(1)
-                state = torch.get_rng_state()
-                first = self._gradient(sketch, x, g, 9)
-                assert torch.equal(torch.get_rng_state(), state), "the sketch moves the default generator"
-                torch.manual_seed(2)
-                assert torch.equal(self._gradient(sketch, x, g, 9), first), f"{dtype}: same seed, other gradient"
+                assert error <= _ROUNDING * scale.sqrt(), f"{_at(rows, ratio)}: a variance of 0, and not exact"
 
     def test_different_seeds_give_different_sketches(self) -> None:
         """Neighbouring seeds, and seeds that differ in their high or low 32 bits alone, have nothing in common."""
         x, _ = self._pair(67)
         seeds = [*range(-8, 8), *(1 << bit for bit in range(4, 63)), -(1 << 63), (1 << 63) - 1]
-        dense = self.make(0.5).dense(x, torch.tensor(seeds, device=self.device)).flatten(1)
+        dense = self.make(0.5).dense(x, torch.tensor(seeds)).flatten(1)
         distances = torch.cdist(dense, dense, compute_mode="donot_use_mm_for_euclid_dist")
         equal = (distances == 0).triu(1).nonzero().tolist()
         assert not equal, f"seeds {seeds[equal[0][0]]} and {seeds[equal[0][1]]} draw the same S"
 
     # What is kept.
 
-    def test_saved_bytes_is_what_is_kept(self) -> None:
-        """By the storages of the saved tensors, and by what autograd saves of the layer, parameters excluded."""
+    def test_saved_bytes_are_kept_and_the_input_is_freed(self) -> None:
+        """By what autograd saves of the layer, parameters excluded; nothing else keeps x alive."""
         for rows, ratio in ((1, 0.3), (37, 0.6), (67, 0.01), (200, 0.3)):
             sketch = self.make(ratio)
             for dtype in _DTYPES:
-                x, g = (y.to(dtype) for y in self._pair(rows))
-                promised = sketch.saved_bytes(rows, x.shape[1], dtype)
-                saved = sketch.compress(x, self._seed(0))
-                assert all(isinstance(tensor, Tensor) for tensor in saved.tensors), "what is kept must be tensors"
-                storages = [tensor.untyped_storage() for tensor in (saved.seed, *saved.tensors)]
-                kept = sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
-                assert kept == promised, f"{_at(rows, ratio)}, {dtype}: {kept} bytes kept, {promised} promised"
-                weight = torch.zeros(g.shape[1], x.shape[1], dtype=dtype, device=self.device, requires_grad=True)
-                bias = torch.zeros(g.shape[1], dtype=dtype, device=self.device, requires_grad=True)
+                data, g = (y.to(dtype) for y in self._pair(rows))
+                weight = torch.zeros(g.shape[1], data.shape[1], dtype=dtype, requires_grad=True)
+                bias = torch.zeros(g.shape[1], dtype=dtype, requires_grad=True)
+                # made by an op that does not keep its result
+                x = data.requires_grad_() * 1.0
+                storage = StorageWeakRef(x.untyped_storage())
                 with SavedTensors(weight, bias) as seen:
-                    linear(x, weight, bias, config=config_around(sketch))
-                assert not seen.holds(x), f"{_at(rows, ratio)}, {dtype}: the layer keeps its input"
-                assert seen.bytes == promised, (
-                    f"{_at(rows, ratio)}, {dtype}: autograd keeps {seen.bytes} bytes, {promised} promised"
-                )
-
-    def test_input_is_freed_before_the_backward_pass(self) -> None:
-        """Nothing keeps x alive, not even where saved_tensors_hooks cannot look."""
-        for dtype in _DTYPES:
-            data, g = (y.to(dtype) for y in self._pair(200))
-            leaf = data.requires_grad_()
-            weight = torch.zeros(g.shape[1], data.shape[1], dtype=dtype, device=self.device, requires_grad=True)
-            # made by an op that does not keep its result
-            x = leaf * 1.0
-            output = linear(x, weight, config=config_around(self.make(0.3)))
-            storage = StorageWeakRef(x.untyped_storage())
-            del x
-            assert storage.expired(), f"{dtype}: x is alive after the forward pass"
-            output.backward(g)
-            assert weight.grad is not None, f"{dtype}: no weight gradient"
-            assert weight.grad.isfinite().all(), f"{dtype}: the weight gradient is not finite"
+                    output = linear(x, weight, bias, config=config_around(sketch))
+                del x
+                promised = sketch.saved_bytes(rows, data.shape[1], dtype)
+                where = f"{_at(rows, ratio)}, {dtype}"
+                assert storage.expired(), f"{where}: x is alive after the forward pass"
+                assert seen.bytes == promised, f"{where}: autograd keeps {seen.bytes} bytes, {promised} promised"
+                output.backward(g)
+                assert weight.grad is not None
+                assert weight.grad.isfinite().all(), f"{where}: the weight gradient is not finite"
 
     def test_kept_rows_follow_the_ratio(self) -> None:
-        """Between half of ratio * rows and round(ratio * rows) + `rank_slack`, and never more than there are rows."""
+        """Between half of ratio * rows and round(ratio * rows) + 8, and never more than there are rows."""
         row_counts = (*range(1, 2001), 4096, 7919, 65536, 104729, 1 << 20)
         for ratio in (0.001, 0.01, 0.03125, 0.05, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0):
             sketch = self.make(ratio)
             assert sketch.rank(0) == 0, f"{sketch.rank(0)} rows kept of none"
             for rows in row_counts:
-                self._check_rank(sketch.rank(rows), rows, ratio)
-        for rows in (1, 2, 3, 37, 64, 67, 128, 1999):
-            self._check_rank(self.make(1 / rows).rank(rows), rows, 1 / rows)
+                rank, most = sketch.rank(rows), min(rows, round(ratio * rows) + 8)
+                least = max(1, math.floor(ratio * rows / 2))
+                assert least <= rank <= most, f"{_at(rows, ratio)}: {rank} rows kept, expected {least} to {most}"
 
     # Steps 2 to 4: the claims in expectation.
 
     def test_mean_of_s_s_transposed_is_identity(self) -> None:
-        """E[S S^T] = I entry by entry, and in every draw for the diagonal where `unit_diagonal` says so.
+        """E[S S^T] = I entry by entry.
 
         False-alarm rate 1e-6 a case, Bonferroni over the entries on and above the diagonal. A row of S scaled by 1 %
-        moves its diagonal entry by 2 %, which is caught with a probability of at least 99 % at `identity_case`.
+        moves its diagonal entry by 2 %, which is caught with a probability of at least 99 % at `identity_draws`.
         """
-        for rows, ratio in (self.identity_case, *self.gradient_cases):
-            fine = (rows, ratio) == self.identity_case
+        for rows, ratio in (_FINE, *self.gradient_cases):
+            fine = (rows, ratio) == _FINE
             draws = self.identity_draws if fine else self.gradient_draws
             found = draw_products(self.make(ratio), self._pair(rows)[0], draws=draws, seed=self.seed + 1)
-            assert not self.unit_diagonal or found.diagonal_error <= _ROUNDING, (
-                f"{_at(rows, ratio)}: the diagonal of S S^T is off 1 by {found.diagonal_error:.1e} in some draw"
-            )
-            upper = torch.ones(rows, rows, device=self.device).triu().bool()
+            upper = torch.ones(rows, rows).triu().bool()
             bound = z_bound(int(upper.sum()))
             z = _z_score(found.deviation, found.spread, draws, _ROUNDING).abs()[upper].max()
             assert z <= bound, (
@@ -586,27 +494,6 @@ class SketchContract:
                 )
             standard_error = found.along.std().item() / self.gradient_draws**0.5
             _require_power(standard_error, 0.01 / 6, self.gradient_draws, "a bias of 1 % (gradient_draws)")
-
-    def test_layer_gradient_is_unbiased(self) -> None:
-        """`functional.linear`, run with the seeds that it draws itself, gives unbiased weight gradients.
-
-        Three comparisons with a false-alarm rate of 1e-6 each, see `assert_unbiased`.
-        """
-        rows, ratio = self.layer_case
-        # wide layers: the more independent entries, the fewer draws for a standard error
-        generator = torch.Generator().manual_seed(self.seed)
-        x = torch.randn(rows, 48, generator=generator, dtype=torch.float64)
-        g = x @ torch.linalg.qr(torch.randn(48, 48, generator=generator, dtype=torch.float64))[0]
-        x, g = x.to(self.device), g.to(self.device)
-        weight = torch.zeros(48, 48, dtype=torch.float64, device=self.device, requires_grad=True)
-        config = config_around(self.make(ratio))
-
-        def draw_gradient() -> Tensor:
-            return torch.autograd.grad(linear(x, weight, config=config), weight, g)[0]
-
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            assert_unbiased(draw_gradient, g.t() @ x, draws=self.layer_draws)
 
     def test_variance_equals_the_closed_form(self) -> None:
         """The mean of ||estimate - g^T x||^2 is `variance(x, g)`.
@@ -636,22 +523,20 @@ class SketchContract:
                 yield rows, ratio
 
     def _pair(self, rows: int) -> tuple[Tensor, Tensor]:
-        x, g = structured_pair(rows, 24, 20, seed=self.seed)
-        return x.to(self.device), g.to(self.device)
+        return structured_pair(rows, 24, 20, seed=self.seed)
 
     def _views(self, features: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        wide = structured_pair(134, 2 * features, 1, seed=self.seed)[0].to(self.device, dtype)
+        wide = structured_pair(134, 2 * features, 1, seed=self.seed)[0].to(dtype)
         yield "transposed", wide[:67, :features].t().contiguous().t()
         yield "every second row", wide[::2, :features]
         yield "every second column", wide[:67, ::2]
         yield "one row, expanded", wide[:1, :features].expand(67, features)
 
     def _seed(self, seed: int) -> Tensor:
-        return torch.tensor(seed, dtype=torch.int64, device=self.device)
+        return torch.tensor(seed, dtype=torch.int64)
 
     def _gradient(self, sketch: Sketch, x: Tensor, g: Tensor, seed: int) -> Tensor:
         gradient, _ = sketch.backward(g, sketch.compress(x, self._seed(seed)), need_bias=False)
-        assert gradient is not None, "backward returned no weight gradient"
         return gradient
 
     def _expected(self, sketch: Sketch, x: Tensor, g: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -664,21 +549,6 @@ class SketchContract:
         if known is not None:
             expected, scale = expected + known, scale + known.norm()
         return expected, scale + torch.finfo(torch.float64).tiny
-
-    def _errors(self, sketch: Sketch, x: Tensor, g: Tensor, seed: int, got: Tensor) -> tuple[float, float]:
-        """Errors of `got`, and of the same formula in plain torch in x's dtype, against float64."""
-        expected, scale = self._expected(sketch, x, g, seed)
-        dense = sketch.dense(x, self._seed(seed).unsqueeze(0))[0].to(x.dtype)
-        low_x, low_g, known = self.sketched_pair(sketch, x.double(), g.double())
-        plain = (dense.t() @ low_g.to(x.dtype)).t() @ (dense.t() @ low_x.to(x.dtype))
-        if known is not None:
-            plain = plain + known.to(x.dtype)
-        return ((got - expected).norm() / scale).item(), ((plain - expected).norm() / scale).item()
-
-    def _check_rank(self, rank: int, rows: int, ratio: float) -> None:
-        most = min(rows, round(ratio * rows) + self.rank_slack)
-        least = max(1, math.floor(ratio * rows / 2))
-        assert least <= rank <= most, f"{_at(rows, ratio)}: {rank} rows kept, expected {least} to {most}"
 
     def _draw_estimates(self, rows: int, ratio: float) -> Estimates:
         if (rows, ratio) not in self._estimates:

@@ -26,7 +26,6 @@ class DenseProjection(ObliviousSketch):
     gaussian: ClassVar[bool]
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         rank = self.rank(y.shape[0])
         scale, dtype = max(1, y.shape[0]) ** -0.5, y.dtype
         if gradient:
@@ -36,8 +35,8 @@ class DenseProjection(ObliviousSketch):
         )
 
     def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Take the cheaper one of two orders of products in plain torch; see `Sketch.grad_weight`."""
         found = None
+        # the cheaper one of two orders of products, in plain torch
         # a subclass with an S of its own has one order only
         if type(self).sketch_gradient is DenseProjection.sketch_gradient:
             sketched_x = saved.tensors[0]
@@ -46,11 +45,9 @@ class DenseProjection(ObliviousSketch):
         return super().grad_weight(g, saved, mean=mean) if found is None else found
 
     def multiply_adds(self, rows: int) -> int:
-        """Return rows * rank; see `Sketch.multiply_adds`."""
         return rows * self.rank(rows)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         return backend.projection_dense(seeds, rows=rows, rank=rank, gaussian=self.gaussian, dtype=torch.float64)
 

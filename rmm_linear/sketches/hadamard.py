@@ -71,19 +71,10 @@ class Hadamard(ObliviousSketch):
         return blocks, larger(1, (self.numerator * rows) // (self.denominator * blocks))
 
     def rank(self, rows: int) -> int:
-        """Return blocks * kept; see `Hadamard`."""
         blocks, kept = self.geometry(rows)
         return blocks * kept
 
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether every block is full and all of its combinations are kept."""
-        if rows == 0:
-            return True
-        blocks, kept = self.geometry(rows)
-        return kept == backend.hadamard_order(-(-rows // blocks))
-
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         rows = y.shape[0]
         blocks, kept = self.geometry(rows)
         # A combination of the +-1 is larger than x's elements by the root of the rows of a block: x's are stored at
@@ -95,17 +86,16 @@ class Hadamard(ObliviousSketch):
         return backend.run("hadamard_sketch", y, seed, mean, blocks=blocks, kept=kept, scale=scale, dtype=dtype)
 
     def multiply_adds(self, rows: int) -> int:
-        """Return rows * kept; see `Sketch.multiply_adds`."""
         return rows * self.geometry(rows)[1]
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
         rows = x.shape[0]
         blocks, kept = self.geometry(rows)
-        if self.is_exact(rows):
+        block_rows = -(-rows // max(1, blocks))
+        order = backend.hadamard_order(block_rows) if rows else kept
+        if order == kept:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        block_rows = -(-rows // blocks)
-        order = backend.hadamard_order(block_rows)
         x_gram, g_gram = (_block_grams(y, blocks, block_rows) for y in (x, g))
         x_rows, g_rows = x_gram.diagonal(dim1=1, dim2=2), g_gram.diagonal(dim1=1, dim2=2)
         pairs = x_rows.sum(1) * g_rows.sum(1) + (x_gram * g_gram).sum((1, 2)) - 2 * (x_rows * g_rows).sum(1)
@@ -117,6 +107,5 @@ class Hadamard(ObliviousSketch):
         return self.name, self.geometry(rows)[0]
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`."""
         blocks, kept = self.geometry(x.shape[0])
         return backend.hadamard_dense(seeds, rows=x.shape[0], blocks=blocks, kept=kept, dtype=torch.float64)

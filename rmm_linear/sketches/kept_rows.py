@@ -14,9 +14,8 @@ from rmm_linear import backend
 from rmm_linear.sketches.base import SEED_BYTES, SavedSketch, Stored
 from rmm_linear.sketches.low_bit import LowBit
 
-# Storage of the sketch -> that of the rows beside it.
-_BESIDE = {"fp8": "fp8"}
-_OTHERWISE = "int8"
+# Of the rows beside a low-bit sketch.
+_STORAGE = "int8"
 # The rounding of the sketch's values and that of the kept rows draw from one seed, and must not draw the same.
 _OTHER_SEED = 0x5DEECE66D2B5A1F3
 
@@ -33,8 +32,7 @@ class KeptRows:
     _low_bit: LowBit | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        kind = None if self.storage is None else _BESIDE.get(self.storage, _OTHERWISE)
-        object.__setattr__(self, "_low_bit", None if kind is None else LowBit(None, kind))
+        object.__setattr__(self, "_low_bit", None if self.storage is None else LowBit(None, _STORAGE))
 
     def compress(self, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors that `grad_weight` needs of x (kept, in), whose memory must not change.

@@ -1,4 +1,4 @@
-"""Low-bit storage: hold a sketch, or the input itself, in 8, 4, 3 or 2 bits, rounded at random.
+"""Low-bit storage: hold a sketch, or the input itself, in 8, 4 or 2 bits, rounded at random.
 
 Rounding that is unbiased for every stored element leaves the estimate of g^T x unbiased: (S^T g)^T E[q(S^T x)] =
 (S^T g)^T (S^T x). Steps and offsets belong to groups of rows of a column (`rmm_linear_kernels.low_bit` tells how and
@@ -10,9 +10,9 @@ Variance. The errors of any two elements are independent of each other and, give
 
     E||estimate - g^T x||^2 = inner sketch's + E_S[ sum_k ||(S^T g)_k||^2 sum_j e_kj ]
 
-with e_kj = step_kj^2 / 12 for the integer kinds, and spacing_kj^2 f_kj (1 - f_kj) for fp8, f the part rounded off.
-Steps follow the largest and the smallest of S^T x, so that the second term has no closed form in x and g;
-`LowBit.variance` averages it over draws of S. Without a sketch (S = I) there is nothing to average: exact.
+with e_kj = step_kj^2 / 12. Steps follow the largest and the smallest of S^T x, so that the second term has no closed
+form in x and g; `LowBit.variance` averages it over draws of S. Without a sketch (S = I) there is nothing to average:
+exact.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ from rmm_linear.sketches.closed_forms import row_squares
 
 STORAGES = tuple(backend.STORAGE_BITS)
 # Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2, for
-# 3.125 % more bytes; and 341 of int3, which have 1023 bits, for 3.128 % more.
+# 3.125 % more bytes.
 _GROUP_BITS = 1024
 # Tensors that the codes take: codes, steps, offsets.
 _PARTS = 3
@@ -36,11 +36,11 @@ _PARTS = 3
 
 @dataclass(frozen=True)
 class LowBit(Sketch):
-    """Any sketch, or none, held in 8, 4, 3 or 2 bits a value. Not in the registry: `RMMConfig(storage=...)` makes one.
+    """Any sketch, or none, held in 8, 4 or 2 bits a value. Not in the registry: `RMMConfig(storage=...)` makes one.
 
     Attributes:
         inner: The sketch whose S^T x is held, or None to hold x itself (ratio 1).
-        storage: "int8", "int4", "int3", "int2" or "fp8".
+        storage: "int8", "int4" or "int2".
         group: Rows of a column that share a step and an offset.
         draws: Draws of S over which `variance` averages the rounding's part; always the same ones. At 32, that part is
             good to about 2 % for layers of a few dozen features, and to less for wider ones.
@@ -71,20 +71,16 @@ class LowBit(Sketch):
         super().__post_init__()
 
     def rank(self, rows: int) -> int:
-        """Return the inner sketch's rank; all rows without one."""
         return rows if self.inner is None else self.inner.rank(rows)
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
-        """Return codes, steps, offsets, and what else the inner sketch stores; see `Sketch.stored`."""
         kept = self.rank(rows)
         scales = (kept + self.group - 1) // self.group, features
         codes = (kept, backend.packed_width(features, self.storage)), torch.uint8
-        offsets = (0,) if self.storage == "fp8" else scales
         rest = () if self.inner is None else self.inner.stored(rows, features, dtype)[1:]
-        return codes, (scales, backend.SCALE_DTYPE), (offsets, backend.SCALE_DTYPE), *rest
+        return codes, (scales, backend.SCALE_DTYPE), (scales, backend.SCALE_DTYPE), *rest
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
-        """Sketch the input and round it; see `Sketch.compress`."""
         if self.inner is None:
             return SavedSketch(seed, backend.run("quantize", x, seed, mean, kind=self.storage, group=self.group))
         values, *rest = self.inner.compress(x, seed, mean=mean).tensors
@@ -98,7 +94,6 @@ class LowBit(Sketch):
         return backend.run("dequantize", codes, steps, offsets, saved.seed, **how)
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return S^T (g - 1 mean^T) of the inner sketch, g - 1 mean^T without one; see `Sketch.sketch_gradient`."""
         if self.inner is None:
             wide = g.to(accumulate_dtype(g.dtype))
             if mean is None:
@@ -110,13 +105,11 @@ class LowBit(Sketch):
         return self.inner.sketch_gradient(g, inner, mean=mean)
 
     def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Estimate (g - 1 mean^T)^T x out of decoded values; see `Sketch.grad_weight`."""
         sketched, dtype = self.sketch_gradient(g, saved, mean=mean), backend.product_dtype(g)
         values = self.decoded(saved, torch.float32 if dtype == torch.float64 else dtype)
         return backend.estimate(sketched, values, dtype, self.headroom)
 
     def multiply_adds(self, rows: int) -> int:
-        """Return the inner sketch's; see `Sketch.multiply_adds`."""
         return 0 if self.inner is None else self.inner.multiply_adds(rows)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:

@@ -81,15 +81,6 @@ def _nan_if_not_finite(norms: Tensor) -> Tensor:
     return norms.new_ones(()).masked_fill_(norms.isfinite().all().logical_not(), torch.nan)
 
 
-def sample_rows(norms: Tensor, seed: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-    """Draw rows with replacement, p_i proportional to `norms`; see `ColumnRowSampling.sample`."""
-    weights, factor = integer_weights(norms), _nan_if_not_finite(norms)
-    ends = weights.cumsum(0)
-    total = ends[-1]
-    index = torch.searchsorted(ends, _targets(backend.random.fractions(seed, rank), total), right=True)
-    return index, factor * total.to(torch.float64) / (rank * weights[index].to(torch.float64))
-
-
 def _targets(fractions: Tensor, total: Tensor) -> Tensor:
     """Uniform numbers below a total, int64."""
     return torch.minimum((fractions * total.to(torch.float64)).to(torch.int64), (total - 1).clamp(min=0))
@@ -111,21 +102,6 @@ def winners(weights: Tensor, *, rank: int) -> tuple[Tensor, Tensor, Tensor, Tens
     return order, weights, ends, torch.where(ends[rank - 1] == ends[-1], rank, size)
 
 
-def sample_rows_winner_take_all(norms: Tensor, seed: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-    """Keep the k rows of largest probability, draw the other rank - k; see `ColumnRowSampling.sample`."""
-    fractions, factor = backend.random.fractions(seed, rank), _nan_if_not_finite(norms)
-    order, weights, ends, size = winners(integer_weights(norms), rank=rank)
-    # gathered: an index of no dimension would be read by the host
-    before_tail = torch.where(size > 0, ends.gather(0, (size - 1).clamp(min=0).view(1)).squeeze(0), 0)
-    tail = ends[-1] - before_tail
-    position = torch.searchsorted(ends, _targets(fractions, tail) + before_tail, right=True)
-    slot = torch.arange(rank, device=ends.device)
-    keep = slot < size
-    position = torch.where(keep, slot, position.clamp(max=order.numel() - 1))
-    drawn = (rank - size).clamp(min=1).to(torch.float64) * weights[position].to(torch.float64).clamp(min=1)
-    return order[position], factor * torch.where(keep, 1.0, tail.to(torch.float64) / drawn)
-
-
 @register
 @dataclass(frozen=True)
 class RowsWithoutReplacement(ObliviousSketch):
@@ -135,7 +111,6 @@ class RowsWithoutReplacement(ObliviousSketch):
     variance_is_affine_in_inverse_rank: ClassVar[bool] = True
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return the drawn rows of y - 1 mean^T; see `ObliviousSketch.project`."""
         rows, rank = y.shape[0], self.rank(y.shape[0])
         index = backend.random.subset(seed, rows, rank)
         if not gradient:
@@ -143,22 +118,17 @@ class RowsWithoutReplacement(ObliviousSketch):
         return gather_rows(y, index, mean, scale=rows / max(1, rank), dtype=accumulate_dtype(y.dtype))
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         index = backend.random.subset(seeds, rows, rank)
         dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
         return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
 
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether all rows are kept."""
-        return self.rank(rows) == rows
-
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return (n - r) / (r (n - 1)) * (n s - C)."""
         sums = gradient_sums(x, g)
-        if self.is_exact(sums.rows):
-            return torch.zeros_like(sums.gradient_squared)
         rank = self.rank(sums.rows)
+        if rank == sums.rows:
+            return torch.zeros_like(sums.gradient_squared)
         population = (sums.rows - rank) / (rank * (sums.rows - 1))
         # rounding may leave a little less than nothing
         return population * (sums.rows * sums.row_products - sums.gradient_squared).clamp(min=0)
@@ -172,28 +142,20 @@ class ColumnRowSampling(Sketch):
     """
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
-        """Return rows, row numbers and squared entries of S; see `Sketch.stored`."""
         kept = (self.rank(rows),)
         return *super().stored(rows, features, dtype), (kept, torch.int32), (kept, accumulate_dtype(dtype))
 
-    def compress(
-        self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None, grad_norms: Tensor | None = None
-    ) -> SavedSketch:
-        """Sample rows by x's norms, times those of g, `grad_norms` (rows,), if given; see `Sketch.compress`."""
+    def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         rank = self.rank(x.shape[0])
         if rank == 0:
             empty = (x.new_empty(shape, dtype=dtype) for shape, dtype in self.stored(0, x.shape[1], x.dtype))
             return SavedSketch(seed, tuple(empty))
-        norms = row_norms(x, mean)
-        if grad_norms is not None:
-            norms = norms * grad_norms.to(norms.dtype)
-        index, squared = self.sample(norms, seed, rank=rank)
+        index, squared = self.sample(row_norms(x, mean), seed, rank=rank)
         index = index.to(torch.int32)
         rows = gather_rows(x, index, mean, dtype=x.dtype)
         return SavedSketch(seed, (rows, index, squared.to(accumulate_dtype(x.dtype))))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        """Return the drawn rows of g - 1 mean^T times the squared entries of S; see `Sketch.sketch_gradient`."""
         _, index, squared = saved.tensors
         return gather_rows(g, index, mean, scales=squared, dtype=accumulate_dtype(g.dtype))
 
@@ -206,7 +168,6 @@ class ColumnRowSampling(Sketch):
         """
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
         if rows == 0:
@@ -224,8 +185,11 @@ class CRS(ColumnRowSampling):
     variance_is_affine_in_inverse_rank: ClassVar[bool] = True
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-        """Draw rows; see `ColumnRowSampling.sample`."""
-        return sample_rows(norms, seeds, rank=rank)
+        weights, factor = integer_weights(norms), _nan_if_not_finite(norms)
+        ends = weights.cumsum(0)
+        total = ends[-1]
+        index = torch.searchsorted(ends, _targets(backend.random.fractions(seeds, rank), total), right=True)
+        return index, factor * total.to(torch.float64) / (rank * weights[index].to(torch.float64))
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r."""
@@ -248,13 +212,18 @@ class WTACRS(ColumnRowSampling):
 
     name: ClassVar[str] = "wta_crs"
 
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether all rows are kept."""
-        return self.rank(rows) == rows
-
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
-        """Draw rows; see `ColumnRowSampling.sample`."""
-        return sample_rows_winner_take_all(norms, seeds, rank=rank)
+        fractions, factor = backend.random.fractions(seeds, rank), _nan_if_not_finite(norms)
+        order, weights, ends, size = winners(integer_weights(norms), rank=rank)
+        # gathered: an index of no dimension would be read by the host
+        before_tail = torch.where(size > 0, ends.gather(0, (size - 1).clamp(min=0).view(1)).squeeze(0), 0)
+        tail = ends[-1] - before_tail
+        position = torch.searchsorted(ends, _targets(fractions, tail) + before_tail, right=True)
+        slot = torch.arange(rank, device=ends.device)
+        keep = slot < size
+        position = torch.where(keep, slot, position.clamp(max=order.numel() - 1))
+        drawn = (rank - size).clamp(min=1).to(torch.float64) * weights[position].to(torch.float64).clamp(min=1)
+        return order[position], factor * torch.where(keep, 1.0, tail.to(torch.float64) / drawn)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the drawn part's variance; see the module's docstring."""

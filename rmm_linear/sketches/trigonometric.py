@@ -40,12 +40,7 @@ class TrigonometricSketch(ObliviousSketch):
 
     variance_is_affine_in_inverse_rank: ClassVar[bool] = True
 
-    def is_exact(self, rows: int) -> bool:
-        """Tell whether all columns are kept."""
-        return self.rank(rows) == rows
-
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
-        """Return S^T (y - 1 mean^T); see `ObliviousSketch.project`."""
         (rows, features), rank, compute = y.shape, self.rank(y.shape[0]), accumulate_dtype(y.dtype)
         scale, dtype = (rows / max(1, rank), compute) if gradient else (1.0, y.dtype)
         if rows == 0:
@@ -73,7 +68,7 @@ class TrigonometricSketch(ObliviousSketch):
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
         n, rank = x.shape[0], self.rank(x.shape[0])
-        if self.is_exact(n):
+        if rank == n:
             return torch.zeros((), dtype=torch.float64, device=x.device)
         sums = gradient_sums(x, g)
         x_rows, g_rows = sums.x_rows, sums.g_rows
@@ -90,7 +85,6 @@ class TrigonometricSketch(ObliviousSketch):
         return n * (n - rank) / (rank * (n - 1)) * (total - sums.gradient_squared / n).clamp(min=0)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S; see `Sketch.dense`."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         if rows == 0:
             return torch.zeros((seeds.numel(), 0, rank), dtype=torch.float64, device=x.device)

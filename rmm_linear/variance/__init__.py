@@ -2,7 +2,6 @@
 
 from rmm_linear.variance.adaptive import AdaptiveRatios, RatioChange
 from rmm_linear.variance.allocation import (
-    AllocatedLayer,
     Allocation,
     LayerProfile,
     NoiseProfile,
@@ -18,7 +17,6 @@ from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
 __all__ = [
     "AdaptiveRatios",
-    "AllocatedLayer",
     "Allocation",
     "GradientNoise",
     "LayerProfile",

@@ -1,15 +1,14 @@
 """AdaptiveRatios: each layer's ratio chosen, and chosen again, while the model trains.
 
-Layers differ by orders of magnitude in how much noise a sketch adds for a byte. So the first steps measure: every layer
-is sampled in two of them, a few layers a step, and `allocate_ratios` or `allocate_for_noise` choose each layer's ratio
-from what was measured. Every so many steps the same is done again, since gradients change as training goes on:
+Every layer is sampled in two of the first steps, a few layers a step, and `allocate_ratios` or `allocate_for_noise`
+choose each layer's ratio from what was measured. Every so many steps the same is done again:
 
 - above the noise target, ratios are raised by the fewest bytes that reach it again, and none is lowered;
 - over the budget, it is allocated anew (after a target has raised ratios above it, once that leaves a margin);
 - otherwise it is allocated anew where that takes off a tenth of the variance.
 
-All that decides is the data: runs repeat, and a run that goes on from `state_dict` does what it would have done. In
-data parallel training the first rank decides, by what it has measured, for all.
+Runs repeat, and a run that goes on from `state_dict` does what it would have done. In data parallel training the first
+rank decides for all.
 """
 
 import logging
@@ -26,7 +25,7 @@ from rmm_linear import ops
 from rmm_linear.config import RMMConfig
 from rmm_linear.layer import SketchedLayer
 from rmm_linear.variance.allocation import Allocation, NoiseProfile, allocate_for_noise, allocate_ratios
-from rmm_linear.variance.probe import LayerSampler
+from rmm_linear.variance.probe import LayerSampler, _read_as
 from rmm_linear.variance.profile import ProfileBuilder
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
@@ -43,22 +42,16 @@ _log = logging.getLogger("rmm_linear")
 
 @dataclass(frozen=True)
 class RatioChange:
-    """A change of one layer's configuration, after so many optimizer steps."""
+    """A change of one layer's ratio, after so many optimizer steps."""
 
     step: int
     layer: str
-    before: RMMConfig
-    after: RMMConfig
+    before: float
+    after: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the change as plain values, ready for JSON and for `from_dict`."""
-        return {**vars(self), "before": self.before.to_dict(), "after": self.after.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "RatioChange":
-        """Make a change of `to_dict`'s output."""
-        before, after = (RMMConfig.from_dict(values[name]) for name in ("before", "after"))
-        return cls(int(values["step"]), str(values["layer"]), before, after)
+        """Return the change as plain values, ready for JSON."""
+        return dict(vars(self))
 
 
 class AdaptiveRatios(LayerSampler):
@@ -70,24 +63,10 @@ class AdaptiveRatios(LayerSampler):
         With both, the target goes before the budget: where the budget cannot keep the noise below the target, the
         ratios that can are taken, and a warning is logged.
 
-    Example:
-        >>> import torch
-        >>> from rmm_linear import convert_linears
-        >>> from rmm_linear.variance import AdaptiveRatios
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
-        >>> model = convert_linears(model, ratio=0.25)
-        >>> with AdaptiveRatios(model, budget="auto", measure_steps=2) as ratios:
-        ...     for _ in range(3):
-        ...         model(torch.randn(4, 64, 32)).square().sum().backward()
-        ...         changes = ratios.step()
-        >>> ratios.allocation.saved_bytes <= ratios.budget_bytes
-        True
-
     Args:
         model: A model with sketched layers, in eager mode.
-        budget: Bytes that the measured layers may keep in one forward pass of a batch like the measured ones, each
-            being run once; "auto" for the share of their inputs that they keep as they are configured; None for no
-            budget.
+        budget: Bytes that the layers may keep in one forward pass of a batch like the measured ones; "auto" for the
+            share of their inputs that they keep as they are configured; None for no budget.
         noise_target: Most that the sketches' variance may be of the minibatch's (`NoiseSummary.noise_ratio`); None for
             no target.
         ratios: Ratios to choose from; each layer's own is added.
@@ -132,11 +111,7 @@ class AdaptiveRatios(LayerSampler):
 
     @staticmethod
     def check(budget: object, noise_target: object, measure_steps: object, recheck_steps: object) -> None:
-        """Refuse what can't be meant, before there is a model.
-
-        Raises:
-            ValueError: If a value is bad.
-        """
+        """Raise a ValueError if a value is bad, before there is a model."""
         if budget is None and noise_target is None:
             raise ValueError("neither budget nor noise_target is given; pass bytes, 'auto', or a noise ratio, say 0.5")
         for name, value in (("budget", budget), ("noise_target", noise_target)):
@@ -207,11 +182,10 @@ class AdaptiveRatios(LayerSampler):
         for name, config in outcome["allocation"].configs.items():
             layer = self._probe.layers[name]
             if layer.rmm_config != config:
-                made.append(RatioChange(self._steps, name, layer.rmm_config, config))
+                made.append(RatioChange(self._steps, name, layer.rmm_config.ratio, config.ratio))
                 layer.rmm_config = config
         for each in made:
-            before, after = each.before.ratio, each.after.ratio
-            _log.info("step %d: %s goes from ratio %g to %g", each.step, each.layer, before, after)
+            _log.info("step %d: %s goes from ratio %g to %g", each.step, each.layer, each.before, each.after)
         self.changes += made
         return made
 
@@ -289,22 +263,17 @@ class AdaptiveRatios(LayerSampler):
             ValueError: If the state is something else, or has configurations of layers that this model lacks.
         """
         assert self._probe is not None
-        try:
+        builder = ProfileBuilder()
+        with _read_as(type(self)):
             configs = {name: RMMConfig.from_dict(config) for name, config in state["configs"].items()}
             allocation = None if state["allocation"] is None else Allocation.from_dict(state["allocation"])
-            changes = [RatioChange.from_dict(change) for change in state["changes"]]
-            steps, budget_bytes, measured = int(state["steps"]), state["budget_bytes"], state["measured"]
-            share = state["share"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"this is no state of AdaptiveRatios ({type(error).__name__}: {error}); pass what state_dict() returned"
-            ) from None
+            changes = [RatioChange(**change) for change in state["changes"]]
+            steps, budget_bytes, share = int(state["steps"]), state["budget_bytes"], state["share"]
+            builder.load_state_dict(state["measured"])
         for name in configs:
             self._check_layer(name, "configuration")
-        self._builder = ProfileBuilder()
-        self._builder.load_state_dict(measured)
         self._steps, self.budget_bytes, self.allocation, self.changes = steps, budget_bytes, allocation, changes
-        self._share = share
+        self._share, self._builder = share, builder
         for name, config in configs.items():
             self._probe.layers[name].rmm_config = config
         self._begin_step()

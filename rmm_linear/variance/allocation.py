@@ -1,32 +1,25 @@
 """Which layer should keep how much: the sketches of least variance under a budget of bytes, and the other way round.
 
 Gradients of different layers are sketched with independent seeds, so that their variances add, and so do their bytes.
-Of every layer l one option j is to be taken, with w_lj bytes and the variance c_lj:
+One option of every layer is to be taken: a multiple-choice knapsack problem.
 
-    least  sum_l c_l,j(l)   subject to   sum_l w_l,j(l) <= budget           a multiple-choice knapsack problem
-
-Each layer starts at its lightest option and walks along the edges of the lower convex hull of its (w, c): of all
-layers' edges the steepest one first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not fit is
-left out, and with it the layer's further edges. The linear relaxation walks the same way and ends with the part of this
-edge that fits, so that no choice costs less. The cost that is found exceeds this bound by less than the edge gains,
-one step of one layer. An `Allocation` states its gap to the bound.
+Each layer starts at its lightest option and walks along the edges of the lower convex hull of its (bytes, variance): of
+all layers' edges the steepest one first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not fit
+is left out, and with it the layer's further edges. The linear relaxation walks the same way and ends with the part of
+this edge that fits, so that no choice costs less. An `Allocation` states its gap to this bound, which is less than the
+gain of one edge.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal, get_args
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import aligned, describe
-from rmm_linear.layer import SketchedLayer
-from rmm_linear.names import listed, strip_wrappers
+from rmm_linear.names import listed
 from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]
@@ -70,20 +63,26 @@ class LayerProfile:
     group: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ValueError(f"name={self.name!r} is not a layer's name; pass a string")
         object.__setattr__(self, "options", tuple(self.options))
         if not self.options:
             raise ValueError(f"layer {self.name!r} has no options; give it at least one, such as the exact layer's")
-        _check_amount(f"layer {self.name!r}: gradient_squared", self.gradient_squared)
-        if not (isinstance(self.minibatch_variance, float) and math.isnan(self.minibatch_variance)):
-            _check_amount(f"layer {self.name!r}: minibatch_variance", self.minibatch_variance)
-        for option in self.options:
-            where = f"layer {self.name!r}, {option.config}"
-            _check_amount(f"{where}: variance", option.variance)
-            _check_amount(f"{where}: saved_bytes", option.saved_bytes, whole=True)
         if len({option.config for option in self.options}) < len(self.options):
             raise ValueError(f"layer {self.name!r} has two options of one configuration; leave one of them out")
+        amounts = [self.gradient_squared]
+        amounts += [amount for option in self.options for amount in (option.variance, option.saved_bytes)]
+        if not math.isnan(self.minibatch_variance):
+            amounts.append(self.minibatch_variance)
+        if wrong := [amount for amount in amounts if not 0 <= amount < math.inf]:
+            raise ValueError(
+                f"layer {self.name!r} has an amount of {wrong[0]!r}; squared gradients, variances and bytes are finite"
+                " and at least 0 (pass 0 for one that is below 0 by rounding alone)"
+            )
+
+    @property
+    def option(self) -> Option:
+        """The only option of an allocated layer."""
+        (option,) = self.options
+        return option
 
 
 @dataclass(frozen=True)
@@ -129,31 +128,11 @@ class NoiseProfile:
         Raises:
             ValueError: If a layer has no such option, or names are missing or unknown.
         """
-        names = [layer.name for layer in self.layers]
-        wrong = sorted(set(names).symmetric_difference(configs))
+        known = {layer.name: [option.config for option in layer.options] for layer in self.layers}
+        wrong = sorted(name for name in {*known, *configs} if configs.get(name) not in known.get(name, ()))
         if wrong:
-            raise ValueError(f"the profile and configs do not both have {listed(wrong)}; pass a configuration a layer")
-        choice, without = [], []
-        for layer in self.layers:
-            known = [option.config for option in layer.options]
-            if configs[layer.name] in known:
-                choice.append(known.index(configs[layer.name]))
-            else:
-                without.append(f"{layer.name} has no {configs[layer.name]}")
-        if without:
-            raise ValueError(f"options that were not profiled: {listed(without)}; profile the layers with them")
-        return _allocation(self, choice)
-
-
-@dataclass(frozen=True)
-class AllocatedLayer:
-    """One layer of an `Allocation`: the option that was chosen, and the other fields as in `LayerProfile`."""
-
-    name: str
-    option: Option
-    gradient_squared: float
-    minibatch_variance: float
-    group: str | None = None
+            raise ValueError(f"no such options of {listed(wrong)}; pass for every layer one that was profiled")
+        return _allocation(self, [known[layer.name].index(configs[layer.name]) for layer in self.layers])
 
 
 @dataclass(frozen=True)
@@ -161,12 +140,12 @@ class Allocation:
     """One option for every layer; `print` it for a table.
 
     Attributes:
-        layers: The layers, in the profile's order.
+        layers: The layers, in the profile's order, each with the `option` that was chosen.
         gap: The most that any other choice could spare, as a share: of the objective in an allocation that
             `allocate_ratios` chose, of the bytes in one of `allocate_for_noise`; None in others.
     """
 
-    layers: tuple[AllocatedLayer, ...]
+    layers: tuple[LayerProfile, ...]
     gap: float | None = None
 
     @property
@@ -199,75 +178,24 @@ class Allocation:
         """The variance over the minibatch's, both summed over the layers; nan if one of the latter is not known."""
         return _ratio(self.variance, math.fsum(layer.minibatch_variance for layer in self.layers))
 
-    def apply(self, model: nn.Module) -> None:
-        """Configure the sketched layers of a model, in place.
-
-        Args:
-            model: A model with a sketched layer of each name, as `convert_linears` makes them. Others are left alone.
-
-        Raises:
-            ValueError: If a layer is not there or is not a sketched one; the model is then as it was.
-        """
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-        named = {strip_wrappers(name): module for name, module in model.named_modules(remove_duplicate=False)}
-        configs = self.configs
-        missing = [name for name in configs if name not in named]
-        if missing:
-            raise ValueError(f"the model has no {listed(missing)}; pass the model that was profiled")
-        layers = {name: module for name, module in named.items() if isinstance(module, SketchedLayer)}
-        others = [f"{name} ({type(named[name]).__name__})" for name in configs if name not in layers]
-        if others:
-            raise ValueError(f"not sketched layers: {listed(others)}; convert them with convert_linears first")
-        for name, config in configs.items():
-            layers[name].rmm_config = config
-
     def to_dict(self) -> dict[str, Any]:
-        """Return layers, totals and gap as plain values, ready for JSON; None for a number that is not finite."""
-        return {
-            "layers": [
-                {
-                    "name": layer.name,
-                    "gradient_squared": float(layer.gradient_squared),
-                    "minibatch_variance": _finite_or_none(layer.minibatch_variance),
-                    "group": layer.group,
-                    "config": layer.option.config.to_dict(),
-                    "saved_bytes": int(layer.option.saved_bytes),
-                    "variance": float(layer.option.variance),
-                }
-                for layer in self.layers
-            ],
-            "saved_bytes": self.saved_bytes,
-            "variance": self.variance,
-            "relative_variance": _finite_or_none(self.relative_variance),
-            "noise_ratio": _finite_or_none(self.noise_ratio),
-            "gap": self.gap,
-        }
+        """Return layers and gap as plain values, ready for JSON; None for a number that is not known."""
+        layers = []
+        for layer in self.layers:
+            values = {**vars(layer), **vars(layer.option), "config": layer.option.config.to_dict()}
+            del values["options"]
+            layers.append({name: None if value != value else value for name, value in values.items()})
+        return {"layers": layers, "gap": self.gap}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Allocation":
-        """Make an allocation of `to_dict`'s output, whose totals are not read.
-
-        Raises:
-            ValueError: If it is something else, or a value is bad.
-        """
-        try:
-            layers = tuple(
-                LayerProfile(
-                    name=layer["name"],
-                    gradient_squared=layer["gradient_squared"],
-                    minibatch_variance=math.nan if layer["minibatch_variance"] is None else layer["minibatch_variance"],
-                    options=(Option(RMMConfig.from_dict(layer["config"]), layer["saved_bytes"], layer["variance"]),),
-                    group=layer.get("group"),
-                )
-                for layer in values["layers"]
-            )
-            gap = values.get("gap")
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"not an allocation ({type(error).__name__}: {error}); pass what Allocation.to_dict() returned"
-            ) from None
-        return _allocation(NoiseProfile(layers), [0] * len(layers), gap)
+        """Make an allocation of `to_dict`'s output."""
+        layers = []
+        for layer in values["layers"]:
+            option = Option(RMMConfig.from_dict(layer["config"]), layer["saved_bytes"], layer["variance"])
+            minibatch = math.nan if layer["minibatch_variance"] is None else layer["minibatch_variance"]
+            layers.append(LayerProfile(layer["name"], layer["gradient_squared"], minibatch, (option,), layer["group"]))
+        return cls(tuple(layers), values["gap"])
 
     def __str__(self) -> str:
         table: list[tuple[str, ...]] = [("layer", "config", "bytes", "relative variance")]
@@ -288,9 +216,8 @@ class Allocation:
 def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objective: Objective = "total") -> Allocation:
     """Choose an option for every layer: the least variance within a budget of bytes, but for the allocation's `gap`.
 
-    The gap is small where layers are many and their options lie close, as ratios do: 0.03 % for 48 layers of 40 ratios.
-    The same input always gives the same allocation, and more bytes never mean more variance. Layers of a group with the
-    same options get the same one: their sketch is kept once, and its bytes count once.
+    The gap is small where layers are many and their options lie close: 0.03 % for 48 layers of 40 ratios. More bytes
+    never mean more variance. Layers of a group with the same options get the same one, whose bytes count once.
 
     Example:
         >>> from rmm_linear import RMMConfig
@@ -314,44 +241,39 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
             sum of each layer's variance over its own squared gradient.
 
     Raises:
-        ValueError: If the budget is not a number or is below what the least options take, the objective is unknown, or
-            a layer of no gradient has a variance and the objective is "relative".
+        ValueError: If the budget is no number or below the least possible, the objective is unknown, or a layer of no
+            gradient has a variance and the objective is "relative".
     """
     units = _units(profile)
     costs = _costs(profile, objective, units)
     _check_bound("budget_bytes", budget_bytes)
     weights = _bytes(profile, units)
-    least = int(sum(layer.min() for layer in weights))
+    least = profile.least_bytes
     if budget_bytes < least:
         raise ValueError(
             f"budget_bytes={budget_bytes} is below the least possible, {least} bytes with the smallest option of every"
             " layer; pass at least that, or profile smaller options"
         )
-    capacity = min(budget_bytes, int(sum(layer.max() for layer in weights)))
-    choice, gap = _solve(weights, costs, float(math.floor(capacity)))
+    choice, gap = _solve(weights, costs, math.floor(min(budget_bytes, profile.most_bytes)))
     return _allocation(profile, _expanded(units, choice), gap)
 
 
-def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objective: Objective = "total") -> Allocation:
+def allocate_for_noise(profile: NoiseProfile, variance_limit: float) -> Allocation:
     """Choose an option for every layer: the fewest bytes within a limit of the variance, but for the `gap`.
 
     The counterpart of `allocate_ratios`, by the same solver. The limit is kept to a relative 1e-12.
 
     Args:
         profile: The options.
-        variance_limit: What the variances may add up to; with the objective "relative", each over its layer's squared
-            gradient. May be infinite. A share s of the minibatch's noise is
-            `s * sum(layer.minibatch_variance for layer in profile.layers)`.
-        objective: "total" or "relative", as in `allocate_ratios`.
+        variance_limit: What the variances may add up to; may be infinite.
 
     Raises:
-        ValueError: If the limit is not a number or is below what the least options have, the objective is unknown, or
-            a layer of no gradient has a variance and the objective is "relative".
+        ValueError: If the limit is no number or below the least possible.
     """
     units = _units(profile)
-    variances = _costs(profile, objective, units)
+    variances = _costs(profile, "total", units)
     _check_bound("variance_limit", variance_limit)
-    least = math.fsum(float(layer.min()) for layer in variances)
+    least = math.fsum(map(min, variances))
     capacity = float(variance_limit) * (1 + _ROUNDING)
     if capacity < least:
         raise ValueError(
@@ -362,34 +284,14 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float, *, objectiv
     return _allocation(profile, _expanded(units, choice), gap)
 
 
-def _check_amount(what: str, value: object, *, whole: bool = False) -> None:
-    kind = Integral if whole else Real
-    if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < math.inf:  # type: ignore[operator]
-        raise ValueError(
-            f"{what} is {value!r}; expected a finite {'whole number' if whole else 'number'} of at least 0"
-            f"{'' if whole else ' (one that is below 0 by rounding alone is to be passed as 0)'}"
-        )
-
-
 def _check_bound(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:  # type: ignore[operator]
         raise ValueError(f"{name}={value!r} is not a number of at least 0; pass an int or a float")
 
 
-def _finite_or_none(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 def _allocation(profile: NoiseProfile, choice: Sequence[int], gap: float | None = None) -> Allocation:
-    return Allocation(
-        tuple(
-            AllocatedLayer(
-                layer.name, layer.options[index], layer.gradient_squared, layer.minibatch_variance, layer.group
-            )
-            for layer, index in zip(profile.layers, choice, strict=True)
-        ),
-        gap,
-    )
+    layers = zip(profile.layers, choice, strict=True)
+    return Allocation(tuple(replace(layer, options=(layer.options[index],)) for layer, index in layers), gap)
 
 
 def _units(profile: NoiseProfile) -> list[list[int]]:
@@ -408,14 +310,13 @@ def _expanded(units: Sequence[Sequence[int]], choice: Sequence[int]) -> list[int
     return [by_layer[layer] for layer in range(len(by_layer))]
 
 
-def _bytes(profile: NoiseProfile, units: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
-    """Of each unit, as floats, which hold whole numbers up to 2**53."""
-    first = [profile.layers[unit[0]] for unit in units]
-    return [np.array([option.saved_bytes for option in layer.options], dtype=np.float64) for layer in first]
+def _bytes(profile: NoiseProfile, units: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Of each unit's options."""
+    return [[option.saved_bytes for option in profile.layers[unit[0]].options] for unit in units]
 
 
-def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
-    """Of each unit: the sum over its layers."""
+def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Of each unit's options: sums over its layers."""
     if objective not in get_args(Objective):
         raise ValueError(f"objective={objective!r} is unknown; choose one of {', '.join(get_args(Objective))}")
     values = [
@@ -431,11 +332,11 @@ def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence
             f"gradient_squared is 0 and a variance is not: {listed(without)}; leave these layers out, or pass"
             ' objective="total"'
         )
-    return [np.sum([values[layer] for layer in unit], axis=0, dtype=np.float64) for unit in units]
+    return [[math.fsum(each) for each in zip(*(values[layer] for layer in unit), strict=True)] for unit in units]
 
 
 def _solve(
-    weights: Sequence[NDArray[np.float64]], costs: Sequence[NDArray[np.float64]], capacity: float
+    weights: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], capacity: float
 ) -> tuple[list[int], float]:
     """Choose one option a layer, of little cost and together within the capacity; and return the gap to the bound."""
     # the module's docstring has the method
@@ -446,14 +347,14 @@ def _solve(
         for place, (left, right) in enumerate(pairwise(hull)):
             less, more = costs[layer][left] - costs[layer][right], weights[layer][right] - weights[layer][left]
             # hulls are convex; rounding must not put an edge before the one that leads to it
-            gain = min(gain, float(less) / float(more))
-            edges.append((-gain, layer, place, float(more)))
+            gain = min(gain, less / more)
+            edges.append((-gain, layer, place, more))
     places = [0] * len(hulls)
 
     def cost() -> float:
-        return math.fsum(float(costs[layer][hull[places[layer]]]) for layer, hull in enumerate(hulls))
+        return math.fsum(costs[layer][hull[places[layer]]] for layer, hull in enumerate(hulls))
 
-    spent, bound = math.fsum(float(w[hull[0]]) for w, hull in zip(weights, hulls, strict=True)), None
+    spent, bound = math.fsum(w[hull[0]] for w, hull in zip(weights, hulls, strict=True)), None
     for negative_gain, layer, place, more in sorted(edges):
         # an edge can be walked only from where the one before it ended
         if places[layer] == place and spent + more <= capacity:
@@ -467,12 +368,11 @@ def _solve(
     return [hull[place] for hull, place in zip(hulls, places, strict=True)], gap
 
 
-def _lower_hull(weights: NDArray[np.float64], costs: NDArray[np.float64]) -> list[int]:
+def _lower_hull(w: Sequence[float], c: Sequence[float]) -> list[int]:
     """Options on the lower convex hull, by increasing weight and decreasing cost."""
-    w, c = weights.tolist(), costs.tolist()
     hull: list[int] = []
     least = math.inf
-    for i in np.lexsort((costs, weights)).tolist():
+    for i in sorted(range(len(w)), key=lambda i: (w[i], c[i])):
         if c[i] >= least:
             # another option is no heavier and no dearer
             continue

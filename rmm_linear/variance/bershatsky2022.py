@@ -44,15 +44,7 @@ class PaperQuantities:
 
 
 def paper_quantities(x: Tensor, g: Tensor, *, rank: int) -> PaperQuantities:
-    """Return the paper's quantities for one layer and batch.
-
-    Warning:
-        `paper_sketch_variance` is no sketch's variance, and `paper_bound` no bound: see the module's docstring.
-
-    Args:
-        x: Activations, shape (..., in), at least two rows.
-        g: Gradient of the output, shape (..., out).
-        rank: Rank r of the sketch.
+    """Return the paper's quantities for one layer's x (..., in) and g (..., out) and a sketch of some rank.
 
     Raises:
         ValueError: If shapes do not fit, there are fewer than two rows, or the rank is not positive.

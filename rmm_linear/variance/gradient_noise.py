@@ -11,9 +11,7 @@ G = g^T x, a sum over rows, and over sequences:
 
 with C = ||G||^2. Tokens of one sequence are alike, so that the second is what a minibatch really has.
 
-Scale. All of these are of the size of G squared. With a loss that is a mean over the batch instead of a sum, g is
-smaller by the number of terms, and every variance by its square; ratios between them stay. None is divided by the batch
-size: they speak of the gradient of this batch.
+All of these are of the size of G squared, the gradient of this batch; none is divided by the batch size.
 """
 
 from collections.abc import Sequence
@@ -36,11 +34,11 @@ _SEQUENCE_DIMENSIONS = 3
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """Variances of one layer's weight gradient on one batch, each a float; see the module's docstring for their scale.
+    """Variances of one layer's weight gradient on one batch; see the module's docstring for their scale.
 
     Attributes:
         gradient_squared: C = ||g^T x||^2, of the exact gradient.
-        sketch_variance: What the sketch adds: E||estimate - g^T x||^2. 0 where the configuration does not sketch.
+        sketch_variance: E||estimate - g^T x||^2; 0 where the configuration does not sketch.
         row_variance: The minibatch's, rows independent (the paper's definition); nan for a single row.
         sequence_variance: The minibatch's, sequences independent; None without `sequence_lengths`, nan for one.
         alpha: C / (||x||^2 ||g||^2), in [0, 1]: how far rows of x and g are aligned (Bershatsky et al. 2022, sec. 3).
@@ -92,9 +90,8 @@ def gradient_noise(
 ) -> GradientNoise:
     """Return the noise of a layer's weight gradient on one batch, in closed form.
 
-    No per-sample gradient is formed where two small Gram matrices give its norm. Beyond x and g it takes the memory of
-    one weight gradient in float64 and of a slab of rows; a centred configuration takes a float32 copy of both, and one
-    that leaves rows out, or keeps some, a copy of the others.
+    Beyond x and g it takes the memory of one weight gradient in float64 and of a slab of rows; a centred configuration
+    takes a float32 copy of both, and one that leaves rows out, or keeps some, a copy of the others.
 
     Example:
         >>> import torch
@@ -107,16 +104,13 @@ def gradient_noise(
         True
 
     Args:
-        x: Activations, shape (..., in), any float dtype, as the layer got them: flattened to a matrix they have no
-            sequences, and no `keep_tokens`.
+        x: Activations, shape (..., in), any float dtype, as the layer got them: a matrix has no sequences.
         g: Gradient of the layer's output, shape (..., out), with the same leading dimensions.
         config: How the layer sketches.
-        sequence_lengths: Rows of each sequence of the batch, in order; they add up to the rows of `x`. None leaves the
-            sequences' variance out.
-        index: Numbers of the rows that are sketched, or kept because of `keep_tokens`, ascending, shape (kept,), where
-            others are left out as padding: `g` is zero there, and they do not count as rows. All rows by default.
-        draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default. 2 are enough to
-            watch many layers over many steps.
+        sequence_lengths: Rows of each sequence of the batch, in order; None leaves the sequences' variance out.
+        index: Numbers of the rows that are no padding, ascending, shape (kept,): `g` is zero at the others, and they do
+            not count as rows. All rows by default.
+        draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default.
 
     Raises:
         ValueError: If shapes or lengths do not fit, or there are no draws.
@@ -166,11 +160,7 @@ class DealtRows(NamedTuple):
 def dealt_rows(
     x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
 ) -> DealtRows:
-    """Return the rows that a layer sketches, and the rows that it keeps beside the sketch.
-
-    `x` (rows, in) and `g` (rows, out) are matrices, `shape` is that of the activations before they were flattened, and
-    `index` has the numbers of the rows that are not left out, ascending.
-    """
+    """Return the rows of matrices that a layer sketches, and that it keeps beside the sketch; `shape` is x's own."""
     layout = layout_of(shape, keep_tokens, index)
     if index is not None and layout.kept:
         index = kept_first(index, layout.sequences, layout.length, keep_tokens)
@@ -197,20 +187,9 @@ class Measured:
 def measure_sketch_variance(
     x: Tensor, g: Tensor, config: RMMConfig, *, index: Tensor | None = None, draws: int = 200, seed: int = 0
 ) -> Measured:
-    """Measure the sketch's variance with real sketches, to compare with the closed form.
+    """Measure the mean of ||estimate - g^T x||_F^2 with real sketches, to compare with the closed form.
 
-    The standard error falls with the root of `draws`.
-
-    Args:
-        x: Activations, shape (..., in), any float dtype; they are sketched in that dtype.
-        g: Gradient of the output, shape (..., out).
-        config: How to sketch.
-        index: Numbers of the rows that are not left out, ascending; see `gradient_noise`. All rows by default.
-        draws: How many sketches to draw, at least 2.
-        seed: Seed of the draws' seeds; the default generators are left alone.
-
-    Returns:
-        Mean of ||estimate - g^T x||_F^2 and its standard error.
+    `x`, `g`, `config` and `index` are those of `gradient_noise`; `seed` is that of the draws' seeds.
 
     Raises:
         ValueError: If shapes do not fit or `draws` is below 2.
@@ -230,7 +209,6 @@ def measure_sketch_variance(
         key = torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator).to(x.device)
         saved = config.sketch_object.compress(sketched_x, key)
         estimate, _ = config.sketch_object.backward(sketched_g, saved, need_bias=False)
-        assert estimate is not None
         if parts.kept:
             estimate += config.kept_rows.grad_weight(kept_g, config.kept_rows.compress(kept_x, key), key)
         errors[draw] = (estimate.double() - exact).square().sum()

@@ -1,7 +1,6 @@
 """VarianceMonitor: how noisy are the weight gradients of a model that is training, layer by layer?
 
-Layers take turns. With L layers and `every=N`, each is measured once in N steps, and the layers are spread evenly over
-these steps: no step has more than ceil(L / N) of them, holds more than their inputs, or takes much longer than others.
+With L layers and `every=N`, each is measured once in N steps, at most ceil(L / N) in one step.
 """
 
 import json
@@ -13,12 +12,13 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from torch import Tensor, nn
 
 from rmm_linear import ops
 from rmm_linear.layer import SketchedLayer
-from rmm_linear.variance.gradient_noise import GradientNoise, _ratio, batch_sequences, gradient_noise
-from rmm_linear.variance.probe import LayerSampler
+from rmm_linear.variance.gradient_noise import _ratio, batch_sequences, gradient_noise
+from rmm_linear.variance.probe import LayerSampler, _read_as
 
 # Draws of S for what low-bit storage adds: good to a few percent of that, and of all layers together to less.
 DRAWS = 2
@@ -34,11 +34,11 @@ class NoiseRecord:
         rows: Rows of its input, padding left out where the layer leaves it out.
         gradient_squared: C = ||g^T x||^2, of the exact gradient.
         sketch_variance: V = E||estimate - g^T x||^2.
-        minibatch_variance: M: over the sequences of the batch for inputs of three dimensions or more, the first being
-            the sequences; over the rows for matrices (see `rmm_linear.variance.gradient_noise`).
+        minibatch_variance: M: over the sequences of the batch, the first dimension of the input; over the rows for a
+            matrix.
         relative_variance: V / C.
         noise_ratio: V / M.
-        snr: max(C - M, 0) / (M + V); see `NoiseSummary`.
+        snr: max(C - M, 0) / (M + V).
         alpha: C / (||x||^2 ||g||^2).
     """
 
@@ -58,54 +58,32 @@ class NoiseRecord:
 class NoiseSummary:
     """The noise of all layers together, each by its latest record: C, V and M are summed over the layers.
 
-    C - M estimates the squared norm of the *expected* gradient, without bias: for the gradient G of a random minibatch,
-    E||G||^2 = ||E G||^2 + E||G - E G||^2, and M estimates the last term.
+    C - M estimates ||E G||^2 without bias, G being the gradient of a random minibatch: M estimates E||G - E G||^2.
 
     Attributes:
         relative_variance: sum V / sum C, so that noise inflates the gradient's norm by sqrt(1 + this).
         noise_ratio: sum V / sum M, the sketches' noise over the minibatch's; nan where no layer has an M.
         snr: max(sum C - sum M, 0) / (sum M + sum V), signal over noise; nan where no layer has an M.
-        mean_relative_variance: Mean over the layers of V / C, where C is not 0; nan without such layers.
-        layers_measured: Layers with a record whose numbers are finite.
-        layers_total: Sketched layers of the model.
     """
 
     relative_variance: float
     noise_ratio: float
     snr: float
-    mean_relative_variance: float
-    layers_measured: int
-    layers_total: int
 
 
 class VarianceMonitor(LayerSampler):
     """Measures the noise of a model's weight gradients while it trains.
 
     Call `step()` after each optimizer step. Records come in during the backward passes: `latest` has each layer's last
-    one, `noise()` sums them up, and the file at `path` has them all, as JSON lines. What is measured are closed forms
-    of the layer's own input and gradient, on the first micro-batch of a step; the training itself, its random numbers
-    included, stays what it would be without a monitor.
+    one, `noise()` sums them up, and the file at `path` has them all, as JSON lines. They are closed forms of the input
+    and the gradient at the layer's first call in a step; training stays what it would be without a monitor.
 
     Warning:
-        With a `GradScaler`, C, V and M are those of the scaled loss: larger by the square of the scale. Ratios are not
-        touched. With gradient accumulation they are those of one micro-batch, and for a module that runs several times
-        in a step (shared layers) those of its first call.
-
-    Example:
-        >>> import torch
-        >>> from rmm_linear import convert_linears
-        >>> from rmm_linear.variance import VarianceMonitor
-        >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(8, 4)), ratio=0.5)
-        >>> with VarianceMonitor(model, every=1) as monitor:
-        ...     for _ in range(2):
-        ...         model(torch.randn(4, 64, 8)).square().mean().backward()
-        ...         monitor.step()
-        >>> monitor.latest["0"].step, 0 < monitor.noise().relative_variance
-        (1, True)
+        With a `GradScaler`, C, V and M are those of the scaled loss: larger by the square of the scale. Ratios stay.
 
     Args:
         model: A model with sketched layers, in eager mode.
-        every: Steps in which each layer is measured once; also an attribute.
+        every: Steps in which each layer is measured once.
         path: JSON-lines file that records are appended to, by data-parallel rank 0; None for no file. Numbers that are
             not finite are null in it.
 
@@ -120,7 +98,7 @@ class VarianceMonitor(LayerSampler):
     def __init__(self, model: nn.Module, *, every: int = 50, path: str | os.PathLike[str] | None = None) -> None:
         if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
             raise ValueError(f"every={every!r} is not a positive int; pass the steps from one sample to the next")
-        self.every: int = int(every)
+        self._every: int = int(every)
         self.latest: dict[str, NoiseRecord] = {}
         # ints, or tensors where the norms are: counting must not wait for a device
         self._observed: int | Tensor = 0
@@ -135,12 +113,24 @@ class VarianceMonitor(LayerSampler):
         self._begin_step()
 
     def _due(self) -> Sequence[str]:
-        return self._spread(self._steps % self.every, self.every)
+        return self._spread(self._steps % self._every, self._every)
 
     def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         config, lengths = layer.rmm_config, batch_sequences(x)
         noise = gradient_noise(x, g, config, sequence_lengths=lengths, index=index, draws=DRAWS)
-        record = _record(self._steps, name, x.shape[:-1].numel() if index is None else index.numel(), noise)
+        c, v, m = noise.gradient_squared, noise.sketch_variance, noise.minibatch_variance
+        record = NoiseRecord(
+            step=self._steps,
+            layer=name,
+            rows=x.shape[:-1].numel() if index is None else index.numel(),
+            gradient_squared=c,
+            sketch_variance=v,
+            minibatch_variance=m,
+            relative_variance=noise.relative_variance,
+            noise_ratio=noise.noise_ratio,
+            snr=_snr(c, v, m),
+            alpha=noise.alpha,
+        )
         self.latest[name] = record
         if self._file is not None and ops.data_parallel_rank() == 0:
             self._file.write(json.dumps(_finite(asdict(record)), allow_nan=False) + "\n")
@@ -158,32 +148,20 @@ class VarianceMonitor(LayerSampler):
         known = [record for record in records if math.isfinite(record.minibatch_variance)]
         c, v, m = _sums(known)
         all_c, all_v, _ = _sums(records)
-        relative = [record.relative_variance for record in records if record.gradient_squared]
         return NoiseSummary(
             relative_variance=_ratio(all_v, all_c),
             noise_ratio=_ratio(v, m) if known else math.nan,
             snr=_snr(c, v, m) if known else math.nan,
-            mean_relative_variance=math.fsum(relative) / len(relative) if relative else float("nan"),
-            layers_measured=len(records),
-            layers_total=len(self._layers),
         )
 
     def observe_gradient_norm(self, norm: float | Tensor, max_norm: float) -> None:
-        """Count a step, and whether its gradient was clipped. A tensor is not waited for.
+        """Count a step, and whether its gradient was clipped from `norm` to `max_norm`; a tensor is not waited for.
 
         A norm that is not finite is not counted: a `GradScaler` skips such a step.
-
-        Args:
-            norm: Norm of the whole gradient before clipping, as `torch.nn.utils.clip_grad_norm_` returns it.
-            max_norm: What it was clipped to.
         """
-        if isinstance(norm, Tensor):
-            norm = norm.detach()
-            self._observed = self._observed + norm.isfinite().long()
-            self._clipped = self._clipped + (norm.isfinite() & (norm > max_norm)).long()
-        elif math.isfinite(norm):
-            self._observed = self._observed + 1
-            self._clipped = self._clipped + int(norm > max_norm)
+        norm = torch.as_tensor(norm).detach()
+        self._observed = self._observed + norm.isfinite().long()
+        self._clipped = self._clipped + (norm.isfinite() & (norm > max_norm)).long()
 
     @property
     def clip_fraction(self) -> float | None:
@@ -206,14 +184,9 @@ class VarianceMonitor(LayerSampler):
         Raises:
             ValueError: If the state is something else, or has records of layers that this model lacks.
         """
-        try:
+        with _read_as(type(self)):
             steps, observed, clipped = (int(state[name]) for name in ("steps", "observed", "clipped"))
             latest = [_restored(record) for record in state["latest"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"this is no state of a VarianceMonitor ({type(error).__name__}: {error}); pass what state_dict()"
-                " returned"
-            ) from None
         for record in latest:
             self._check_layer(record.layer, "record")
         self._steps, self._observed, self._clipped = steps, observed, clipped
@@ -226,13 +199,6 @@ class VarianceMonitor(LayerSampler):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _record(step: int, layer: str, rows: int, noise: GradientNoise) -> NoiseRecord:
-    c, v, m = noise.gradient_squared, noise.sketch_variance, noise.minibatch_variance
-    return NoiseRecord(
-        step, layer, rows, c, v, m, noise.relative_variance, noise.noise_ratio, _snr(c, v, m), noise.alpha
-    )
 
 
 def _sums(records: Sequence[NoiseRecord]) -> tuple[float, float, float]:

@@ -1,13 +1,13 @@
 """LayerProbe: what a layer's weight gradient is made of, its input x and its output's gradient g, from a live model.
 
-The backward pass of a sketched layer has g but no x, and its forward has x but no g. A probe keeps the x of the layers
-that it is told to watch from the one to the other, hands both over, and forgets them: it never holds more than the
-inputs of those layers.
+The backward pass of a sketched layer has g but no x. A probe keeps the x of the layers that it is told to watch, and no
+other, until it can hand both over.
 """
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -71,14 +71,10 @@ def _with_gradient(probe: "weakref.ref[LayerProbe]", name: str, g: Tensor) -> No
 class LayerProbe:
     """Calls back with (x, g) of chosen sketched layers during training steps.
 
-    `watch(names)` begins a step: each named layer is measured at most once, at its first call that is made in training
-    mode with gradients enabled, in the backward pass and straight from the hook that receives g. So it is the first
-    micro-batch under gradient accumulation, and the first of several calls of one module. In a checkpointed block a
-    layer is measured once as well.
-
-    Nothing is measured of a layer whose input was changed in place before its backward pass, of one that gets no
-    gradient, and of one whose input is kept anyway, so that it is exact (see `rmm_linear.producers`). What is left of
-    such a step is dropped by the next `watch`. The random state is not touched.
+    `watch(names)` begins a step: each named layer is measured at most once, in the backward pass of its first call in
+    training mode with gradients enabled: the first micro-batch under gradient accumulation. A layer is left out whose
+    input was changed in place before its backward pass, that gets no gradient, or whose input is kept anyway, so that
+    it is exact (see `rmm_linear.producers`). The random state is not touched.
 
     Args:
         model: A model with sketched layers, in eager mode.
@@ -93,17 +89,6 @@ class LayerProbe:
 
     Raises:
         ValueError: If the model is compiled, or has no sketched layer.
-
-    Example:
-        >>> import torch
-        >>> from rmm_linear import convert_linears
-        >>> from rmm_linear.variance.probe import LayerProbe
-        >>> model = convert_linears(torch.nn.Sequential(torch.nn.Linear(8, 4)), ratio=0.5)
-        >>> probe = LayerProbe(model, lambda name, layer, x, g, index: print(name, tuple(x.shape), tuple(g.shape)))
-        >>> probe.watch(["0"])
-        >>> model(torch.randn(256, 8)).sum().backward()
-        0 (256, 8) (256, 4)
-        >>> probe.close()
     """
 
     layers: Mapping[str, SketchedLayer]
@@ -172,6 +157,17 @@ class LayerProbe:
             return
         with torch.no_grad():
             self._measure(name, held.layer, held.x, g.detach(), held.index)
+
+
+@contextmanager
+def _read_as(kind: type) -> Iterator[None]:
+    """Say of an error that a state is none of this class's."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"this is no state of {kind.__name__} ({type(error).__name__}: {error}); pass what state_dict() returned"
+        ) from None
 
 
 _S = TypeVar("_S", bound="LayerSampler")

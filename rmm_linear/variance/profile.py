@@ -3,9 +3,8 @@
 A layer's x and g of a few batches tell the variances of all configurations, whatever the layer itself is configured to:
 its output and its grad_input are exact, so that no layer's noise reaches another's x or g within a step.
 
-Few evaluations serve many ratios. Nearly every sketch's variance is a + b / rank, with a and b from x and g alone
-(`Sketch.variance_family`): two ratios tell the others, exactly. What low-bit storage adds is (a + b log rows of a
-group) / rank, to a good approximation.
+Two evaluations serve many ratios. Nearly every sketch's variance is a + b / rank, with a and b from x and g alone
+(`Sketch.variance_family`). What low-bit storage adds is about (a + b log rows of a group) / rank.
 """
 
 import math
@@ -25,7 +24,7 @@ from rmm_linear.sketches import Centered, LowBit, Sketch
 from rmm_linear.sketches.centered import centred, centred_input
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
 from rmm_linear.variance.gradient_noise import DealtRows, _rows, batch_sequences, dealt_rows, gradient_noise
-from rmm_linear.variance.probe import LayerProbe
+from rmm_linear.variance.probe import LayerProbe, _read_as
 
 # Draws of S for what low-bit storage adds.
 _DRAWS = 2
@@ -40,11 +39,8 @@ def layer_options(
 ) -> tuple[Option, ...]:
     """Return the bytes and the variance of each configuration, in order, on one layer's input and gradient.
 
-    `x` has shape (..., in) and any float dtype, `g` (..., out) and the dtype that the layer computes in. `index` has
-    the numbers of the rows that are not padding, for the candidates that leave padding out; see `gradient_noise`.
-
-    Raises:
-        ValueError: If shapes do not fit.
+    `x` (..., in) and `g` (..., out) are as in `gradient_noise`; so is `index`, for the candidates that leave padding
+    out.
     """
     shape = x.shape
     x, g = _rows(x, g)
@@ -162,15 +158,6 @@ class ProfileBuilder:
     """Averages measurements of layers, made one at a time in whatever order, into a `NoiseProfile`.
 
     Its length is the number of layers measured so far.
-
-    Example:
-        >>> import torch
-        >>> from rmm_linear import RMMConfig
-        >>> from rmm_linear.variance.profile import ProfileBuilder
-        >>> builder, x, g = ProfileBuilder(), torch.randn(4, 64, 16), torch.randn(4, 64, 8)
-        >>> builder.add("layer", x, g, [RMMConfig(ratio=ratio) for ratio in (0.1, 0.5, 1.0)])
-        >>> [option.saved_bytes for option in builder.build().layers[0].options]
-        [1608, 8264, 16384]
     """
 
     def __init__(self) -> None:
@@ -189,14 +176,11 @@ class ProfileBuilder:
         index: Tensor | None = None,
         group: str | None = None,
     ) -> None:
-        """Add one layer's input and gradient of one batch.
+        """Add one layer's input and gradient of one batch; the arguments are those of `layer_options`.
 
         The minibatch's variance is that over the sequences, the first dimension of `x`; over the rows for a matrix, and
         for a single sequence; 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, is left
         out.
-
-        `configs` are the same candidates at each call for this layer; `layer_options` has the other arguments, and
-        `LayerProfile` the `group`.
 
         Raises:
             ValueError: If shapes do not fit, or the candidates are other ones than before.
@@ -252,13 +236,7 @@ class ProfileBuilder:
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured so far."""
         return {
-            name: {
-                "batches": sums.batches,
-                "gradient_squared": sums.gradient_squared,
-                "minibatch_variance": sums.minibatch_variance,
-                "group": sums.group,
-                "options": [[config.to_dict(), *each] for config, each in sums.options.items()],
-            }
+            name: {**vars(sums), "options": [[config.to_dict(), *each] for config, each in sums.options.items()]}
             for name, sums in self._layers.items()
         }
 
@@ -268,26 +246,12 @@ class ProfileBuilder:
         Raises:
             ValueError: If the state is something else.
         """
-        try:
-            layers = {
-                str(name): _Sums(
-                    int(sums["batches"]),
-                    float(sums["gradient_squared"]),
-                    float(sums["minibatch_variance"]),
-                    sums.get("group"),
-                    {
-                        RMMConfig.from_dict(config): [float(kept), float(variance)]
-                        for config, kept, variance in sums["options"]
-                    },
-                )
-                for name, sums in state.items()
-            }
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"this is no state of a ProfileBuilder ({type(error).__name__}: {error}); pass what state_dict()"
-                " returned"
-            ) from None
-        self._layers = layers
+        with _read_as(type(self)):
+            layers = {name: _Sums(**sums) for name, sums in state.items()}
+            for sums in layers.values():
+                pairs: Any = sums.options
+                sums.options = {RMMConfig.from_dict(config): each for config, *each in pairs}
+            self._layers = layers
 
 
 def profile_noise(
@@ -295,9 +259,8 @@ def profile_noise(
 ) -> NoiseProfile:
     """Measure, on a few batches, what each configuration would cost each sketched layer.
 
-    Each batch is run once for every `layers_at_once` layers, whose inputs are held meanwhile. Gradients, buffers and
-    the random state are afterwards what they were before, and all runs see the same random numbers: training goes on
-    as if nothing had been done. Layers that get no gradient are left out.
+    Gradients, buffers and the random state are afterwards what they were before, and all runs see the same random
+    numbers. Layers that get no gradient are left out.
 
     Example:
         >>> import torch
@@ -314,7 +277,7 @@ def profile_noise(
         runs: A callable a batch, which runs forward and backward pass of that batch, and no optimizer step.
         configs: Candidates, the same for all layers. Those that leave padding out are measured without it where the
             model announces its mask to the layer (`rmm_linear.padding`).
-        layers_at_once: Layers whose inputs may be held at the same time.
+        layers_at_once: Layers whose inputs may be held at the same time; each batch is run once for so many.
 
     Returns:
         Means over the batches.

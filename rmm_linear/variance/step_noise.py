@@ -56,29 +56,16 @@ def measure_step_noise(
     """Measure the noise of a step's gradient by repeating the step.
 
     Each batch takes two forward and backward passes; four gradients are in memory. The gradients of the parameters, the
-    buffers and the random state are afterwards as they were.
+    buffers and the random state are afterwards as they were. Standard errors are over batches (of the step) and pairs
+    of them (of the minibatch).
 
     Args:
         model: The model, in the mode in which it is trained, or what torch.compile returned for it.
         batches: Minibatches of one size, four or more; if their number is odd, the last is left out.
         loss_fn: Called as `loss_fn(model, batch)`, returns the loss; `model(**batch).loss` if None.
 
-    Returns:
-        The variances, with standard errors over batches (of the step) and pairs of them (of the minibatch).
-
     Raises:
         ValueError: If there are fewer batches, or no parameter requires a gradient.
-
-    Example:
-        >>> import torch
-        >>> from rmm_linear import convert_linears
-        >>> from rmm_linear.variance import measure_step_noise
-        >>> _ = torch.manual_seed(0)
-        >>> model = convert_linears(torch.nn.Linear(16, 1), ratio=0.5).train()
-        >>> batches = [torch.randn(256, 16) for _ in range(8)]
-        >>> noise = measure_step_noise(model, batches, loss_fn=lambda model, x: model(x).square().mean())
-        >>> noise.step.value > 0
-        True
     """
     if len(batches) < _LEAST_BATCHES:
         raise ValueError(f"{len(batches)} batches leave no standard error: pass at least {_LEAST_BATCHES}")

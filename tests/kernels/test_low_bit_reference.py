@@ -10,8 +10,8 @@ from rmm_linear_kernels.low_bit import cpu, reference
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize, rounding_variance
 from rmm_linear_kernels.philox.reference import random_halves, random_words
 
-KINDS = ("int8", "int4", "int3", "int2", "fp8")
-BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, "fp8": 8}
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+KINDS = tuple(BITS)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GROUP = 16
 
@@ -47,39 +47,22 @@ def test_every_element_is_unbiased_with_the_variance_it_says(kind, mean):
     # where float32 can tell the values apart
     seen = (variance > spacing.square() * 0.01) & (spacing > 2**-16 * exact.abs())
     assert seen.sum() > 200
-    if kind == "fp8":
-        # the two codes of an element make a Bernoulli variable: var(s^2) = v^2 ((1 - 3 p q) / (p q) - 1) / draws
-        share = (variance / spacing.square())[seen]
-        error = ((1 - 3 * share) / share - 1).clamp(min=0) / draws
-    else:
-        # a uniform variable: var(s^2) = v^2 (9 / 5 - 1) / draws
-        error = torch.full_like(variance[seen], 0.8 / draws)
-    z = (got.var(0)[seen] / variance[seen] - 1) / (error + 1e-6).sqrt()
+    # a uniform variable: var(s^2) = v^2 (9 / 5 - 1) / draws
+    z = (got.var(0)[seen] / variance[seen] - 1) / (0.8 / draws + 1e-6) ** 0.5
     assert z.abs().max() < 6.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_element_moves_by_more_than_half_a_step_or_a_spacing_of_fp8(kind, dtype):
+def test_no_element_moves_by_more_than_half_a_step(kind, dtype):
     y = uneven(300, 50).to(dtype)
     got = round_trip(y, torch.tensor(5), kind=kind).double()
     for start in range(0, 300, GROUP):
         part, error = y[start : start + GROUP].double(), (got - y.double())[start : start + GROUP].abs()
         spread = part.amax(0) - part.amin(0)
         # steps and offsets are rounded outwards by at most 2**-7 of themselves
-        if kind == "fp8":
-            bound = part.abs() * 2**-3 + part.abs().amax(0) * 1.01 / 448 * 2**-9
-        else:
-            bound = (spread + part.amin(0).abs() * 2**-7) * 1.01 / reference.LEVELS[kind] / 2
+        bound = (spread + part.amin(0).abs() * 2**-7) * 1.01 / reference.LEVELS[kind] / 2
         assert (error <= bound + part.abs() * 2**-20).all()
-
-
-def test_what_lies_on_a_number_of_fp8_is_kept_as_it_is():
-    y = torch.randint(0, 127, (64, 7)).to(torch.uint8).view(torch.float8_e4m3fn).float()
-    # a step of 1
-    y[0], y[1] = 0, 448
-    for seed in range(20):
-        assert torch.equal(round_trip(y, torch.tensor(seed), kind="fp8", group=64), y)
 
 
 def test_high_codes_are_not_biased():
@@ -108,7 +91,7 @@ def codec_of_a_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_element_is_unbiased_with_the_variance_it_says_on_a_cpu(kind, mean, codec_of_a_cpu):
     """4,000 draws of each element, 100 of them side by side: they see 1 % of a step, and 15 % of its variance."""
     (rows, features), copies, seeds = (37, 9), 100, 40
@@ -157,7 +140,7 @@ def test_steps_and_offsets_are_the_reference_s_and_tiles_do_not_show(kind, dtype
 
 
 @pytest.mark.usefixtures("codec")
-@pytest.mark.parametrize("kind", ["int8", "int4", "int3", "int2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_values_do_not_overflow(kind):
     y = torch.tensor([[2.4e38, 2e38], [-2.4e38, -2e38], [1e38, 1e38], [0.0, 1.0]])
     for seed in range(20):
@@ -184,7 +167,7 @@ def test_slabs_do_not_show(kind, monkeypatch):
 def test_zeros_stay_zeros_and_a_constant_column_stays_near(kind):
     assert torch.equal(round_trip(torch.zeros(20, 3), torch.tensor(1), kind=kind), torch.zeros(20, 3))
     constant = round_trip(torch.full((20, 3), 1.2345678), torch.tensor(1), kind=kind)
-    assert (constant / 1.2345678 - 1).abs().max() < (2**-3 if kind == "fp8" else 2**-7)
+    assert (constant / 1.2345678 - 1).abs().max() < 2**-7
 
 
 @pytest.mark.usefixtures("codec")
@@ -197,7 +180,7 @@ def test_shapes_and_dtypes(kind, features, rows):
     assert codes.shape == (rows, math.ceil(features * BITS[kind] / 8))
     assert codes.dtype == torch.uint8
     assert steps.shape == (math.ceil(rows / GROUP), features)
-    assert offsets.shape == ((0,) if kind == "fp8" else steps.shape)
+    assert offsets.shape == steps.shape
     assert steps.dtype == offsets.dtype == torch.bfloat16
     back = dequantize(codes, steps, offsets, seed, kind=kind, group=GROUP, features=features)
     assert (back.shape, back.dtype) == ((rows, features), torch.float32)
@@ -208,9 +191,6 @@ def test_shapes_and_dtypes(kind, features, rows):
     [
         ("int4", [1, 2, 15, 0, 9], [0x21, 0x0F, 0x09]),
         ("int2", [0, 1, 2, 3, 1], [0b11100100, 0b01]),
-        ("int3", [0, 1, 2, 3, 4, 5, 6, 7], [0b10001000, 0b11000110, 0b11111010]),
-        ("int3", [7, 6, 5], [0b01110111, 0b1]),
-        ("int3", [0, 0, 0, 0, 0, 0, 0, 7, 5], [0, 0, 0b11100000, 0b101]),
     ],
 )
 def test_codes_lie_where_the_format_says(kind, codes, expected):
@@ -220,7 +200,7 @@ def test_codes_lie_where_the_format_says(kind, codes, expected):
 
 
 @pytest.mark.parametrize("features", range(1, 18))
-@pytest.mark.parametrize("kind", ["int4", "int3", "int2"])
+@pytest.mark.parametrize("kind", ["int4", "int2"])
 def test_a_rows_codes_are_a_string_of_bits(kind, features):
     codes = torch.randint(0, reference.LEVELS[kind] + 1, (2, 5, features), dtype=torch.uint8)
     codes[0, 0] = reference.LEVELS[kind]
@@ -250,7 +230,7 @@ def test_many_seeds_at_once_are_those_one_by_one(kind):
 def test_all_magnitudes(kind, size):
     y = torch.randn(40, 7) * size
     error = (round_trip(y, torch.tensor(0), kind=kind) / size - y / size).norm() / (y / size).norm()
-    assert error < {"int8": 0.006, "int4": 0.1, "int3": 0.22, "int2": 0.5, "fp8": 0.06}[kind]
+    assert error < {"int8": 0.006, "int4": 0.1, "int2": 0.5}[kind]
 
 
 @pytest.mark.usefixtures("codec")
@@ -295,7 +275,7 @@ def test_roundings_are_uncorrelated(kind):
 def test_any_two_elements_have_independent_dithers():
     # corners of a rectangle are where the sum of a row's and a column's part could show
     of_rows, of_columns = reference._dither(torch.arange(40_000), 2, 2)
-    u = reference._uniform(reference._sum_of(of_rows, of_columns), torch.float64).flatten(1)
+    u = (reference._sum_of(of_rows, of_columns).double() + 0.5).mul(2.0**-15).flatten(1)
     for one in range(4):
         counts = torch.histc(u[:, one], 16, 0, 1)
         assert ((counts - 2500) ** 2 / 2500).sum() < 50

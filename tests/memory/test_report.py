@@ -69,7 +69,7 @@ def kept_by(model: nn.Module, *args, **kwargs) -> int:
 def test_every_storage_counts_once_and_is_told_by_who_keeps_it():
     model, x = stack(1), batch(requires_grad=True)
     report = profile(model, x)
-    assert report.total_bytes == kept_by(model, x) == sum(report.by_op().values()) == sum(report.by_module().values())
+    assert report.total_bytes == kept_by(model, x) == sum(report.by_op().values())
     hidden = 4 * 50 * 32 * FLOAT
     # x for query, key and value; the norm's output for the residual and `up`; GELU's output for `down`; the last one's
     calls = {call.layer: call for call in report.linears}
@@ -293,7 +293,7 @@ def test_what_the_output_does_not_depend_on_is_counted_and_guessed():
     assert [call.status for call in report.linears] == [KEPT, KEPT]
 
 
-def test_the_report_as_text_figure_and_json(tmp_path):
+def test_the_report_as_text_and_json():
     report = profile(stack(3), batch(requires_grad=True))
     text = str(report)
     lines = text.splitlines()
@@ -301,9 +301,6 @@ def test_the_report_as_text_figure_and_json(tmp_path):
     assert "the most that sketches can free" in lines[1]
     assert any(line.startswith("*.attention.{query, key, value}") and " 3 " in line for line in lines)
     assert any("also kept by scaled_dot_product" in line for line in lines)
-    pytest.importorskip("matplotlib")
-    report.figure(tmp_path / "report.png")
-    assert (tmp_path / "report.png").stat().st_size > 5_000
     content = json.loads(report.to_json())
     assert content["total_bytes"] == report.total_bytes
     assert sum(storage["bytes"] for storage in content["storages"]) == report.total_bytes

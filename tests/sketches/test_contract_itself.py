@@ -11,16 +11,13 @@ from rmm_linear.sketches.contract import SketchContract
 
 
 class Few(SketchContract):
-    unit_diagonal = True
-    identity_draws = gradient_draws = layer_draws = 300
+    identity_draws = gradient_draws = 300
 
     def make(self, ratio):
         return Hadamard(ratio=ratio)
 
 
 class FewGaussians(Few):
-    unit_diagonal = False
-
     def make(self, ratio):
         return Gaussian(ratio=ratio)
 
@@ -29,7 +26,6 @@ class FewGaussians(Few):
     ("contract", "check", "message"),
     [
         (Few, "test_gradient_is_unbiased", r"draws=300 give a standard error of .* a bias of 1.* make it \d+"),
-        (Few, "test_layer_gradient_is_unbiased", r"draws=300 give a standard error of .* a bias of 1.* make it \d+"),
         (Few, "test_variance_equals_the_closed_form", "a variance off by 2.2 %"),
         (FewGaussians, "test_mean_of_s_s_transposed_is_identity", "one row scaled by 1 %"),
     ],
@@ -84,13 +80,4 @@ def test_neither_the_library_nor_the_contract_needs_pytest():
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["False", "4"], done.stderr
-
-
-def test_exact_by_symmetry_is_no_excuse_for_noise():
-    class Symmetric(Few):
-        exact_rows = (1, 2, 12, 64, 128)
-        exact_by_symmetry = (67,)
-
-    with pytest.raises(AssertionError, match="67 rows, ratio 0.01: has a variance of"):
-        Symmetric().test_exact_where_it_says_so()
+    assert done.stdout.split() == ["False", "3"], done.stderr

@@ -162,16 +162,6 @@ def test_no_half_of_the_columns_is_a_subgroup():
 
 
 @pytest.mark.slow
-def test_kept_rows_are_bounded_for_every_row_count():
-    """At most round(ratio * rows), or one; and never below half of ratio * rows."""
-    for thousandth in (*range(1, 100, 7), *range(100, 1001, 45)):
-        sketch = Hadamard(ratio=thousandth / 1000)
-        for rows in (*range(1, 2001), 8191, 104_729, 1_299_709):
-            share = thousandth * rows / 1000
-            assert max(1, math.floor(share / 2)) <= sketch.rank(rows) <= max(1, math.floor(share)), (thousandth, rows)
-
-
-@pytest.mark.slow
 @pytest.mark.montecarlo
 @pytest.mark.parametrize(("rows", "ratio"), [(200, 0.02), (300, 0.01), (129, 0.03)])
 def test_the_large_blocks_of_small_ratios_have_the_mean_and_variance_they_say(rows, ratio):
@@ -183,6 +173,6 @@ def test_the_large_blocks_of_small_ratios_have_the_mean_and_variance_they_say(ro
     assert error < 0.01
     assert abs(relative.mean().item() - 1) <= z_bound() * error
     products = draw_products(sketch, x, draws=20_000, seed=8)
-    assert products.diagonal_error < 1e-12
+    assert products.deviation.diagonal().abs().max() < 1e-12
     entries = (products.spread / 20_000 + 1e-24).sqrt()
     assert (products.deviation.abs() <= z_bound(rows * (rows + 1) // 2) * entries).all()

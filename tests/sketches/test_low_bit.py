@@ -43,9 +43,8 @@ class LowBitContract(SketchContract):
         if values.numel() and values.isfinite().all():
             # a centred column may be nothing but the rounding of its mean
             largest = values.abs().amax(0) + 1e-5 * x.double().abs().amax()
-            steps = {"int8": 255, "int4": 15, "int3": 7, "int2": 3}
-            bound = 2.1 / steps[kind] if (kind := low_bit_of(sketch).storage) in steps else 2**-3
-            assert ((stored - values).abs() <= (bound + 0.02) * largest).all()
+            steps = {"int8": 255, "int4": 15, "int2": 3}[low_bit_of(sketch).storage]
+            assert ((stored - values).abs() <= (2.1 / steps + 0.02) * largest).all()
         expected = sketched_g.t() @ stored
         size = sketched_g.norm() * stored.norm()
         if known is not None:
@@ -96,7 +95,6 @@ class HoldsTheInput(LowBitContract):
     """Without a sketch: nothing of the contract that is about S, and rounding is all the noise there is."""
 
     gradient_cases = ((37, 1.0), (67, 1.0))
-    layer_case = (67, 1.0)
     test_kept_rows_follow_the_ratio = None
     test_mean_of_s_s_transposed_is_identity = None
     test_dense_is_that_of_the_sketch_without_rounding = None
@@ -121,14 +119,11 @@ def contract_of(kind):
     return pytest.mark.slow(type(name, (LowBitContract,), {"make": make, "__module__": __name__}))
 
 
-TestInt8Hadamard, TestInt4Hadamard, TestInt3Hadamard, TestFp8Hadamard = map(
-    contract_of, ("int8", "int4", "int3", "fp8")
-)
+TestInt8Hadamard, TestInt4Hadamard = map(contract_of, ("int8", "int4"))
 
 
 class TestCenteredInt4Hadamard(LowBitContract):
     seed = 1
-    exact_rows = (1,)
 
     def make(self, ratio):
         return Centered(LowBit(Hadamard(ratio=ratio), "int4", draws=self.draws))
@@ -139,26 +134,11 @@ class TestInt4Input(HoldsTheInput):
         return LowBit(None, "int4")
 
 
-class TestInt3Input(HoldsTheInput):
-    def make(self, ratio):
-        return LowBit(None, "int3")
-
-
 class TestCenteredInt4Input(HoldsTheInput):
     seed = 1
-    exact_rows = (1,)
 
     def make(self, ratio):
         return Centered(LowBit(None, "int4"))
-
-
-@pytest.mark.slow
-class TestCenteredFp8Input(HoldsTheInput):
-    seed = 2
-    exact_rows = (1,)
-
-    def make(self, ratio):
-        return Centered(LowBit(None, "fp8"))
 
 
 CONFIGS = [
@@ -171,27 +151,23 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_layer_keeps_the_bytes_that_its_config_says_and_lets_its_input_go(config: RMMConfig, dtype: torch.dtype):
+def test_a_layer_keeps_the_bytes_that_its_config_says(config: RMMConfig, dtype: torch.dtype):
     layer = RMMLinear(33, 7, config=config, dtype=dtype)
     # a ragged group, and an odd width
-    x = torch.randn(300, 33, dtype=dtype)
     promised = config.saved_bytes(300, 33, dtype)
-    assert measure_kept_bytes(layer, x) == promised
-    width = {"int4": 17, "int3": 13, "int2": 9}.get(config.storage, 33)
-    group = {"int4": 256, "int3": 341, "int2": 512}.get(config.storage, 128)
+    assert measure_kept_bytes(layer, torch.randn(300, 33, dtype=dtype)) == promised
+    width, group = {"int8": (33, 128), "int4": (17, 256), "int2": (9, 512)}[config.storage]
     rank = config.sketch_object.rank(300)
-    assert promised >= rank * width + (2 if config.storage == "fp8" else 4) * 33 * math.ceil(rank / group)
+    assert promised >= rank * width + 4 * 33 * math.ceil(rank / group)
 
 
 def test_the_bytes_of_a_wide_layer_are_a_quarter_and_3_percent():
-    config = RMMConfig(ratio=1.0, storage="int4", center=False)
-    assert config.saved_bytes(4096, 768, torch.bfloat16) / (4096 * 768 * 2) == pytest.approx(
-        0.25 * (1 + 4 / 128), rel=1e-5
-    )
-    assert RMMConfig(ratio=0.4, storage="int4").saved_bytes(4096, 768, torch.bfloat16) / (4096 * 768 * 2) < 0.1 * 1.04
-    # groups of 341 rows: 32 bits of scales for 1023 of codes
-    config = RMMConfig(ratio=1.0, storage="int3", center=False)
-    assert config.saved_bytes(4092, 768, torch.bfloat16) == 4092 * 768 * 3 / 8 * (1 + 32 / 1023) + 8
+    config, whole = RMMConfig(ratio=1.0, storage="int4", center=False), 4096 * 768 * 2
+    assert config.saved_bytes(4096, 768, torch.bfloat16) / whole == pytest.approx(0.25 * (1 + 4 / 128), rel=1e-5)
+    assert RMMConfig(ratio=0.4, storage="int4").saved_bytes(4096, 768, torch.bfloat16) / whole < 0.1 * 1.04
+    # one row of int8 and its scales are more than one row of bfloat16
+    plain, rounded = (RMMConfig(ratio=0.01, storage=each) for each in (None, "int8"))
+    assert rounded.saved_bytes(128, 768, torch.bfloat16) > plain.saved_bytes(128, 768, torch.bfloat16)
 
 
 @pytest.mark.slow
@@ -215,7 +191,6 @@ def test_rounding_costs_little_next_to_the_rank_that_it_buys():
     full = Hadamard(ratio=0.1).variance(x, g)
     # the same bytes of bfloat16
     assert LowBit(Hadamard(ratio=0.4), "int4").variance(x, g) < 0.3 * full
-    assert LowBit(Hadamard(ratio=0.53), "int3").variance(x, g) < 0.3 * full
     assert LowBit(Hadamard(ratio=0.8), "int2").variance(x, g) < 0.3 * full
 
 
@@ -234,20 +209,6 @@ def test_the_default_draws_are_good_to_3_percent(storage):
     assert abs(few / many - 1) < 0.03
 
 
-def test_little_rank_little_gain_and_the_bytes_say_so():
-    for ratio, storage in ((0.01, "int8"), (0.1, "int2")):
-        config = RMMConfig(ratio=ratio, storage=storage, min_rows=1, center=False)
-        layer = RMMLinear(768, 4, config=config, dtype=torch.bfloat16)
-        assert measure_kept_bytes(layer, torch.randn(128, 768, dtype=torch.bfloat16)) == config.saved_bytes(
-            128, 768, torch.bfloat16
-        )
-    # one row of int8 and its scales are more than one row of bfloat16
-    plain, rounded = (
-        RMMConfig(ratio=0.01, storage=each).saved_bytes(128, 768, torch.bfloat16) for each in (None, "int8")
-    )
-    assert rounded > plain
-
-
 def test_a_storage_is_a_knob_like_the_others():
     for storage in STORAGES:
         config = RMMConfig(ratio=0.5, storage=storage)
@@ -257,7 +218,7 @@ def test_a_storage_is_a_knob_like_the_others():
     assert RMMConfig(ratio=1.0, storage="int8").sketches(4096)
     assert not RMMConfig(ratio=1.0).sketches(4096)
     for storage in ("int5", 8, ["int8"]):
-        with pytest.raises(ValueError, match=r"is unknown; choose one of int8, int4, int3, int2, fp8, or None"):
+        with pytest.raises(ValueError, match=r"is unknown; choose one of int8, int4, int2, or None"):
             RMMConfig(storage=storage)
     with pytest.raises(ValueError, match="storage='bf16' is unknown"):
         LowBit(None, "bf16")

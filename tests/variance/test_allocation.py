@@ -5,12 +5,12 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-from torch import nn
 
-from rmm_linear import RMMConfig, convert_linears
+from rmm_linear import RMMConfig
 from rmm_linear.variance.allocation import (
     Allocation,
     LayerProfile,
@@ -98,22 +98,24 @@ def shared_profile(draw: random.Random) -> NoiseProfile:
 @pytest.mark.parametrize("kind", ["ties", "tenths", "spread"])
 def test_no_combination_within_the_bound_is_better_by_more_than_the_gap(kind, objective):
     draw, relative = random.Random(f"{kind} {objective}"), objective == "relative"
-    exact = {allocate_ratios: 0, allocate_for_noise: 0}
+    exact = [0, 0]
     for _ in range(80):
         profile = random_profile(draw, kind)
         every = combinations(profile, relative=relative)
-        for allocate, bounded, least in ((allocate_ratios, 0, 1), (allocate_for_noise, 1, 0)):
+        ratios = partial(allocate_ratios, objective=objective)
+        for allocate, bounded, least in ((ratios, 0, 1), *([] if relative else [(allocate_for_noise, 1, 0)])):
             low, high = every[:, bounded].min(), every[:, bounded].max()
             for bound in (low, high, draw.uniform(low, high), float(draw.choice(every[:, bounded].tolist()))):
-                found = allocate(profile, bound, objective=objective)
+                found = allocate(profile, bound)
                 values = found.saved_bytes, cost_of(found, relative=relative)
                 best = every[every[:, bounded] <= bound * (1 + 1e-12), least].min()
                 assert values[bounded] <= bound * (1 + 2e-12)
                 assert 0 <= found.gap <= 1
                 assert values[least] * (1 - found.gap) <= best * (1 + 1e-11)
-                exact[allocate] += values[least] == pytest.approx(best, rel=1e-11, abs=0)
+                exact[bounded] += values[least] == pytest.approx(best, rel=1e-11, abs=0)
     # the steepest edges first are most often the best choice
-    assert min(exact.values()) > 200
+    assert exact[0] > 200
+    assert relative or exact[1] > 200
 
 
 def test_a_concave_frontier_is_told_by_its_gap():
@@ -152,7 +154,6 @@ def test_the_relative_objective_weighs_layers_by_their_gradients():
     assert [layer.option.variance for layer in allocate_ratios(profile, 3).layers] == [1.0, 0.0]
     relative = allocate_ratios(profile, 3, objective="relative")
     assert [layer.option.variance for layer in relative.layers] == [0.0, 10.0]
-    assert allocate_for_noise(profile, 0.1, objective="relative").layers == relative.layers
     dead = profile_of([(1, 0.0), (2, 0.0)], gradients=[0.0])
     assert allocate_ratios(dead, 3, objective="relative").saved_bytes == 1
     with pytest.raises(ValueError, match='gradient_squared is 0 and a variance is not: layers.0; .*objective="total"'):
@@ -179,10 +180,8 @@ def test_allocations_survive_json(profile):
     assert Allocation.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
     unknown = NoiseProfile((replace(profile.layers[0], minibatch_variance=math.nan),))
     values = json.loads(json.dumps(allocate_ratios(unknown, 1e9).to_dict(), allow_nan=False))
-    assert values["noise_ratio"] is None
+    assert values["layers"][0]["minibatch_variance"] is None
     assert math.isnan(Allocation.from_dict(values).layers[0].minibatch_variance)
-    with pytest.raises(ValueError, match="not an allocation .*; pass what Allocation.to_dict"):
-        Allocation.from_dict({"configs": {}})
 
 
 def test_allocations_of_given_configurations():
@@ -191,44 +190,10 @@ def test_allocations_of_given_configurations():
     found = profile.allocation(configs)
     assert found.configs == configs
     assert (found.saved_bytes, found.variance) == (9, 2.5)
-    with pytest.raises(ValueError, match="do not both have layers.1; pass a configuration a layer"):
+    with pytest.raises(ValueError, match="no such options of layers.1; pass for every layer"):
         profile.allocation({"layers.0": RMMConfig(ratio=0.01)})
-    with pytest.raises(ValueError, match="options that were not profiled: layers.0 has no RMMConfig.*layers.1 has no"):
+    with pytest.raises(ValueError, match="no such options of layers.0; layers.1"):
         profile.uniform(EXACT)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.output, self.norm = nn.Linear(8, 8), nn.Linear(8, 4), nn.LayerNorm(4)
-
-
-def renamed(found: Allocation, *names: str) -> Allocation:
-    return Allocation(tuple(replace(layer, name=name) for layer, name in zip(found.layers, names, strict=True)))
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
-def test_apply_configures_the_layers_of_these_names(wrap):
-    model = convert_linears(Block(), 0.9)
-    found = profile_of([(1, 1.0)], [(2, 1.0), (1, 2.0)]).allocation(
-        {"layers.0": RMMConfig(ratio=0.01), "layers.1": RMMConfig(ratio=0.02)}
-    )
-    renamed(found, "query", "output").apply(wrap(model))
-    assert (model.query.rmm_config.ratio, model.output.rmm_config.ratio) == (0.01, 0.02)
-    renamed(Allocation(found.layers[1:]), "query").apply(model)
-    assert (model.query.rmm_config.ratio, model.output.rmm_config.ratio) == (0.02, 0.02)
-
-
-def test_apply_changes_all_layers_or_none():
-    model = convert_linears(Block(), 0.9, overrides={"output": None})
-    found = profile_of([(1, 1.0)], [(1, 1.0)]).uniform(RMMConfig(ratio=0.01))
-    with pytest.raises(ValueError, match="the model has no key; pass the model that was profiled"):
-        renamed(found, "query", "key").apply(model)
-    with pytest.raises(ValueError, match=r"not sketched layers: output \(Linear\); convert them with convert_linears"):
-        renamed(found, "query", "output").apply(model)
-    with pytest.raises(ValueError, match="model is a int; pass a torch.nn.Module"):
-        found.apply(3)
-    assert model.query.rmm_config.ratio == 0.9
 
 
 def test_bounds_that_are_no_numbers_or_below_the_least_possible_are_refused():
@@ -243,22 +208,19 @@ def test_bounds_that_are_no_numbers_or_below_the_least_possible_are_refused():
         for value in (math.nan, -1, True, "10", None):
             with pytest.raises(ValueError, match=f"{name}=.* is not a number of at least 0; pass an int or a float"):
                 function(profile, value)
-        with pytest.raises(ValueError, match="objective='most' is unknown; choose one of total, relative"):
-            function(profile, 100, objective="most")
+    with pytest.raises(ValueError, match="objective='most' is unknown; choose one of total, relative"):
+        allocate_ratios(profile, 100, objective="most")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": 3}, "name=3 is not a layer's name"),
         ({"options": ()}, "layer 'a' has no options; give it at least one"),
-        ({"gradient_squared": math.inf}, "layer 'a': gradient_squared is inf; expected a finite number of at least 0"),
-        ({"minibatch_variance": math.inf}, "layer 'a': minibatch_variance is inf"),
-        ({"options": (Option(EXACT, 3, math.nan),)}, r"layer 'a', RMMConfig\(ratio=1.0.*: variance is nan; expected"),
-        ({"options": (Option(EXACT, 3, -1e-9),)}, "variance is -1e-09; .* below 0 by rounding alone"),
-        ({"options": (Option(EXACT, 3.0, 0.0),)}, "saved_bytes is 3.0; expected a finite whole number"),
-        ({"options": (Option(EXACT, True, 0.0),)}, "saved_bytes is True"),
         ({"options": (Option(EXACT, 3, 0.0), Option(EXACT, 4, 0.0))}, "layer 'a' has two options of one configuration"),
+        ({"gradient_squared": math.inf}, "layer 'a' has an amount of inf; .* finite"),
+        ({"minibatch_variance": math.inf}, "layer 'a' has an amount of inf"),
+        ({"options": (Option(EXACT, 3, math.nan),)}, "layer 'a' has an amount of nan"),
+        ({"options": (Option(EXACT, -3, 0.0),)}, "layer 'a' has an amount of -3"),
     ],
     ids=str,
 )
@@ -307,9 +269,10 @@ def test_a_group_is_given_one_option_and_its_bytes_count_once(relative: bool) ->
         assert found.saved_bytes <= budget
         first, second, *_ = found.configs.values()
         assert first == second
-        least = allocate_for_noise(profile, best * (1 + 1e-9), objective=objective)  # type: ignore[arg-type]
-        fewest = min(saved for saved, cost in rows if cost <= best * (1 + 1e-9))
-        assert least.saved_bytes * (1 - least.gap) <= fewest * (1 + 1e-9)
+        if not relative:
+            least = allocate_for_noise(profile, best * (1 + 1e-9))
+            fewest = min(saved for saved, cost in rows if cost <= best * (1 + 1e-9))
+            assert least.saved_bytes * (1 - least.gap) <= fewest * (1 + 1e-9)
     assert profile.least_bytes == min(saved for saved, _ in rows)
     assert profile.most_bytes == max(saved for saved, _ in rows)
 

@@ -16,7 +16,7 @@ from rmm_linear.variance.gradient_noise import _squared_norm
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
 LENGTHS = (10, 1, 29, 27)
 # storages, and whether centred, that stand for all
-REPRESENTATIVE = {("int4", True), ("fp8", True), ("int2", False)}
+REPRESENTATIVE = {("int4", True), ("int8", True), ("int2", False)}
 
 
 @pytest.fixture

@@ -200,8 +200,8 @@ def test_a_builder_goes_on_from_its_state(pair):
     assert len(other) == 2
     with pytest.raises(ValueError, match="'a' was measured for other configurations before"):
         other.add("a", x, g, CONFIGS[:2])
-    for state in ({"a": {}}, [1], {"a": {"batches": "x"}}):
-        with pytest.raises(ValueError, match="this is no state of a ProfileBuilder"):
+    for state in ([1], {"a": {"steps": 1}}):
+        with pytest.raises(ValueError, match="this is no state of ProfileBuilder"):
             ProfileBuilder().load_state_dict(state)
     first, second = whole.build().layers
     # one sequence has no spread of its own

@@ -1,31 +1,19 @@
-"""Low-bit storage on a CPU: the integer kinds in few passes over tiles that stay in its cache.
+"""Low-bit storage on a CPU: few passes over tiles that stay in its cache.
 
 Codes, steps and offsets are laid out as the reference's, and mean the same. The arithmetic is that of float32 (float64
 for float64), where the reference is exact: an error's mean is 0 up to 2**-15 of a step. The dither is drawn by torch's
-own generator. Codes of fp8 are the reference's.
+own generator.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import random
 from ..philox.reference import ROUNDING_STREAM
-from . import reference
-from .reference import (
-    DITHER_BITS,
-    FP8,
-    LEVELS,
-    MARGIN,
-    SCALE_DTYPE,
-    integer_scales,
-    over,
-    packed,
-    packed_width,
-    unpacked,
-)
+from .reference import DITHER_BITS, LEVELS, MARGIN, SCALE_DTYPE, over, packed, packed_width, scales_of, unpacked
 
 # Elements of a tile: two buffers of it are 1 MB of float32. Half as many take longer, by what each operation costs.
 _TILE_ELEMENTS = 1 << 17
@@ -90,9 +78,7 @@ def _uniform(dither: tuple[Tensor, Tensor], tile: _Tile) -> Tensor:
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T to 8, 4, 3 or 2 bits an element; see `reference.quantize`."""
-    if kind == FP8:
-        return reference.quantize(y, seed, mean, kind=kind, group=group)
+    """Round y - 1 mean^T to 8, 4 or 2 bits an element; see `reference.quantize`."""
     rows, features = y.shape
     codes = y.new_empty((rows, packed_width(features, kind)), dtype=torch.uint8)
     if y.numel() == 0:
@@ -102,7 +88,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     mean = None if mean is None else mean.to(compute)
     low, high = (extreme.to(compute) for extreme in _extremes(y, group))
     # the mean is taken off the extremes as off all values, to the bit
-    steps, offsets = integer_scales(*((low, high) if mean is None else (low - mean, high - mean)), kind)
+    steps, offsets = scales_of(*((low, high) if mean is None else (low - mean, high - mean)), kind)
     # halves: the difference of 3e38 and -3e38 overflows
     over_half_step = over(steps.to(compute), 2.0).unsqueeze(1)
     minus_half_offset = offsets.to(compute).mul_(-0.5).unsqueeze(1)
@@ -129,9 +115,6 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return the values of codes; see `reference.dequantize`."""
-    if kind == FP8:
-        options: dict[str, Any] = {"kind": kind, "group": group, "features": features, "dtype": dtype}
-        return reference.dequantize(codes, steps, offsets, seed, **options)
     rows = codes.shape[0]
     values = torch.empty((rows, features), dtype=dtype, device=codes.device)
     dither = _dither(seed, rows, features, torch.float32)

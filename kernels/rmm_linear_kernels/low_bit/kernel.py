@@ -12,14 +12,11 @@ from torch import Tensor
 from ..device_functions import converted, spread
 from ..interpreter import IS_INTERPRETED
 from ..philox.kernel import ROUNDING_STREAM, random_half
-from .reference import _LARGEST_FP8, BITS, CENTRE, FP8, MARGIN, SCALE_DTYPE, packed_width
+from .reference import BITS, CENTRE, MARGIN, SCALE_DTYPE, packed_width
 
 # Rows of y that the registers of a program hold; a group of more is read twice.
 _MOST_ROWS = 512
 _DECODED_COLUMNS = 128
-_LARGEST_FP8_BITS = tl.constexpr(0x7E)
-_FP8_NAN_BITS = tl.constexpr(0x7F)
-_LARGEST_FP8_VALUE = tl.constexpr(_LARGEST_FP8)
 _MARGIN = tl.constexpr(MARGIN)
 _CENTRE = tl.constexpr(CENTRE)
 
@@ -58,7 +55,7 @@ def _random_part(seed, index):
 
 @triton.jit
 def _packed_words(codes, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Join neighbouring columns until whole bytes are full: two codes of int4, four of int2, eight of int3 a word."""
+    """Join neighbouring columns until a byte is full: two codes of int4, four of int2."""
     words = codes
     if BITS < 8:
         even, odd = tl.split(tl.reshape(words, (ROWS, COLUMNS // 2, 2)))
@@ -66,9 +63,6 @@ def _packed_words(codes, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
     if BITS < 4:
         even, odd = tl.split(tl.reshape(words, (ROWS, COLUMNS // 4, 2)))
         words = even | (odd << 2 * BITS)
-    if BITS == 3:
-        even, odd = tl.split(tl.reshape(words, (ROWS, COLUMNS // 8, 2)))
-        words = even | (odd << 4 * BITS)
     return words
 
 
@@ -79,37 +73,7 @@ def _unpacked(words, BITS: tl.constexpr):
         words = tl.interleave(words, words >> 4)
     elif BITS == 2:
         words = tl.interleave(tl.interleave(words, words >> 4), tl.interleave(words >> 2, words >> 6))
-    elif BITS == 3:
-        first = tl.interleave(tl.interleave(words, words >> 12), tl.interleave(words >> 6, words >> 18))
-        second = tl.interleave(tl.interleave(words >> 3, words >> 15), tl.interleave(words >> 9, words >> 21))
-        words = tl.interleave(first, second)
     return words & ((1 << BITS) - 1)
-
-
-@triton.jit
-def _fp8_value(bits):
-    """The float32 of an e4m3 number's bits, by integer arithmetic: not every GPU knows the type."""
-    magnitude = bits & 0x7F
-    # the exponents' biases are 7 and 127; the lowest numbers, without a leading 1, are multiples of 2**-9
-    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-    value = tl.where(magnitude == _FP8_NAN_BITS, float("nan"), value)
-    return tl.where(bits >= 0x80, -value, value)
-
-
-@triton.jit
-def _fp8_codes(value, twice_the_dither):
-    """The bits of one of the two e4m3 numbers around each value."""
-    uniform = (twice_the_dither | 0x43000001).to(tl.float32, bitcast=True) - 128.0
-    # The spacing of the numbers around the value is 2**(exponent - 3), the exponent being -6 at least.
-    exponent = tl.maximum(((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127, -6)
-    scaled = value * ((130 - exponent) << 23).to(tl.float32, bitcast=True)
-    below = tl.floor(scaled)
-    number = below + (uniform < scaled - below).to(tl.float32)
-    # 8 to 16 spacings, 16 being the first number of the next exponent; less than 8 at the least exponent only
-    magnitude = tl.minimum(((exponent + 6) << 3) + tl.abs(number).to(tl.int32), _LARGEST_FP8_BITS)
-    code = tl.where(number < 0, magnitude | 0x80, magnitude)
-    return tl.where(value != value, _FP8_NAN_BITS, code)
 
 
 @triton.jit
@@ -139,7 +103,6 @@ def _quantize_kernel(
     y_column,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    IS_FP8: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -157,61 +120,50 @@ def _quantize_kernel(
     if MEAN is not None:
         mean = tl.load(MEAN + column, is_column, other=0).to(tl.float32)
 
-    # the least and the largest of the group, of sizes for fp8, and NaN once there is one
+    # the least and the largest of the group, and NaN once there is one
     for start in tl.static_range(0, GROUP, CHUNK):
         row = first_row + start + tl.arange(0, CHUNK)
         # Rows beyond the last one are loaded as copies of it, which change neither extreme.
         y = _centred_rows(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
-        value = tl.abs(y) if IS_FP8 else y
         if start == 0:
-            low, high = value, value
+            low, high = y, y
         else:
-            low, high = _least(low, value), tl.maximum(high, value)
+            low, high = _least(low, y), tl.maximum(high, y)
     low = tl.reduce(low, 0, _least)
     high = spread(tl.where(low != low, low, tl.max(high, 0)))
 
     scales = group.to(tl.int64) * features + column
-    if IS_FP8:
-        offset = tl.zeros_like(high)
-    else:
-        offset_bits = _rounded_outwards(spread(low), False)
-        offset = _widened(offset_bits)
-        tl.store(OFFSETS + scales, offset_bits.to(tl.int16), is_column)
+    offset_bits = _rounded_outwards(spread(low), False)
+    offset = _widened(offset_bits)
+    tl.store(OFFSETS + scales, offset_bits.to(tl.int16), is_column)
     # halves: the difference of 3e38 and -3e38 overflows
-    over_range: tl.constexpr = 2.0 / (_LARGEST_FP8_VALUE if IS_FP8 else 2**BITS - 1 - 2 * _MARGIN)
+    over_range: tl.constexpr = 2.0 / (2**BITS - 1 - 2 * _MARGIN)
     step_bits = _rounded_outwards((high * 0.5 - offset * 0.5) * over_range, True)
     # 2**-126 is the least but 0
     step_bits = tl.where(step_bits == 0, 0, tl.maximum(step_bits, 0x80))
     tl.store(STEPS + scales, step_bits.to(tl.int16), is_column)
     step = _widened(step_bits)
     # a group without spread is its offset, whatever its codes
-    inverse = tl.where(step == 0, 0.0, tl.div_rn(tl.full((BLOCK,), 1.0 if IS_FP8 else 2.0, tl.float32), step))
+    inverse = tl.where(step == 0, 0.0, tl.div_rn(tl.full((BLOCK,), 2.0, tl.float32), step))
     inverse, minus_half_offset = spread(inverse), spread(offset * -0.5)
 
-    WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
-    WORDS: tl.constexpr = BLOCK * BITS // (8 * WORD_BYTES)
     # 8 columns a thread, as many as a thread loads at once
-    place = first_column * BITS // 8 + tl.arange(0, WORDS) * WORD_BYTES
-    place = tl.max_contiguous(place, 1 if BITS == 3 else BITS)
+    place = tl.max_contiguous(first_column * BITS // 8 + tl.arange(0, BLOCK * BITS // 8), BITS)
     for start in tl.static_range(0, GROUP, CHUNK):
         row = first_row + start + tl.arange(0, CHUNK)
         if GROUP > CHUNK:
             y = _centred_rows(Y, y_row, y_column, mean, tl.minimum(row, last_row), column, is_column)
         twice_the_dither = (2 * _random_part(seed, row)[:, None] + 2 * of_column[None, :]) & 0xFFFE
-        if IS_FP8:
-            codes = _fp8_codes(y * inverse[None, :], twice_the_dither)
-        else:
-            # the quotient in units of 2**-15 is the lower bits of a number in [256, 512)
-            halves = _fused(y, 0.5, minus_half_offset[None, :], INTERPRETED)
-            quotient = _fused(halves, inverse[None, :], 256.0 + _MARGIN, INTERPRETED)
-            codes = ((quotient.to(tl.int32, bitcast=True) << 1) + twice_the_dither) >> 16
+        # the quotient in units of 2**-15 is the lower bits of a number in [256, 512)
+        halves = _fused(y, 0.5, minus_half_offset[None, :], INTERPRETED)
+        quotient = _fused(halves, inverse[None, :], 256.0 + _MARGIN, INTERPRETED)
+        codes = ((quotient.to(tl.int32, bitcast=True) << 1) + twice_the_dither) >> 16
         # The mask keeps a code made of NaN within its own bits. Unused bits of the last byte of a row are 0.
         codes = tl.where(is_column[None, :], codes & ((1 << BITS) - 1), 0)
         words = _packed_words(codes, BITS, CHUNK, BLOCK)
-        for byte in tl.static_range(WORD_BYTES):
-            inside = (row <= last_row)[:, None] & (place + byte < width)[None, :]
-            to = CODES + row.to(tl.int64)[:, None] * width + (place + byte)[None, :]
-            tl.store(to, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), inside)
+        inside = (row <= last_row)[:, None] & (place < width)[None, :]
+        to = CODES + row.to(tl.int64)[:, None] * width + place[None, :]
+        tl.store(to, (words & 0xFF).to(tl.uint8), inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -226,7 +178,6 @@ def _dequantize_kernel(
     width,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    IS_FP8: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -242,27 +193,20 @@ def _dequantize_kernel(
     is_column = column < features
     seed = tl.load(SEED)
 
-    WORD_BYTES: tl.constexpr = 3 if BITS == 3 else 1
-    WORDS: tl.constexpr = BLOCK * BITS // (8 * WORD_BYTES)
-    place = first_column * BITS // 8 + tl.arange(0, WORDS) * WORD_BYTES
-    words = tl.zeros((CHUNK, WORDS), tl.int32)
-    for byte in tl.static_range(WORD_BYTES):
-        inside = is_row[:, None] & (place + byte < width)[None, :]
-        at = CODES + row.to(tl.int64)[:, None] * width + (place + byte).to(tl.int64)[None, :]
-        words |= tl.load(at, inside, other=0).to(tl.int32) << (8 * byte)
+    place = first_column * BITS // 8 + tl.arange(0, BLOCK * BITS // 8)
+    inside = is_row[:, None] & (place < width)[None, :]
+    at = CODES + row.to(tl.int64)[:, None] * width + place.to(tl.int64)[None, :]
+    words = tl.load(at, inside, other=0).to(tl.int32)
     codes = words if BITS == 8 else _unpacked(words, BITS)
 
     scales = group.to(tl.int64) * features + column
     step = _widened(tl.load(STEPS + scales, is_column, other=0))
-    if IS_FP8:
-        value = _fp8_value(codes) * step[None, :]
-    else:
-        offset = _widened(tl.load(OFFSETS + scales, is_column, other=0)) + step * _CENTRE
-        of_row, of_column = _random_part(seed, row), _random_part(seed, rows + column)
-        steps = ((codes << 15) - ((of_row[:, None] + of_column[None, :]) & 0x7FFF)).to(tl.float32)
-        # In units of the dither: no bit is lost, as the least step is 2**-126, of 8 bits. Rounded once: a code times a
-        # step may overflow where the value itself does not.
-        value = _fused(steps, (step * 2.0**-15)[None, :], offset[None, :], INTERPRETED)
+    offset = _widened(tl.load(OFFSETS + scales, is_column, other=0)) + step * _CENTRE
+    of_row, of_column = _random_part(seed, row), _random_part(seed, rows + column)
+    steps = ((codes << 15) - ((of_row[:, None] + of_column[None, :]) & 0x7FFF)).to(tl.float32)
+    # In units of the dither: no bit is lost, as the least step is 2**-126, of 8 bits. Rounded once: a code times a
+    # step may overflow where the value itself does not.
+    value = _fused(steps, (step * 2.0**-15)[None, :], offset[None, :], INTERPRETED)
     to = OUT + row.to(tl.int64)[:, None] * features + column[None, :]
     tl.store(to, converted(value, OUT.dtype.element_ty, INTERPRETED), is_row[:, None] & is_column[None, :])
 
@@ -275,11 +219,9 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     rows, features = y.shape
     codes = y.new_empty((rows, packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty((triton.cdiv(rows, group), features), dtype=SCALE_DTYPE)
-    offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
+    offsets = torch.empty_like(steps)
     chunk = min(triton.next_power_of_2(group), _MOST_ROWS)
     block = 64 if chunk <= 128 else 32
-    # of a thread
-    elements = 32 if kind in (FP8, "int3") else 64
     programs = steps.shape[0] * triton.cdiv(features, block)
     if programs:
         _quantize_kernel[(programs,)](
@@ -295,11 +237,11 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
             *y.stride(),
             GROUP=group,
             BITS=BITS[kind],
-            IS_FP8=kind == FP8,
             CHUNK=chunk,
             BLOCK=block,
             INTERPRETED=IS_INTERPRETED,
-            num_warps=max(4, chunk * block // (32 * elements)),
+            # 64 elements a thread
+            num_warps=max(4, chunk * block // (32 * 64)),
         )
     return codes, steps, offsets
 
@@ -318,7 +260,7 @@ def dequantize(
     """Return the values that the codes stand for, (rows, features), in float32, bfloat16 or float16."""
     rows = codes.shape[0]
     values = codes.new_empty((rows, features), dtype=dtype)
-    # of the other kinds, 64 rows would take too many registers
+    # of int2, 64 rows would take too many registers
     chunk = min(triton.next_power_of_2(group), 64 if kind in ("int8", "int4") else 32)
     programs = triton.cdiv(rows, group) * triton.cdiv(group, chunk) * triton.cdiv(features, _DECODED_COLUMNS)
     if programs:
@@ -333,7 +275,6 @@ def dequantize(
             codes.shape[1],
             GROUP=group,
             BITS=BITS[kind],
-            IS_FP8=kind == FP8,
             CHUNK=chunk,
             BLOCK=_DECODED_COLUMNS,
             INTERPRETED=IS_INTERPRETED,

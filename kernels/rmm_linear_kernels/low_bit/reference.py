@@ -1,16 +1,13 @@
 """Low-bit storage in plain torch: dithered rounding, unbiased element by element.
 
-Each column of y is cut into groups of neighbouring rows, and each group has a step and, for the integer kinds, an
-offset of its own:
+Each column of y is cut into groups of neighbouring rows, and each group has a step and an offset of its own:
 
-    int8, int4, int3, int2  y ~ offset + step * (code + 1/2 - u),  code = floor((y - offset) / step + u), about
-    fp8                     y ~ step * code,                       code = one of the two e4m3 numbers around y / step
+    y ~ offset + step * (code + 1/2 - u),  code = floor((y - offset) / step + u), about
 
-with u uniform on (0, 1). The integer kinds have subtractive dither (Roberts 1962, Schuchman 1964): u is drawn again
-from the seed when the code is read, and taken off. The error is then uniform on +-step / 2 whatever y is: unbiased,
-with the variance step^2 / 12, where stochastic rounding of the same code, u not taken off, has step^2 f (1 - f) with f
-the part rounded off: twice as much on average. A reader of fp8 cannot know how far apart its numbers were, so that kind
-is rounded stochastically: up with the probability of the part that is rounded off.
+with u uniform on (0, 1). This is subtractive dither (Roberts 1962, Schuchman 1964): u is drawn again from the seed when
+the code is read, and taken off. The error is then uniform on +-step / 2 whatever y is: unbiased, with the variance
+step^2 / 12, where stochastic rounding of the same code, u not taken off, has step^2 f (1 - f) with f the part rounded
+off: twice as much on average.
 
 The groups run down the columns because the columns of activations differ in size and mean far more than their rows do
 (a few features of a Transformer are a hundred times larger than the others).
@@ -30,7 +27,7 @@ end, take in what the arithmetic rounds.
 
 A row's codes are a string of bits: column j's are the bits from bits * j on, counted from the lowest bit of the first
 byte. The row ends with the byte that holds its last code; the bits left in it are 0. A byte so holds two columns of
-int4 and four of int2, and three bytes hold eight of int3.
+int4 and four of int2.
 """
 
 from collections.abc import Iterator
@@ -43,24 +40,15 @@ from ..philox.reference import ROUNDING_STREAM, random_halves
 SCALE_DTYPE = torch.bfloat16
 # Elements that are widened at a time.
 _SLAB_ELEMENTS = 1 << 20
-FP8 = "fp8"
 # kind -> bits an element
-BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8}
-# integer kind -> number of steps between the lowest and the highest code
-LEVELS = {kind: 2**bits - 1 for kind, bits in BITS.items() if kind != FP8}
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+# kind -> number of steps between the lowest and the highest code
+LEVELS = {kind: 2**bits - 1 for kind, bits in BITS.items()}
 # kind -> the word that has a byte for each of its codes, and how the codes are brought together in its lowest bits: by
 # shifts to the right, with the bits that are codes before and after each.
 _FOLDS = {
     "int4": (torch.int16, ((4, 0x0F0F, 0x00FF),)),
     "int2": (torch.int32, ((6, 0x03030303, 0x000F000F), (12, 0x000F000F, 0x000000FF))),
-    "int3": (
-        torch.int64,
-        (
-            (5, 0x0707070707070707, 0x003F003F003F003F),
-            (10, 0x003F003F003F003F, 0x00000FFF00000FFF),
-            (20, 0x00000FFF00000FFF, 0x0000000000FFFFFF),
-        ),
-    ),
 }
 # Random bits of the dither.
 DITHER_BITS = 15
@@ -70,9 +58,6 @@ MARGIN = 2.0**-12
 CENTRE = 0.5 - 2.0**-16 - MARGIN
 # Least step but 0: one over half of it is a float32 number.
 LEAST_STEP = 2.0**-126
-_LARGEST_FP8 = 448.0
-# e4m3: three bits of mantissa, exponents from -6
-_FP8_MANTISSA_BITS, _FP8_LEAST_EXPONENT = 3, -6
 
 
 def _rounded(value: Tensor, *, up: bool) -> Tensor:
@@ -83,28 +68,17 @@ def _rounded(value: Tensor, *, up: bool) -> Tensor:
 
 
 def over_range(kind: str) -> float:
-    """Return a group's step over half of its extent: 2 over the steps but for the margins, over 448 for fp8."""
-    return 2 / (_LARGEST_FP8 if kind == FP8 else LEVELS[kind] - 2 * MARGIN)
+    """Return a group's step over half of its extent: 2 over the steps but for the margins."""
+    return 2 / (LEVELS[kind] - 2 * MARGIN)
 
 
-def _scales(group: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Step and offset of each column of (..., rows, features): both (..., features); the offset is 0 for fp8."""
-    if kind == FP8:
-        step = _rounded(group.abs().amax(-2) * 0.5 * over_range(kind), up=True)
-        return _never_tiny(step), torch.zeros_like(step)
-    return integer_scales(group.amin(-2), group.amax(-2), kind)
-
-
-def integer_scales(low: Tensor, high: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return steps and offsets, bfloat16, of groups with these least and largest values, of an integer kind."""
+def scales_of(low: Tensor, high: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return steps and offsets, bfloat16, of groups with these least and largest values."""
     offset = _rounded(low, up=False)
     # halves: the difference of 3e38 and -3e38 overflows
     spread = high * 0.5 - offset.to(low.dtype) * 0.5
-    return _never_tiny(_rounded(spread * over_range(kind), up=True)), offset
-
-
-def _never_tiny(step: Tensor) -> Tensor:
-    return torch.where(step > 0, step.clamp(min=LEAST_STEP), step)
+    step = _rounded(spread * over_range(kind), up=True)
+    return torch.where(step > 0, step.clamp(min=LEAST_STEP), step), offset
 
 
 def over(step: Tensor, numerator: float) -> Tensor:
@@ -112,30 +86,14 @@ def over(step: Tensor, numerator: float) -> Tensor:
     return torch.where(step == 0, 0.0, numerator / step)
 
 
-def _integer_codes(group: Tensor, step: Tensor, offset: Tensor, dither: Tensor) -> Tensor:
-    """The codes of (..., rows, features), int32."""
+def _codes(group: Tensor, step: Tensor, offset: Tensor, dither: Tensor) -> Tensor:
+    """The codes of (..., rows, features)."""
     step, offset = step.to(group.dtype).unsqueeze(-2), offset.to(group.dtype).unsqueeze(-2)
     halves = (group * 0.5 - offset * 0.5).double()
     # rounded once: a product of two float32 numbers is a float64 number
     value = halves * over(step, 2.0).double() + MARGIN
     grid = (value * (1 << DITHER_BITS)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int32)
-    return (grid + dither) >> DITHER_BITS
-
-
-def _fp8_codes(group: Tensor, step: Tensor, dither: Tensor) -> Tensor:
-    """The e4m3 numbers of (..., rows, features): as bits, as torch has next to no operations on the type itself."""
-    value = group * over(step.to(group.dtype).unsqueeze(-2), 1.0)
-    spacing = _fp8_spacing(value)
-    below = torch.floor(value / spacing)
-    number = (below + (_uniform(dither, group.dtype) < value / spacing - below)) * spacing
-    return number.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _fp8_spacing(value: Tensor) -> Tensor:
-    """Distance of the e4m3 numbers around a value."""
-    exponent = torch.frexp(value.abs()).exponent - 1
-    exponent = exponent.clamp(min=_FP8_LEAST_EXPONENT) - _FP8_MANTISSA_BITS
-    return torch.ldexp(torch.ones_like(value), exponent)
+    return ((grid + dither) >> DITHER_BITS).to(torch.uint8)
 
 
 def _centred(y: Tensor, mean: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -151,11 +109,6 @@ def _dither(seed: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
 def _sum_of(of_rows: Tensor, of_columns: Tensor) -> Tensor:
     """The dither d out of its parts, in [0, 2**15)."""
     return (of_rows + of_columns) & ((1 << DITHER_BITS) - 1)
-
-
-def _uniform(dither: Tensor, dtype: torch.dtype) -> Tensor:
-    # in the middle of the 2**15 intervals
-    return dither.to(dtype).add_(0.5).mul_(2.0**-DITHER_BITS)
 
 
 def packed_width(features: int, kind: str) -> int:
@@ -216,38 +169,32 @@ def _padded(values: Tensor, multiple: int) -> Tensor:
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T to 8, 4, 3 or 2 bits an element, at random and without bias.
+    """Round y - 1 mean^T to 8, 4 or 2 bits an element, at random and without bias.
 
     Args:
         y: Shape (..., rows, features), any float dtype; NaN and infinities leave no finite value in their group.
         seed: 64-bit seeds, shape (...,), int64, for the leading dimensions of `y`.
         mean: Shape (features,), subtracted from every row, or None.
-        kind: "int8", "int4", "int3", "int2" or "fp8".
+        kind: "int8", "int4" or "int2".
         group: Rows of a column that share a step and an offset.
 
     Returns:
-        Codes (..., rows, ceil(features * bits / 8)), uint8: for fp8 the bits of e4m3 numbers, below 8 bits as the
-        module's docstring says.
-        Steps (..., groups, features), bfloat16. Offsets of the same shape and dtype; (0,) for fp8.
+        Codes (..., rows, ceil(features * bits / 8)), uint8, placed as the module's docstring says. Steps (..., groups,
+        features), bfloat16. Offsets of the same shape and dtype.
     """
     *batch, rows, features = y.shape
     compute = torch.float64 if y.dtype == torch.float64 else torch.float32
     codes = y.new_empty((*batch, rows, packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty((*batch, (rows + group - 1) // group, features), dtype=SCALE_DTYPE)
-    offsets = steps.new_empty(0) if kind == FP8 else torch.empty_like(steps)
+    offsets = torch.empty_like(steps)
     of_rows, of_columns = _dither(seed, rows, features)
     for start, end, size in _slabs(rows, group, features):
         part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
-        step, offset = _scales(part, kind)
+        step, offset = scales_of(part.amin(-2), part.amax(-2), kind)
         dither = _sum_of(of_rows[..., start:end, :], of_columns).unflatten(-2, (-1, size))
-        if kind == FP8:
-            code = _fp8_codes(part, step, dither)
-        else:
-            code = _integer_codes(part, step, offset, dither).to(torch.uint8)
-            code = packed(code, kind)
-            offsets[..., start // group : -(-end // group), :] = offset
-        codes[..., start:end, :] = code.flatten(-3, -2)
-        steps[..., start // group : -(-end // group), :] = step
+        codes[..., start:end, :] = packed(_codes(part, step, offset, dither), kind).flatten(-3, -2)
+        numbers = slice(start // group, -(-end // group))
+        steps[..., numbers, :], offsets[..., numbers, :] = step, offset
     return codes, steps, offsets
 
 
@@ -269,7 +216,7 @@ def dequantize(
         steps: As `quantize` returns them.
         offsets: As `quantize` returns them.
         seed: The seeds that `quantize` had.
-        kind: "int8", "int4", "int3", "int2" or "fp8".
+        kind: "int8", "int4" or "int2".
         group: Rows that share a step.
         features: Columns of y.
         dtype: Dtype of the result; the arithmetic is that of float32.
@@ -284,28 +231,23 @@ def dequantize(
         part = codes[..., start:end, :]
         numbers = slice(start // group, -(-end // group))
         step = steps[..., numbers, :].float().unsqueeze(-2)
-        if kind == FP8:
-            part = part.view(torch.float8_e4m3fn).float().unflatten(-2, (-1, size)) * step
-        else:
-            part = unpacked(part, features, kind).float()
-            dither = _sum_of(of_rows[..., start:end, :], of_columns)
-            part = part.sub_(dither.to(torch.float32).mul_(2.0**-DITHER_BITS)).unflatten(-2, (-1, size))
-            offset = offsets[..., numbers, :].float().unsqueeze(-2) + step * CENTRE
-            # rounded once: a code times a step may overflow where the value itself does not
-            part = part.double().mul_(step).add_(offset)
+        part = unpacked(part, features, kind).float()
+        dither = _sum_of(of_rows[..., start:end, :], of_columns)
+        part = part.sub_(dither.to(torch.float32).mul_(2.0**-DITHER_BITS)).unflatten(-2, (-1, size))
+        offset = offsets[..., numbers, :].float().unsqueeze(-2) + step * CENTRE
+        # rounded once: a code times a step may overflow where the value itself does not
+        part = part.double().mul_(step).add_(offset)
         values[..., start:end, :] = part.flatten(-3, -2)
     return values.to(dtype)
 
 
 def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) -> Tensor:
-    """Return the variance of each element of the dequantized y - 1 mean^T.
-
-    step^2 / 12 for the integer kinds; spacing^2 f (1 - f) for fp8, with f the part rounded off.
+    """Return the variance of each element of the dequantized y - 1 mean^T: step^2 / 12.
 
     Args:
         y: Shape (..., rows, features), any float dtype.
         mean: Shape (features,), or None.
-        kind: "int8", "int4", "int3", "int2" or "fp8".
+        kind: "int8", "int4" or "int2".
         group: Rows that share a step.
 
     Returns:
@@ -316,14 +258,7 @@ def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) 
     variance = torch.empty((*batch, rows, features), dtype=torch.float64, device=y.device)
     for start, end, size in _slabs(rows, group, features):
         part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
-        step, offset = _scales(part, kind)
-        if kind == FP8:
-            value = part * over(step.to(compute).unsqueeze(-2), 1.0)
-            spacing = _fp8_spacing(value)
-            fraction = (value / spacing - torch.floor(value / spacing)).double()
-            distance = spacing.double() * step.double().unsqueeze(-2)
-            elements = distance.square() * fraction * (1 - fraction)
-        else:
-            elements = (step.double().square() / 12).unsqueeze(-2).expand(part.shape)
+        step, _ = scales_of(part.amin(-2), part.amax(-2), kind)
+        elements = (step.double().square() / 12).unsqueeze(-2).expand(part.shape)
         variance[..., start:end, :] = elements.flatten(-3, -2)
     return variance

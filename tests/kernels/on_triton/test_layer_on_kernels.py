@@ -22,7 +22,7 @@ CASES = [
 CONFIGS = [
     *(RMMConfig(ratio=0.4, sketch=sketch, center=center) for sketch in ("hadamard", "crs") for center in (False, True)),
     *(RMMConfig(ratio=0.4, sketch=sketch) for sketch in ("gaussian", "rademacher", "rows_without_replacement", "dct")),
-    *(RMMConfig(ratio=ratio, storage=storage) for storage in ("int8", "int3", "fp8") for ratio in (0.4, 1.0)),
+    *(RMMConfig(ratio=ratio, storage=storage) for storage in ("int8", "int2") for ratio in (0.4, 1.0)),
     RMMConfig(ratio=0.4, keep_tokens=(0, -1)),
     RMMConfig(ratio=0.4, storage="int4", keep_tokens=(0, -1)),
 ]
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_plain_torch(config, dtype, device):
     assert torch.equal(found[1], expected[1])
     if config.storage is not None and config.ratio < 1 and dtype != torch.float32:
         # a value on the edge between two codes falls to either side
-        tolerance = {"int8": 0.02, "int4": 0.2, "int3": 0.3, "fp8": 0.05}[config.storage]
+        tolerance = {"int8": 0.02, "int4": 0.2, "int2": 0.5}[config.storage]
     else:
         tolerance = 1e-5 if dtype == torch.float32 else 0.02 if dtype == torch.bfloat16 else 0.003
     for one, other in zip(found[2:], expected[2:], strict=True):

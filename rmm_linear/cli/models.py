@@ -1,8 +1,10 @@
 """A model by name and a batch for it: options that commands share, and what they stand for."""
 
 import argparse
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,21 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear.cli.model_names import checked
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_model_options(
     parser: argparse.ArgumentParser, *, batch: Callable[[str], int | str] = int, also: str = ""
 ) -> None:
-    """Describe the model's options, and `--json`.
-
-    Args:
-        parser: The command's.
-        batch: Reads `--batch`.
-        also: What else `--batch` may be.
-    """
+    """Describe the model's options, and `--json`; `batch` reads `--batch`, and `also` says what else it may be."""
     parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
     parser.add_argument("--batch", type=batch, default=8, help=f"sequences, or images{also} (default: 8)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: 128)")
@@ -34,30 +28,26 @@ def add_model_options(
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def checked_model(options: argparse.Namespace) -> str:
-    """Check the model's options.
-
-    Returns:
-        The name.
+def check_model_options(options: argparse.Namespace) -> None:
+    """Refuse a path that leads nowhere, numbers below 1, and a figure that can't be drawn: at once, without a hub.
 
     Raises:
-        ValueError: If there is no such path, or a number of sequences, tokens and layers is below 1.
+        ValueError: If an option is not usable.
+        ImportError: If there is to be a figure, and matplotlib is not installed.
     """
-    name = checked(options.model)
+    name = options.model
+    is_path = name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
+    if is_path and not Path(name).exists():
+        raise ValueError(f"there is no file or folder {name!r}")
     for each in ("batch", "seq", "layers"):
         value = getattr(options, each)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"--{each} {value} is below 1")
-    return name
+    if getattr(options, "figure", None):
+        _refuse_figure(Path(options.figure))
 
 
-def refuse_figure(path: Path) -> None:
-    """Refuse what can't be drawn to, before the minutes that a plan may take.
-
-    Raises:
-        ValueError: If there is no folder for it, or its name ends in no known format.
-        ImportError: If matplotlib is not installed.
-    """
+def _refuse_figure(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
@@ -69,29 +59,31 @@ def refuse_figure(path: Path) -> None:
         raise ValueError(f"--figure {path}: choose a name that ends in one of {', '.join(sorted(known))}")
 
 
-def hf_models() -> ModuleType:
-    """Load what makes models: after all that can be refused without it, for it takes seconds.
+@contextlib.contextmanager
+def hf_models() -> Iterator[ModuleType]:
+    """Load what makes models, which takes seconds; meanwhile transformers and its hub tell errors alone.
 
     Raises:
         ImportError: If transformers is not installed.
     """
-    return importlib.import_module("rmm_linear.integrations.hf_models")
+    models = importlib.import_module("rmm_linear.integrations.hf_models")
+    with contextlib.ExitStack() as stack:
+        for package, variable in (("transformers", "TRANSFORMERS_VERBOSITY"), ("huggingface_hub", "HF_HUB_VERBOSITY")):
+            logs = importlib.import_module(f"{package}.utils.logging")
+            if variable not in os.environ:
+                stack.callback(logs.set_verbosity, logs.get_verbosity())
+                logs.set_verbosity_error()
+        yield models
 
 
-def build_model(options: argparse.Namespace, name: str, *, device: str) -> nn.Module:
-    """Make the model that the options describe."""
+def build_model(models: ModuleType, options: argparse.Namespace, *, device: str, caches: bool = True) -> nn.Module:
+    """Make the model that the options describe; a plan's without `caches` of keys and values."""
     changes: dict[str, Any] = {"attn_implementation": options.attention} if options.attention else {}
-    model: nn.Module = hf_models().build_model(
-        name, device=device, dtype=DTYPES[options.dtype], layers=options.layers, **changes
+    model: nn.Module = models.build_model(
+        options.model, device=device, dtype=DTYPES[options.dtype], layers=options.layers, **changes
     )
-    return model
-
-
-def planning_model(options: argparse.Namespace, name: str) -> nn.Module:
-    """Make the model for a plan: weights without contents, since planning needs the shapes alone."""
-    model = build_model(options, name, device="meta")
     config: Any = model.config
-    if getattr(config, "use_cache", False):
+    if not caches and getattr(config, "use_cache", False):
         config.use_cache = False
     return model
 
