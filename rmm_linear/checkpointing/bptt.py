@@ -23,6 +23,7 @@ that are also used outside of the cell: two sums are added then, and not one.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,9 +31,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from rmm_linear.checkpointing.paging import Pager, pager_for
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.memory import SavedTensors
-from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_for_bytes, plan_for_slots
+from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
+from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots
 
 State = Any
 Cell = Callable[[Tensor, State], Any]
@@ -63,6 +66,9 @@ def bptt_checkpoint(
     memory: float | int | None = None,
     slots: int | None = None,
     strategy: Literal["hsm", "ism", "msm"] = "msm",
+    host_every: int | None = None,
+    local_every: int | None = None,
+    page_to: str | Path | None = None,
     parameters: Sequence[Tensor] = (),
     preserve_rng_state: bool = True,
 ) -> tuple[Any, State]:
@@ -106,6 +112,11 @@ def bptt_checkpoint(
         strategy: What is kept: hidden states ("hsm"), internal states ("ism"), or both ("msm"), which is never
             worse than either. Planning takes O(time^2 slots) once for "ism" and "msm": seconds for
             some thousand steps; use chunks, or "hsm", for more.
+        host_every: With `page_to`, in place of `memory`: a state is paged out before every so many steps.
+        local_every: With it, a divisor of it: a state is kept before every so many steps of those that run again.
+        page_to: Where states go that need not be in memory, by double checkpointing (Bencheikh et al. 2024), which
+            runs each step forward three times: "host" for those of an accelerator, or a folder of a disk. `memory`
+            then is of what stays, and the fewest states are paged out for it; `strategy` has no meaning.
         parameters: Tensors that the cell uses and that need gradients, other than its own parameters if it is a
             module. Needed for functions.
         preserve_rng_state: Whether a step that runs again draws the same random numbers (dropout). The generator's
@@ -126,8 +137,10 @@ def bptt_checkpoint(
         raise ValueError("the state is to be a tensor, or a structure of tensors and nothing else")
     if inputs.dim() < 1 or not inputs.shape[0]:
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} hold no step; pass (time, ...)")
-    if (memory is None) == (slots is None):
-        raise ValueError(f"memory={memory!r}, slots={slots!r}: pass one of the two")
+    if (host_every is None) != (local_every is None) or (host_every is not None and page_to is None):
+        raise ValueError("host_every, local_every and page_to belong together: pass page_to and both, or memory")
+    if sum(each is not None for each in (memory, slots, host_every)) != 1 or (page_to is not None and slots):
+        raise ValueError(f"memory={memory!r}, slots={slots!r}, host_every={host_every!r}: pass one of them")
     own = tuple(cell.parameters()) if isinstance(cell, nn.Module) else ()
     needed = tuple({id(tensor): tensor for tensor in (*own, *parameters) if tensor.requires_grad}.values())
     run = _Run(cell, structure, inputs.shape[0], preserve_rng_state)
@@ -135,7 +148,11 @@ def bptt_checkpoint(
         run.check_memory(memory)
         return run.plain(inputs, leaves)
     sizes = step_bytes(cell, inputs[0], state, parameters=parameters, preserve_rng_state=preserve_rng_state)
-    run.plan = plan(inputs.shape[0], sizes, memory=memory, slots=slots, strategy=strategy)
+    if page_to is None:
+        run.plan = plan(inputs.shape[0], sizes, memory=memory, slots=slots, strategy=strategy)
+    else:
+        run.plan = _double_plan(inputs.shape[0], sizes, memory, host_every, local_every)
+        run.pager = pager_for(page_to, inputs.device)
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
     assert run.output_structure is not None
@@ -173,6 +190,18 @@ def plan(
     _Run.check_memory(memory)
     budget = int(memory * plain_bytes(steps, **sizes._asdict())) if isinstance(memory, float) else memory
     return plan_for_bytes(steps, budget, strategy=strategy, **sizes._asdict())
+
+
+def _double_plan(
+    steps: int, sizes: StepBytes, memory: float | int | None, host_every: int | None, local_every: int | None
+) -> BPTTPlan:
+    own = sizes._asdict()
+    if host_every is None or local_every is None:
+        assert memory is not None
+        _Run.check_memory(memory)
+        budget = int(memory * plain_bytes(steps, **own)) if isinstance(memory, float) else memory
+        host_every, local_every = spacing_for_bytes(budget, steps, **own)
+    return plan_double(steps, host_every, local_every, **own)
 
 
 def step_bytes(
@@ -383,6 +412,11 @@ class _Run:
         self.pins: dict[int, int] = {}
         self.stored: dict[int, _Step] = {}
         self.remaining: Iterator[Any] | None = None
+        self.pager: Pager | None = None
+        # states that lie with the pager, by their number
+        self.paged: dict[int, Any] = {}
+        # the state that was paged out last, for the steps after it
+        self.passing: tuple[int, list[Tensor]] | None = None
         self.autocast: dict[str, Any] | None = None
 
     @staticmethod
@@ -429,10 +463,7 @@ class _Run:
 
     def advance(self, target: int, outputs: Callable[[int, list[Tensor]], None] | None) -> list[Tensor]:
         """Run steps without a graph from the latest state that is there, and return the state before `target`."""
-        latest = target
-        while latest not in self.states:
-            latest -= 1
-        leaves = self.states[latest]
+        latest, leaves = self._latest(target)
         if outputs is None and self.preserve_rng_state:
             self.generators.set(self.generator_states[latest])
         with torch.no_grad(), self._as_in_forward():
@@ -442,6 +473,16 @@ class _Run:
                     outputs(number, found)
                 del found
         return leaves
+
+    def _latest(self, target: int) -> tuple[int, list[Tensor]]:
+        """Return the latest state that is there, up to the one before `target`, and its number."""
+        if self.passing is not None:
+            passing, self.passing = self.passing, None
+            return passing
+        latest = target
+        while latest not in self.states and latest not in self.paged:
+            latest -= 1
+        return latest, self.states[latest] if latest in self.states else self._fetched(latest)
 
     def with_graph(
         self, number: int, leaves: list[Tensor], outputs: Callable[[int, list[Tensor]], None] | None
@@ -465,6 +506,11 @@ class _Run:
             if kind == "hold":
                 self._pin(stage, leaves)
                 continue
+            if kind == "page":
+                assert self.pager is not None
+                self.paged[stage] = self.pager.put([*leaves, *self.generators.get()])
+                self.passing = stage, leaves
+                continue
             if kind == "store":
                 self._pin(stage, leaves)
             # the last step is there when its turn comes, stored or not
@@ -476,70 +522,13 @@ class _Run:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run the schedule to its end, and return gradients of inputs, initial state and parameters."""
-        assert self.remaining is not None
-        assert self.output_structure is not None
-        count = len(gradients) - self.structure.num_leaves
-        of_outputs, of_state = gradients[:count], list(gradients[count:])
-        shared_outputs = {output for output, _ in self.shared}
-        for output, place in self.shared:
-            of_last = of_outputs[output]
-            if of_last is not None:
-                own = of_state[place]
-                of_state[place] = of_last[-1] if own is None else own + of_last[-1]
-        totals: list[Tensor | None] = [None] * len(self.parameters)
-        of_inputs = torch.zeros_like(self.inputs) if self.input_needs else None
-
-        def reverse(number: int) -> None:
-            nonlocal of_state, totals
-            step = self.stored.pop(number, None)
-            if step is None:
-                step, following = self.with_graph(number, self.advance(number, None), None)
-                del following
-            roots: list[tuple[Any, Tensor]] = []
-            for place, edge in enumerate(step.outputs):
-                of_output = of_outputs[place]
-                if place not in shared_outputs and edge is not None and of_output is not None:
-                    roots.append((edge, of_output[number]))
-            for edge, gradient in zip(step.following, of_state, strict=True):
-                if edge is not None and gradient is not None:
-                    roots.append((edge, gradient))
-            differentiable = bool(roots)
-            # first summands: what the outputs say of the state before this step, and what later steps say of
-            # parameters, which for one that a step uses once may as well be added afterwards (and is faster)
-            seeds: dict[int, Tensor] = {}
-            if number:
-                for output, place in self.shared:
-                    of_output = of_outputs[output]
-                    if of_output is not None and step.state[place].requires_grad:
-                        roots.append((step.state[place], of_output[number - 1]))
-                        seeds[place] = of_output[number - 1]
-            if several:
-                roots += [(p, total) for p, total in zip(self.parameters, totals, strict=True) if total is not None]
-            wanted = [*([step.input] if step.input.requires_grad else []), *self.parameters]
-            wanted += [leaf for leaf in step.state if leaf.requires_grad]
-            if not differentiable:
-                of_state = [seeds.get(place) for place in range(len(step.state))]
-                return
-            found: list[Tensor | None] = list(
-                torch.autograd.grad(
-                    [root for root, _ in roots], wanted, [gradient for _, gradient in roots], allow_unused=True
-                )
-            )
-            if of_inputs is not None and step.input.requires_grad:
-                of_input = found.pop(0)
-                if of_input is not None:
-                    of_inputs[number] = of_input
-            of_parameters = found[: len(totals)]
-            del found[: len(totals)]
-            totals = of_parameters if several else list(map(_sum, totals, of_parameters))
-            of_state = [found.pop(0) if leaf.requires_grad else None for leaf in step.state]
-
-        now = self.generators.get() if self.preserve_rng_state else None
         last = self.stored[self.steps - 1]
         several = _uses_some_twice([edge.node for edge in (*last.outputs, *last.following) if edge], self.parameters)
         del last
+        passing = _Gradients(self, gradients, several=several)
+        now = self.generators.get() if self.preserve_rng_state else None
         try:
-            reverse(self.steps - 1)
+            self._reverse(self.steps - 1, passing)
             for kind, stage in self._rest():
                 if kind == "hold":
                     self._pin(stage, self.advance(stage, None))
@@ -553,15 +542,24 @@ class _Run:
                     del leaves, following
                 else:
                     was_stored = stage in self.stored
-                    reverse(stage)
+                    self._reverse(stage, passing)
                     if was_stored:
                         self._unpin(stage)
                         self._unpin(stage + 1)
         finally:
             self.remaining = None
+            if self.pager is not None:
+                self.pager.close()
             if now is not None:
                 self.generators.set(now)
-        return (of_inputs, *of_state, *totals)
+        return (passing.of_inputs, *passing.of_state, *passing.totals)
+
+    def _reverse(self, number: int, passing: "_Gradients") -> None:
+        step = self.stored.pop(number, None)
+        if step is None:
+            step, following = self.with_graph(number, self.advance(number, None), None)
+            del following
+        passing.through(number, step)
 
     def _rest(self) -> Iterator[Any]:
         """The actions after the last step's reversal."""
@@ -578,6 +576,14 @@ class _Run:
             self.states[number] = leaves
             self._keep_generators(number)
         self.pins[number] = self.pins.get(number, 0) + 1
+
+    def _fetched(self, number: int) -> list[Tensor]:
+        """Bring a state back, which the pager then has no more."""
+        assert self.pager is not None
+        found = self.pager.take(self.paged.pop(number))
+        count = self.structure.num_leaves
+        self.generator_states[number] = tuple(found[count:])
+        return found[:count]
 
     def _unpin(self, number: int) -> None:
         self.pins[number] -= 1
@@ -617,6 +623,74 @@ class _Run:
         if not self.autocast["enabled"] and not torch.is_autocast_enabled(self.autocast["device_type"]):
             return nullcontext()
         return torch.autocast(**self.autocast, cache_enabled=False)
+
+
+class _Gradients:
+    """Gradients on their way from the last step to the first.
+
+    Attributes:
+        of_inputs: Those of the inputs; None if nobody asks for them.
+        of_state: Those of the state before the step that came last.
+        totals: Those of the parameters, summed so far.
+    """
+
+    def __init__(self, run: _Run, gradients: Sequence[Tensor | None], *, several: bool) -> None:
+        count = len(gradients) - run.structure.num_leaves
+        self._of_outputs, self.of_state = gradients[:count], list(gradients[count:])
+        self._shared, self._parameters, self._several = run.shared, run.parameters, several
+        self.totals: list[Tensor | None] = [None] * len(run.parameters)
+        self.of_inputs = torch.zeros_like(run.inputs) if run.input_needs else None
+        for output, place in self._shared:
+            of_last = self._of_outputs[output]
+            if of_last is not None:
+                own = self.of_state[place]
+                self.of_state[place] = of_last[-1] if own is None else own + of_last[-1]
+
+    def through(self, number: int, step: _Step) -> None:
+        """Take the gradients through a step."""
+        roots = self._roots(number, step)
+        differentiable = bool(roots)
+        # first summands: what the outputs say of the state before this step, and what later steps say of parameters,
+        # which for one that a step uses once may as well be added afterwards (and is faster)
+        seeds: dict[int, Tensor] = {}
+        for output, place in self._shared if number else ():
+            of_output = self._of_outputs[output]
+            if of_output is not None and step.state[place].requires_grad:
+                roots.append((step.state[place], of_output[number - 1]))
+                seeds[place] = of_output[number - 1]
+        if not differentiable:
+            self.of_state = [seeds.get(place) for place in range(len(step.state))]
+            return
+        if self._several:
+            known = zip(self._parameters, self.totals, strict=True)
+            roots += [(parameter, total) for parameter, total in known if total is not None]
+        wanted = [*([step.input] if step.input.requires_grad else []), *self._parameters]
+        wanted += [leaf for leaf in step.state if leaf.requires_grad]
+        found: list[Tensor | None] = list(
+            torch.autograd.grad(
+                [root for root, _ in roots], wanted, [gradient for _, gradient in roots], allow_unused=True
+            )
+        )
+        if self.of_inputs is not None and step.input.requires_grad:
+            of_input = found.pop(0)
+            if of_input is not None:
+                self.of_inputs[number] = of_input
+        of_parameters = found[: len(self.totals)]
+        del found[: len(self.totals)]
+        self.totals = of_parameters if self._several else list(map(_sum, self.totals, of_parameters))
+        self.of_state = [found.pop(0) if leaf.requires_grad else None for leaf in step.state]
+
+    def _roots(self, number: int, step: _Step) -> list[tuple[Any, Tensor]]:
+        shared = {output for output, _ in self._shared}
+        roots: list[tuple[Any, Tensor]] = []
+        for place, edge in enumerate(step.outputs):
+            of_output = self._of_outputs[place]
+            if place not in shared and edge is not None and of_output is not None:
+                roots.append((edge, of_output[number]))
+        for edge, gradient in zip(step.following, self.of_state, strict=True):
+            if edge is not None and gradient is not None:
+                roots.append((edge, gradient))
+        return roots
 
 
 class _BPTT(torch.autograd.Function):

@@ -4,8 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning import bencheikh2024_double as double
 from rmm_linear.planning.strategies import griewank2000_revolve as revolve
 from rmm_linear.planning.strategies import gruslys2016_bptt as gruslys
 from rmm_linear.planning.strategies.chain_reversal import Action, run_actions
@@ -20,22 +22,24 @@ class BPTTPlan:
     """What to do with each step, and what it takes.
 
     Attributes:
-        strategy: "hsm", "ism" or "msm".
+        strategy: "hsm", "ism", "msm" or "double".
         steps: Length of the sequence.
-        slots: Places that the schedule was made for, as its paper counts them.
+        slots: Places that the schedule was made for, as its paper counts them; of "double" k1.
         actions: What to do.
         forward_steps: Forward steps, the first pass and those that are differentiated included.
         peak_bytes: The most that is held at a time between two steps, or while one is being differentiated.
         plain_bytes: What plain backpropagation through time holds.
+        paged_bytes: What is paged out at most.
     """
 
-    strategy: gruslys.Kind
+    strategy: gruslys.Kind | Literal["double"]
     steps: int
     slots: int
     actions: tuple[Action, ...]
     forward_steps: int
     peak_bytes: int
     plain_bytes: int
+    paged_bytes: int = 0
 
 
 def plain_bytes(steps: int, *, state_bytes: int, internal_bytes: int) -> int:
@@ -63,6 +67,7 @@ def peak_bytes(actions: Iterable[Action], steps: int, *, state_bytes: int, inter
     """
     pinned: Counter[int] = Counter({0: 1})
     stored: set[int] = set()
+    paged: set[int] = set()
     peak = states = 0
 
     def pin(state: int, change: int) -> None:
@@ -85,13 +90,17 @@ def peak_bytes(actions: Iterable[Action], steps: int, *, state_bytes: int, inter
             pin(stage + 1, -1)
             continue
         latest = stage
-        while pinned[latest] <= 0:
+        while pinned[latest] <= 0 and latest not in paged:
             latest -= 1
         internals = len(stored)
         # the first step leaves a state that is held, and the others leave two that may not be
         for step in {latest, min(latest + 1, stage - 1), stage - 1} if latest < stage else ():
             peak = max(peak, passing(step, step + 1) * state_bytes + internals * internal_bytes)
+        if kind == "page":
+            paged.add(stage)
+            continue
         if kind == "hold":
+            paged.discard(stage)
             pin(stage, 1)
             continue
         peak = max(peak, passing(stage, stage + 1) * state_bytes + (internals + 1) * internal_bytes)
@@ -223,7 +232,7 @@ def _plan(family: _Family, slots: int) -> BPTTPlan:
 
 
 def _measured(
-    strategy: gruslys.Kind,
+    strategy: gruslys.Kind | Literal["double"],
     steps: int,
     slots: int,
     actions: tuple[Action, ...],
@@ -239,6 +248,24 @@ def _measured(
         peak_bytes(actions, steps, state_bytes=state_bytes, internal_bytes=internal_bytes),
         plain_bytes(steps, state_bytes=state_bytes, internal_bytes=internal_bytes),
     )
+
+
+def plan_double(steps: int, host_every: int, local_every: int, *, state_bytes: int, internal_bytes: int) -> BPTTPlan:
+    """Return the plan of double checkpointing; see `bencheikh2024_double`.
+
+    Args:
+        steps: Length of the sequence, at least 1.
+        host_every: A state is paged out before every so many steps.
+        local_every: A state is kept before every so many steps of those that run again, a divisor of `host_every`.
+        state_bytes: Bytes of a state.
+        internal_bytes: Bytes that autograd keeps of a step beside the states before and after it.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+    actions = tuple(double.actions(steps, host_every, local_every))
+    plan = _measured("double", steps, host_every, actions, state_bytes, internal_bytes)
+    return replace(plan, paged_bytes=state_bytes * sum(action.kind == "page" for action in actions))
 
 
 def _check(steps: int, strategy: str, state_bytes: int, internal_bytes: int) -> None:

@@ -24,11 +24,12 @@ class Action(NamedTuple):
     Attributes:
         kind: "hold": go to the stage's state, and keep it. "release": drop it. "store": run the stage and keep its
             internals and the state after it. "reverse": bring the stage's internals back where they are not stored,
-            run its backward ops, and drop them.
+            run its backward ops, and drop them. "page": go to the stage's state, and put it where it takes no memory;
+            the next hold brings it back.
         stage: Number of the stage; state i is the one before stage i.
     """
 
-    kind: Literal["hold", "release", "store", "reverse"]
+    kind: Literal["hold", "release", "store", "reverse", "page"]
     stage: int
 
 
@@ -60,15 +61,16 @@ def run_actions(actions: Iterable[Action], stages: int, *, internal_units: int =
     Raises:
         ValueError: If a stage is reversed out of turn, or a state is dropped that is not there.
     """
-    held, stored = {0}, set[int]()
+    held, stored, paged = {0}, set[int](), set[int]()
     forward, waiting = 0, stages - 1
     states = internals = units = 0
     for kind, stage in actions:
         # a stored stage also has the state after it
-        latest = max(state for state in held | {one + 1 for one in stored} if state <= stage)
-        if kind == "hold":
+        latest = max(state for state in held | paged | {one + 1 for one in stored} if state <= stage)
+        if kind in ("hold", "page"):
             forward += stage - latest
-            held.add(stage)
+            paged.discard(stage)
+            (held if kind == "hold" else paged).add(stage)
         elif kind == "release":
             if stage not in held:
                 raise ValueError(f"state {stage} is released, and is not held")

@@ -1,0 +1,94 @@
+"""Where tensors go that leave the memory they were made in: to the host's, or to a file."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Pager(Protocol):
+    """Keeps tensors elsewhere, each until it is taken."""
+
+    def put(self, tensors: Sequence[Tensor]) -> Any:
+        """Copy tensors out; return what `take` wants."""
+
+    def take(self, kept: Any) -> list[Tensor]:
+        """Bring tensors back to the devices on which they were."""
+
+    def close(self) -> None:
+        """Let go of what is left."""
+
+
+class HostPager:
+    """Keeps the tensors of an accelerator in the host's memory, pinned where that can be done.
+
+    Copies are in the order of the device's stream: nothing waits for them, and nothing overlaps them.
+    """
+
+    def put(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, torch.device]]:
+        kept = []
+        for tensor in tensors:
+            on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            kept.append((on_host.copy_(tensor, non_blocking=True), tensor.device))
+        return kept
+
+    def take(self, kept: list[tuple[Tensor, torch.device]]) -> list[Tensor]:
+        return [on_host.to(device, non_blocking=True) for on_host, device in kept]
+
+    def close(self) -> None:
+        """Nothing is left: the tensors are the caller's."""
+
+
+class FilePager:
+    """Keeps tensors in a file without a name, which is gone with the process.
+
+    Args:
+        folder: The folder of the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+
+    def put(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, torch.device]]:
+        kept = []
+        for tensor in tensors:
+            kept.append((self._file.seek(0, 2), torch.empty_like(tensor, device="meta"), tensor.device))
+            self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return kept
+
+    def take(self, kept: list[tuple[int, Tensor, torch.device]]) -> list[Tensor]:
+        found = []
+        for place, like, device in kept:
+            tensor = torch.empty(like.shape, dtype=like.dtype)
+            self._file.seek(place)
+            content = bytearray(self._file.read(tensor.nbytes))
+            if content:
+                tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(content, dtype=torch.uint8))
+            found.append(tensor.to(device))
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def pager_for(page_to: str | Path, device: torch.device) -> Pager:
+    """Return a pager.
+
+    Args:
+        page_to: "host", or a folder.
+        device: Where the tensors are.
+
+    Raises:
+        ValueError: If the host's memory is asked for of tensors that are in it, or there is no such folder.
+    """
+    if page_to == "host":
+        if device.type == "cpu":
+            raise ValueError('page_to="host": the tensors are in the host\'s memory already; pass a folder')
+        return HostPager()
+    folder = Path(page_to)
+    if not folder.is_dir():
+        raise ValueError(f'page_to={str(page_to)!r} is neither "host" nor a folder that exists')
+    return FilePager(folder)

@@ -1,0 +1,88 @@
+"""Double checkpointing of a long sequence: Bencheikh et al. 2024 (arXiv 2412.11810).
+
+The forward pass pages the state before every k1-th step out: to the host's memory, or to a disk. The backward pass
+brings the last of these back, runs the k1 steps after it once more and keeps the state before every k2-th; then it runs
+the k2 steps after the last of these with their graphs, goes back through them, and on to the one before. So a step
+runs forward three times, and what is kept locally does not grow with the sequence: k1 / k2 states, and k2 states with
+what autograd keeps of a step.
+"""
+
+from collections.abc import Iterator
+
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.strategies.chain_reversal import Action
+
+
+def actions(steps: int, host_every: int, local_every: int) -> Iterator[Action]:
+    """Write the schedule.
+
+    Args:
+        steps: Length of the sequence, at least 1.
+        host_every: k1.
+        local_every: k2, a divisor of k1.
+
+    Raises:
+        ValueError: If an argument is less than 1, or k1 no multiple of k2.
+    """
+    check(host_every, local_every)
+    starts = range(0, steps, host_every)
+    yield from (Action("page", start) for start in starts[1:-1])
+    for start in reversed(starts):
+        if start:
+            yield Action("hold", start)
+        end = min(start + host_every, steps)
+        inner = range(start, end, local_every)
+        yield from (Action("hold", mark) for mark in inner[1:])
+        for mark in reversed(inner):
+            several = range(mark, min(mark + local_every, end))
+            yield from (Action("store", step) for step in several)
+            yield from (Action("reverse", step) for step in reversed(several))
+            if mark:
+                yield Action("release", mark)
+
+
+def spacing_for_bytes(budget_bytes: int, steps: int, *, state_bytes: int, internal_bytes: int) -> tuple[int, int]:
+    """Return the spacing k1, k2 that pages the fewest states for a budget of local bytes.
+
+    Args:
+        budget_bytes: The most that may be held locally.
+        steps: Length of the sequence.
+        state_bytes: Bytes of a state.
+        internal_bytes: Bytes that autograd keeps of a step beside the states before and after it.
+
+    Raises:
+        InfeasibleBudgetError: If not even one step fits.
+    """
+    of_step = state_bytes + internal_bytes
+    # the state that a step starts from, and the one before it while steps run without a graph
+    rest = budget_bytes - 2 * state_bytes
+    best = (0, 0)
+    local_every = 1
+    while local_every * of_step <= rest and local_every <= steps:
+        marks = (rest - local_every * of_step) // max(1, state_bytes)
+        best = max(best, (local_every * min(max(1, marks), -(-steps // local_every)), -local_every))
+        local_every += 1
+    if not best[0]:
+        raise InfeasibleBudgetError(
+            f"{budget_bytes} bytes hold not even one step of double checkpointing, which takes"
+            f" {2 * state_bytes + of_step}",
+            budget_bytes=budget_bytes,
+            least_bytes=2 * state_bytes + of_step,
+        )
+    return best[0], -best[1]
+
+
+def check(host_every: int, local_every: int) -> None:
+    """Refuse spacings that are none.
+
+    Raises:
+        ValueError: If one is no positive int, or the first no multiple of the second.
+    """
+    for name, value in (("host_every", host_every), ("local_every", local_every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is no positive int; pass a number of steps")
+    if host_every % local_every:
+        raise ValueError(
+            f"host_every={host_every} is no multiple of local_every={local_every}; pass one, such as"
+            f" {host_every - host_every % local_every or local_every}"
+        )
