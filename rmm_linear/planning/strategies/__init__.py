@@ -9,6 +9,7 @@ from rmm_linear.planning.strategies import (
     jain2020_checkmate,
     kirisame2021_dtr,
     kusumoto2019_lower_sets,
+    moccasin2023_cp,
     zhang2023_coop,
 )
 from rmm_linear.planning.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
@@ -27,5 +28,6 @@ __all__ = [
     "jain2020_checkmate",
     "kirisame2021_dtr",
     "kusumoto2019_lower_sets",
+    "moccasin2023_cp",
     "zhang2023_coop",
 ]

@@ -1,5 +1,7 @@
 """Every strategy passes the contract."""
 
+import pytest
+
 from rmm_linear.planning.contract import StrategyContract
 from rmm_linear.planning.strategies import available_strategies, get_strategy
 
@@ -67,6 +69,15 @@ class TestKusumoto2019Exact(StrategyContract):
 
     def make(self):
         return get_strategy("kusumoto2019_exact")
+
+
+@pytest.mark.slow
+class TestMoccasin2023(StrategyContract):
+    small = True
+
+    def make(self):
+        pytest.importorskip("ortools")
+        return get_strategy("moccasin2023_cp")
 
 
 class TestZhang2023(StrategyContract):

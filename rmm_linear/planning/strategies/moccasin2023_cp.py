@@ -1,0 +1,271 @@
+"""Moccasin: Bartan, Li, Teague, Lott, Dilkina 2023, "Moccasin: Efficient Tensor Rematerialization for Neural Networks".
+
+A constraint program over *retention intervals* (arXiv 2304.14463, section 2): op v runs at most C times, its i-th run
+at the event s(v, i), and storage x that it writes is in memory from there to the event e(x, i). Events are dealt out in
+stages (section 2.3): in stage t, op t of the plain program runs for the first time, and earlier ops may run again
+before it, in their order, so that
+
+    op v runs in stage t at the event t (t + 1) / 2 + v,        s(v, 1) = v (v + 1) / 2 + v.
+
+With a(v, i) = 1 if the i-th run happens,
+
+    minimise the sum of cost(v) a(v, i) over i > 1, with
+    s(v, i) + 1 <= e(x, i) <= s(v, i + 1)
+    for each op v, each x that it reads, and each i:  a run j of x's op with s(u, j) < s(v, i) <= e(x, j)
+    the intervals [s(v, i), e(x, i)], each as high as x has bytes, stay below the budget (one cumulative constraint).
+
+**How the paper's model is mapped.** Its nodes have one output; here an op may write several storages, which share the
+start of an interval and have ends of their own. Temporaries are intervals of one event. Results stay until the forward
+pass ends, outputs to the end, and ops that must not run twice, and backward ops, have one interval. Random states are
+not in the program: the simulator judges what is found.
+
+The paper's first phase looks for any plan that fits. Here `auto`'s plan is the hint that the solver begins with, if
+there is one; else the peak above the budget is minimised first.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.auto import Auto
+from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, choose, register
+from rmm_linear.planning.strategies.jain2020_checkmate import Solution
+
+# the solver's costs are whole numbers: so many parts of the plain step
+_PARTS_OF_COST = 1_000_000
+# the most runs of an op: the second where nothing fits with the first
+_RUNS = (2, 3)
+# parts of the plain peak that are proposed
+_BUDGETS = 5
+
+
+def _event(op: int, stage: int) -> int:
+    return stage * (stage + 1) // 2 + op
+
+
+class Program:
+    """Moccasin's program of one graph and budget.
+
+    Args:
+        graph: The graph.
+        budget_bytes: The most that may be in memory at any time.
+        runs: C, the most runs of an op.
+
+    Raises:
+        ImportError: If OR-tools, which solves it, is not installed.
+    """
+
+    def __init__(self, graph: Graph, budget_bytes: int, *, runs: int = 2) -> None:
+        try:
+            from ortools.sat.python import cp_model
+        except ImportError as error:
+            raise ImportError("Moccasin needs OR-tools: pip install rmm-linear[plan]") from error
+        self._graph, self._budget, self._cp = graph, budget_bytes, cp_model
+        self._model = cp_model.CpModel()
+        self._end = _event(0, len(graph.ops))
+        again = [op.is_recomputable and not op.is_backward for op in graph.ops]
+        fixed = {*graph.outputs, *graph.results, *graph.freed}
+        self._count = [
+            runs if again[op] and fixed.isdisjoint(graph.ops[op].writes) and op + 1 < len(graph.ops) else 1
+            for op in range(len(graph.ops))
+        ]
+        # variables: whether a run happens, where it starts, and where each storage of it ends
+        self._active: list[list[Any]] = [[] for _ in graph.ops]
+        self._start: list[list[Any]] = [[] for _ in graph.ops]
+        self._ends: list[list[Any]] = [[] for _ in graph.storages]
+        self._intervals: list[Any] = []
+        self._heights: list[int] = []
+        for op in range(len(graph.ops)):
+            self._add_runs(op)
+        for op in range(len(graph.ops)):
+            self._add_reads(op)
+        self._excess = self._model.new_int_var(0, max(0, self._plain_bytes() - budget_bytes), "excess")
+        self._model.add_cumulative(self._intervals, self._heights, budget_bytes + self._excess)
+        unit = graph.cost / _PARTS_OF_COST
+        self._cost = sum(
+            round(graph.ops[op].cost / unit) * active
+            for op, several in enumerate(self._active)
+            for active in several[1:]
+        )
+
+    def _plain_bytes(self) -> int:
+        return peak_and_cost(self._graph, range(len(self._graph.ops)))[0]
+
+    def _add_runs(self, op: int) -> None:
+        model, graph = self._model, self._graph
+        written = graph.ops[op].writes
+        temporary = graph.bytes_while_running[op] - sum(graph.sizes[index] for index in written)
+        last_result = max((graph.writer[index] for index in graph.results), default=-1)
+        for run in range(self._count[op]):
+            name = f"{op} {run}"
+            if run:
+                values = [_event(op, stage) for stage in range(op + 1, len(graph.ops))]
+                start = model.new_int_var_from_domain(self._cp.Domain.from_values(values), f"start {name}")
+                active: Any = model.new_bool_var(f"active {name}")
+            else:
+                start, active = model.new_constant(_event(op, op)), model.new_constant(1)
+            self._start[op].append(start)
+            self._active[op].append(active)
+            for index in written:
+                end = model.new_int_var(0, self._end, f"end {index} {run}")
+                self._ends[index].append(end)
+                length = model.new_int_var(0, self._end, f"length {index} {run}")
+                stays = model.new_optional_interval_var(start, length, end + 1, active, f"stays {index} {run}")
+                self._intervals.append(stays)
+                self._heights.append(graph.sizes[index])
+                if index in graph.outputs:
+                    model.add(end == self._end)
+                elif index in graph.results:
+                    model.add(end >= _event(last_result, last_result))
+            if temporary > 0:
+                self._intervals.append(
+                    model.new_optional_fixed_size_interval_var(start, 1, active, f"temporary {name}")
+                )
+                self._heights.append(temporary)
+        for run, (one, other) in enumerate(pairwise(self._start[op])):
+            model.add(one < other).only_enforce_if(self._active[op][run + 1])
+            model.add_implication(self._active[op][run + 1], self._active[op][run])
+            for index in written:
+                model.add(self._ends[index][run] < other).only_enforce_if(self._active[op][run + 1])
+
+    def _add_reads(self, op: int) -> None:
+        model, graph = self._model, self._graph
+        for index in graph.ops[op].holds_back:
+            if index in graph.freed:
+                model.add(self._ends[index][0] >= _event(op, op))
+        for index in graph.ops[op].reads:
+            writer = graph.writer[index]
+            for start, active in zip(self._start[op], self._active[op], strict=True):
+                serves = []
+                for run, end in enumerate(self._ends[index]):
+                    by = model.new_bool_var("")
+                    model.add_implication(by, self._active[writer][run])
+                    model.add(self._start[writer][run] < start).only_enforce_if(by)
+                    model.add(start <= end).only_enforce_if(by)
+                    serves.append(by)
+                model.add_bool_or([*serves, active.negated()])
+
+    def _add_hint(self, order: Sequence[int]) -> None:
+        """Tell the solver where the ops of an order run."""
+        model, seen = self._model, [0] * len(self._graph.ops)
+        model.clear_hints()
+        stage_after = len(self._graph.ops)
+        stages: list[tuple[int, int]] = []
+        first = {op: place for place, op in reversed(list(enumerate(order)))}
+        for place in reversed(range(len(order))):
+            op = order[place]
+            if first[op] == place:
+                stage_after = op
+            stages.append((op, stage_after))
+        for op, stage in reversed(stages):
+            run = seen[op]
+            seen[op] += 1
+            if 0 < run < self._count[op] and op < stage < len(self._graph.ops):
+                model.add_hint(self._active[op][run], 1)
+                model.add_hint(self._start[op][run], _event(op, stage))
+        for op, runs in enumerate(seen):
+            for run in range(max(1, runs), self._count[op]):
+                model.add_hint(self._active[op][run], 0)
+
+    def solve(
+        self, hint: Sequence[int] | None = None, *, time_limit_s: float = 20.0, deterministic_limit: float | None = None
+    ) -> Solution:
+        """Return the cheapest plan.
+
+        Args:
+            hint: An order to begin with.
+            time_limit_s: Seconds for each phase.
+            deterministic_limit: The solver's own measure of work; unlike a time, it gives the same plan each time.
+
+        Returns:
+            The best plan that was found until then, or until Ctrl-C.
+        """
+        if hint is not None:
+            self._add_hint(hint)
+        else:
+            self._model.minimize(self._excess)
+            status, order = self._solved(time_limit_s, deterministic_limit)
+            if order is None or peak_and_cost(self._graph, order)[0] > self._budget:
+                # no excess is less: nothing fits, with so many runs of an op
+                is_proven = status == "infeasible" or self._bound > 0
+                return Solution(math.inf, None, math.inf if is_proven else 0.0, "infeasible" if is_proven else status)
+            self._add_hint(order)
+        self._model.add(self._excess == 0)
+        self._model.minimize(self._cost)
+        status, order = self._solved(time_limit_s, deterministic_limit)
+        bound = self._graph.cost * (1 + max(0.0, self._bound) / _PARTS_OF_COST)
+        orders = [tuple(each) for each in (order, hint) if each is not None]
+        judged = [(*peak_and_cost(self._graph, each), each) for each in orders]
+        cost, best = min(
+            ((cost, each) for peak, cost, each in judged if peak <= self._budget), default=(math.inf, None)
+        )
+        return Solution(cost, best, math.inf if status == "infeasible" else bound, status)
+
+    def _solved(self, time_limit_s: float, deterministic_limit: float | None) -> tuple[str, tuple[int, ...] | None]:
+        solver = self._cp.CpSolver()
+        solver.parameters.max_time_in_seconds = time_limit_s
+        if deterministic_limit is not None:
+            solver.parameters.max_deterministic_time = deterministic_limit
+        solver.parameters.num_workers = 8
+        # workers that wait for each other find the same plan each time
+        solver.parameters.interleave_search = True
+        status = solver.solve(self._model)
+        self._bound = solver.best_objective_bound
+        if status == self._cp.INFEASIBLE:
+            return "infeasible", None
+        if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
+            return "stopped", None
+        runs = [
+            (solver.value(start), op)
+            for op in range(len(self._graph.ops))
+            for start, active in zip(self._start[op], self._active[op], strict=True)
+            if solver.value(active)
+        ]
+        return "optimal" if status == self._cp.OPTIMAL else "stopped", tuple(op for _, op in sorted(runs))
+
+
+@register
+class Moccasin(Strategy):
+    """Bartan et al. 2023: retention intervals, solved anew for each budget; begun with `auto`'s plan.
+
+    Example:
+        >>> from rmm_linear.planning.generators import chain, with_backward
+        >>> graph = with_backward(chain([4] * 5))
+        >>> [Program(graph, 20, runs=runs).solve().cost / graph.cost for runs in (2, 3)]
+        [inf, 1.3]
+    """
+
+    name: ClassVar[str] = "moccasin2023_cp"
+    time_limit_s: ClassVar[float] = 20.0
+
+    def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
+        """Propose the best plan for some parts of the plain peak."""
+        plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
+        for part in range(_BUDGETS - 1, 0, -1):
+            order = self._order(graph, max(1, plain_bytes * part // _BUDGETS))
+            if order is None:
+                break
+            yield order
+
+    def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
+        """Return the cheapest schedule that the solver finds."""
+        order = self._order(graph, checked_budget(budget_bytes))
+        if order is None:
+            return choose(graph, self.frontier(graph), budget_bytes, self.name)
+        return choose(graph, [Proposal(*peak_and_cost(graph, order), order)], budget_bytes, self.name)
+
+    def _order(self, graph: Graph, budget_bytes: int) -> tuple[int, ...] | None:
+        hint: tuple[int, ...] | None = None
+        with contextlib.suppress(InfeasibleBudgetError):
+            hint = Auto().plan(graph, budget_bytes).order
+        for runs in _RUNS:
+            order = Program(graph, budget_bytes, runs=runs).solve(hint, time_limit_s=self.time_limit_s).order
+            if order is not None:
+                return order
+        return None

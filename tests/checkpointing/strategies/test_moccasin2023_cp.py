@@ -1,0 +1,77 @@
+"""Moccasin's constraint program: as cheap as Checkmate's if ops may run often enough; its limits, hints and bounds."""
+
+import math
+import sys
+
+import pytest
+
+pytest.importorskip("ortools")
+pytest.importorskip("scipy")
+
+from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies import get_strategy
+from rmm_linear.planning.strategies.jain2020_checkmate import Program as Checkmate
+from rmm_linear.planning.strategies.moccasin2023_cp import Program
+
+_SMALL = {
+    "chain": with_backward(chain([4, 2, 7, 1, 3], [3.0, 1.0, 4.0, 1.0, 5.0])),
+    "U": with_backward(u_shape(2, size=8)),
+    "star": with_backward(star(2)),
+    "random": with_backward(random_layers(5, seed=1)),
+    "forward": random_layers(8, seed=6),
+}
+
+
+def _plain_peak(graph):
+    return peak_and_cost(graph, range(len(graph.ops)))[0]
+
+
+@pytest.mark.parametrize("graph", _SMALL.values(), ids=_SMALL)
+def test_with_four_runs_an_op_it_finds_what_checkmate_finds(graph):
+    plain = _plain_peak(graph)
+    for budget in sorted({plain * part // 10 for part in (6, 7, 8, 9)} | {plain}):
+        found, expected = Program(graph, budget, runs=4).solve(), Checkmate(graph).solve(budget)
+        # the solvers stop within a millionth of the best
+        assert found.cost == pytest.approx(expected.cost, rel=1e-5)
+        assert found.status == expected.status
+        assert found.bound == pytest.approx(found.cost, rel=1e-5)
+
+
+def test_fewer_runs_of_an_op_are_never_cheaper():
+    graph = _SMALL["chain"]
+    costs = [[Program(graph, budget, runs=runs).solve().cost for budget in (10, 13, 16)] for runs in (2, 3)]
+    assert all(two >= three for two, three in zip(*costs, strict=True))
+    assert Program(with_backward(chain([4] * 5)), 20).solve().cost == math.inf
+
+
+def test_the_hint_is_what_a_solver_without_time_returns():
+    graph = with_backward(chain([4] * 20))
+    budget = _plain_peak(graph) // 2
+    hint = get_strategy("auto").plan(graph, budget).order
+    found = Program(graph, budget).solve(hint, time_limit_s=1e-3)
+    assert (found.order, found.status) == (hint, "stopped")
+    assert found.bound <= found.cost
+
+
+def test_a_deterministic_limit_gives_the_same_plan_twice():
+    graph = with_backward(chain([4, 2, 7, 1, 3] * 3))
+    budget = _plain_peak(graph) * 7 // 10
+    found = [Program(graph, budget).solve(deterministic_limit=0.05, time_limit_s=100).order for _ in range(2)]
+    assert found[0] == found[1] is not None
+
+
+def test_without_the_solver_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
+        Program(_SMALL["chain"], 10)
+
+
+@pytest.mark.slow
+def test_a_graph_of_250_nodes_is_planned_from_a_hint():
+    graph = random_layers(250, seed=0, width=10, density=0.12)
+    budget = _plain_peak(graph) * 9 // 10
+    hint = get_strategy("auto").plan(graph, budget).order
+    found = Program(graph, budget).solve(hint, time_limit_s=40)
+    assert peak_and_cost(graph, found.order)[0] <= budget
+    assert found.bound <= found.cost <= peak_and_cost(graph, hint)[1]
