@@ -164,7 +164,7 @@ def peers_table(folder: Path = RESULTS) -> str:
         cells = [name]
         for row in (row for row in rows if row["estimator"] == name):
             if row["error"]:
-                cells += [row["error"], "", ""]
+                cells += [row["error"].partition(":")[0], "", ""]
                 continue
             slope = float(row["slope"])
             digits = f"{slope:.3f} ± {2 * float(row['slope_error']):.3f}" if abs(slope) < 100 else f"{slope:.3g}"

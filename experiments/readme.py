@@ -18,6 +18,7 @@ from experiments.checkpointing.report import blocks as checkpointing_blocks
 from experiments.glue import sketch_noise
 from experiments.glue.evidence import evidence_table, read_study
 from experiments.memory.report import FILE, read_rows, summary_table
+from experiments.peers import peers_table
 from experiments.which_tool import which_table
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results.md"
 CODES = ROOT / "docs" / "codes.md"
 BUDGET = ROOT / "docs" / "budget.md"
+COMPARE = ROOT / "docs" / "compare.md"
 CHECKPOINTING = ROOT / "experiments/checkpointing/results"
 MEMORY = ROOT / "experiments/memory/results" / FILE
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
@@ -88,7 +90,13 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     bounds = functools.partial(bounds_table, CHECKPOINTING)
     growth = functools.partial(growth_table, CHECKPOINTING)
     budget = {"bounds": bounds, "growth": growth}
-    return {README: {"which": which}, RESULTS: BLOCKS, CODES: {"codes": codes}, BUDGET: budget}
+    return {
+        README: {"which": which},
+        RESULTS: BLOCKS,
+        CODES: {"codes": codes},
+        BUDGET: budget,
+        COMPARE: {"peers": peers_table},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
