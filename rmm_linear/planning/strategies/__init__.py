@@ -10,6 +10,7 @@ from rmm_linear.planning.strategies import (
     kirisame2021_dtr,
     kusumoto2019_lower_sets,
     moccasin2023_cp,
+    steiner2022_olla,
     zhang2023_coop,
 )
 from rmm_linear.planning.strategies.base import Proposal, Strategy, available_strategies, choose, get_strategy
@@ -29,5 +30,6 @@ __all__ = [
     "kirisame2021_dtr",
     "kusumoto2019_lower_sets",
     "moccasin2023_cp",
+    "steiner2022_olla",
     "zhang2023_coop",
 ]

@@ -207,6 +207,11 @@ class Program:
         )
         return Solution(cost, best, math.inf if status == "infeasible" else bound, status)
 
+    def leanest(self, time_limit_s: float = 20.0) -> tuple[int, ...]:
+        """Return the order of the least peak that is found."""
+        self._model.minimize(self._excess)
+        return self._solved(time_limit_s, None)[1] or tuple(range(len(self._graph.ops)))
+
     def _solved(self, time_limit_s: float, deterministic_limit: float | None) -> tuple[str, tuple[int, ...] | None]:
         solver = self._cp.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit_s
@@ -256,9 +261,16 @@ class Moccasin(Strategy):
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
         """Return the cheapest schedule that the solver finds."""
         order = self._order(graph, checked_budget(budget_bytes))
-        if order is None:
-            return choose(graph, self.frontier(graph), budget_bytes, self.name)
-        return choose(graph, [Proposal(*peak_and_cost(graph, order), order)], budget_bytes, self.name)
+        orders = self._leanest(graph) if order is None else [order]
+        return choose(graph, [Proposal(*peak_and_cost(graph, each), each) for each in orders], budget_bytes, self.name)
+
+    def _leanest(self, graph: Graph) -> list[tuple[int, ...]]:
+        orders = [tuple(range(len(graph.ops))), Program(graph, 1, runs=_RUNS[-1]).leanest(self.time_limit_s)]
+        try:
+            Auto().plan(graph, 1)
+        except InfeasibleBudgetError as error:
+            orders.append(Auto().plan(graph, error.least_bytes).order)
+        return orders
 
     def _order(self, graph: Graph, budget_bytes: int) -> tuple[int, ...] | None:
         hint: tuple[int, ...] | None = None

@@ -80,6 +80,15 @@ class TestMoccasin2023(StrategyContract):
         return get_strategy("moccasin2023_cp")
 
 
+@pytest.mark.slow
+class TestSteiner2022(StrategyContract):
+    small = True
+
+    def make(self):
+        pytest.importorskip("ortools")
+        return get_strategy("steiner2022_olla")
+
+
 class TestZhang2023(StrategyContract):
     def make(self):
         return get_strategy("zhang2023_coop")

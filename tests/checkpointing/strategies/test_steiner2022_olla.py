@@ -1,0 +1,116 @@
+"""OLLA's orders against all orders without recomputation, and its addresses in a real arena of bytes."""
+
+import sys
+
+import pytest
+from network_shapes import residual_chain, transformer
+
+pytest.importorskip("ortools")
+
+from rmm_linear.planning.generators import random_layers, star, u_shape, with_backward
+from rmm_linear.planning.schedule import Schedule, validate
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies import get_strategy
+from rmm_linear.planning.strategies.steiner2022_olla import Lifetime, _edges, arena_for, least_peak_order, lifetimes
+
+
+def _least_peak(graph):
+    """The least peak of all orders in which each op runs once, by trying the sets of ops that have run."""
+    edges, count = _edges(graph), len(graph.ops)
+    needed = [sum(1 << earlier for earlier in each) for each in edges]
+    best = {0: 0}
+    for _ in range(count):
+        following = {}
+        for done, peak in best.items():
+            for op in range(count):
+                if not done >> op & 1 and done & needed[op] == needed[op]:
+                    after = done | 1 << op
+                    there = [
+                        index
+                        for index, writer in enumerate(graph.writer)
+                        if after >> writer & 1
+                        and (
+                            writer == op
+                            or index in graph.outputs
+                            or any(not done >> reader & 1 for reader in graph.readers[index])
+                            or (index in graph.results and any(not done >> graph.writer[i] & 1 for i in graph.results))
+                        )
+                    ]
+                    during = max(peak, sum(graph.sizes[index] for index in there))
+                    following[after] = min(during, following.get(after, during))
+        best = following
+    return best[(1 << count) - 1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_order_without_recomputation_has_a_lower_peak(seed):
+    graph = random_layers(11, seed=seed, width=4) if seed < 3 else with_backward(random_layers(5, seed=seed))
+    order = least_peak_order(graph)
+    validate(graph, Schedule.from_order(graph, order))
+    assert sorted(order) == list(range(len(graph.ops)))
+    assert peak_and_cost(graph, order)[0] == _least_peak(graph)
+
+
+def _run_in(arena, alive, graph, order):
+    """Write each storage's own bytes into an arena, and find them at each read as they were."""
+    memory = bytearray(arena.size_bytes)
+    starting, address_of, content = {}, {}, {}
+    for each, address in zip(alive, arena.addresses, strict=True):
+        starting.setdefault(each.first, []).append((each, address))
+    for place, op in enumerate(order):
+        for index in graph.ops[op].reads:
+            if graph.sizes[index]:
+                each, address = address_of[index]
+                assert each.first < place < each.end
+                assert bytes(memory[address : address + each.size_bytes]) == content[index]
+        for each, address in starting.get(place, ()):
+            written = bytes([(7 * place + 11 * each.name) % 251 + 1]) * each.size_bytes
+            memory[address : address + each.size_bytes] = written
+            address_of[each.name], content[each.name] = (each, address), written
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [residual_chain(6), with_backward(u_shape(4)), with_backward(star(6)), random_layers(40, seed=1)],
+    ids=["residual", "U", "star", "layers"],
+)
+def test_an_arena_holds_every_storage_whole_until_its_last_read(graph):
+    orders = [range(len(graph.ops)), least_peak_order(graph, time_limit_s=2)]
+    peak = peak_and_cost(graph, orders[0])[0]
+    # a schedule that computes twice has storages with several lifetimes
+    orders.append(get_strategy("chen2016_sqrt").frontier(graph)[-1].order)
+    for order in orders:
+        alive = lifetimes(graph, order)
+        arena = arena_for(alive, time_limit_s=5)
+        _run_in(arena, alive, graph, order)
+        assert arena.size_bytes <= 1.01 * peak
+        assert arena.size_bytes >= peak_and_cost(graph, order)[0]
+
+
+def test_a_captured_step_lies_in_an_arena_of_its_peak():
+    graph, _ = transformer()
+    order = tuple(range(len(graph.ops)))
+    alive = lifetimes(graph, order)
+    arena = arena_for(alive, time_limit_s=0)
+    _run_in(arena, alive, graph, order)
+    assert arena.size_bytes <= 1.01 * peak_and_cost(graph, order)[0]
+
+
+def test_the_solver_mends_what_best_fit_wastes():
+    # best-fit puts the long one between the others' places
+    alive = [
+        Lifetime(0, 0, 2, 4),
+        Lifetime(1, 1, 4, 6),
+        Lifetime(2, 2, 6, 5),
+        Lifetime(3, 4, 6, 5),
+        Lifetime(4, 3, 5, 1),
+    ]
+    best_fit, solved = arena_for(alive, time_limit_s=0), arena_for(alive)
+    assert solved.size_bytes <= best_fit.size_bytes
+    assert solved.is_optimal
+
+
+def test_without_the_solver_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
+        least_peak_order(random_layers(4, seed=0))
