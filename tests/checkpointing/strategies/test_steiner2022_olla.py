@@ -97,14 +97,8 @@ def test_a_captured_step_lies_in_an_arena_of_its_peak():
 
 
 def test_the_solver_mends_what_best_fit_wastes():
-    # best-fit puts the long one between the others' places
-    alive = [
-        Lifetime(0, 0, 2, 4),
-        Lifetime(1, 1, 4, 6),
-        Lifetime(2, 2, 6, 5),
-        Lifetime(3, 4, 6, 5),
-        Lifetime(4, 3, 5, 1),
-    ]
+    pieces = [(0, 2, 4), (1, 4, 6), (2, 6, 5), (4, 6, 5), (3, 5, 1)]
+    alive = [Lifetime(number, *piece) for number, piece in enumerate(pieces)]
     best_fit, solved = arena_for(alive, time_limit_s=0), arena_for(alive)
     assert solved.size_bytes <= best_fit.size_bytes
     assert solved.is_optimal
