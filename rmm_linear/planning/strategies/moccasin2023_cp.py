@@ -207,10 +207,10 @@ class Program:
         )
         return Solution(cost, best, math.inf if status == "infeasible" else bound, status)
 
-    def leanest(self, time_limit_s: float = 20.0) -> tuple[int, ...]:
+    def leanest(self, time_limit_s: float = 20.0, deterministic_limit: float | None = None) -> tuple[int, ...]:
         """Return the order of the least peak that is found."""
         self._model.minimize(self._excess)
-        return self._solved(time_limit_s, None)[1] or tuple(range(len(self._graph.ops)))
+        return self._solved(time_limit_s, deterministic_limit)[1] or tuple(range(len(self._graph.ops)))
 
     def _solved(self, time_limit_s: float, deterministic_limit: float | None) -> tuple[str, tuple[int, ...] | None]:
         solver = self._cp.CpSolver()
@@ -247,7 +247,8 @@ class Moccasin(Strategy):
     """
 
     name: ClassVar[str] = "moccasin2023_cp"
-    time_limit_s: ClassVar[float] = 20.0
+    time_limit_s: ClassVar[float] = 60.0
+    deterministic_limit: ClassVar[float] = 2.0
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
         """Propose the best plan for some parts of the plain peak."""
@@ -265,7 +266,10 @@ class Moccasin(Strategy):
         return choose(graph, [Proposal(*peak_and_cost(graph, each), each) for each in orders], budget_bytes, self.name)
 
     def _leanest(self, graph: Graph) -> list[tuple[int, ...]]:
-        orders = [tuple(range(len(graph.ops))), Program(graph, 1, runs=_RUNS[-1]).leanest(self.time_limit_s)]
+        orders = [
+            tuple(range(len(graph.ops))),
+            Program(graph, 1, runs=_RUNS[-1]).leanest(self.time_limit_s, self.deterministic_limit),
+        ]
         try:
             Auto().plan(graph, 1)
         except InfeasibleBudgetError as error:
@@ -277,7 +281,8 @@ class Moccasin(Strategy):
         with contextlib.suppress(InfeasibleBudgetError):
             hint = Auto().plan(graph, budget_bytes).order
         for runs in _RUNS:
-            order = Program(graph, budget_bytes, runs=runs).solve(hint, time_limit_s=self.time_limit_s).order
+            limits = {"time_limit_s": self.time_limit_s, "deterministic_limit": self.deterministic_limit}
+            order = Program(graph, budget_bytes, runs=runs).solve(hint, **limits).order
             if order is not None:
                 return order
         return None
