@@ -109,7 +109,7 @@ class VarianceMonitor(LayerSampler):
 
     def step(self) -> None:
         """End a training step; to be called after each optimizer step. Nothing happens after `close`."""
-        self._steps += self._probe is not None
+        self._steps += not self._is_closed
         self._begin_step()
 
     def _due(self) -> Sequence[str]:

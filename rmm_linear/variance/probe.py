@@ -178,11 +178,12 @@ class LayerSampler(ABC):
 
     def __init__(self, model: nn.Module) -> None:
         self._steps = 0
-        self._probe: LayerProbe | None = LayerProbe(model, self._measure)
+        self._is_closed = False
+        self._probe = LayerProbe(model, self._measure)
         self._layers = tuple(self._probe.layers)
 
     def _begin_step(self) -> None:
-        if self._probe is not None:
+        if not self._is_closed:
             self._probe.watch(self._due())
 
     @abstractmethod
@@ -207,9 +208,8 @@ class LayerSampler(ABC):
 
     def close(self) -> None:
         """Leave the model."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
+        self._probe.close()
+        self._is_closed = True
 
     def __enter__(self: _S) -> _S:
         return self
