@@ -134,8 +134,6 @@ def gradient_noise(
     if config.sketches(n, parts.kept):
         known = config.sketch_object if draws is None else with_draws(config.sketch_object, draws)
         sketch = float(known.variance(*parts.sketched))
-        if parts.kept:
-            sketch += float(config.kept_rows.variance(*parts.beside))
     return GradientNoise(
         gradient_squared=c,
         sketch_variance=sketch,
@@ -146,26 +144,20 @@ def gradient_noise(
 
 
 class DealtRows(NamedTuple):
-    """A layer's x and g at the rows that are sketched, and at the rows that are kept beside the sketch."""
+    """A layer's x and g at the rows that are sketched, and how many others are kept beside the sketch."""
 
     sketched: tuple[Tensor, Tensor]
-    beside: tuple[Tensor, Tensor]
-
-    @property
-    def kept(self) -> int:
-        """Number of rows that are kept beside the sketch."""
-        return self.beside[0].shape[0]
+    kept: int
 
 
 def dealt_rows(
     x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
 ) -> DealtRows:
-    """Return the rows of matrices that a layer sketches, and that it keeps beside the sketch; `shape` is x's own."""
+    """Return the rows of matrices that a layer sketches; `shape` is x's own."""
     layout = layout_of(shape, keep_tokens, index)
     if index is not None and layout.kept:
         index = kept_first(index, layout.sequences, layout.length, keep_tokens)
-    (kept_x, rest_x), (kept_g, rest_g) = split(x, layout, index), split(g, layout, index)
-    return DealtRows((rest_x, rest_g), (kept_x, kept_g))
+    return DealtRows((split(x, layout, index)[1], split(g, layout, index)[1]), layout.kept)
 
 
 def batch_sequences(x: Tensor) -> list[int] | None:
@@ -201,16 +193,14 @@ def measure_sketch_variance(
     parts = dealt_rows(x, g, shape, config.keep_tokens, index)
     if not config.sketches(x.shape[0] if index is None else index.numel(), parts.kept):
         return Measured(0.0, 0.0, draws)
-    (sketched_x, sketched_g), (kept_x, kept_g) = parts
-    exact = _product(sketched_x, sketched_g) + _product(kept_x, kept_g)
+    sketched_x, sketched_g = parts.sketched
+    exact = _product(sketched_x, sketched_g)
     generator = torch.Generator().manual_seed(seed)
     errors = torch.empty(draws, dtype=torch.float64)
     for draw in range(draws):
         key = torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator).to(x.device)
         saved = config.sketch_object.compress(sketched_x, key)
         estimate, _ = config.sketch_object.backward(sketched_g, saved, need_bias=False)
-        if parts.kept:
-            estimate += config.kept_rows.grad_weight(kept_g, config.kept_rows.compress(kept_x, key), key)
         errors[draw] = (estimate.double() - exact).square().sum()
     return Measured(float(errors.mean()), float(errors.std()) / draws**0.5, draws)
 

@@ -67,17 +67,12 @@ def _variances(parts: DealtRows, configs: Sequence[RMMConfig]) -> dict[RMMConfig
     x, g = parts.sketched
     rows = x.shape[0] + parts.kept
     objects = {config: config.sketch_object for config in configs if config.sketches(rows, parts.kept)}
-    kinds = {config.kept_rows for config in objects} if parts.kept else set()
-    beside = {kept: float(kept.variance(*parts.beside)) for kept in kinds}
     centred_ones = [sketch for sketch in objects.values() if isinstance(sketch, Centered)]
     found = _of_uncentred(x, g, [sketch for sketch in objects.values() if not isinstance(sketch, Centered)])
     if centred_ones:
         inner = _of_uncentred(centred_input(x), centred(g), [sketch.inner for sketch in centred_ones])
         found |= {sketch: inner[sketch.inner] for sketch in centred_ones}
-    return {
-        config: found[objects[config]] + beside.get(config.kept_rows, 0.0) if config in objects else 0.0
-        for config in configs
-    }
+    return {config: found[objects[config]] if config in objects else 0.0 for config in configs}
 
 
 def _of_uncentred(x: Tensor, g: Tensor, sketches: Sequence[Sketch]) -> dict[Sketch, float]:
