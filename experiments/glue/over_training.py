@@ -63,12 +63,9 @@ def over_training(subject: Subject, options: argparse.Namespace) -> Iterator[dic
 
 def _noise(x: Tensor, g: Tensor, index: Tensor | None) -> dict[str, float]:
     rows = x.numel() // x.shape[-1]
-    lengths = [x.shape[1]] * x.shape[0]
     found: dict[str, float] = {}
     for label, config in CONFIGS.items():
-        noise = gradient_noise(
-            x, g, config, sequence_lengths=lengths, index=index if config.skip_padding else None, draws=2
-        )
+        noise = gradient_noise(x, g, config, index=index if config.skip_padding else None, draws=2)
         # the minibatch's as the paper has it: over all rows, padding included
         if not found:
             found |= {

@@ -23,7 +23,7 @@ from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch
 from rmm_linear.sketches.centered import centred, centred_input
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
-from rmm_linear.variance.gradient_noise import DealtRows, _rows, batch_sequences, dealt_rows, gradient_noise
+from rmm_linear.variance.gradient_noise import DealtRows, _rows, dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe, _read_as
 
 # Draws of S for what low-bit storage adds.
@@ -183,7 +183,7 @@ class ProfileBuilder:
         sums = self._layers.get(name, _Sums())
         if sums.batches and set(sums.options) != set(configs):
             raise ValueError(f"{name!r} was measured for other configurations before; pass the same ones each time")
-        noise = gradient_noise(x, g, _EXACT, sequence_lengths=batch_sequences(x))
+        noise = gradient_noise(x, g, _EXACT)
         options = layer_options(x, g, configs, index=index)
         # an infinity where g is zero leaves the gradient finite, and no variance
         if not all(
