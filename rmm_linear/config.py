@@ -138,7 +138,7 @@ class RMMConfig:
         beside = kept * features * dtype.itemsize
         if sketched < rows:
             beside += features * dtype.itemsize + _ROW_NUMBER_BYTES
-        return beside + self.sketch_object.saved_bytes(rows - kept, features, dtype, sketched - kept)
+        return beside + self.sketch_object.saved_bytes(sketched - kept, features, dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # anew, of the knobs that it has: one that was pickled before there were others

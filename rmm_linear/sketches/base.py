@@ -145,10 +145,9 @@ class Sketch(ABC):
         grad_weight = self.grad_weight(g, saved)
         return grad_weight if dtype is None else grad_weight.to(dtype), g.sum(0) if need_bias else None
 
-    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes kept of x (rows, features), of whose rows `valid_rows` are sketched; the seed counts."""
-        stored = self.stored(rows if valid_rows is None else valid_rows, features, dtype)
-        return sum(math.prod(shape) * each.itemsize for shape, each in stored) + SEED_BYTES
+    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype) -> int:
+        """Return the bytes kept of x (rows, features): all stored tensors and the seed."""
+        return sum(math.prod(shape) * each.itemsize for shape, each in self.stored(rows, features, dtype)) + SEED_BYTES
 
     def multiply_adds(self, rows: int) -> int:
         """Return the multiply-adds of S^T x a column of x, as a FLOP counter counts them: those of products alone."""

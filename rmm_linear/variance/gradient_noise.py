@@ -16,7 +16,6 @@ All of these are of the size of G squared, the gradient of this batch; none is d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,17 +117,17 @@ def gradient_noise(
     x, g = _rows(x, g)
     count = shape[0] if len(shape) >= _SEQUENCE_DIMENSIONS and x.numel() else 0
     squares = _sum_of_squared_norms(x, g, count) if count else 0.0
-    parts = dealt_rows(x, g, shape, config.keep_tokens, index)
-    if not parts.kept:
-        x, g = parts.sketched
+    sketched_x, sketched_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index)
+    if not kept:
+        x, g = sketched_x, sketched_g
     elif index is not None:
         x, g = x.index_select(0, index), g.index_select(0, index)
     sums = gradient_sums(x, g)
     n, c = sums.rows, float(sums.gradient_squared)
     sketch = 0.0
-    if config.sketches(n, parts.kept):
+    if config.sketches(n, kept):
         known = config.sketch_object if draws is None else with_draws(config.sketch_object, draws)
-        sketch = float(known.variance(*parts.sketched))
+        sketch = float(known.variance(sketched_x, sketched_g))
     return GradientNoise(
         gradient_squared=c,
         sketch_variance=sketch,
@@ -138,21 +137,14 @@ def gradient_noise(
     )
 
 
-class DealtRows(NamedTuple):
-    """A layer's x and g at the rows that are sketched, and how many others are kept beside the sketch."""
-
-    sketched: tuple[Tensor, Tensor]
-    kept: int
-
-
 def dealt_rows(
     x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
-) -> DealtRows:
-    """Return the rows of matrices that a layer sketches; `shape` is x's own."""
+) -> tuple[Tensor, Tensor, int]:
+    """Return the rows of matrices that a layer sketches, and how many others it keeps; `shape` is x's own."""
     layout = layout_of(shape, keep_tokens, index)
     if index is not None and layout.kept:
         index = kept_first(index, layout.sequences, layout.length, keep_tokens)
-    return DealtRows((split(x, layout, index)[1], split(g, layout, index)[1]), layout.kept)
+    return split(x, layout, index)[1], split(g, layout, index)[1], layout.kept
 
 
 @dataclass(frozen=True)
@@ -178,10 +170,9 @@ def measure_sketch_variance(
         raise ValueError(f"draws={draws} leave no standard error; pass at least {_LEAST_DRAWS}")
     shape = x.shape
     x, g = _rows(x, g)
-    parts = dealt_rows(x, g, shape, config.keep_tokens, index)
-    if not config.sketches(x.shape[0] if index is None else index.numel(), parts.kept):
+    sketched_x, sketched_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index)
+    if not config.sketches(x.shape[0] if index is None else index.numel(), kept):
         return Measured(0.0, 0.0, draws)
-    sketched_x, sketched_g = parts.sketched
     exact = _product(sketched_x, sketched_g)
     generator = torch.Generator().manual_seed(seed)
     errors = torch.empty(draws, dtype=torch.float64)

@@ -23,7 +23,7 @@ from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch
 from rmm_linear.sketches.centered import centred, centred_input
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
-from rmm_linear.variance.gradient_noise import DealtRows, _rows, dealt_rows, gradient_noise
+from rmm_linear.variance.gradient_noise import _rows, dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe, _read_as
 
 # Draws of S for what low-bit storage adds.
@@ -51,7 +51,7 @@ def layer_options(
         alike.setdefault((config.skip_padding and index is not None, config.keep_tokens), []).append(config)
     variances: dict[RMMConfig, float] = {}
     for (skips, tokens), some in alike.items():
-        variances |= _variances(dealt_rows(x, g, shape, tokens, index if skips else None), some)
+        variances |= _variances(*dealt_rows(x, g, shape, tokens, index if skips else None), some)
     sequences = sequences_of(shape)
     return tuple(
         Option(
@@ -63,10 +63,9 @@ def layer_options(
     )
 
 
-def _variances(parts: DealtRows, configs: Sequence[RMMConfig]) -> dict[RMMConfig, float]:
-    x, g = parts.sketched
-    rows = x.shape[0] + parts.kept
-    objects = {config: config.sketch_object for config in configs if config.sketches(rows, parts.kept)}
+def _variances(x: Tensor, g: Tensor, kept: int, configs: Sequence[RMMConfig]) -> dict[RMMConfig, float]:
+    rows = x.shape[0] + kept
+    objects = {config: config.sketch_object for config in configs if config.sketches(rows, kept)}
     centred_ones = [sketch for sketch in objects.values() if isinstance(sketch, Centered)]
     found = _of_uncentred(x, g, [sketch for sketch in objects.values() if not isinstance(sketch, Centered)])
     if centred_ones:
