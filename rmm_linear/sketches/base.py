@@ -124,12 +124,7 @@ class Sketch(ABC):
         return 2.0 ** math.floor(math.log2(2 / self.ratio))
 
     def backward(
-        self,
-        g: Tensor,
-        saved: SavedSketch,
-        *,
-        need_bias: bool = True,
-        dtype: torch.dtype | None = None,
+        self, g: Tensor, saved: SavedSketch, *, need_bias: bool = True, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Estimate g^T x, and sum g over its rows: the backward pass.
 
