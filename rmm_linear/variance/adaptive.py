@@ -240,7 +240,7 @@ class AdaptiveRatios(LayerSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on, between two steps."""
-        layers = self._probe.layers
+        layers = {} if self._is_closed else self._probe.layers
         return {
             "steps": self._steps,
             "budget_bytes": self.budget_bytes,

@@ -208,8 +208,11 @@ class LayerSampler(ABC):
 
     def close(self) -> None:
         """Leave the model."""
-        self._probe.close()
-        self._is_closed = True
+        if not self._is_closed:
+            self._probe.close()
+            # which refers to the layers
+            del self._probe
+            self._is_closed = True
 
     def __enter__(self: _S) -> _S:
         return self
