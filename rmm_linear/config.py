@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rmm_linear.fingerprint import fingerprint
-from rmm_linear.sketches import SKETCHES, Centered, KeptRows, LowBit, Sketch, available_sketches
+from rmm_linear.sketches import SKETCHES, Centered, LowBit, Sketch, available_sketches
 
 _LAST_TOKEN = (1 << 31) - 1
 _ROW_NUMBER_BYTES = 4
@@ -54,14 +54,13 @@ class RMMConfig:
             `ratio` and `min_rows` refer to the others then (`rmm_linear.padding`).
         keep_tokens: Positions in every sequence whose rows are kept beside the sketch of the others: (0,) for models
             that read the first token, (-1,) for the last, since these rows have much of the gradient. They come on top
-            of `ratio`, in the input's dtype or, with a storage, in 8 bits where that is less. Positions count the
-            tokens that are not padding where `skip_padding` leaves padding out, and all tokens otherwise, also in
-            checkpointed blocks and under torch.compile: with padding on the right, (-1,) is a padding row there.
-            Sequences run along the last dimension but one; inputs of two dimensions have none.
+            of `ratio`, in the input's dtype. Positions count the tokens that are not padding where `skip_padding`
+            leaves padding out, and all tokens otherwise, also in checkpointed blocks and under torch.compile: with
+            padding on the right, (-1,) is a padding row there. Sequences run along the last dimension but one; inputs
+            of two dimensions have none.
         share_sketch: Keep one sketch for all layers that are called with the same tensor in a forward pass (query, key
             and value) and are configured alike (`rmm_linear.sharing`).
         sketch_object: The sketch that the configuration describes, storage and centering included.
-        kept_rows: How the rows of `keep_tokens` are kept.
         graph_key: The text by which operators know the configuration (`config_of`): the code, and the knobs as JSON;
             of no other process where the code is more than this library's.
     """
@@ -75,7 +74,6 @@ class RMMConfig:
     keep_tokens: tuple[int, ...] = ()
     share_sketch: bool = True
     sketch_object: Sketch = field(init=False, repr=False, compare=False)
-    kept_rows: KeptRows = field(init=False, repr=False, compare=False)
     graph_key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +96,6 @@ class RMMConfig:
         if self.storage is not None:
             sketch = LowBit(sketch if self.ratio < 1 else None, self.storage)
         object.__setattr__(self, "sketch_object", Centered(sketch) if self.center else sketch)
-        object.__setattr__(self, "kept_rows", KeptRows(self.storage))
         of = type(self)
         code = fingerprint(SKETCHES[self.sketch]) or _THIS_PROCESS
         if of is not RMMConfig:
@@ -138,22 +135,17 @@ class RMMConfig:
         kept = min(sketched, sequences * len(self.keep_tokens))
         if not self.sketches(sketched, kept):
             return rows * features * dtype.itemsize
-        beside = self.kept_rows.saved_bytes(kept, features, dtype)
+        beside = kept * features * dtype.itemsize
         if sketched < rows:
             beside += features * dtype.itemsize + _ROW_NUMBER_BYTES
-        return beside + self.sketch_object.saved_bytes(rows - kept, features, dtype, sketched - kept)
+        return beside + self.sketch_object.saved_bytes(sketched - kept, features, dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # anew, of the knobs that it has: one that was pickled before there were others
         self.__init__(**{name: state[name] for name in _knobs() if name in state})  # type: ignore[misc]
 
     def replace(self, **changes: Any) -> "RMMConfig":
-        """Return a copy with some knobs changed.
-
-        Raises:
-            ValueError: If a name is unknown or a value is bad.
-        """
-        _check_names(changes)
+        """Return a copy with some knobs changed."""
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,12 +155,7 @@ class RMMConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RMMConfig":
-        """Make a configuration of `to_dict`'s output; knobs that are missing take their defaults.
-
-        Raises:
-            ValueError: If a name is unknown or a value is bad.
-        """
-        _check_names(values)
+        """Make a configuration of `to_dict`'s output; knobs that are missing take their defaults."""
         return cls(**values)
 
     @classmethod
@@ -178,11 +165,10 @@ class RMMConfig:
         "default"; "fast" (no centering); "paper" (Bershatsky et al. 2022: dense Gaussian).
 
         Raises:
-            ValueError: If the recipe or a knob is unknown, or a value is bad.
+            ValueError: If the recipe is unknown, or a value is bad.
         """
         if name not in _RECIPES:
             raise ValueError(f"recipe {name!r} is unknown; choose one of {', '.join(_RECIPES)}")
-        _check_names(changes)
         return cls(**{**_RECIPES[name], **changes})
 
 
@@ -215,10 +201,3 @@ def _checked_tokens(tokens: object) -> tuple[int, ...]:
 
 def _knobs() -> list[str]:
     return [knob.name for knob in fields(RMMConfig) if knob.init]
-
-
-def _check_names(values: dict[str, Any]) -> None:
-    known = _knobs()
-    unknown = [name for name in values if name not in known]
-    if unknown:
-        raise ValueError(f"unknown knob {unknown[0]!r}; RMMConfig has {', '.join(known)}")

@@ -257,12 +257,11 @@ def _compressed(
     if layout.kept or index is not None:
         kept, rest = split(rest, layout, index)
         if layout.kept:
-            is_rounding = config.kept_rows.is_rounding(kept.shape[0], kept.dtype)
-            beside = tuple(ops.compress(kept, seed, config.graph_key, True)) if is_rounding else (kept,)
+            beside = (kept,)
         if index is not None and valid_rows is not None:
             number, times = valid_rows.one_left_out(seed)
             left_out = number, _flat(x).index_select(0, number), times
-    return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key, False))
+    return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key))
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -469,7 +468,6 @@ def _weight_gradient(kept: _Kept, g: Tensor, need_bias: bool, dtype: torch.dtype
         beside, rest = split(g, layout, kept.valid)
         found, _ = ops.grad_weight(rest, kept.seed, kept.sketch, key, False, features, False, None)
         if layout.kept:
-            # rows that are not rounded have a single tensor, and no operator made it
             part, _ = ops.grad_weight(beside, kept.seed, kept.beside, key, True, features, False, None)
             found = part.add_(found)
     if kept.left_out:

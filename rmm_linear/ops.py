@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear.config import config_of
-from rmm_linear.sketches.base import SavedSketch, accumulate_dtype
+from rmm_linear.sketches.base import SavedSketch, accumulate_dtype, exact_grad_weight
 
 # Odd multiplier of splitmix64 (Steele et al. 2014): rank r's seeds are shifted by r times it, modulo 2**64.
 _RANK_STRIDE = 0x9E3779B97F4A7C15
@@ -132,19 +132,15 @@ def _(x: Tensor) -> list[Tensor]:
     return [x.new_empty(x.shape[1]) for _ in range(x.shape[0])]
 
 
-@_define("compress(Tensor x, Tensor seed, str config, bool beside) -> Tensor[]")
-def compress(x: Tensor, seed: Tensor, config: str, beside: bool) -> list[Tensor]:
-    """Return the tensors that a layer keeps of rows (rows, in): of their sketch or, `beside` one, in low bits."""
-    found = config_of(config)
-    if beside:
-        return list(found.kept_rows.compress(x, seed))
-    return list(found.sketch_object.compress(x, seed).tensors)
+@_define("compress(Tensor x, Tensor seed, str config) -> Tensor[]")
+def compress(x: Tensor, seed: Tensor, config: str) -> list[Tensor]:
+    """Return the tensors that a layer keeps of the sketch of rows (rows, in)."""
+    return list(config_of(config).sketch_object.compress(x, seed).tensors)
 
 
 @torch.library.register_fake("rmm_linear::compress")
-def _(x: Tensor, seed: Tensor, config: str, beside: bool) -> list[Tensor]:
-    found = config_of(config)
-    stored = (found.kept_rows if beside else found.sketch_object).stored(x.shape[0], x.shape[1], x.dtype)
+def _(x: Tensor, seed: Tensor, config: str) -> list[Tensor]:
+    stored = config_of(config).sketch_object.stored(x.shape[0], x.shape[1], x.dtype)
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in stored]
 
 
@@ -165,13 +161,12 @@ def grad_weight(
     """Return the estimate of g^T x, (out, in), and the column sum of g, (out,), or (0,) if it is not wanted.
 
     g (rows, out) is the gradient at the rows that `compress` had. Without a dtype, the estimate is float32 (float64 for
-    float64), as it always is `beside` a sketch.
+    float64). The tensor of rows `beside` a sketch is x itself, and the product exact.
     """
-    found = config_of(config)
     if beside:
-        return found.kept_rows.grad_weight(g, tuple(tensors), seed), g.new_empty(0)
+        return exact_grad_weight(g, tensors[0]), g.new_empty(0)
     saved = SavedSketch(seed, tuple(tensors))
-    grad_weight, grad_bias = found.sketch_object.backward(g, saved, need_bias=need_bias, dtype=dtype)
+    grad_weight, grad_bias = config_of(config).sketch_object.backward(g, saved, need_bias=need_bias, dtype=dtype)
     return grad_weight, g.new_empty(0) if grad_bias is None else grad_bias
 
 
@@ -191,9 +186,9 @@ def _(
 
 
 @register_flop_formula(torch.ops.rmm_linear.compress)
-def _(x: tuple[int, int], seed: object, config: str, beside: bool, *args: Any, **kwargs: Any) -> int:
+def _(x: tuple[int, int], seed: object, config: str, *args: Any, **kwargs: Any) -> int:
     """Two a multiply-add, of products alone, as of torch's own operators."""
-    return 0 if beside else 2 * x[1] * config_of(config).sketch_object.multiply_adds(x[0])
+    return 2 * x[1] * config_of(config).sketch_object.multiply_adds(x[0])
 
 
 @register_flop_formula(torch.ops.rmm_linear.grad_weight)

@@ -149,9 +149,7 @@ def test_it_is_the_sketch_of_the_rest_and_the_kept_rows(x, weight, g, storage):
         linear(x[:, 1:].flatten(0, 1), weight, config=plain, seed=5), weight, g[:, 1:].flatten(0, 1)
     )[0]
     kept = g[:, 0].double().t() @ x[:, 0].double()
-    # 8 bits a value, of a range of 6 of its standard deviations
-    tolerance = 1e-6 if storage is None else 0.02
-    assert (found.double() - rest.double() - kept).norm() <= tolerance * kept.norm()
+    assert (found.double() - rest.double() - kept).norm() <= 1e-6 * kept.norm()
 
 
 @pytest.mark.parametrize(
@@ -202,17 +200,6 @@ def test_the_closed_form_is_the_variance_of_the_draws(x, g, mask, storage, skip,
         found = torch.autograd.grad(linear(x, weight, config=config, valid_rows=rows), weight, g)[0]
         errors[draw] = (found - exact).square().sum()
     assert abs(float(errors.mean()) - known) <= 5 * float(errors.std()) / math.sqrt(len(errors)) + 0.01 * known
-
-
-def test_rounding_of_kept_rows_and_of_the_others_is_independent(x, weight):
-    """Equal dithers would show in the variance where rows of both parts have equal gradients."""
-    config = RMMConfig(ratio=1.0, center=False, storage="int8", min_rows=1, keep_tokens=(0,))
-    # the same values in both parts, at the same places of their groups
-    x = x[:, :1].expand(-1, 2, -1).contiguous()
-    g = torch.randn(1, 1, OUTPUTS).expand(SEQUENCES, 2, OUTPUTS)
-    known = gradient_noise(x, g, config).sketch_variance
-    measured = measure_sketch_variance(x, g, config, draws=1500)
-    assert abs(measured.value - known) <= 5 * measured.standard_error
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -296,24 +283,6 @@ def test_min_rows_counts_the_kept_rows_as_well(x, weight):
     assert measure_kept_bytes(lambda: linear(x, weight, config=more), exclude=[weight]) == x.numel() * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_rows_are_kept_as_they_are_where_8_bits_take_more(dtype):
-    weight = torch.randn(OUTPUTS, FEATURES, dtype=dtype, requires_grad=True)
-    config = RMMConfig(ratio=0.25, storage="int4", min_rows=1, keep_tokens=(-1,))
-    plain = config.replace(keep_tokens=())
-    for sequences in range(1, 9):
-        x = torch.randn(sequences, LENGTH, FEATURES, dtype=dtype)
-        kept = measure_kept_bytes(lambda x=x: linear(x, weight, config=config), exclude=[weight])
-        rows = sequences * LENGTH
-        assert kept == config.saved_bytes(rows, FEATURES, dtype, sequences=sequences)
-        beside = kept - plain.saved_bytes(rows - sequences, FEATURES, dtype)
-        assert beside == FEATURES * min(sequences * dtype.itemsize, sequences + 4)
-        g = torch.zeros(sequences, LENGTH, OUTPUTS, dtype=dtype)
-        g[:, -1] = 1
-        exact = beside == FEATURES * sequences * dtype.itemsize
-        assert (gradient_noise(x, g, config.replace(center=False)).sketch_variance == 0) == exact
-
-
 @pytest.mark.parametrize(
     ("storage", "tokens"),
     [(None, (0, -1)), ("int4", (0,)), *(pytest.param(None, t, marks=GRID) for t in ((0,), (-1,)))],
@@ -373,7 +342,7 @@ def test_no_copy_of_the_rows_outlives_their_use(x, weight):
 
 def test_configurations_from_before_the_field_are_read():
     old = RMMConfig(ratio=0.25, storage="int4")
-    state = {name: value for name, value in vars(old).items() if name not in ("keep_tokens", "kept_rows")}
+    state = {name: value for name, value in vars(old).items() if name != "keep_tokens"}
     new = RMMConfig.__new__(RMMConfig)
     new.__setstate__(state)
     assert new == old

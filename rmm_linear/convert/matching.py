@@ -7,6 +7,7 @@ A list names layers, in full or by the end of their dotted name; a string is a r
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -64,16 +65,15 @@ class Matcher:
         return [repr(part if isinstance(part, str) else part[0]) for part in unused]
 
 
-class Override:
-    """A pattern of `overrides`: a name, the end of a name, or a regular expression."""
+class Override(NamedTuple):
+    """A pattern of `overrides`: a name, the end of a name, or a regular expression; and what the layers are to have."""
 
-    def __init__(self, pattern: str, config: RMMConfig | None) -> None:
-        self.pattern, self.config = pattern, config
-        self._matchers = (Matcher("overrides", [pattern]), Matcher("overrides", pattern))
+    pattern: str
+    config: RMMConfig | None
 
     def matches(self, layer: LinearLayer) -> bool:
         """Tell whether a layer is meant, by any of its names."""
-        return any(matcher.matches(layer) for matcher in self._matchers)
+        return any(Matcher("overrides", each).matches(layer) for each in ([self.pattern], self.pattern))
 
 
 class Selection:

@@ -120,11 +120,6 @@ class SavedTensors:
         """Bytes of all distinct storages kept."""
         return sum(self._kept.sizes.values())
 
-    @property
-    def storages(self) -> dict[int, int]:
-        """Each storage's bytes by its key, in the order in which they were first saved."""
-        return dict(self._kept.sizes)
-
     def holds(self, tensor: Tensor) -> bool:
         """Tell whether a saved tensor lies in (any of) the storages of `tensor`."""
         return any(storage in self._kept for storage in storages_of(tensor))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.functional import compute_dtype
 from rmm_linear.layer import SketchedLayer, layer_input
 from rmm_linear.memory.kept import StorageSet, WatchedModules, storages_of
 from rmm_linear.padding import current_valid_rows
@@ -110,11 +111,9 @@ class MeasuredSaving(WatchedModules):
         self._running = None
         assert isinstance(layer, SketchedLayer)
         x = layer_input(args, kwargs)
-        device = x.device.type
-        lowered = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         trains = layer.training and layer.weight.requires_grad
         if trains:
-            self._promise(layer, x, _cast_dtype(x, lowered))
+            self._promise(layer, x, compute_dtype(x))
         # Nothing saved: no gradient is wanted, or a checkpoint has taken over, and an exact layer would keep nothing.
         if self._packs == 0:
             self._checkpointed += trains
@@ -122,9 +121,9 @@ class MeasuredSaving(WatchedModules):
         for storage in storages_of(x):
             self._inputs.add(storage)
         if layer.weight.requires_grad:
-            self._expect_input(x, _cast_dtype(x, lowered))
+            self._expect_input(x, compute_dtype(x))
         if x.requires_grad:
-            self._expect_weight(layer.weight, _cast_dtype(layer.weight, lowered))
+            self._expect_weight(layer.weight, compute_dtype(layer.weight))
 
     def _promise(self, layer: SketchedLayer, x: Tensor, dtype: torch.dtype) -> None:
         if is_free_to_keep(x, dtype):
@@ -168,10 +167,3 @@ class MeasuredSaving(WatchedModules):
         self._reset()
         self._watch(layer for layer in self._model.modules() if isinstance(layer, SketchedLayer))
         return self
-
-
-def _cast_dtype(tensor: Tensor, lowered: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which autocast has a matmul read the tensor: it leaves float64 alone."""
-    if lowered is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
-        return tensor.dtype
-    return lowered

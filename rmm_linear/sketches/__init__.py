@@ -7,7 +7,6 @@ from rmm_linear.sketches.base import SKETCHES, SavedSketch, Sketch, available_sk
 from rmm_linear.sketches.centered import Centered
 from rmm_linear.sketches.dense import Gaussian, Rademacher
 from rmm_linear.sketches.hadamard import Hadamard
-from rmm_linear.sketches.kept_rows import KeptRows
 from rmm_linear.sketches.low_bit import STORAGES, LowBit
 from rmm_linear.sketches.row_sampling import CRS, WTACRS, RowsWithoutReplacement
 from rmm_linear.sketches.trigonometric import DCT, DFT
@@ -22,7 +21,6 @@ __all__ = [
     "Centered",
     "Gaussian",
     "Hadamard",
-    "KeptRows",
     "LowBit",
     "Rademacher",
     "RowsWithoutReplacement",

@@ -57,6 +57,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def exact_grad_weight(g: Tensor, x: Tensor) -> Tensor:
+    """Return g^T x of rows that are kept as they are, float32 (float64 for float64)."""
+    return backend.estimate(g, x, backend.product_dtype(g))
+
+
 @dataclass(frozen=True)
 class Sketch(ABC):
     """A random compression of the rows of x that lets g^T x be estimated without bias.
@@ -124,12 +129,7 @@ class Sketch(ABC):
         return 2.0 ** math.floor(math.log2(2 / self.ratio))
 
     def backward(
-        self,
-        g: Tensor,
-        saved: SavedSketch,
-        *,
-        need_bias: bool = True,
-        dtype: torch.dtype | None = None,
+        self, g: Tensor, saved: SavedSketch, *, need_bias: bool = True, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Estimate g^T x, and sum g over its rows: the backward pass.
 
@@ -145,10 +145,9 @@ class Sketch(ABC):
         grad_weight = self.grad_weight(g, saved)
         return grad_weight if dtype is None else grad_weight.to(dtype), g.sum(0) if need_bias else None
 
-    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None) -> int:
-        """Return the bytes kept of x (rows, features), of whose rows `valid_rows` are sketched; the seed counts."""
-        stored = self.stored(rows if valid_rows is None else valid_rows, features, dtype)
-        return sum(math.prod(shape) * each.itemsize for shape, each in stored) + SEED_BYTES
+    def saved_bytes(self, rows: int, features: int, dtype: torch.dtype) -> int:
+        """Return the bytes kept of x (rows, features): all stored tensors and the seed."""
+        return sum(math.prod(shape) * each.itemsize for shape, each in self.stored(rows, features, dtype)) + SEED_BYTES
 
     def multiply_adds(self, rows: int) -> int:
         """Return the multiply-adds of S^T x a column of x, as a FLOP counter counts them: those of products alone."""

@@ -7,7 +7,6 @@ to zero, so that g may be centred too with nothing stored. The variance is the i
 the energy of both means is gone from it.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -67,12 +66,7 @@ class Centered(Sketch):
         return self.inner.grad_weight(g, _without_mean(saved), mean=mean)
 
     def backward(
-        self,
-        g: Tensor,
-        saved: SavedSketch,
-        *,
-        need_bias: bool = True,
-        dtype: torch.dtype | None = None,
+        self, g: Tensor, saved: SavedSketch, *, need_bias: bool = True, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor | None]:
         column_sum = g.sum(0) if need_bias else None
         compute = accumulate_dtype(g.dtype)
@@ -88,10 +82,6 @@ class Centered(Sketch):
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the inner sketch's closed form on x - 1 mu^T and g - 1 nu^T."""
         return self.inner.variance(centred_input(x), centred(g))
-
-    def variance_family(self, rows: int) -> Hashable | None:
-        inner = self.inner.variance_family(rows)
-        return None if inner is None else (self.name, inner)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return the inner sketch's S for x - 1 mu^T."""

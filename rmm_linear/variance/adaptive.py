@@ -110,7 +110,7 @@ class AdaptiveRatios(LayerSampler):
         self._begin_step()
 
     @staticmethod
-    def check(budget: object, noise_target: object, measure_steps: object, recheck_steps: object) -> None:
+    def check(budget: object, noise_target: object, measure_steps: int, recheck_steps: int) -> None:
         """Raise a ValueError if a value is bad, before there is a model."""
         if budget is None and noise_target is None:
             raise ValueError("neither budget nor noise_target is given; pass bytes, 'auto', or a noise ratio, say 0.5")
@@ -123,8 +123,6 @@ class AdaptiveRatios(LayerSampler):
         for name, value in (("recheck_steps", recheck_steps), ("measure_steps", measure_steps)):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a positive int; pass a number of steps")
-        assert isinstance(measure_steps, int)
-        assert isinstance(recheck_steps, int)
         if measure_steps > recheck_steps:
             raise ValueError(
                 f"measure_steps={measure_steps} is more than recheck_steps={recheck_steps}; a measurement must end"
@@ -137,7 +135,7 @@ class AdaptiveRatios(LayerSampler):
         Raises:
             ValueError: If the budget is below the least that the layers can keep.
         """
-        if self._probe is None:
+        if self._is_closed:
             return []
         self._steps += 1
         made: list[RatioChange] = []
@@ -156,12 +154,10 @@ class AdaptiveRatios(LayerSampler):
     def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         own = layer.rmm_config
         candidates = dict.fromkeys((own, *(own.replace(ratio=ratio) for ratio in self._ratios)))
-        assert self._probe is not None
         self._builder.add(name, x, g, tuple(candidates), index=index, group=self._probe.groups.get(name))
 
     def _decide(self) -> list[RatioChange]:
         """Have the first data-parallel rank decide, and do what it says."""
-        assert self._probe is not None
         outcome: dict[str, Any] = {}
         if ops.data_parallel_rank() == 0:
             try:
@@ -190,7 +186,6 @@ class AdaptiveRatios(LayerSampler):
         return made
 
     def _decided(self, profile: NoiseProfile) -> Allocation:
-        assert self._probe is not None
         # in the model's order, whatever came first after a resumption
         place = {name: number for number, name in enumerate(self._layers)}
         profile = NoiseProfile(tuple(sorted(profile.layers, key=lambda layer: place[layer.name])))
@@ -245,7 +240,7 @@ class AdaptiveRatios(LayerSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on, between two steps."""
-        layers = self._probe.layers if self._probe is not None else {}
+        layers = {} if self._is_closed else self._probe.layers
         return {
             "steps": self._steps,
             "budget_bytes": self.budget_bytes,
@@ -262,7 +257,6 @@ class AdaptiveRatios(LayerSampler):
         Raises:
             ValueError: If the state is something else, or has configurations of layers that this model lacks.
         """
-        assert self._probe is not None
         builder = ProfileBuilder()
         with _read_as(type(self)):
             configs = {name: RMMConfig.from_dict(config) for name, config in state["configs"].items()}

@@ -16,7 +16,6 @@ All of these are of the size of G squared, the gradient of this batch; none is d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class GradientNoise:
         gradient_squared: C = ||g^T x||^2, of the exact gradient.
         sketch_variance: E||estimate - g^T x||^2; 0 where the configuration does not sketch.
         row_variance: The minibatch's, rows independent (the paper's definition); nan for a single row.
-        sequence_variance: The minibatch's, sequences independent; None without `sequence_lengths`, nan for one.
+        sequence_variance: The minibatch's, sequences independent; None for a matrix, nan for a single sequence.
         alpha: C / (||x||^2 ||g||^2), in [0, 1]: how far rows of x and g are aligned (Bershatsky et al. 2022, sec. 3).
     """
 
@@ -84,7 +83,6 @@ def gradient_noise(
     g: Tensor,
     config: RMMConfig,
     *,
-    sequence_lengths: Sequence[int] | None = None,
     index: Tensor | None = None,
     draws: int | None = None,
 ) -> GradientNoise:
@@ -98,81 +96,55 @@ def gradient_noise(
         >>> from rmm_linear import RMMConfig
         >>> from rmm_linear.variance import gradient_noise
         >>> _ = torch.manual_seed(0)
-        >>> x, g = torch.randn(256, 16), torch.randn(256, 8)
-        >>> noise = gradient_noise(x, g, RMMConfig(ratio=0.5), sequence_lengths=[64] * 4)
+        >>> x, g = torch.randn(4, 64, 16), torch.randn(4, 64, 8)
+        >>> noise = gradient_noise(x, g, RMMConfig(ratio=0.5))
         >>> 0.8 < noise.relative_variance < 1.1
         True
 
     Args:
-        x: Activations, shape (..., in), any float dtype, as the layer got them: a matrix has no sequences.
+        x: Activations, shape (..., in), any float dtype, as the layer got them. The first of three dimensions or more
+            are the sequences; a matrix has none.
         g: Gradient of the layer's output, shape (..., out), with the same leading dimensions.
         config: How the layer sketches.
-        sequence_lengths: Rows of each sequence of the batch, in order; None leaves the sequences' variance out.
         index: Numbers of the rows that are no padding, ascending, shape (kept,): `g` is zero at the others, and they do
             not count as rows. All rows by default.
         draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default.
 
     Raises:
-        ValueError: If shapes or lengths do not fit, or there are no draws.
+        ValueError: If shapes do not fit, or there are no draws.
     """
     shape = x.shape
     x, g = _rows(x, g)
-    sequences = None
-    if sequence_lengths is not None:
-        lengths = _checked_lengths(sequence_lengths, x.shape[0])
-        squares = _sum_of_squared_norms(x, g, lengths)
-    parts = dealt_rows(x, g, shape, config.keep_tokens, index)
-    if not parts.kept:
-        x, g = parts.sketched
+    count = shape[0] if len(shape) >= _SEQUENCE_DIMENSIONS and x.numel() else 0
+    squares = _sum_of_squared_norms(x, g, count) if count else 0.0
+    sketched_x, sketched_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index)
+    if not kept:
+        x, g = sketched_x, sketched_g
     elif index is not None:
         x, g = x.index_select(0, index), g.index_select(0, index)
     sums = gradient_sums(x, g)
     n, c = sums.rows, float(sums.gradient_squared)
-    if sequence_lengths is not None:
-        sequences = _of_samples(len(lengths), squares, c)
     sketch = 0.0
-    if config.sketches(n, parts.kept):
+    if config.sketches(n, kept):
         known = config.sketch_object if draws is None else with_draws(config.sketch_object, draws)
-        sketch = float(known.variance(*parts.sketched))
-        if parts.kept:
-            sketch += float(config.kept_rows.variance(*parts.beside))
+        sketch = float(known.variance(sketched_x, sketched_g))
     return GradientNoise(
         gradient_squared=c,
         sketch_variance=sketch,
         row_variance=_of_samples(n, float(sums.row_products), c),
-        sequence_variance=sequences,
+        sequence_variance=_of_samples(count, squares, c) if count else None,
         alpha=_ratio(c, float(sums.x_squared * sums.g_squared)),
     )
 
 
-class DealtRows(NamedTuple):
-    """A layer's x and g at the rows that are sketched, and at the rows that are kept beside the sketch."""
-
-    sketched: tuple[Tensor, Tensor]
-    beside: tuple[Tensor, Tensor]
-
-    @property
-    def kept(self) -> int:
-        """Number of rows that are kept beside the sketch."""
-        return self.beside[0].shape[0]
-
-
 def dealt_rows(
     x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
-) -> DealtRows:
-    """Return the rows of matrices that a layer sketches, and that it keeps beside the sketch; `shape` is x's own."""
+) -> tuple[Tensor, Tensor, int]:
+    """Return the rows of matrices that a layer sketches, and how many others it keeps; `shape` is x's own."""
     layout = layout_of(shape, keep_tokens, index)
     if index is not None and layout.kept:
         index = kept_first(index, layout.sequences, layout.length, keep_tokens)
-    (kept_x, rest_x), (kept_g, rest_g) = split(x, layout, index), split(g, layout, index)
-    return DealtRows((rest_x, rest_g), (kept_x, kept_g))
-
-
-def batch_sequences(x: Tensor) -> list[int] | None:
-    """Return the rows of each sequence of an input (sequences, ..., in); None for a matrix, and for an empty input."""
-    if x.dim() < _SEQUENCE_DIMENSIONS or x.numel() == 0:
-        return None
-    return [x.shape[1:-1].numel()] * x.shape[0]
+    return split(x, layout, index)[1], split(g, layout, index)[1], layout.kept
 
 
 @dataclass(frozen=True)
@@ -198,19 +170,16 @@ def measure_sketch_variance(
         raise ValueError(f"draws={draws} leave no standard error; pass at least {_LEAST_DRAWS}")
     shape = x.shape
     x, g = _rows(x, g)
-    parts = dealt_rows(x, g, shape, config.keep_tokens, index)
-    if not config.sketches(x.shape[0] if index is None else index.numel(), parts.kept):
+    sketched_x, sketched_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index)
+    if not config.sketches(x.shape[0] if index is None else index.numel(), kept):
         return Measured(0.0, 0.0, draws)
-    (sketched_x, sketched_g), (kept_x, kept_g) = parts
-    exact = _product(sketched_x, sketched_g) + _product(kept_x, kept_g)
+    exact = _product(sketched_x, sketched_g)
     generator = torch.Generator().manual_seed(seed)
     errors = torch.empty(draws, dtype=torch.float64)
     for draw in range(draws):
         key = torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator).to(x.device)
         saved = config.sketch_object.compress(sketched_x, key)
         estimate, _ = config.sketch_object.backward(sketched_g, saved, need_bias=False)
-        if parts.kept:
-            estimate += config.kept_rows.grad_weight(kept_g, config.kept_rows.compress(kept_x, key), key)
         errors[draw] = (estimate.double() - exact).square().sum()
     return Measured(float(errors.mean()), float(errors.std()) / draws**0.5, draws)
 
@@ -229,20 +198,10 @@ def _rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
 
 
-def _checked_lengths(lengths: Sequence[int], rows: int) -> list[int]:
-    found = [int(length) for length in lengths]
-    if any(length < 1 for length in found) or sum(found) != rows:
-        raise ValueError(
-            f"sequence_lengths of {len(found)} sequences add up to {sum(found)} rows, the least being"
-            f" {min(found, default=0)}; they must be positive and add up to the {rows} rows of x"
-        )
-    return found
-
-
-def _sum_of_squared_norms(x: Tensor, g: Tensor, lengths: list[int]) -> float:
+def _sum_of_squared_norms(x: Tensor, g: Tensor, count: int) -> float:
     """The sum over the sequences of ||g_k^T x_k||_F^2."""
     dtype, total = product_dtype(x, g), 0.0
-    for part_x, part_g in zip(x.split(lengths), g.split(lengths), strict=True):
+    for part_x, part_g in zip(x.chunk(count), g.chunk(count), strict=True):
         # without padding, whatever its rows hold
         rows = row_squares(part_g, dtype).nonzero().squeeze(1)
         total += _squared_norm(*(part.index_select(0, rows).to(dtype) for part in (part_x, part_g)))

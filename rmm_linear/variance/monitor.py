@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rmm_linear import ops
 from rmm_linear.layer import SketchedLayer
-from rmm_linear.variance.gradient_noise import _ratio, batch_sequences, gradient_noise
+from rmm_linear.variance.gradient_noise import _ratio, gradient_noise
 from rmm_linear.variance.probe import LayerSampler, _read_as
 
 # Draws of S for what low-bit storage adds: good to a few percent of that, and of all layers together to less.
@@ -109,15 +109,14 @@ class VarianceMonitor(LayerSampler):
 
     def step(self) -> None:
         """End a training step; to be called after each optimizer step. Nothing happens after `close`."""
-        self._steps += self._probe is not None
+        self._steps += not self._is_closed
         self._begin_step()
 
     def _due(self) -> Sequence[str]:
         return self._spread(self._steps % self._every, self._every)
 
     def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
-        config, lengths = layer.rmm_config, batch_sequences(x)
-        noise = gradient_noise(x, g, config, sequence_lengths=lengths, index=index, draws=DRAWS)
+        noise = gradient_noise(x, g, layer.rmm_config, index=index, draws=DRAWS)
         c, v, m = noise.gradient_squared, noise.sketch_variance, noise.minibatch_variance
         record = NoiseRecord(
             step=self._steps,

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
@@ -46,26 +45,20 @@ class _Held:
     index: Tensor | None
 
 
-class _ForwardHook:
-    """Refers to a probe weakly. A copy of it, in a copied or pickled model, belongs to no probe."""
+class _Hook:
+    """Calls a probe's method, to which it refers weakly. A copy of it, in a copied or pickled model, calls none."""
 
-    def __init__(self, name: str, probe: "LayerProbe | None") -> None:
+    def __init__(self, method: Callable[..., None] | None, name: str) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
         self._name = name
-        self._probe = None if probe is None else weakref.ref(probe)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._name, None)
+        return type(self), (None, self._name)
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        probe = None if self._probe is None else self._probe()
-        if probe is not None and isinstance(output, Tensor) and not torch.compiler.is_compiling():
-            probe._after_forward(self._name, layer, layer_input(args, kwargs), output)
-
-
-def _with_gradient(probe: "weakref.ref[LayerProbe]", name: str, g: Tensor) -> None:
-    found = probe()
-    if found is not None:
-        found._with_gradient(name, g)
+    def __call__(self, *args: Any) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(self._name, *args)
 
 
 class LayerProbe:
@@ -121,8 +114,8 @@ class LayerProbe:
         self.close()
         for name in names:
             # first, so that the output is the layer's own, whatever other hooks make of it
-            hook = self.layers[name].register_forward_hook(_ForwardHook(name, self), with_kwargs=True, prepend=True)
-            self._handles.append(hook)
+            hook = _Hook(self._after_forward, name)
+            self._handles.append(self.layers[name].register_forward_hook(hook, with_kwargs=True, prepend=True))
 
     def close(self) -> None:
         """Leave nothing behind, on the model or in memory; `watch` may be called again."""
@@ -132,11 +125,15 @@ class LayerProbe:
         self._seen.clear()
         self._held.clear()
 
-    def _after_forward(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+    def _after_forward(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
         # another layer: a replica's
-        if name in self._seen or layer is not self.layers[name]:
+        if name in self._seen or layer is not self.layers[name] or torch.compiler.is_compiling():
             return
         assert isinstance(layer, SketchedLayer)
+        assert isinstance(output, Tensor)
+        x = layer_input(args, kwargs)
         trains = layer.training and layer.weight.requires_grad and torch.is_grad_enabled() and output.requires_grad
         if not trains or x.is_nested or x.layout != torch.strided or is_free_to_keep(x, compute_dtype(x)):
             return
@@ -149,7 +146,7 @@ class LayerProbe:
         version = None if x.is_inference() else x._version
         self._held[name] = _Held(layer, x.detach(), version, index)
         # The hook knows no tensor: a graph that lives on would keep it alive.
-        self._handles.append(output.register_hook(partial(_with_gradient, weakref.ref(self), name)))
+        self._handles.append(output.register_hook(_Hook(self._with_gradient, name)))
 
     def _with_gradient(self, name: str, g: Tensor) -> None:
         held = self._held.pop(name, None)
@@ -178,11 +175,12 @@ class LayerSampler(ABC):
 
     def __init__(self, model: nn.Module) -> None:
         self._steps = 0
-        self._probe: LayerProbe | None = LayerProbe(model, self._measure)
+        self._is_closed = False
+        self._probe = LayerProbe(model, self._measure)
         self._layers = tuple(self._probe.layers)
 
     def _begin_step(self) -> None:
-        if self._probe is not None:
+        if not self._is_closed:
             self._probe.watch(self._due())
 
     @abstractmethod
@@ -207,9 +205,11 @@ class LayerSampler(ABC):
 
     def close(self) -> None:
         """Leave the model."""
-        if self._probe is not None:
+        if not self._is_closed:
             self._probe.close()
-            self._probe = None
+            # which refers to the layers
+            del self._probe
+            self._is_closed = True
 
     def __enter__(self: _S) -> _S:
         return self

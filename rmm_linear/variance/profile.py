@@ -8,6 +8,7 @@ Two evaluations serve many ratios. Nearly every sketch's variance is a + b / ran
 """
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -23,15 +24,13 @@ from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch
 from rmm_linear.sketches.centered import centred, centred_input
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
-from rmm_linear.variance.gradient_noise import DealtRows, _rows, batch_sequences, dealt_rows, gradient_noise
+from rmm_linear.variance.gradient_noise import _rows, dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe, _read_as
 
 # Draws of S for what low-bit storage adds.
 _DRAWS = 2
-# More ratios than these of one family are interpolated.
-_EVALUATED = 2
 _EXACT = RMMConfig(ratio=1.0)
-_S = TypeVar("_S", bound=Sketch)
+_S = TypeVar("_S")
 
 
 def layer_options(
@@ -51,7 +50,7 @@ def layer_options(
         alike.setdefault((config.skip_padding and index is not None, config.keep_tokens), []).append(config)
     variances: dict[RMMConfig, float] = {}
     for (skips, tokens), some in alike.items():
-        variances |= _variances(dealt_rows(x, g, shape, tokens, index if skips else None), some)
+        variances |= _variances(*dealt_rows(x, g, shape, tokens, index if skips else None), some)
     sequences = sequences_of(shape)
     return tuple(
         Option(
@@ -63,83 +62,61 @@ def layer_options(
     )
 
 
-def _variances(parts: DealtRows, configs: Sequence[RMMConfig]) -> dict[RMMConfig, float]:
-    x, g = parts.sketched
-    rows = x.shape[0] + parts.kept
-    objects = {config: config.sketch_object for config in configs if config.sketches(rows, parts.kept)}
-    kinds = {config.kept_rows for config in objects} if parts.kept else set()
-    beside = {kept: float(kept.variance(*parts.beside)) for kept in kinds}
-    centred_ones = [sketch for sketch in objects.values() if isinstance(sketch, Centered)]
-    found = _of_uncentred(x, g, [sketch for sketch in objects.values() if not isinstance(sketch, Centered)])
-    if centred_ones:
-        inner = _of_uncentred(centred_input(x), centred(g), [sketch.inner for sketch in centred_ones])
-        found |= {sketch: inner[sketch.inner] for sketch in centred_ones}
-    return {
-        config: found[objects[config]] + beside.get(config.kept_rows, 0.0) if config in objects else 0.0
-        for config in configs
-    }
-
-
-def _of_uncentred(x: Tensor, g: Tensor, sketches: Sequence[Sketch]) -> dict[Sketch, float]:
-    """The closed forms: of the sketches without their storages, and of what these add."""
+def _variances(x: Tensor, g: Tensor, kept: int, configs: Sequence[RMMConfig]) -> dict[RMMConfig, float]:
     rows = x.shape[0]
-    low_bit = [sketch for sketch in sketches if isinstance(sketch, LowBit)]
-    plain = [sketch.inner if isinstance(sketch, LowBit) else sketch for sketch in sketches]
-    variances = _along_families(
-        [sketch for sketch in plain if sketch is not None],
-        rows,
-        family=lambda sketch: sketch.variance_family(rows),
-        evaluate=lambda sketch: float(sketch.variance(x, g)),
-        shape=lambda sketch: (1.0, 1 / max(1, sketch.rank(rows))),
-    )
-    rounding = _along_families(
-        low_bit,
-        rows,
-        family=lambda sketch: _rounding_family(sketch, rows),
-        evaluate=lambda sketch: float(replace(sketch, draws=_DRAWS).rounding_variance(x, g)),
-        # The squared range of the rows in a group, and so that of a step, grows like the logarithm of their number.
-        shape=lambda sketch: (1 / max(1, sketch.rank(rows)), math.log(max(1, min(sketch.rank(rows), sketch.group)))),
-    )
-    found = {}
-    for sketch, inner in zip(sketches, plain, strict=True):
-        found[sketch] = 0.0 if inner is None else variances[inner]
-        if isinstance(sketch, LowBit):
-            found[sketch] += rounding[sketch]
-    return found
-
-
-def _rounding_family(sketch: LowBit, rows: int) -> Hashable | None:
-    inner = None if sketch.inner is None else sketch.inner.variance_family(rows)
-    return None if inner is None else (inner, sketch.storage)
-
-
-def _along_families(
-    sketches: Sequence[_S],
-    rows: int,
-    *,
-    family: Callable[[_S], Hashable | None],
-    evaluate: Callable[[_S], float],
-    shape: Callable[[_S], tuple[float, float]],
-) -> dict[_S, float]:
-    """Evaluate u (a + b v) for all sketches, (u, v) being their shape; large families at their ends only."""
-    families: dict[Hashable, list[_S]] = {}
-    for sketch in dict.fromkeys(sketches):
-        key = family(sketch)
-        # the sketch itself: a family of its own
-        families.setdefault(sketch if key is None else key, []).append(sketch)
-    found: dict[_S, float] = {}
+    sketched = {config: config.sketch_object for config in configs if config.sketches(rows + kept, kept)}
+    families: dict[Hashable, list[Sketch]] = {}
+    for sketch in dict.fromkeys(sketched.values()):
+        families.setdefault(_family(sketch, rows), []).append(sketch)
+    found: dict[Sketch, float] = {}
     for members in families.values():
         members.sort(key=lambda sketch: sketch.rank(rows))
-        known = members if len(members) <= _EVALUATED else (members[0], members[-1])
-        found.update((sketch, evaluate(sketch)) for sketch in known)
-        (low_u, low_v), (high_u, high_v) = shape(members[0]), shape(members[-1])
-        low, high = found[members[0]] / low_u, found[members[-1]] / high_u
-        for sketch in members:
-            if sketch not in found:
-                u, v = shape(sketch)
-                share = (v - high_v) / (low_v - high_v) if low_v != high_v else 0.0
-                found[sketch] = max(0.0, u * (high + share * (low - high)))
-    return found
+        found.update(zip(members, _of_family(x, g, members), strict=True))
+    return {config: found[sketched[config]] if config in sketched else 0.0 for config in configs}
+
+
+def _family(sketch: Sketch, rows: int) -> Hashable:
+    """Equal for sketches that differ in their ratio alone, and whose variances tell each other."""
+    inner = sketch.inner if isinstance(sketch, Centered) else sketch
+    plain, storage = (inner.inner, inner.storage) if isinstance(inner, LowBit) else (inner, None)
+    family = None if plain is None else plain.variance_family(rows)
+    return sketch if family is None else (type(sketch), storage, family)
+
+
+def _of_family(x: Tensor, g: Tensor, members: Sequence[Sketch]) -> list[float]:
+    """The closed forms: of the sketches without their storages, and of what these add."""
+    ranks = [max(1, sketch.rank(x.shape[0])) for sketch in members]
+    if isinstance(members[0], Centered):
+        x, g = centred_input(x), centred(g)
+    inner = [sketch.inner if isinstance(sketch, Centered) else sketch for sketch in members]
+    low_bit = [sketch for sketch in inner if isinstance(sketch, LowBit)]
+    plain = [sketch.inner for sketch in low_bit] or inner
+    found = _along_ranks(
+        plain,
+        evaluate=lambda sketch: 0.0 if sketch is None else float(sketch.variance(x, g)),
+        shapes=[(1.0, 1 / rank) for rank in ranks],
+    )
+    if not low_bit:
+        return found
+    rounding = _along_ranks(
+        low_bit,
+        evaluate=lambda sketch: float(replace(sketch, draws=_DRAWS).rounding_variance(x, g)),
+        # The squared range of the rows in a group, and so that of a step, grows like the logarithm of their number.
+        shapes=[(1 / rank, math.log(min(rank, low_bit[0].group))) for rank in ranks],
+    )
+    return list(map(operator.add, found, rounding))
+
+
+def _along_ranks(
+    sketches: Sequence[_S], *, evaluate: Callable[[_S], float], shapes: Sequence[tuple[float, float]]
+) -> list[float]:
+    """Return u (a + b v) of each sketch, (u, v) being its shape; of more than two, the ends alone are evaluated."""
+    if len(sketches) <= 2:
+        return [evaluate(sketch) for sketch in sketches]
+    (low_u, low_v), (high_u, high_v) = shapes[0], shapes[-1]
+    low, high = evaluate(sketches[0]) / low_u, evaluate(sketches[-1]) / high_u
+    shares = [(v - high_v) / (low_v - high_v) if low_v != high_v else 0.0 for _, v in shapes]
+    return [max(0.0, u * (high + share * (low - high))) for (u, _), share in zip(shapes, shares, strict=True)]
 
 
 @dataclass
@@ -188,7 +165,7 @@ class ProfileBuilder:
         sums = self._layers.get(name, _Sums())
         if sums.batches and set(sums.options) != set(configs):
             raise ValueError(f"{name!r} was measured for other configurations before; pass the same ones each time")
-        noise = gradient_noise(x, g, _EXACT, sequence_lengths=batch_sequences(x))
+        noise = gradient_noise(x, g, _EXACT)
         options = layer_options(x, g, configs, index=index)
         # an infinity where g is zero leaves the gradient finite, and no variance
         if not all(

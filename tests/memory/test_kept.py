@@ -20,7 +20,6 @@ def test_a_linear_layer_keeps_its_input_and_nothing_else(device):
         with kept:
             y = layer(part)
         assert kept.bytes == rows * 8 * FLOAT
-        assert list(kept.storages.values()) == [rows * 8 * FLOAT]
         assert (kept.holds(part), kept.holds(part.clone()), kept.holds(y)) == (True, False, False)
     with kept, torch.no_grad():
         layer(x)
@@ -131,7 +130,6 @@ def test_memory_that_is_freed_and_used_again_counts_each_time():
         for _ in range(20):
             # each result is dropped at once, and the allocator hands out the same address again and again
             layer(torch.randn(64, 256))
-    assert len(kept.storages) == 20
     assert kept.bytes == 20 * 64 * 256 * FLOAT
 
 

@@ -65,8 +65,7 @@ def test_records_are_the_noise_of_what_the_layers_saw(config):
         train_step(network)
         assert set(expected) == set(sketched(network))
         for name, (x, g) in expected.items():
-            lengths = [TOKENS] * SEQUENCES if x.dim() == 3 else None
-            noise = gradient_noise(x, g, config, sequence_lengths=lengths, draws=DRAWS)
+            noise = gradient_noise(x, g, config, draws=DRAWS)
             record = monitor.latest[name]
             # the last layer's rows are its sequences
             minibatch = noise.row_variance if x.dim() == 2 else noise.sequence_variance
@@ -197,7 +196,7 @@ def test_padding_that_is_left_out_does_not_count():
     assert record.rows == int(mask.sum())
     assert record.sketch_variance == pytest.approx(valid.sketch_variance)
     assert record.gradient_squared == pytest.approx(valid.gradient_squared)
-    whole = gradient_noise(x, g, config, sequence_lengths=[TOKENS] * SEQUENCES)
+    whole = gradient_noise(x, g, config)
     assert record.minibatch_variance == pytest.approx(whole.sequence_variance)
     assert record.sketch_variance < whole.sketch_variance
 

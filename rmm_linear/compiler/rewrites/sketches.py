@@ -183,7 +183,7 @@ def _seed(key: Tensor) -> Tensor:
 
 
 def _compressed(x: Tensor, seed: Tensor, *, config: str, is_transposed: bool) -> Tensor:
-    found: Tensor = torch.ops.rmm_linear.compress.default(x.t() if is_transposed else x, seed, config, False)[0]
+    found: Tensor = torch.ops.rmm_linear.compress.default(x.t() if is_transposed else x, seed, config)[0]
     return found
 
 
