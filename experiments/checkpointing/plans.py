@@ -2,7 +2,7 @@
 
 Each model is captured at its published size without contents, which takes no memory.
 
-- `strategies`: what every strategy plans, budget by budget, with the gradients among the bytes and without.
+- `strategies`: what every strategy plans, budget by budget.
 - `bounds`: what `auto` plans beside the linear program's bound of any plan, and the four published strategies that
   `auto` asks.
 - `growth`: the seconds that `auto` takes for small and large graphs, without the capture: chains of random costs,
@@ -67,36 +67,34 @@ def _auto_cost(graph: Graph, budget: int) -> float | None:
         return None
 
 
-def strategies(workload: Workload, kept: Graph) -> Iterator[dict[str, Any]]:
+def strategies(workload: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
     """Plan with every strategy: a row for each proposal that some budget, in percent of the plain peak, chooses."""
-    shape = workload.shapes["published"]
+    shape, plain_bytes = workload.shapes["published"], _plain_bytes(graph)
     with workload.without_contents(shape) as (model, _):
         parameters = sum(each.numel() * each.element_size() for each in model.parameters())
-    sizes = {"batch": shape.batch, "size": shape.size, "parameter_bytes": parameters}
-    for gradients, graph in (("kept", kept), ("freed", kept.with_gradients_freed())):
-        plain_bytes = _plain_bytes(graph)
-        for name in available_strategies():
-            if name == _ALL_OTHERS:
+    for name in available_strategies():
+        if name == _ALL_OTHERS:
+            continue
+        began = time.perf_counter()
+        try:
+            frontier = get_strategy(name).frontier(graph)
+        except ValueError as error:
+            print(f"{name} refuses a graph of {len(graph.ops)} ops: {error}", flush=True)
+            continue
+        seconds, last = round(time.perf_counter() - began, 2), None
+        least = min(proposal.peak_bytes for proposal in frontier)
+        # 0 stands for the least that the strategy can do
+        for percent in range(100, -1, -1):
+            budget = plain_bytes * percent // 100 if percent else least
+            fitting = [proposal for proposal in frontier if proposal.peak_bytes <= budget]
+            best = min(fitting, key=lambda proposal: (proposal.cost, proposal.peak_bytes), default=None)
+            if best is None or best is last:
                 continue
-            began = time.perf_counter()
-            try:
-                frontier = get_strategy(name).frontier(graph)
-            except ValueError as error:
-                print(f"{name} refuses a graph of {len(graph.ops)} ops: {error}", flush=True)
-                continue
-            seconds, last = round(time.perf_counter() - began, 2), None
-            least = min(proposal.peak_bytes for proposal in frontier)
-            # 0 stands for the least that the strategy can do
-            for percent in range(100, -1, -1):
-                budget = plain_bytes * percent // 100 if percent else least
-                fitting = [proposal for proposal in frontier if proposal.peak_bytes <= budget]
-                best = min(fitting, key=lambda proposal: (proposal.cost, proposal.peak_bytes), default=None)
-                if best is None or best is last:
-                    continue
-                last = best
-                row = {"gradients": gradients, "ops": len(graph.ops), "plain_peak_bytes": plain_bytes, "strategy": name}
-                row |= {"planning_s": seconds, "budget_percent": percent, "peak_bytes": best.peak_bytes}
-                yield sizes | row | {"extra_cost": round(best.cost / graph.cost - 1, 4)}
+            last = best
+            row = {"batch": shape.batch, "size": shape.size, "parameter_bytes": parameters, "ops": len(graph.ops)}
+            row |= {"plain_peak_bytes": plain_bytes, "strategy": name, "planning_s": seconds}
+            row |= {"budget_percent": percent, "peak_bytes": best.peak_bytes}
+            yield row | {"extra_cost": round(best.cost / graph.cost - 1, 4)}
 
 
 def bounds(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -59,10 +58,9 @@ _PUBLISHED = {
 }
 
 
-def _cheapest(rows: Rows, peak_bytes: float) -> Row | None:
-    """The row of the least extra cost within a budget."""
-    fitting = [row for row in rows if row["peak_bytes"] <= peak_bytes]
-    return min(fitting, key=lambda row: (row["extra_cost"], row["peak_bytes"]), default=None)
+def _cheapest(rows: Rows, peak_bytes: float) -> float | None:
+    """The least extra cost within a budget."""
+    return min((row["extra_cost"] for row in rows if row["peak_bytes"] <= peak_bytes), default=None)
 
 
 def _least(rows: Rows, extra_cost: float) -> Row | None:
@@ -71,34 +69,8 @@ def _least(rows: Rows, extra_cost: float) -> Row | None:
     return min(fitting, key=lambda row: (row["peak_bytes"], row["extra_cost"]), default=None)
 
 
-def _frontiers(folder: Path, gradients: str = "kept") -> dict[str, list[Row]]:
-    return by_model(row for row in read_rows(folder / FRONTIERS_FILE) if row["gradients"] == gradients)
-
-
-def _times(rows: Rows, plain_bytes: int) -> list[str]:
-    within = (_cheapest(rows, plain_bytes * each / 100) for each in _BUDGETS)
-    return [percent(row and row["extra_cost"], "+") for row in within]
-
-
-def planned_table(folder: Path, gradients: str = "kept") -> str:
-    """Return what budgets cost, the cheapest strategy at each: a line a model.
-
-    Args:
-        folder: Where the rows are.
-        gradients: "kept" until the end of the step, or "freed" as soon as each is made.
-    """
-    lines = []
-    for model, each in _frontiers(folder, gradients).items():
-        first, plain = each[0], each[0]["plain_peak_bytes"]
-        cells = [model, f"{first['batch']} x {first['size']}", str(first["ops"])]
-        cells += [f"{first['parameter_bytes'] / _GB:.2f}", f"{plain / _GB:.2f}", *_times(each, plain)]
-        for row in (_least(each, _ONE_FORWARD), _least(each, math.inf)):
-            assert row is not None
-            cells.append(f"{percent(row['peak_bytes'] / plain)} for {percent(row['extra_cost'], '+')}")
-        lines.append(cells)
-    head = ["model", "batch x size", "ops", "parameters, GB", "plain peak, GB"]
-    head += [f"time at {each} %" for each in _BUDGETS]
-    return table([*head, "least peak for a third more time", "least peak"], lines)
+def _frontiers(folder: Path) -> dict[str, list[Row]]:
+    return by_model(read_rows(folder / FRONTIERS_FILE))
 
 
 def strategies_table(folder: Path) -> str:
@@ -135,7 +107,8 @@ def solvers_table(folder: Path) -> str:
         for name, own in groups.items() if len(groups) > 1 else ():
             seconds = sum({row["strategy"]: row["planning_s"] for row in own}.values())
             least = percent(min(row["peak_bytes"] for row in own) / plain)
-            lines.append([model, str(rows[0]["ops"]), name, *_times(own, plain), least, f"{seconds:.1f}"])
+            times = [percent(_cheapest(own, plain * each / 100), "+") for each in _BUDGETS]
+            lines.append([model, str(rows[0]["ops"]), name, *times, least, f"{seconds:.1f}"])
     head = ["model", "ops", "strategy", *(f"time at {each} %" for each in _BUDGETS), "least peak"]
     return table([*head, "planning all budgets, s"], lines)
 
@@ -390,8 +363,6 @@ def origins(folder: Path) -> str:
 
 # block of a page -> the file that it needs, and what makes it
 MAKERS: dict[str, tuple[str, Callable[[Path], str]]] = {
-    "planned": (FRONTIERS_FILE, planned_table),
-    "planned, gradients freed": (FRONTIERS_FILE, lambda folder: planned_table(folder, "freed")),
     "strategies": (FRONTIERS_FILE, strategies_table),
     "solvers": (FRONTIERS_FILE, solvers_table),
     "published": (FRONTIERS_FILE, published_table),

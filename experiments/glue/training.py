@@ -34,7 +34,6 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -69,7 +68,7 @@ from .result_file import (
     read_results,
     write_result,
 )
-from .settings import CHECKPOINTING, FIT, IRRELEVANT, RunSettings, is_local_model
+from .settings import CHECKPOINTING, FIT, IRRELEVANT, RunSettings
 from .tasks import load_task
 
 METRIC_FOLDER = Path(__file__).parent / "glue_metric"
@@ -166,7 +165,9 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
         # checkpoints without a result file belong to nothing
         shutil.rmtree(checkpoints, ignore_errors=True)
     else:
-        _refuse(path, _what_decides(previous, result))
+        keys = [("data", "sha256"), ("model", "initial_weights_sha256"), ("hardware", "device")]
+        keys += [("versions", package) for package in ("rmm_linear", "torch", "transformers")]
+        _refuse(path, {f"{part} {key}": (previous[part][key], result[part][key]) for part, key in keys})
     result["attempts"] = previous["attempts"] if previous else []
     attempt = {"from_step": 0, "wall_seconds": 0.0} | provenance.commit()
     result["attempts"].append(attempt)
@@ -201,13 +202,6 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
     return result
 
 
-def _what_decides(previous: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Of two descriptions of a run, what has to be equal for one to go on where the other stopped."""
-    keys = [("data", "sha256"), ("model", "initial_weights_sha256"), ("hardware", "device")]
-    keys += [("versions", package) for package in ("rmm_linear", "torch", "transformers")]
-    return {" ".join(key): (previous[key[0]][key[1]], now[key[0]][key[1]]) for key in keys}
-
-
 def _not_finite(outcome: dict[str, Any]) -> str | None:
     """Name the first number of an outcome that shows that training has gone astray."""
     last = outcome["epochs"][-1]
@@ -238,26 +232,40 @@ class PreparedRun:
         # the note that the classification head is new says nothing here: it always is
         transformers.logging.set_verbosity_error()
         splits = demo_splits() if settings.data == "demo" else load_task(self.task, settings.data)
-        self.tokenizer = self._load_tokenizer(splits)
-        set_seed(settings.seed)
-        self.model = self._load_model()
+        self.tokenizer, self.model = self._load(splits)
         self._check_conversion()
         self.splits = self._tokenize(splits)
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=settings.pad_multiple or None)
         self._data_fingerprint = fingerprints.data_fingerprint(splits)
         self._initial_weights = fingerprints.weights_fingerprint(self.model)
 
-    def _load_tokenizer(self, splits: DatasetDict) -> PreTrainedTokenizerBase:
-        if self.settings.model == "demo":
-            return demo_tokenizer([text for key in self.task.text_keys for text in splits["train"][key]])
-        with _model_errors(self.settings.model):
-            tokenizer = AutoTokenizer.from_pretrained(self.settings.model)
-        if tokenizer.pad_token is None:
-            raise HarnessError(
-                f"the tokenizer of the model {self.settings.model!r} has no padding token, which batches need; give it"
-                " one (and the model's config a pad_token_id), save both with save_pretrained, and pass that folder"
+    def _load(self, splits: DatasetDict) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+        settings, task = self.settings, self.task
+        if settings.model == "demo":
+            tokenizer = demo_tokenizer([text for key in task.text_keys for text in splits["train"][key]])
+            set_seed(settings.seed)
+            model = demo_model(len(tokenizer), num_outputs=task.num_outputs, is_regression=task.is_regression)
+            # what it learns from the demo's grammar is of no use for other texts
+            if settings.data == "demo":
+                model.roberta.load_state_dict(pretrained_weights(tokenizer))
+            return tokenizer, model
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(settings.model)
+            set_seed(settings.seed)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                settings.model,
+                num_labels=task.num_outputs,
+                problem_type="regression" if task.is_regression else "single_label_classification",
             )
-        return tokenizer
+        # OSError, ValueError, and several types of the hub client
+        except Exception as error:
+            raise HarnessError(
+                f"the model {settings.model!r} could not be loaded ({error}); pass --model demo, a folder that"
+                " from_pretrained reads, or a name on the hub with the network up"
+            ) from error
+        if tokenizer.pad_token is None:
+            raise HarnessError(f"the tokenizer of the model {settings.model!r} has no padding token: batches need one")
+        return tokenizer, model
 
     def _check_conversion(self) -> None:
         """Convert the model and undo it: what can't be converted is the user's to know before anything is written."""
@@ -277,23 +285,6 @@ class PreparedRun:
 
     def _exclusion(self) -> dict[str, Any]:
         return {"exclude_modules": list(self.settings.exclude_modules)} if self.settings.exclude_modules else {}
-
-    def _load_model(self) -> PreTrainedModel:
-        if self.settings.model == "demo":
-            model = demo_model(
-                len(self.tokenizer), num_outputs=self.task.num_outputs, is_regression=self.task.is_regression
-            )
-            # what it learns from the demo's grammar is of no use for other texts
-            if self.settings.data == "demo":
-                assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
-                model.roberta.load_state_dict(pretrained_weights(self.tokenizer))
-            return model
-        with _model_errors(self.settings.model):
-            return AutoModelForSequenceClassification.from_pretrained(
-                self.settings.model,
-                num_labels=self.task.num_outputs,
-                problem_type="regression" if self.task.is_regression else "single_label_classification",
-            )
 
     def _tokenize(self, splits: DatasetDict) -> DatasetDict:
         # locals, for `datasets` hashes what a function refers to: the run itself would never hit the cache
@@ -360,30 +351,26 @@ class PreparedRun:
         for planned in (callback.planned for callback in conversion if callback.planned is not None):
             if planned.reason is not None:
                 raise RuntimeError(f"a step did not run by plan: {planned.reason}")
-        allocated = {}
+        found: dict[str, Any] = {}
         if settings.allocate:
             # the ratios of most of the training, and of its end
             kept_bytes = self._kept_bytes()
             layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, SketchedLayer)}
-            allocated = {"ratios": {name: layer.rmm_config.ratio for name, layer in layers.items()}}
-        fitted = {}
+            found["ratios"] = {name: layer.rmm_config.ratio for name, layer in layers.items()}
         if settings.method == FIT:
-            found = conversion[0].fitted
-            assert found is not None
-            fitted = {
-                "fitted": {
-                    "chosen": found.chosen.name,
-                    "peak_bytes": found.plan.measured_peak_bytes or found.plan.peak_bytes,
-                    "exact_peak_bytes": found.plain_bytes,
-                    "report": str(found).partition("\n\n")[0],
-                }
+            fitted = conversion[0].fitted
+            assert fitted is not None
+            found["fitted"] = {
+                "chosen": fitted.chosen.name,
+                "peak_bytes": fitted.plan.measured_peak_bytes or fitted.plan.peak_bytes,
+                "exact_peak_bytes": fitted.plain_bytes,
+                "report": str(fitted).partition("\n\n")[0],
             }
-        noise = [entry[NOISE_KEY] for entry in trainer.state.log_history if NOISE_KEY in entry]
-        return {
-            **allocated,
-            **fitted,
-            **({"noise_ratio": statistics.fmean(noise)} if noise else {}),
-            **({"gradient_noise": gradient_noise} if gradient_noise else {}),
+        if noise := [entry[NOISE_KEY] for entry in trainer.state.log_history if NOISE_KEY in entry]:
+            found["noise_ratio"] = statistics.fmean(noise)
+        if gradient_noise:
+            found["gradient_noise"] = gradient_noise
+        return found | {
             "kept_bytes": {
                 "model": kept_bytes,
                 "exact_model": exact_bytes,
@@ -552,21 +539,6 @@ def _last_whole_checkpoint(folder: Path) -> str | None:
         except (OSError, ValueError):
             shutil.rmtree(last)
     return None
-
-
-@contextlib.contextmanager
-def _model_errors(model: str) -> Iterator[None]:
-    """Turn whatever a model fails to load with into the one error that names the remedy."""
-    try:
-        yield
-    # OSError, ValueError, and several types of the hub client
-    except Exception as error:
-        where = "folder" if is_local_model(model) else "name on the hub (or folder)"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HarnessError(
-            f"the model {model!r} could not be loaded as a {where} ({reason}); pass --model demo, a folder that "
-            "from_pretrained reads, or a name on the hub with the network up"
-        ) from error
 
 
 def _split_log(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 
@@ -14,30 +13,25 @@ mpl.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from experiments.blocks import table
 from experiments.command_line import report_command
 from experiments.rows import by_model, read_rows, replace_file
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "memory.csv"
 EXACT, CHECKPOINTING, ALONE, OURS = "exact", "checkpointing", "every layer alone", "rmm_linear"
 Rows = Sequence[dict[str, Any]]
 _NEEDED = ("model", "method", "ratio", "storage", "exact_bytes", "own_bytes", "of_exact", "commit")
-_PANELS_A_ROW = 4
 # the colours of Okabe and Ito, which colour-blind readers can tell apart; the markers say the same again
-_STYLES = {EXACT: ("black", "*", 12), CHECKPOINTING: ("#D55E00", "p", 9), ALONE: ("#E69F00", "X", 8)}
-_OURS, _STORED = ("#0072B2", "o", 8), ("#009E73", "s", 7)
+_STYLES = {EXACT: ("black", "*", 8), CHECKPOINTING: ("#D55E00", "p", 6), ALONE: ("#E69F00", "X", 5)}
+_OURS, _STORED = ("#0072B2", "o", 5), ("#009E73", "s", 5)
 _LEGEND = {
     "exact": _STYLES[EXACT],
-    "gradient checkpointing: runs\nthe forward pass again": _STYLES[CHECKPOINTING],
-    "every layer sketched alone\n(gaussian): noise": _STYLES[ALONE],
-    "rmm_linear: noise": _OURS,
-    "rmm_linear, in 8 or 4 bits: noise": _STORED,
+    "gradient checkpointing": _STYLES[CHECKPOINTING],
+    "every layer sketched alone (gaussian)": _STYLES[ALONE],
+    "rmm_linear": _OURS,
+    "rmm_linear, in 8 or 4 bits": _STORED,
 }
 
 
@@ -49,23 +43,18 @@ def method_name(row: Mapping[str, Any]) -> str:
     return f"{row['method']} {row['ratio']:g}{storage}"
 
 
-def _ceiling(row: dict[str, Any]) -> float:
-    return float(row["own_bytes"]) / float(row["exact_bytes"])
-
-
-def _names(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(method_name(row) for row in rows))
-
-
 def summary_table(rows: Rows) -> str:
     """Return what each method keeps of the exact model's bytes, a line a method and a column a model."""
     models = by_model(rows)
     shares = {(row["model"], method_name(row)): row["of_exact"] for row in rows}
     lines = [
         ["exact, MiB", *(f"{each[0]['exact_bytes'] / 2**20:.0f}" for each in models.values())],
-        ["the most that sketches can free", *(f"{100 * _ceiling(each[0]):.1f} %" for each in models.values())],
+        [
+            "the most that sketches can free",
+            *(f"{100 * each[0]['own_bytes'] / each[0]['exact_bytes']:.1f} %" for each in models.values()),
+        ],
     ]
-    for name in _names(rows):
+    for name in dict.fromkeys(method_name(row) for row in rows):
         values = [shares.get((model, name)) for model in models]
         if name != EXACT:
             lines.append([name, *("-" if value is None else f"{100 * value:.1f} %" for value in values)])
@@ -84,60 +73,30 @@ def write_report(folder: Path) -> str:
 
 
 def draw_figure(rows: Rows, path: Path) -> None:
-    """Draw a panel a model: a line a method, a point where its bytes lie over the exact model's."""
-    models, names = by_model(rows), _names(rows)
-    # the legend takes a panel of its own
-    lines = math.ceil((len(models) + 1) / _PANELS_A_ROW)
-    columns = min(_PANELS_A_ROW, len(models) + 1)
-    size = (3.3 * columns + 1.6, (0.31 * len(names) + 1.1) * lines)
-    figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
-    panels = list(grid.flat)
-    most = max(row["of_exact"] for row in rows if row["of_exact"] is not None)
-    for place, (axes, each) in enumerate(zip(panels, models.values(), strict=False)):
-        _draw_model(axes, each, names, has_labels=place % columns == 0)
-        axes.set_xlim(0, 100 * most + 22)
-    for axes in panels[len(models) :]:
-        axes.set_axis_off()
-    handles: list[Any] = [
+    """Draw a line a model: a mark a method, where its bytes lie over the exact model's."""
+    models = by_model(rows)
+    figure, axes = plt.subplots(figsize=(9, 0.8 * len(models) + 1.6), layout="constrained")
+    for place, own in enumerate(models.values()):
+        # kept by something other than linear layers
+        axes.barh(place, 100 * (1 - own[0]["own_bytes"] / own[0]["exact_bytes"]), color="0.88", height=0.7)
+        for number, row in enumerate(own):
+            if row["of_exact"] is not None:
+                colour, marker, size = _STYLES.get(row["method"], _STORED if row["storage"] else _OURS)
+                height = place + 0.6 * (number / len(own) - 0.5)
+                axes.plot(100 * row["of_exact"], height, color=colour, marker=marker, markersize=size, linestyle="")
+    sizes = [f"{name}\n{own[0]['batch']} x {own[0]['seq']}, {own[0]['dtype']}" for name, own in models.items()]
+    axes.set_yticks(range(len(models)), sizes, fontsize=9)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("kept for the backward pass, % of the exact model's bytes (grey: what no sketch frees)")
+    handles = [
         Line2D([], [], color=colour, marker=marker, markersize=size, linestyle="", label=label)
         for label, (colour, marker, size) in _LEGEND.items()
     ]
-    handles.append(Patch(facecolor="0.88", label="kept by something other than\nlinear layers: no sketch gets here"))
-    panels[len(models)].legend(handles=handles, loc="center", frameon=False, fontsize=9, labelspacing=0.9)
-    figure.supxlabel("kept for the backward pass, % of the exact model's bytes", fontsize=11)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
-
-
-def _draw_model(axes: Axes, rows: Rows, names: Sequence[str], *, has_labels: bool) -> None:
-    first = rows[0]
-    floor = 100 * (1 - _ceiling(first))
-    axes.axvspan(0, floor, color="0.88", zorder=0, linewidth=0)
-    axes.axvline(100, color="black", linewidth=0.8, linestyle=":", zorder=1)
-    for row in rows:
-        place = names.index(method_name(row))
-        if row["of_exact"] is None:
-            axes.annotate("nothing to convert", (100, place), ha="center", va="center", fontsize=8, color="0.4")
-            continue
-        share = 100 * row["of_exact"]
-        colour, marker, size = _STYLES.get(row["method"], _STORED if row["storage"] else _OURS)
-        axes.plot([share], [place], color=colour, marker=marker, markersize=size, linestyle="")
-        axes.annotate(
-            f"{share:.0f}",
-            (share, place),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            # over the line of the exact model, not through it
-            bbox={"facecolor": "white" if share > floor else "0.88", "edgecolor": "none", "pad": 0.6},
-        )
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_yticks(range(len(names)), names if has_labels else [], fontsize=9)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.set_title(f"{first['model']}\n{first['batch']} x {first['seq']}, {first['dtype']}", fontsize=10)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
