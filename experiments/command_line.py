@@ -8,7 +8,10 @@ from typing import NoReturn, Protocol, TypeVar
 
 
 class HarnessError(ValueError):
-    """A mistake in what the user asked for or supplied: the command line prints it as one line, without a traceback."""
+    """A mistake in what the user asked for or supplied; it may come from any function of experiments.
+
+    The command line prints it as one line, without a traceback.
+    """
 
 
 class Parser(argparse.ArgumentParser):

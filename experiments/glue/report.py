@@ -14,11 +14,13 @@ from experiments.blocks import table
 from experiments.command_line import report_command
 from experiments.rows import replace_file, write_rows
 
-from .comparison import Comparison, Mean, Row, compare
+from .comparison import Comparison, Mean, Quantiles, Row, compare, variant_of
 from .figure import draw_figure
-from .settings import CHECKPOINTING, EXACT, VARIANTS
+from .settings import CHECKPOINTING, EXACT
 
 _MIB = 2**20
+# exact's step time over its own: a difference of less is not told from what lasts as long as a run does
+_EXACT_TIME = Quantiles(0.95, 1.0, 1.05)
 # shares of exact's bytes that count as the same
 _SAME_SHARE = 0.03
 
@@ -28,9 +30,6 @@ def write_report(folder: Path) -> str:
 
     Returns:
         The table, the path of the figure and which methods beat others, for the terminal.
-
-    Raises:
-        HarnessError: If there is nothing to report, the runs don't compare, or the folder can't be written to.
     """
     comparison = compare(folder)
     numbers, notes, beaten = markdown_table(comparison), _notes(comparison), beaten_methods(comparison)
@@ -66,7 +65,8 @@ def markdown_table(comparison: Comparison) -> str:
         # a task with one metric has it for a score
         shown = metrics if len(metrics) > 1 else []
         score = "score" if shown else metrics[0].replace("_", " ")
-        knobs = [name for name in ("storage", "bits", "budget", "variant") if any(getattr(row, name) for row in rows)]
+        knobs = [name for name in ("storage", "bits", "budget") if any(row.knob(name) for row in rows)]
+        knobs += ["variant"] if any(row.variant for row in rows) else []
         header = ["method", "ratio", "centered", *knobs, "kept MiB", "of exact", score, *shown, "minus exact", "seeds"]
         has_noise = all(row.noise is not None for row in rows)
         if has_noise:
@@ -87,9 +87,9 @@ def markdown_table(comparison: Comparison) -> str:
 def _cells(row: Row, metrics: Sequence[str], knobs: Sequence[str]) -> list[str]:
     return [
         row.method,
-        "" if row.ratio is None else f"{row.ratio:g}",
-        "" if row.center is None else ("yes" if row.center else "no"),
-        *(", ".join(row.variant) if name == "variant" else getattr(row, name) or "" for name in knobs),
+        "" if row.knob("ratio") is None else f"{row.knob('ratio'):g}",
+        {None: "", True: "yes", False: "no"}[row.knob("center")],
+        *(", ".join(row.variant) if name == "variant" else row.knob(name) or "" for name in knobs),
         f"{row.kept_bytes / _MIB:.2f}",
         f"{100 * row.kept_share:.1f} %",
         _points(row.score),
@@ -133,14 +133,10 @@ def _notes(comparison: Comparison) -> str:
         )
     if comparison.fewest_seeds == 1:
         notes.append("One seed supports no claim of equal accuracy: seeds alone move such scores by points.")
-    checkpointed = [row for row in comparison.rows if row.method == CHECKPOINTING]
-    if checkpointed:
+    if any(row.method == CHECKPOINTING for row in comparison.rows):
         notes.append(
             "Checkpointing's kept bytes leave out what a block holds again while its backward pass recomputes it."
         )
-    if any(row.same_weights for row in checkpointed):
-        same = ", ".join(row.task for row in checkpointed if row.same_weights)
-        notes.append(f"Checkpointing ended with exact's weights, bit for bit, in every seed: {same}.")
     chosen = {
         f"{_chosen(result['fitted'])} at {result['config']['budget']}"
         for result in comparison.results
@@ -214,10 +210,9 @@ def _dominates(first: Row, second: Row) -> bool:
 
 
 def _is_faster(first: Row, second: Row) -> bool:
-    """Whether nearly all steps of one were faster than nearly all of the other; no median that the noise allows."""
-    if EXACT in (first.method, second.method):
-        return first.time_differs < second.time_differs
-    return bool(first.step_time and second.step_time and first.step_time.high < second.step_time.low)
+    """Whether nearly all steps of one were faster than nearly all of the other."""
+    times = [_EXACT_TIME if row.method == EXACT else row.step_time for row in (first, second)]
+    return bool(times[0] and times[1] and times[0].high < times[1].low)
 
 
 def _runs(comparison: Comparison) -> list[dict[str, Any]]:
@@ -228,7 +223,7 @@ def _runs(comparison: Comparison) -> list[dict[str, Any]]:
         records.append(
             {
                 **{key: config.get(key) for key in ("task", "method", "ratio", "center", "storage", "bits", "budget")},
-                "variant": " ".join(word for name, word in VARIANTS.items() if config.get(name)),
+                "variant": " ".join(variant_of(config)),
                 "seed": config["seed"],
                 "score": 100 * result["final"]["score"],
                 "metrics": " ".join(f"{name}={100 * result['final'][name]:.4f}" for name in result["metrics"]),

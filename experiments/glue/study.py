@@ -157,11 +157,7 @@ def _likeness(run: RunSettings) -> tuple[tuple[str, ...], ...]:
 
 @functools.cache
 def cut_training_split(task: str, data: Path, folder: Path, rows: int) -> Path:
-    """Make a data folder whose training split is a fixed sample of the official one, in its order; return the folder.
-
-    Raises:
-        HarnessError: If the official file is missing.
-    """
+    """Return a data folder whose training split is a fixed sample of the official one, in its order."""
     source, target = data / TASKS[task].folder, folder / TASKS[task].folder
     assert not TASKS[task].width
     try:

@@ -53,10 +53,8 @@ from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
 
 from . import fingerprints
-from .comparison import check_comparable
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
-from .peak_memory import peak_memory
 from .result_file import (
     COMPLETE,
     DIVERGED,
@@ -65,7 +63,6 @@ from .result_file import (
     RUNNING,
     check_writable,
     read_result,
-    read_results,
     write_result,
 )
 from .settings import CHECKPOINTING, FIT, IRRELEVANT, RunSettings
@@ -87,11 +84,7 @@ def result_path(settings: RunSettings, results: Path) -> Path:
 
 
 def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | None:
-    """The result of a run, if it is complete (or has diverged, which another attempt would do as well), or None.
-
-    Raises:
-        HarnessError: If the file holds a run with other settings, on other data, or from another model.
-    """
+    """The result of a run, if it is complete (or has diverged, which another attempt would do as well), or None."""
     path = result_path(settings, results)
     previous = read_result(path)
     if previous is None:
@@ -120,21 +113,6 @@ def _short(value: Any) -> str:
     return repr(value[:12] if isinstance(value, str) and len(value) == 64 else value)
 
 
-def check_folder(runs: Sequence[RunSettings], results: Path, *, force: bool = False) -> None:
-    """Find out before the first of several runs what would stop the last one, or the report.
-
-    Raises:
-        HarnessError: If the folder can't be written to, or holds results that don't go with the runs'.
-    """
-    check_writable(results)
-    if not force:
-        for run in runs:
-            finished_result(run, results)
-    mine = {run.name: run.recorded() for run in runs}
-    others = {result["name"]: result["config"] for result in read_results(results) if result["name"] not in mine}
-    check_comparable(others | mine)
-
-
 def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: bool = False) -> dict[str, Any]:
     """Run, or finish, one run, and write its result file.
 
@@ -146,9 +124,6 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
 
     Returns:
         The content of the result file. If the run was complete already, nothing is run.
-
-    Raises:
-        HarnessError: If data, model or results folder are not usable. Nothing is written then.
     """
     path = result_path(settings, results)
     check_writable(results)
@@ -214,11 +189,7 @@ class PreparedRun:
     """A run whose data, tokenizer and model are loaded: whatever the user can get wrong has been checked."""
 
     def __init__(self, settings: RunSettings, *, cpu: bool = False) -> None:
-        """Load everything.
-
-        Raises:
-            HarnessError: If data or model are not usable.
-        """
+        """Load everything."""
         self.settings = settings
         self.task = settings.task_description
         self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
@@ -345,8 +316,12 @@ class PreparedRun:
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
         set_seed(settings.seed)
-        with peak_memory(self.device) as peak:
-            trainer.train(resume_from_checkpoint=checkpoint)
+        peak: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if self.device.type == "cuda":
+            peak = {"bytes": torch.cuda.max_memory_allocated(self.device), "what": "tensors, by the CUDA allocator"}
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
         for planned in (callback.planned for callback in conversion if callback.planned is not None):
             if planned.reason is not None:
@@ -455,13 +430,12 @@ class PreparedRun:
         callbacks: tuple[TrainerCallback, ...],
     ) -> _RecordingTrainer:
         settings = self.settings
-        clock = _StepClock(self.device)
         sampler = None
         if settings.group_lengths:
             lengths = [len(tokens) for tokens in self.splits["train"]["input_ids"]]
             sampler = _GroupedByLength(lengths, settings.batch_size, settings.seed)
-        trainer = _RecordingTrainer(
-            clock,
+        return _RecordingTrainer(
+            _Steps(self.device, settings.save_steps, on_save),
             sampler,
             model=self.model,
             args=self._arguments(checkpoints),
@@ -470,11 +444,8 @@ class PreparedRun:
             data_collator=self.collate,
             processing_class=self.tokenizer,
             compute_metrics=self._metrics(),
-            callbacks=[*conversion, _Checkpoints(settings.save_steps, on_save), clock, *callbacks],
+            callbacks=[*conversion, *callbacks],
         )
-        # it prints every log, which is a line a step here
-        trainer.remove_callback(PrinterCallback)
-        return trainer
 
     def _arguments(self, checkpoints: Path) -> TrainingArguments:
         settings = self.settings
@@ -503,7 +474,7 @@ class PreparedRun:
             bf16=settings.precision == "bfloat16",
             use_cpu=self.device.type == "cpu",
             eval_strategy="epoch",
-            # _Checkpoints decides when to save
+            # _Steps decides when to save
             save_strategy="no",
             save_total_limit=1,
             logging_steps=1,
@@ -559,26 +530,6 @@ def _split_log(
     return steps, epochs
 
 
-class _StepClock(TrainerCallback):
-    """Time each training step: forward, backward, clipping and the optimizer; neither data, evaluation nor saving."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._began = 0.0
-        self.seconds = 0.0
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._began = self._now()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.seconds = self._now() - self._began
-
-
 class _GroupedByLength(Sampler[int]):
     """Sort pools of 16 random batches by length, and shuffle the batches that this makes.
 
@@ -614,10 +565,12 @@ class _GroupedByLength(Sampler[int]):
 class _RecordingTrainer(Trainer):
     """A `Trainer` whose log, and so every checkpoint, holds the time of each step as well."""
 
-    def __init__(self, clock: _StepClock, sampler: Sampler[int] | None, **arguments: Any) -> None:
-        self._clock = clock
-        self._sampler = sampler
+    def __init__(self, steps: _Steps, sampler: Sampler[int] | None, **arguments: Any) -> None:
+        self._steps, self._sampler = steps, sampler
         super().__init__(**arguments)
+        self.add_callback(steps)
+        # it prints every log, which is a line a step here
+        self.remove_callback(PrinterCallback)
 
     def _get_train_sampler(self, *arguments: Any) -> Sampler[int] | None:
         return self._sampler or super()._get_train_sampler(*arguments)
@@ -629,30 +582,40 @@ class _RecordingTrainer(Trainer):
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         # not in a callback's on_log: that comes after the log has been kept
         if "loss" in logs:
-            logs = {**logs, "seconds": self._clock.seconds}
+            logs = {**logs, "seconds": self._steps.seconds}
         super().log(logs, *arguments, **keywords)
 
 
-class _Checkpoints(TrainerCallback):
-    """Ask for a checkpoint at the end of each epoch, after its evaluation, and every so many steps within.
+class _Steps(TrainerCallback):
+    """Times each step, and asks for a checkpoint after each epoch's evaluation and every so many steps within.
 
-    `Trainer`'s own strategies can't do both. A checkpoint at an epoch's last step, before its evaluation, would lose
-    that evaluation on resuming; one after the last step of all would train one step too many.
+    A step is forward, backward, clipping and the optimizer; neither data, evaluation nor saving. `Trainer`'s own
+    strategies can't do both kinds of checkpoints. One at an epoch's last step, before its evaluation, would lose that
+    evaluation on resuming; one after the last step of all would train one step too many.
     """
 
-    def __init__(self, every_steps: int, on_saved: Callable[[], None]) -> None:
-        self._every_steps = every_steps
-        self._on_saved = on_saved
+    def __init__(self, device: torch.device, save_steps: int, on_saved: Callable[[], None]) -> None:
+        self._device, self._save_steps, self._on_saved = device, save_steps, on_saved
+        self._began = self.seconds = 0.0
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._began = self._now()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.seconds = self._now() - self._began
         assert state.epoch is not None
-        due = self._every_steps > 0 and state.global_step % self._every_steps == 0
+        due = self._save_steps > 0 and state.global_step % self._save_steps == 0
         if due and not float(state.epoch).is_integer() and state.global_step < state.max_steps:
             control.should_save = True
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step < state.max_steps:
             control.should_save = True
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._on_saved()

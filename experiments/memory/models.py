@@ -52,9 +52,6 @@ class Workload:
         Args:
             layers: Layers of its stacks; all by default.
             **changes: Values of the configuration that are to be others.
-
-        Raises:
-            HarnessError: If it needs PEFT, which is not installed.
         """
         model = build_model(
             str(MODELS / f"{self.config}.json"),

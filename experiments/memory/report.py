@@ -62,11 +62,7 @@ def summary_table(rows: Rows) -> str:
 
 
 def write_report(folder: Path) -> str:
-    """Draw `figure.png` into a results folder; return the table.
-
-    Raises:
-        HarnessError: If there are no results, or the folder can't be written to.
-    """
+    """Draw `figure.png` into a results folder; return the table."""
     rows = read_rows(folder / FILE, needed=_NEEDED, command="python -m experiments.memory.run")
     replace_file(folder / "figure.png", lambda path: draw_figure(rows, path))
     return f"{summary_table(rows)}\n\nfigure: {folder / 'figure.png'}"

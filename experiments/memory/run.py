@@ -49,11 +49,7 @@ class Method:
 
     @contextmanager
     def applied(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[list[str]]:
-        """Have a model train this way inside the context; yield the names of the layers that sketch.
-
-        Raises:
-            ValueError: If no layer can be converted, or none pays.
-        """
+        """Have a model train this way inside the context; yield the names of the layers that sketch."""
         model_methods: Any = model
         try:
             if self.family == CHECKPOINTING:
