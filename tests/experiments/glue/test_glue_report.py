@@ -1,6 +1,5 @@
 """The report: its numbers recomputed from the result files by other means, and what it must not claim."""
 
-import csv
 import json
 import math
 import random
@@ -185,7 +184,7 @@ def test_rounding_is_no_noise(tmp_path: Path) -> None:
     assert found["hadamard-0.1-centered"] == pytest.approx(2e-5)
 
 
-def test_the_report_has_table_and_figure_and_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_table_figure_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = _fake_results(tmp_path)
     # a norm that is not finite counts as clipped
     _edited(tmp_path, results[0]["name"], lambda r: r["steps"]["grad_norm"].__setitem__(10, None))
@@ -196,12 +195,8 @@ def test_the_report_has_table_and_figure_and_lists_the_runs(tmp_path: Path, caps
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     markdown = (tmp_path / "report.md").read_text()
     assert markdown_table(compare(tmp_path)) in markdown
-    with (tmp_path / "runs.csv").open() as file:
-        rows = list(csv.DictReader(file))
     # 1.5 and 2.0 of 50 are above the limit of 1.0
-    assert sorted(float(row["clipped_share"]) for row in rows) == [0.04] * (len(results) - 1) + [0.06]
-    scores = sorted(float(row["score"]) for row in rows)
-    assert scores == pytest.approx(sorted(100 * result["final"]["score"] for result in results))
+    assert "The gradient was clipped in 4 to 6 % of a run's steps" in markdown
 
 
 @pytest.mark.parametrize(
