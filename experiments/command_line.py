@@ -28,7 +28,7 @@ def exit_status(work: Callable[[], int]) -> int:
     except HarnessError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+        print("interrupted; the same command goes on from what is saved", file=sys.stderr)
         return 130
     return 2
 

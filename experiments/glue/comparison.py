@@ -20,7 +20,6 @@ from .settings import BITS, EXACT, FIT, IRRELEVANT, KNOBS, VARIANTS
 # what may differ between the runs of one table
 # rows of padding, which masks leave out, change no exact result
 _VARIED = ("method", *KNOBS, "seed", "pad_multiple", *IRRELEVANT)
-# settings that are None where a method has no use for them
 _SKETCH_ONLY = ("min_rows", "exclude_modules")
 # two runs' times compare if all of this is equal
 _SPEED = ("device", "gpu", "cpu", "torch_threads")
@@ -174,15 +173,12 @@ class Comparison:
 
 def compare(folder: Path) -> Comparison:
     """Read all result files of a folder and compare the methods."""
-    if not folder.is_dir():
-        raise HarnessError(f"the results folder {folder} does not exist; run something into it first")
     found = read_results(folder)
     complete = [result for result in found if result["status"] == COMPLETE]
     incomplete = tuple(f"{result['name']} ({result['status']})" for result in found if result["status"] != COMPLETE)
     if not complete:
         raise HarnessError(f"the results folder {folder} holds no complete run; run something into it first")
-    check_comparable({result["name"]: result["config"] for result in complete})
-    _check_origins(complete)
+    _check_comparable(complete)
     rows: list[Row] = []
     for task in sorted({result["config"]["task"] for result in complete}):
         rows += _rows_of_task([result for result in complete if result["config"]["task"] == task])
@@ -212,35 +208,21 @@ def variant_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(word for name, word in VARIANTS.items() if config.get(name))
 
 
-def check_comparable(configs: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse runs, given as settings by name, of which two of one task differ in more than what a table is about."""
-    first: dict[tuple[str, str], tuple[str, Any]] = {}
-    for name, config in configs.items():
-        for key, value in config.items():
-            if key in _VARIED or (key in _SKETCH_ONLY and value is None):
-                continue
-            other, expected = first.setdefault((config["task"], key), (name, value))
-            if expected != value:
-                raise HarnessError(
-                    f"{other} and {name} can't share a table: {key} is {expected!r} in one and {value!r} in the other; "
-                    "keep them in folders of their own (--results)"
-                )
-
-
-def _check_origins(results: Sequence[dict[str, Any]]) -> None:
-    """Refuse runs that saw different data, or that started from different weights with the same seed."""
-    first: dict[tuple[str, Any], tuple[str, Any]] = {}
+def _check_comparable(results: Sequence[dict[str, Any]]) -> None:
+    """Refuse results of which two of one task differ in more than what a table is about."""
+    first: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for result in results:
-        config = result["config"]
-        for what, key, value in (
-            ("on different data", config["task"], result["data"]["sha256"]),
-            ("from different weights", (config["task"], config["seed"]), result["model"]["initial_weights_sha256"]),
-        ):
-            other, expected = first.setdefault((what, key), (result["name"], value))
+        config, weights = result["config"], result["model"]["initial_weights_sha256"]
+        # settings that a method has no use for are None
+        alike = {(key,): value for key, value in config.items() if key not in (*_VARIED, *_SKETCH_ONLY)}
+        alike |= {(key,): config[key] for key in _SKETCH_ONLY if config.get(key) is not None}
+        alike |= {("data sha256",): result["data"]["sha256"], ("starting weights", config["seed"]): weights}
+        for key, value in alike.items():
+            other, expected = first.setdefault((config["task"], *key), (result["name"], value))
             if expected != value:
                 raise HarnessError(
-                    f"{other} and {result['name']} can't share a table: they ran {what}; keep them in folders of their"
-                    " own (--results)"
+                    f"{other} and {result['name']} can't share a table: {key[0]} is {expected!r} in one and"
+                    f" {value!r} in the other; keep them in folders of their own (--results)"
                 )
 
 

@@ -203,8 +203,8 @@ def test_the_report_has_table_figure_and_notes(tmp_path: Path, capsys: pytest.Ca
     ("part", "key", "message"),
     [
         ("config", "learning_rate", "can't share a table: learning_rate is"),
-        ("model", "initial_weights_sha256", "they ran from different weights"),
-        ("data", "sha256", "they ran on different data"),
+        ("model", "initial_weights_sha256", "can't share a table: starting weights is"),
+        ("data", "sha256", "can't share a table: data sha256 is"),
         ("config", "save_steps", None),
     ],
 )
