@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn
 
 
 class HarnessError(ValueError):
@@ -33,21 +33,13 @@ def exit_status(work: Callable[[], int]) -> int:
     return 2
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Model = TypeVar("_Model", bound=_Named)
-
-
-def add_models(parser: argparse.ArgumentParser, models: Sequence[_Named]) -> None:
+def add_models(parser: argparse.ArgumentParser, models: Sequence[Any]) -> None:
     """Add an option `--models` that names some of the models of an experiment, all by default."""
     names = [model.name for model in models]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
 
 
-def chosen(models: Sequence[_Model], names: Sequence[str]) -> list[_Model]:
+def chosen(models: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """Return the models of these names, in the order of the experiment."""
     return [model for model in models if model.name in names]
 

@@ -55,6 +55,7 @@ from rmm_linear.variance import measure_step_noise
 from . import fingerprints
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
+from .peak_memory import peak_memory
 from .result_file import (
     COMPLETE,
     DIVERGED,
@@ -316,12 +317,8 @@ class PreparedRun:
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
         set_seed(settings.seed)
-        peak: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        if self.device.type == "cuda":
-            peak = {"bytes": torch.cuda.max_memory_allocated(self.device), "what": "tensors, by the CUDA allocator"}
+        with peak_memory(self.device) as peak:
+            trainer.train(resume_from_checkpoint=checkpoint)
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
         for planned in (callback.planned for callback in conversion if callback.planned is not None):
             if planned.reason is not None:
