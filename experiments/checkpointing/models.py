@@ -268,7 +268,8 @@ def _regression(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
-def _own_loss(model: nn.Module, **batch: Tensor) -> Tensor:
+def own_loss(model: nn.Module, **batch: Tensor) -> Tensor:
+    """Return the loss that a model computes itself."""
     return model(**batch).loss
 
 
@@ -410,7 +411,7 @@ WORKLOADS = (
         blocks=r"(down|merged)\.\d+",
     ),
     Workload(
-        *("gpt-2", _of_transformers("GPT2Config", "GPT2LMHeadModel"), _text, _own_loss),
+        *("gpt-2", _of_transformers("GPT2Config", "GPT2LMHeadModel"), _text, own_loss),
         {
             "published": Shape({"use_cache": False}, 8, 1024),
             "small": Shape(_GPT2 | _WORDS | {"n_layer": 6, "n_embd": 128}, 8, 128),
@@ -420,7 +421,7 @@ WORKLOADS = (
         },
     ),
     Workload(
-        *("llama", _of_transformers("LlamaConfig", "LlamaForCausalLM"), _text, _own_loss),
+        *("llama", _of_transformers("LlamaConfig", "LlamaForCausalLM"), _text, own_loss),
         {
             "published": Shape(
                 _layers(2048, 8192, 16, 32, num_key_value_heads=8, use_cache=False)
@@ -436,7 +437,7 @@ WORKLOADS = (
         published="llama, 16 blocks",
     ),
     Workload(
-        *("roberta", _of_transformers("RobertaConfig", "RobertaForSequenceClassification"), _sentences, _own_loss),
+        *("roberta", _of_transformers("RobertaConfig", "RobertaForSequenceClassification"), _sentences, own_loss),
         {
             "published": Shape({"max_position_embeddings": 514}, 32, 128),
             "small": Shape(_layers(128, 512, 12, 4, max_position_embeddings=130, **_WORDS), 8, 128),
@@ -447,7 +448,7 @@ WORKLOADS = (
         published="roberta-base",
     ),
     Workload(
-        *("vit", _of_transformers("ViTConfig", "ViTForImageClassification"), _pictures, _own_loss),
+        *("vit", _of_transformers("ViTConfig", "ViTForImageClassification"), _pictures, own_loss),
         {"compiled": Shape(_layers(256, 1024, 6, 4, image_size=96, patch_size=8, **_NO_DROPOUT), 16, 96)},
     ),
     Workload(

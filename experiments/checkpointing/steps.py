@@ -28,13 +28,13 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
@@ -52,7 +52,7 @@ from rmm_linear.memory import measure_kept_bytes
 from rmm_linear.variance import measure_step_noise
 
 from .instruments import allocator_peaks, flops_of, gpu_peak, interleaved
-from .models import Shape, Workload, of_shape
+from .models import Shape, Workload, of_shape, own_loss
 from .report import (
     BLOCKS,
     BUDGET,
@@ -99,11 +99,12 @@ class Way:
 
     method: str
     setting: str = ""
-    is_checkpointed: bool = field(default=False, kw_only=True)
-    backend: str | None = field(default=None, kw_only=True)
-    memory_budget: float | None = field(default=None, kw_only=True)
-    options: dict[str, Any] | None = field(default=None, kw_only=True)
-    fitted: str | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    is_checkpointed: bool = False
+    backend: str | None = None
+    memory_budget: float = 1.0
+    options: dict[str, Any] | None = None
+    fitted: str | None = None
 
 
 CODE_WAYS = (
@@ -190,9 +191,8 @@ class Comparison:
 
         running = _Running(model, step, row, group)
         began = time.perf_counter()
-        budget = 1.0 if way.memory_budget is None else way.memory_budget
         try:
-            with functorch_config.patch(activation_memory_budget=budget):
+            with functorch_config.patch(activation_memory_budget=way.memory_budget):
                 if way.fitted is not None:
                     with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
                         plan = fit(model, self._batch, way.fitted).plan
@@ -201,10 +201,9 @@ class Comparison:
             least = f"no plan: the least takes {error.least_bytes} bytes"
             self.missing.append(row | {"budget_bytes": (way.options or {}).get("budget"), "note": least})
             return None
-        if way.backend or group:
-            row["compile_s"] = round(time.perf_counter() - began, 1)
-            # a baseline that runs something else measures nothing
-            assert not counters["graph_break"], counters["graph_break"]
+        # a baseline that runs something else measures nothing
+        assert way.fitted or not counters["graph_break"], counters["graph_break"]
+        row["compile_s"] = round(time.perf_counter() - began, 1)
         if group is not None:
             (variant,) = group.variants()
             plan = variant.plan
@@ -237,10 +236,15 @@ class Comparison:
         row["activation_peak_bytes"] = row["peak_bytes"] - gradient_bytes
         if is_first:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
-                row["saved_bytes"] = _kept_bytes(self.workload, running.model, self._batch)
+                # of models that are called with the batch alone
+                is_called = self.workload.step is own_loss
+                row["saved_bytes"] = measure_kept_bytes(running.model, **self._batch) if is_called else None
         running.alone()
         peak = row["peak_bytes"] / 2**20
-        print(f"{self.workload.name}: {row['method']}, {row['setting']}: {peak:.2f} MiB, error {row['error']:.0e}")
+        print(
+            f"{self.workload.name}: {row['method']}, {row['setting']}: {peak:.2f} MiB, error {row['error']:.0e}",
+            flush=True,
+        )
 
     def _errors(self, running: _Running, draws: int) -> dict[str, float]:
         """The relative error of the gradient: of one draw, and of the mean of several."""
@@ -262,13 +266,13 @@ class Comparison:
         ordered = sorted(self.running, key=lambda running: running.row["peak_bytes"])
         gc.collect()
         print(f"{self.workload.name}: {len(ordered)} ways by turns; other work spoils the times", flush=True)
-        times = interleaved([running.alone for running in ordered], rounds)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            times = interleaved([running.alone for running in ordered], rounds)
         for running, seconds in zip(ordered, times, strict=True):
             if rounds > 1:
                 low, *_, high = statistics.quantiles(seconds, n=5, method="inclusive")
                 found = {"step_s": statistics.median(seconds), "step_s_q20": low, "step_s_q80": high}
-                running.row |= {key: round(value, 4) for key, value in found.items()} | {"rounds": rounds}
-            # a step that was compiled again would have run without its plan
+                running.row |= {key: round(value, 6) for key, value in found.items()} | {"rounds": rounds}
             assert running.group is None or running.group.runs == running.steps, "steps ran without their plan"
         shape = self.shape
         parameters = sum(each.nbytes for each in self._model.parameters())
@@ -277,11 +281,6 @@ class Comparison:
         for row in (*(running.row for running in self.running), *self.missing):
             row["eager_step_s"] = self.running[0].row["step_s"]
             yield sizes | row | origin(self.device.type)
-
-
-def _kept_bytes(workload: Workload, model: nn.Module, batch: dict[str, Tensor]) -> int | None:
-    # of models that are called with the batch alone
-    return measure_kept_bytes(model, **batch) if hasattr(model, "config") else None
 
 
 def _with_own_code(function: Any) -> Callable[..., Any]:
