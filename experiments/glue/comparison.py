@@ -156,16 +156,6 @@ class Comparison:
         """Whether the times mean something."""
         return all(row.train_seconds is not None for row in self.rows)
 
-    @property
-    def fewest_seeds(self) -> int:
-        """The smallest number of seeds that a row has."""
-        return min(len(row.seeds) for row in self.rows)
-
-    @property
-    def most_pairs(self) -> int:
-        """The largest number of seeds that a difference to exact rests on."""
-        return max((row.difference.seeds for row in self.rows if row.difference is not None), default=0)
-
     def of_task(self, task: str) -> tuple[Row, ...]:
         """Rows of one task."""
         return tuple(row for row in self.rows if row.task == task)

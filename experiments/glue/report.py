@@ -119,18 +119,17 @@ def _notes(comparison: Comparison) -> str:
         f"{_chosen(result['fitted'])} at {result['config']['budget']}" for result in results if "fitted" in result
     }
     clipped = sorted(share for result in results if (share := _clipped_share(result)) is not None)
-    spread = ", mean ± standard deviation over the seeds" if comparison.fewest_seeds > 1 else ""
+    fewest = min(len(row.seeds) for row in comparison.rows)
+    spread = ", mean ± standard deviation over the seeds" if fewest > 1 else ""
     notes = {
         f"Scores are in points after the last epoch, never the best one{spread}; a task with two metrics is scored by"
         " their mean. Kept bytes: what one training step on one fixed batch keeps for its backward pass, parameters"
         " excluded.": True,
         "Differences to exact are paired by seed, with their 95 % interval (Student's t; one interval a row, not"
-        " corrected for their number).": comparison.most_pairs > 1,
+        " corrected for their number).": any(row.difference and row.difference.seeds > 1 for row in comparison.rows),
         "Noise: the variance that a method adds to the gradient of the initial weights, over the variance that"
         " minibatches have anyway.": any(row.noise is not None for row in comparison.rows if row.method != EXACT),
-        "One seed supports no claim of equal accuracy: seeds alone move such scores by points.": (
-            comparison.fewest_seeds == 1
-        ),
+        "One seed supports no claim of equal accuracy: seeds alone move such scores by points.": fewest == 1,
         "Checkpointing's kept bytes leave out what a block holds again while its backward pass recomputes it.": any(
             row.method == CHECKPOINTING for row in comparison.rows
         ),

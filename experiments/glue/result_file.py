@@ -15,16 +15,6 @@ RUNNING, COMPLETE, FAILED, DIVERGED = "running", "complete", "failed", "diverged
 FORMAT = 1
 
 
-def check_writable(folder: Path) -> None:
-    """Fail early, and without creating anything, if results can't be written to a folder, which need not exist yet."""
-    nearest = folder
-    # os.path.exists, unlike Path.exists, also answers for a path below a file or in a folder that may not be searched
-    while not os.path.exists(nearest) and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise HarnessError(f"the results folder {folder} can't be written to; pass --results <a folder of yours>")
-
-
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result file so that a reader, or a power cut, never meets half of one; nan and inf become null.
 

@@ -62,7 +62,6 @@ from .result_file import (
     FAILED,
     FORMAT,
     RUNNING,
-    check_writable,
     read_result,
     write_result,
 )
@@ -127,7 +126,6 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
         The content of the result file. If the run was complete already, nothing is run.
     """
     path = result_path(settings, results)
-    check_writable(results)
     if not force:
         finished = finished_result(settings, results)
         if finished is not None:

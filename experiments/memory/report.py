@@ -76,10 +76,9 @@ def draw_figure(rows: Rows, path: Path) -> None:
         # kept by something other than linear layers
         axes.barh(place, 100 * (1 - own[0]["own_bytes"] / own[0]["exact_bytes"]), color="0.88", height=0.7)
         for number, row in enumerate(own):
-            if row["of_exact"] is not None:
-                colour, marker, size = _STYLES.get(row["method"], _STORED if row["storage"] else _OURS)
-                height = place + 0.6 * (number / len(own) - 0.5)
-                axes.plot(100 * row["of_exact"], height, color=colour, marker=marker, markersize=size, linestyle="")
+            colour, marker, size = _STYLES.get(row["method"], _STORED if row["storage"] else _OURS)
+            height = place + 0.6 * (number / len(own) - 0.5)
+            axes.plot(100 * row["of_exact"], height, color=colour, marker=marker, markersize=size, linestyle="")
     sizes = [f"{name}\n{own[0]['batch']} x {own[0]['seq']}, {own[0]['dtype']}" for name, own in models.items()]
     axes.set_yticks(range(len(models)), sizes, fontsize=9)
     axes.invert_yaxis()

@@ -100,7 +100,8 @@ def measured_rows(workload: Workload, *, layers: int | None = None, **changes: A
     is_fused = any("scaled_dot_product" in op for op in report.by_op())
     fused = f", {'fused' if is_fused else 'unfused'}" if workload.attention == "sdpa" else ""
     for method in METHODS:
-        config = method.config
+        with method.applied(model, batch) as sketched:
+            kept = measure_kept_bytes(model, **batch)
         knobs = ("ratio", "sketch", "center", "storage", "share_sketch")
         row = {
             "model": workload.name,
@@ -111,29 +112,15 @@ def measured_rows(workload: Workload, *, layers: int | None = None, **changes: A
             "dropout": dropout,
             "attention_dropout": attention_dropout,
             "method": method.family,
-            **{name: None if config is None else getattr(config, name) for name in knobs},
-            **_measured(method, model, batch, report),
+            **{name: None if method.config is None else getattr(method.config, name) for name in knobs},
+            "sketched_layers": len(sketched),
+            "kept_bytes": kept,
+            "predicted_bytes": method.predicted_bytes(report, sketched),
+            "of_exact": round(kept / report.total_bytes, 4),
             "exact_bytes": report.total_bytes,
             "own_bytes": report.own_bytes,
         }
         yield row | {"peft": metadata.version("peft") if workload.lora else None} | origin()
-
-
-def _measured(method: Method, model: nn.Module, batch: dict[str, Tensor], report: MemoryReport) -> dict[str, Any]:
-    try:
-        with method.applied(model, batch) as sketched:
-            kept = measure_kept_bytes(model, **batch)
-    except ValueError as error:
-        # what `convert_linears` says of a model that it finds nothing to convert in
-        nothing = dict.fromkeys(("sketched_layers", "kept_bytes", "predicted_bytes", "of_exact"))
-        return nothing | {"note": " ".join(str(error).split())}
-    return {
-        "sketched_layers": len(sketched),
-        "kept_bytes": kept,
-        "predicted_bytes": method.predicted_bytes(report, sketched),
-        "of_exact": round(kept / report.total_bytes, 4),
-        "note": None,
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,7 +58,6 @@ def test_what_is_predicted_is_what_is_measured(name: str) -> None:
     assert len(rows) == len(METHODS)
     exact = rows[0]["kept_bytes"]
     for row in rows:
-        assert row["note"] is None
         assert row["exact_bytes"] == exact
         assert row["predicted_bytes"] == (None if row["method"] == CHECKPOINTING else row["kept_bytes"]), row
         # the least that any sketch of these layers can leave
