@@ -317,11 +317,13 @@ class Shape:
         options: What the model is built with.
         batch: Examples.
         size: Pixels of a side, tokens, or steps.
+        is_padded: Whether a mask says that sentences are shorter than `size`, down to half of it.
     """
 
     options: dict[str, Any]
     batch: int
     size: int
+    is_padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -357,7 +359,11 @@ class Workload:
         """Build the model and a batch."""
         torch.manual_seed(0)
         model = self.build(**shape.options).train()
-        return model, self.sample(model, shape.batch, shape.size)
+        batch = self.sample(model, shape.batch, shape.size)
+        if shape.is_padded:
+            lengths = torch.randint(shape.size // 2, shape.size + 1, (shape.batch, 1))
+            batch["attention_mask"] = (torch.arange(shape.size) < lengths).long()
+        return model, batch
 
     @contextmanager
     def without_contents(self, shape: Shape) -> Iterator[tuple[nn.Module, Batch]]:
@@ -442,8 +448,8 @@ WORKLOADS = (
             "published": Shape({"max_position_embeddings": 514}, 32, 128),
             "small": Shape(_layers(128, 512, 12, 4, max_position_embeddings=130, **_WORDS), 8, 128),
             "compiled": Shape(_layers(256, 1024, 6, 4, max_position_embeddings=130, **_WORDS, **_NO_DROPOUT), 16, 128),
-            "codes": Shape(_ROBERTA_WIDE, 16, 128),
-            "codes, cuda": Shape(_ROBERTA_WIDE, 32, 512),
+            "codes": Shape(_ROBERTA_WIDE, 16, 128, is_padded=True),
+            "codes, cuda": Shape(_ROBERTA_WIDE, 32, 512, is_padded=True),
         },
         published="roberta-base",
     ),

@@ -52,7 +52,7 @@ from rmm_linear.memory import measure_kept_bytes
 from rmm_linear.variance import measure_step_noise
 
 from .instruments import allocator_peaks, flops_of, gpu_peak, interleaved
-from .models import Shape, Workload, of_shape, own_loss
+from .models import WORKLOADS, Shape, Workload, of_shape, own_loss
 from .report import (
     BLOCKS,
     BUDGET,
@@ -409,21 +409,15 @@ def _run(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     parser = Parser(prog="python -m experiments.checkpointing.steps", description=__doc__.partition("\n")[0])
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{eager,compiled,codes}")
+    parser.add_argument("kind", choices=("eager", "compiled", "codes"))
+    add_models(parser, WORKLOADS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way (default: 7)")
     ways = [way.method for way in CODE_WAYS]
-    for kind in ("eager", "compiled", "codes"):
-        of_kind = kinds.add_parser(kind)
-        add_models(of_kind, of_shape("small" if kind == "eager" else kind))
-        of_kind.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-        of_kind.add_argument("--rounds", type=int, default=7, help="timed steps of each way (default: 7)")
-        is_codes = kind == "codes"
-        if is_codes:
-            of_kind.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
-            of_kind.add_argument("--ways", nargs="*", choices=ways, default=ways, help="beside eager mode")
-            of_kind.add_argument("--noise", metavar="MODEL", help="measure the noise of codes on this pretrained model")
-            of_kind.add_argument("--data", default="GLUE", help="a folder in the official GLUE layout, for --noise")
-        else:
-            of_kind.set_defaults(device="cpu", noise=None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of codes (default: cpu)")
+    parser.add_argument("--ways", nargs="*", choices=ways, default=ways, help="of codes: which, beside eager mode")
+    parser.add_argument("--noise", metavar="MODEL", help="of codes: measure their noise on this pretrained model")
+    parser.add_argument("--data", default="GLUE", help="a folder in the official GLUE layout, for --noise")
     return exit_status(lambda: _run(parser.parse_args(arguments)))
 
 

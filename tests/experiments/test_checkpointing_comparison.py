@@ -103,7 +103,7 @@ def test_steps_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: pytest.
 def test_codes_are_compared_from_end_to_end(tmp_path: Path) -> None:
     roberta = next(workload for workload in models.WORKLOADS if workload.name == "roberta")
     sizes = models._layers(64, 128, 2, 2, vocab_size=50, max_position_embeddings=66, **models._NO_DROPOUT)
-    with steps.Comparison(roberta, Shape(sizes, 8, 64)) as comparison:
+    with steps.Comparison(roberta, Shape(sizes, 8, 64, is_padded=True)) as comparison:
         for way in (steps.Way("eager"), steps.Way("8 bits", options={"bits": 8}), steps.Way("fit 60%", fitted="60%")):
             assert comparison.add(way) is not None
         rows = [{"model": "roberta"} | row for row in comparison.rows(2)]
