@@ -390,9 +390,9 @@ _NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_drop
 _NO_DROPOUT |= {"problem_type": "single_label_classification"}
 _GPT2 = {"n_head": 4, "n_positions": 128, "use_cache": False}
 _GPT2_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_GPT2_WIDE = {"n_embd": 768, "n_head": 12, "n_positions": 1024, "use_cache": False} | _MANY_WORDS | _GPT2_NO_DROPOUT
+_GPT2_WIDE = {"n_embd": 768, "n_head": 12, "use_cache": False} | _MANY_WORDS | _GPT2_NO_DROPOUT
 _LLAMA_WIDE = {"num_key_value_heads": 12, "use_cache": False} | _MANY_WORDS
-_ROBERTA_WIDE = _layers(768, 3072, 12, 12, max_position_embeddings=516, **_MANY_WORDS, **_NO_DROPOUT)
+_ROBERTA_WIDE = _layers(768, 3072, 12, 12, **_MANY_WORDS, **_NO_DROPOUT)
 _STAGES = r"stages\.\d+"
 # batches of the published image models: Kusumoto et al. 2019, table 1
 WORKLOADS = (
@@ -422,8 +422,8 @@ WORKLOADS = (
             "published": Shape({"use_cache": False}, 8, 1024),
             "small": Shape(_GPT2 | _WORDS | {"n_layer": 6, "n_embd": 128}, 8, 128),
             "compiled": Shape(_GPT2 | _WORDS | _GPT2_NO_DROPOUT | {"n_layer": 6, "n_embd": 256}, 14, 128),
-            "codes": Shape(_GPT2_WIDE | {"n_layer": 4}, 16, 128),
-            "codes, cuda": Shape(_GPT2_WIDE | {"n_layer": 12}, 16, 1024),
+            "codes": Shape(_GPT2_WIDE | {"n_layer": 4, "n_positions": 128}, 16, 128),
+            "codes, cuda": Shape(_GPT2_WIDE | {"n_layer": 12, "n_positions": 1024}, 16, 1024),
         },
     ),
     Workload(
@@ -448,8 +448,8 @@ WORKLOADS = (
             "published": Shape({"max_position_embeddings": 514}, 32, 128),
             "small": Shape(_layers(128, 512, 12, 4, max_position_embeddings=130, **_WORDS), 8, 128),
             "compiled": Shape(_layers(256, 1024, 6, 4, max_position_embeddings=130, **_WORDS, **_NO_DROPOUT), 16, 128),
-            "codes": Shape(_ROBERTA_WIDE, 16, 128, is_padded=True),
-            "codes, cuda": Shape(_ROBERTA_WIDE, 32, 512, is_padded=True),
+            "codes": Shape(_ROBERTA_WIDE | {"max_position_embeddings": 132}, 16, 128, is_padded=True),
+            "codes, cuda": Shape(_ROBERTA_WIDE | {"max_position_embeddings": 516}, 32, 512, is_padded=True),
         },
         published="roberta-base",
     ),
