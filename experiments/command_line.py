@@ -4,11 +4,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn
 
 
 class HarnessError(ValueError):
-    """A mistake in what the user asked for or supplied: the command line prints it as one line, without a traceback."""
+    """A mistake in what the user asked for or supplied; it may come from any function of experiments.
+
+    The command line prints it as one line, without a traceback.
+    """
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,26 +28,18 @@ def exit_status(work: Callable[[], int]) -> int:
     except HarnessError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+        print("interrupted; the same command goes on from what is saved", file=sys.stderr)
         return 130
     return 2
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Model = TypeVar("_Model", bound=_Named)
-
-
-def add_models(parser: argparse.ArgumentParser, models: Sequence[_Named]) -> None:
+def add_models(parser: argparse.ArgumentParser, models: Sequence[Any]) -> None:
     """Add an option `--models` that names some of the models of an experiment, all by default."""
     names = [model.name for model in models]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
 
 
-def chosen(models: Sequence[_Model], names: Sequence[str]) -> list[_Model]:
+def chosen(models: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """Return the models of these names, in the order of the experiment."""
     return [model for model in models if model.name in names]
 

@@ -4,21 +4,18 @@ A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; what is 
 """
 
 import argparse
-import csv
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.blocks import filled, table
-from experiments.checkpointing.bounds import bounds_table
-from experiments.checkpointing.codes import codes_table
-from experiments.checkpointing.growth import growth_table
-from experiments.checkpointing.report import blocks as checkpointing_blocks
+from experiments.checkpointing import report as checkpointing
 from experiments.glue import sketch_noise
 from experiments.glue.evidence import evidence_table, read_study
-from experiments.memory.report import FILE, read_rows, summary_table
+from experiments.memory.report import FILE, summary_table
 from experiments.peers import peers_table
+from experiments.rows import read_rows
 from experiments.which_tool import which_table
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +24,6 @@ RESULTS = ROOT / "docs" / "results.md"
 CODES = ROOT / "docs" / "codes.md"
 BUDGET = ROOT / "docs" / "budget.md"
 COMPARE = ROOT / "docs" / "compare.md"
-CHECKPOINTING = ROOT / "experiments/checkpointing/results"
 MEMORY = ROOT / "experiments/memory/results" / FILE
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
 
@@ -36,16 +32,15 @@ def layer_tables() -> str:
     """Return one table a results file: time over nn.Linear's by shape, sketch and ratio."""
     parts = []
     for path in sorted(BENCHMARKS.rglob("layer-*.csv")):
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        ratios = sorted({float(row["ratio"]) for row in rows}, reverse=True)
+        rows = read_rows(path)
+        ratios = sorted({row["ratio"] for row in rows}, reverse=True)
         cells: dict[tuple[str, str], dict[float, str]] = {}
         for row in rows:
             shape = f"{row['rows']} x {row['in_features']} -> {row['out_features']}"
-            sketch = row["sketch"] + (", centered" if row["center"] == "True" else "")
+            sketch = row["sketch"] + (", centered" if row["center"] else "")
             sketch += f", {row['storage']}" if row.get("storage") else ""
-            spread = f"{float(row['time_ratio_q20']):.2f}-{float(row['time_ratio_q80']):.2f}"
-            cells.setdefault((shape, sketch), {})[float(row["ratio"])] = f"{float(row['time_ratio']):.2f} ({spread})"
+            spread = f"{row['time_ratio_q20']:.2f}-{row['time_ratio_q80']:.2f}"
+            cells.setdefault((shape, sketch), {})[row["ratio"]] = f"{row['time_ratio']:.2f} ({spread})"
         first = rows[0]
         header = ["rows x in -> out", "sketch", *(f"ratio {ratio:g}" for ratio in ratios)]
         times = table(header, [[*of, *(values.get(ratio, "") for ratio in ratios)] for of, values in cells.items()])
@@ -68,32 +63,26 @@ def memory_table() -> str:
     return f"Counted on a CPU, commit {commits}:\n\n{summary_table(rows)}"
 
 
-def checkpointing_table() -> str:
-    """Return plans beside torch's own checkpointing."""
-    return checkpointing_blocks(CHECKPOINTING)["baselines"]()
-
-
-BLOCKS: dict[str, Callable[[], str]] = {
-    "memory": memory_table,
-    "layer": layer_tables,
-    "variance": sketch_noise.budgets_table,
-    "sketches": sketch_noise.sketches_table,
-    "study": study_table,
-    "checkpointing": checkpointing_table,
-}
+def _of(make: Callable[[Path], str]) -> Callable[[], str]:
+    return functools.partial(make, checkpointing.RESULTS)
 
 
 def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     """Return the blocks of each page."""
-    which = functools.partial(which_table, CHECKPOINTING, MEMORY, sketch_noise.FILE, BENCHMARKS)
-    codes = functools.partial(codes_table, CHECKPOINTING)
-    bounds = functools.partial(bounds_table, CHECKPOINTING)
-    growth = functools.partial(growth_table, CHECKPOINTING)
-    budget = {"bounds": bounds, "growth": growth}
+    results: dict[str, Callable[[], str]] = {
+        "memory": memory_table,
+        "layer": layer_tables,
+        "variance": sketch_noise.budgets_table,
+        "sketches": sketch_noise.sketches_table,
+        "study": study_table,
+        "checkpointing": _of(checkpointing.eager_table),
+    }
+    which = functools.partial(which_table, checkpointing.RESULTS, MEMORY, sketch_noise.FILE, BENCHMARKS)
+    budget = {"bounds": _of(checkpointing.bounds_table), "growth": _of(checkpointing.growth_table)}
     return {
         README: {"which": which},
-        RESULTS: BLOCKS,
-        CODES: {"codes": codes},
+        RESULTS: results,
+        CODES: {"codes": _of(checkpointing.codes_table)},
         BUDGET: budget,
         COMPARE: {"peers": peers_table},
     }

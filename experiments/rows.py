@@ -75,7 +75,7 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
         os.close(handle)
         write(Path(temporary))
         # mkstemp makes files for the owner only; a result is as readable as any other file

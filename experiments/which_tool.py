@@ -1,30 +1,36 @@
 """The table "Which tool when" of README.md, from committed results."""
 
-import csv
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpointing.baselines import BLOCKS, EAGER
-from experiments.checkpointing.codes import FITTED
-from experiments.checkpointing.codes import ROWS_FILE as CODED_FILE
-from experiments.checkpointing.codes import read_rows as read_coded
-from experiments.checkpointing.compiled_report import COMPILED, EXACT, INDUCTOR, ROWS_FILE, read_compiled_rows
+from experiments.blocks import table
+from experiments.checkpointing.report import (
+    BLOCKS,
+    CODES_FILE,
+    COMPILED,
+    EAGER,
+    EXACT,
+    INDUCTOR,
+    read_compiled,
+    size_of,
+)
 from experiments.glue.sketch_noise import ALL_ROWS, ONE_FOR_ALL
 from experiments.memory.report import method_name
 from experiments.rows import read_rows
 
 # The step whose plans are shown, the models whose kept bytes are, and the layer whose time is.
 STEP, CODED, KEPT, KEPT_WITH_LORA = "roberta", "roberta", "roberta-base", "llama-1b-lora"
+FITTED = ("60%", "40%")
 LAYER = {
-    "rows": "4096",
-    "in_features": "768",
-    "out_features": "3072",
+    "rows": 4096,
+    "in_features": 768,
+    "out_features": 3072,
     "sketch": "hadamard",
-    "center": "True",
-    "ratio": "0.5",
+    "center": True,
+    "ratio": 0.5,
 }
 # A plan that takes no time takes at most so much of the eager step's.
 NO_TIME = 1.02
@@ -34,7 +40,7 @@ _CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
 def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Path) -> str:
     """Return a table of what each tool takes and saves, and how it was measured."""
-    rows = [row for row in read_compiled_rows(checkpointing / ROWS_FILE) if row["model"] == STEP]
+    rows = [row for row in read_compiled(checkpointing) if row["model"] == STEP]
     eager = next(row for row in rows if (row["method"], row["setting"]) == (EAGER, ""))
     blocks = {row["method"]: row for row in rows if row["setting"] == BLOCKS}
     least_bytes = min(row["peak_bytes"] for row in blocks.values())
@@ -45,23 +51,20 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         ("(in their place)", "`torch.utils.checkpoint` in each block", blocks[EAGER]),
         ("(in their place)", "the same under `torch.compile`", blocks[COMPILED]),
     ]
-    lines = ["| you want | call | memory | time | noise |", "|---|---|---|---|---|"]
-    known = [row for row in read_coded(checkpointing / CODED_FILE) if row["precision"] == "float32"]
-    coded = {row["way"]: row for row in known if row["model"] == CODED}
+    coded = {row["method"]: row for row in read_rows(checkpointing / CODES_FILE) if row["model"] == CODED}
     first = coded[EAGER]
 
-    def estimated(want: str, call: str, row: Mapping[str, str]) -> str:
-        peak, took = (float(row[name]) / float(first[name]) for name in ("peak_bytes", "step_s"))
-        noise = float(row["error"]) ** 2
-        return f"| {want} | {call} | peak {100 * peak:.0f} % | {took:.2f} | {noise:.1g} |"
+    def estimated(want: str, call: str, row: Mapping[str, Any]) -> list[str]:
+        peak, took = (row[name] / first[name] for name in ("peak_bytes", "step_s"))
+        return [want, call, f"peak {100 * peak:.0f} %", f"{took:.2f}", f"{row['error'] ** 2:.1g}"]
 
-    lines += [
+    lines = [
         estimated("it to fit, by one call", f'`fit(model, batch, budget="{budget}")`', coded[f"fit {budget}"])
-        for budget in FITTED.values()
+        for budget in FITTED
     ]
     for want, call, row in steps:
         peak, took = row["peak_bytes"] / eager["peak_bytes"], row["step_s"] / eager["step_s"]
-        lines.append(f"| {want} | {call} | peak {100 * peak:.0f} % | {took:.2f} | none |")
+        lines.append([want, call, f"peak {100 * peak:.0f} %", f"{took:.2f}", "none"])
     lines.append(estimated("little memory, hardly any noise", _CODES, coded["8 bits"]))
     kept = {(row["model"], method_name(row)): row["of_exact"] for row in read_rows(memory)}
     noise = {
@@ -79,37 +82,35 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
     for want, call, model, ratio, storage, time in layers:
         share = kept[model, method_name({"method": "rmm_linear", "ratio": ratio, "storage": storage})]
         variance = f"{noise[ratio, storage]:.2g}" if model == KEPT else "-"
-        lines.append(f"| {want} | {call} | keeps {100 * share:.0f} % | {time} | {variance} |")
-    config = json.loads(eager["config"])
-    step = f"a RoBERTa of {config['num_hidden_layers']} layers of {config['hidden_size']}"
-    machine = f"batch {eager['batch']} x {eager['size']}, {eager['hardware']}, torch {eager['torch']}"
-    machine_of_codes = first["hardware"]
+        lines.append([want, call, f"keeps {100 * share:.0f} %", time, variance])
+    config, (coded_layers, width) = json.loads(eager["config"]), size_of(first)
     told = (
-        f"Peak and time are of a whole step, over eager mode's: {step}, {machine}; with `fit` and codes a RoBERTa of"
-        f" {first['layers']} layers of 768, batch {first['batch']} x {first['length']}, whose noise is the variance of"
-        f" the whole gradient over its square, {machine_of_codes}."
+        "Peak and time are of a whole step, over eager mode's: a RoBERTa of"
+        f" {config['num_hidden_layers']} layers of {config['hidden_size']}, batch {eager['batch']} x {eager['size']},"
+        f" {eager['hardware']}, torch {eager['torch']}; with `fit` and codes a RoBERTa of"
+        f" {coded_layers} layers of {width}, batch {first['batch']} x {first['size']}, whose noise is the variance of"
+        f" the whole gradient over its square, {first['hardware']}."
         f' "Keeps" is of what {KEPT}'
         f" ({KEPT_WITH_LORA} with LoRA) keeps for its backward pass. A sketch's time is a 4096 x 768 -> 3072 layer's"
         " over `nn.Linear`'s, its noise the variance of a layer's weight gradient over its square, on MRPC, mean of 36"
         " layers. All are measured; [docs/results.md](docs/results.md) has more."
     )
-    return "\n".join([*lines, "", told])
+    return f"{table(['you want', 'call', 'memory', 'time', 'noise'], lines)}\n\n{told}"
 
 
-def _least(rows: list[dict[str, Any]], most_s: float) -> Mapping[str, Any]:
+def _least(rows: Sequence[dict[str, Any]], most_s: float) -> Mapping[str, Any]:
     fast = [row for row in rows if row["method"] == INDUCTOR and (row["step_s"] or math.inf) <= most_s]
     return min(fast, key=lambda row: row["peak_bytes"])
 
 
-def _fastest(rows: list[dict[str, Any]], method: str, most_bytes: int) -> Mapping[str, Any]:
+def _fastest(rows: Sequence[dict[str, Any]], method: str, most_bytes: int) -> Mapping[str, Any]:
     small = [row for row in rows if row["method"] == method and (row["peak_bytes"] or math.inf) <= most_bytes]
     return min(small, key=lambda row: row["step_s"])
 
 
 def _layer_time(folder: Path) -> str:
     for path in sorted(folder.rglob("layer-*.csv")):
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if all(row[name] == value for name, value in LAYER.items()):
-                    return f"{float(row['time_ratio']):.2f}"
+        for row in read_rows(path):
+            if all(row[name] == value for name, value in LAYER.items()):
+                return f"{row['time_ratio']:.2f}"
     raise ValueError(f"{folder} has no time of the layer {LAYER}; `make bench` measures it")

@@ -1,16 +1,17 @@
-"""Tables and figure of `experiments.checkpointing.run`'s results: `python -m experiments.checkpointing.report FOLDER`.
+"""Tables and figure of this folder's results: `python -m experiments.checkpointing.report`.
 
-Everything is computed from the results, but for the peaks that Kusumoto et al. published, which stand beside ours.
+Everything is computed from `results/*.csv`, but for the peaks that Kusumoto et al. published, which stand beside ours.
 """
 
 from __future__ import annotations
 
-import csv
-import math
+import functools
+import json
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 
@@ -18,39 +19,34 @@ mpl.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullLocator
 
-from experiments import results_by_model
-from experiments.blocks import filled
-from experiments.command_line import HarnessError, report_command
-from experiments.rows import replace_file
+from experiments.blocks import filled, percent, table
+from experiments.command_line import report_command
+from experiments.rows import by_model, read_rows, replace_file
 
-from .baselines import BLOCKS, BUDGET
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-FRONTIERS_FILE, MEASURED_FILE, ARENAS_FILE = "frontiers.csv", "measured.csv", "arenas.csv"
-PLANNED = "planned"
+RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
-Rows = Sequence[dict[str, Any]]
-_MIB, _GB = 2**20, 1e9
-_WHOLE = ("batch", "size", "parameter_bytes", "ops", "plain_peak_bytes", "budget_percent", "peak_bytes")
-_WHOLE += ("simulated_peak_bytes", "allocator_peak_bytes", "flops", "repeats")
-_FRACTIONS = ("planning_s", "extra_cost", "extra_flops", "time_ratio", "time_ratio_q20", "time_ratio_q80")
-_FRACTIONS += ("gradient_difference",)
-_KINDS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(_WHOLE, int),
-    **dict.fromkeys(_FRACTIONS, float),
-    **dict.fromkeys(("same_gradients", "same_buffers"), lambda text: text == "True"),
-}
-_NEEDED = {"model", "shape", "batch", "size", "parameter_bytes", "peak_bytes", "extra_cost", "extra_flops", "strategy"}
-_NEEDED |= {"commit"}
+# of plans.py
+FRONTIERS_FILE, BOUNDS_FILE, GROWTH_FILE, ARENAS_FILE = "frontiers.csv", "bounds.csv", "growth.csv", "arenas.csv"
+# of steps.py
+EAGER_FILE, COMPILED_FILE, CODES_FILE, CODES_CUDA_FILE = "eager.csv", "compiled.csv", "codes.csv", "codes-cuda.csv"
+NOISE_FILE = "codes_noise.csv"
+EAGER, BLOCKS, COMPILED, BUDGET = "eager", "torch checkpoint", "torch.compile", "torch budget"
+EXACT, INDUCTOR = "planned, exact", "planned, inductor"
+# settings of budgets that lie evenly between the plain peak and the least
+SPREAD = "spread"
+BOUNDS_PERCENTS = (80, 60, 40, 25, 15)
+GROWTH_PERCENTS = (75, 50, 25)
+Row = dict[str, Any]
+Rows = Sequence[Row]
+_GB = 1e9
 _BUDGETS = (80, 60, 40, 20)
-# planners that ran on a few models alone; a second table shows them
+# planners that ran on a few models alone; a table of their own shows them
 _SOLVERS = ("jain2020", "kirisame2021", "zhang2023")
 # of the plain step: a forward pass is about a third of it
 _ONE_FORWARD = 1 / 3
+# an unrolled loop has more: planning times of those stand in a line of their own
+_MANY_OPS = 10_000
 # peak memory in GB: Kusumoto et al. 2019, table 1: none, Chen's algorithm, theirs; with liveness analysis
 _PUBLISHED = {
     "resnet-50": (8.9, 3.7, 3.4),
@@ -60,421 +56,353 @@ _PUBLISHED = {
     "googlenet": (8.5, 6.5, 5.2),
     "u-net": (9.1, 7.4, 5.0),
 }
-# the colours of Okabe and Ito, which colour-blind readers can tell apart; the dashes say the same again
-_LINES = (
-    ("#0072B2", "-"),
-    ("#009E73", "--"),
-    ("#E69F00", "-."),
-    ("#CC79A7", ":"),
-    ("#56B4E9", (0, (5, 1))),
-    ("#8C6D31", (0, (3, 1, 1, 1))),
-    ("#7570B3", (0, (1, 1))),
-    ("#666666", (0, (8, 2))),
-)
-_MARKS = {BLOCKS: ("black", "P", 9), BUDGET: ("#D55E00", "X", 7), PLANNED: ("#0072B2", "o", 5)}
-_PANELS_A_ROW = 4
-# an unrolled loop has more: planning times of those stand in a line of their own
-_MANY_OPS = 10_000
-_TOP_PERCENT = 60
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a results file.
-
-    Returns:
-        Its rows, numbers as numbers and empty cells as None.
-
-    Raises:
-        HarnessError: If it is missing, empty or something else.
-    """
-    return results_by_model.read_rows(
-        path, kinds=_KINDS, needed=_NEEDED, command="python -m experiments.checkpointing.run"
-    )
+def _cheapest(rows: Rows, peak_bytes: float) -> float | None:
+    """The least extra cost within a budget."""
+    return min((row["extra_cost"] for row in rows if row["peak_bytes"] <= peak_bytes), default=None)
 
 
-def by_model(rows: Rows) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each model, by its name."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["model"], []).append(row)
-    return found
-
-
-def as_percent(fraction: float | None, sign: str = "") -> str:
-    """Return a fraction as text: "-" for None, and three digits for large ones."""
-    if fraction is None:
-        return "-"
-    percent = 100 * fraction
-    # adding zero: -0.0 is none
-    return f"{round(percent, 0 if abs(percent) >= 99.95 else 1) + 0.0:{sign}.{0 if abs(percent) >= 99.95 else 1}f} %"
-
-
-def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
-
-
-def _cheapest(rows: Rows, peak_bytes: float) -> dict[str, Any] | None:
-    """The row of the least extra cost within a budget."""
-    fitting = [row for row in rows if row["peak_bytes"] <= peak_bytes]
-    return min(fitting, key=lambda row: (row["extra_cost"], row["peak_bytes"]), default=None)
-
-
-def _least(rows: Rows, extra_cost: float) -> dict[str, Any] | None:
+def _least(rows: Rows, extra_cost: float) -> Row | None:
     """The row of the least peak for a price."""
     fitting = [row for row in rows if row["extra_cost"] <= extra_cost]
     return min(fitting, key=lambda row: (row["peak_bytes"], row["extra_cost"]), default=None)
 
 
-def _at(rows: Rows, shape: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["shape"] == shape]
+def _frontiers(folder: Path) -> dict[str, list[Row]]:
+    return by_model(read_rows(folder / FRONTIERS_FILE))
 
 
-def _shapes(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(row["shape"] for row in rows))
-
-
-def _pick(rows: Rows, shape: str, gradients: str) -> list[dict[str, Any]]:
-    return [row for row in _at(rows, shape) if row["gradients"] == gradients]
-
-
-def planned_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> str:
-    """Return what budgets cost, the cheapest strategy at each: a line a model.
-
-    Args:
-        rows: Rows of the frontiers.
-        shape: Which sizes.
-        gradients: "kept" until the end of the step, or "freed" as soon as each is made.
-    """
+def strategies_table(folder: Path) -> str:
+    """Return each strategy's least peak whose extra time is at most a third, "-" where it refuses: a line a model."""
+    models = {
+        model: [row for row in rows if not row["strategy"].startswith(_SOLVERS)]
+        for model, rows in _frontiers(folder).items()
+    }
+    names = list(dict.fromkeys(row["strategy"] for rows in models.values() for row in rows))
     lines = []
-    for model, each in by_model(_pick(rows, shape, gradients)).items():
-        first = each[0]
-        plain = first["plain_peak_bytes"]
-        cells = [model, f"{first['batch']} x {first['size']}", str(first["ops"])]
-        cells += [f"{first['parameter_bytes'] / _GB:.2f}", f"{plain / _GB:.2f}"]
-        for percent in _BUDGETS:
-            row = _cheapest(each, plain * percent / 100)
-            cells.append("-" if row is None else as_percent(row["extra_cost"], "+"))
-        for row in (_least(each, _ONE_FORWARD), _least(each, math.inf)):
-            assert row is not None
-            cells.append(f"{as_percent(row['peak_bytes'] / plain)} for {as_percent(row['extra_cost'], '+')}")
-        lines.append(cells)
-    head = ["model", "batch x size", "ops", "parameters, GB", "plain peak, GB"]
-    head += [f"time at {percent} %" for percent in _BUDGETS]
-    return markdown_table([*head, "least peak for a third more time", "least peak"], lines)
-
-
-def strategies_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> str:
-    """Return each strategy's least peak whose extra time is at most a third, "-" where it refuses: a line a model.
-
-    Args:
-        rows: Rows of the frontiers.
-        shape: Which sizes.
-        gradients: See `planned_table`.
-    """
-    rows = [row for row in rows if not row["strategy"].startswith(_SOLVERS)]
-    names = list(dict.fromkeys(row["strategy"] for row in rows))
-    lines = []
-    for model, each in by_model(_pick(rows, shape, gradients)).items():
-        cells = [model]
-        for name in names:
-            own = [row for row in each if row["strategy"] == name]
-            row = _least(own, _ONE_FORWARD)
-            if row is None:
-                cells.append("-")
-                continue
-            share = as_percent(row["peak_bytes"] / row["plain_peak_bytes"])
-            cells.append(f"{share} for {as_percent(row['extra_cost'], '+')}")
-        lines.append(cells)
-    for what, found in (
-        (f"planning, s (longest of up to {_MANY_OPS} ops)", [row for row in rows if row["ops"] <= _MANY_OPS]),
-        ("planning, s (longest of more)", [row for row in rows if row["ops"] > _MANY_OPS]),
+    for model, rows in models.items():
+        found = [_least([row for row in rows if row["strategy"] == name], _ONE_FORWARD) for name in names]
+        shares = ((row, percent(row and row["peak_bytes"] / row["plain_peak_bytes"])) for row in found)
+        lines.append([model, *(f"{of} for {percent(row['extra_cost'], '+')}" if row else "-" for row, of in shares)])
+    every = [row for row in read_rows(folder / FRONTIERS_FILE) if row["strategy"] in names]
+    for label, rows in (
+        (f"planning, s (longest of up to {_MANY_OPS} ops)", [row for row in every if row["ops"] <= _MANY_OPS]),
+        ("planning, s (longest of more)", [row for row in every if row["ops"] > _MANY_OPS]),
     ):
-        seconds = [max((row["planning_s"] for row in found if row["strategy"] == name), default=None) for name in names]
-        if found:
-            lines.append([what, *("-" if longest is None else f"{longest:.1f}" for longest in seconds)])
-    return markdown_table(["model", *names], lines)
+        seconds = [max((row["planning_s"] for row in rows if row["strategy"] == name), default=None) for name in names]
+        lines.append([label, *("-" if longest is None else f"{longest:.1f}" for longest in seconds)])
+    return table(["model", *names], lines)
 
 
-def solvers_table(rows: Rows, shape: str = "full", gradients: str = "kept") -> str:
-    """Return what budgets cost with each solver and online policy, and with the best of the others: a line each.
-
-    Args:
-        rows: Rows of the frontiers.
-        shape: Which sizes.
-        gradients: See `planned_table`.
-    """
+def solvers_table(folder: Path) -> str:
+    """Return what budgets cost with each solver and online policy, and with the best of the others: a line each."""
     lines = []
-    for model, each in by_model(_pick(rows, shape, gradients)).items():
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for row in each:
+    for model, rows in _frontiers(folder).items():
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
             name = row["strategy"] if row["strategy"].startswith(_SOLVERS) else "best of the others"
             groups.setdefault(name, []).append(row)
-        plain = each[0]["plain_peak_bytes"]
+        plain = rows[0]["plain_peak_bytes"]
         for name, own in groups.items() if len(groups) > 1 else ():
-            within = (_cheapest(own, plain * percent / 100) for percent in _BUDGETS)
-            cells = ["-" if row is None else as_percent(row["extra_cost"], "+") for row in within]
-            least = min(row["peak_bytes"] for row in own) / plain
             seconds = sum({row["strategy"]: row["planning_s"] for row in own}.values())
-            lines.append([model, str(each[0]["ops"]), name, *cells, as_percent(least), f"{seconds:.1f}"])
-    head = ["model", "ops", "strategy", *(f"time at {percent} %" for percent in _BUDGETS), "least peak"]
-    return markdown_table([*head, "planning all budgets, s"], lines)
+            least = percent(min(row["peak_bytes"] for row in own) / plain)
+            times = [percent(_cheapest(own, plain * each / 100), "+") for each in _BUDGETS]
+            lines.append([model, str(rows[0]["ops"]), name, *times, least, f"{seconds:.1f}"])
+    head = ["model", "ops", "strategy", *(f"time at {each} %" for each in _BUDGETS), "least peak"]
+    return table([*head, "planning all budgets, s"], lines)
+
+
+def published_table(folder: Path) -> str:
+    """Return the peaks that Kusumoto et al. published beside ours, parameters included, gradients kept."""
+    lines = []
+    frontiers = _frontiers(folder)
+    for model, (none, chen, kusumoto) in _PUBLISHED.items():
+        rows = frontiers[model]
+        parameters = rows[0]["parameter_bytes"]
+        total = rows[0]["plain_peak_bytes"] + parameters
+        cells = [model, f"{none} GB", *(percent(peak / none) for peak in (chen, kusumoto)), f"{total / _GB:.2f} GB"]
+        for wanted in ("chen", "kusumoto", ""):
+            row = _least([row for row in rows if wanted in row["strategy"]], _ONE_FORWARD)
+            cells.append(percent(row and (row["peak_bytes"] + parameters) / total))
+        lines.append(cells)
+    head = ["model", "paper: none", "Chen", "Kusumoto", "here: none", "Chen", "Kusumoto", "best of all"]
+    return table(head, lines)
+
+
+def bounds_table(folder: Path) -> str:
+    """Return the extra compute of auto's plans, and the bound of any plan."""
+    names = ("extra_cost", "bound")
+
+    def cell(row: Row) -> str:
+        return " / ".join("-" if row[name] is None else f"{100 * row[name]:.1f}" for name in names)
+
+    lines = [[model, *map(cell, rows)] for model, rows in by_model(read_rows(folder / BOUNDS_FILE)).items()]
+    return table(["model", *(f"{each} %" for each in BOUNDS_PERCENTS)], lines)
+
+
+def growth_table(folder: Path) -> str:
+    """Return the seconds of planning, and the plan's extra compute, of small and large graphs."""
+    lines: dict[tuple[str, int], list[str]] = {}
+    for row in read_rows(folder / GROWTH_FILE):
+        extra = "no plan found" if row["extra_cost"] is None else f"{100 * row['extra_cost']:.1f} %"
+        cells = lines.setdefault((row["model"], row["ops"]), [row["model"], f"{row['ops']:,}"])
+        cells.append(f"{row['seconds']:.1f} s ({extra})")
+    return table(["graph", "ops", *(f"budget {each} %" for each in GROWTH_PERCENTS)], lines.values())
 
 
 def arenas_table(folder: Path) -> str:
-    """Return the least arenas that `experiments.checkpointing.arenas` found: a line a model.
-
-    Args:
-        folder: Where the rows are.
-    """
-    with (folder / ARENAS_FILE).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    head = [
-        "model",
-        *(f"{row['policy']}: {what}" for row in rows[:2] for what in ("least arena", "free where it fails")),
-    ]
-    lines = [
-        [model, *(as_percent(float(row[key])) for row in each for key in ("least_arena", "free_at_failure"))]
-        for model, each in by_model(rows).items()
-    ]
-    return markdown_table(head, lines)
+    """Return the least arenas of the online policies, and the arena of best-fit addresses: a line a model."""
+    rows = read_rows(folder / ARENAS_FILE)
+    head = [f"{row['policy']}: {label}" for row in rows[:2] for label in ("least arena", "free where it fails")]
+    head.append("OLLA's addresses")
+    keys = [(0, "least_arena"), (0, "free_at_failure"), (1, "least_arena"), (1, "free_at_failure"), (2, "least_arena")]
+    lines = [[model, *(percent(of[place][key]) for place, key in keys)] for model, of in by_model(rows).items()]
+    return table(["model", *head], lines)
 
 
-def published_table(rows: Rows) -> str:
-    """Return the peaks that Kusumoto et al. published beside ours, parameters included, gradients kept."""
+def _family(row: Row) -> str:
+    setting = row["setting"] or ""
+    kind = next((each for each in (BLOCKS, BUDGET) if setting.startswith(each)), None)
+    return row["method"] if kind is None else f"{row['method']}, {kind}"
+
+
+_EAGER_BLOCKS, _COMPILED_BLOCKS, _COMPILED_BUDGET = (
+    f"{EAGER}, {BLOCKS}",
+    f"{COMPILED}, {BLOCKS}",
+    f"{COMPILED}, {BUDGET}",
+)
+
+
+def _of(rows: Rows, family: str) -> list[Row]:
+    return [row for row in rows if _family(row) == family and (row["peak_bytes"] or row["tensors_peak_bytes"])]
+
+
+def eager_table(folder: Path) -> str:
+    """Return, for what users have without a planner, the FLOPs that a plan of the same peak computes more."""
     lines = []
-    for model, each in by_model(_pick(rows, "full", "kept")).items():
-        if model not in _PUBLISHED:
-            continue
-        none, chen, kusumoto = _PUBLISHED[model]
-        first = each[0]
-        total = first["plain_peak_bytes"] + first["parameter_bytes"]
-        cells = [model, f"{none} GB", *(as_percent(peak / none) for peak in (chen, kusumoto)), f"{total / _GB:.2f} GB"]
-        for wanted in ("chen", "kusumoto", ""):
-            row = _least([row for row in each if wanted in row["strategy"]], _ONE_FORWARD)
-            peak = None if row is None else (row["peak_bytes"] + first["parameter_bytes"]) / total
-            cells.append(as_percent(peak))
-        lines.append(cells)
-    head = ["model", "paper: none", "Chen", "Kusumoto", "here: none", "Chen", "Kusumoto", "best of all"]
-    return markdown_table(head, lines)
+    for model, rows in by_model(read_rows(folder / EAGER_FILE)).items():
+        eager, plans = _of(rows, EAGER)[0]["tensors_peak_bytes"], _of(rows, EXACT)
+        cells = [model]
+        for family in (_EAGER_BLOCKS, _COMPILED_BUDGET):
+            best = min(_of(rows, family), key=lambda row: row["tensors_peak_bytes"], default=None)
+            if best is None:
+                cells += ["-", "-", "-"]
+                continue
+            peak = best["tensors_peak_bytes"]
+            knob = f" ({best['setting'].removeprefix(BUDGET).strip()})" if family == _COMPILED_BUDGET else ""
+            fitting = [row["extra_flops"] for row in plans if row["tensors_peak_bytes"] <= peak]
+            cells += [f"{percent(peak / eager)}{knob}", percent(best["extra_flops"], "+")]
+            cells.append(percent(min(fitting, default=None), "+"))
+        lines.append([*cells, percent(min(row["tensors_peak_bytes"] for row in plans) / eager)])
+    head = ["model"]
+    for family in (BLOCKS, BUDGET):
+        head += [f"{family}: least peak", "FLOPs", "a plan of that peak: FLOPs"]
+    return table([*head, "least planned peak"], lines)
 
 
-def exactness(rows: Rows) -> str:
-    """Say in how many runs the simulator was right."""
-    planned = [row for row in rows if row["method"] == PLANNED]
-    right = sum(row["simulated_peak_bytes"] == row["peak_bytes"] for row in planned)
-    same = sum(row["same_gradients"] and row["same_buffers"] for row in planned)
-    names = len({row["strategy"] for row in planned})
-    models, wide = by_model(planned), by_model(_at(planned, "wide"))
-    widths = f" ({len(wide)} of them at published widths too)" if wide else ""
+def _claims(rows: Rows) -> str:
+    """Say how many plans kept their budgets and bits."""
+    spread = [row for row in rows if row["method"] == INDUCTOR and row["setting"].startswith(SPREAD)]
+    within = sum(row["peak_bytes"] is not None and row["peak_bytes"] <= row["budget_bytes"] for row in spread)
+    monotone = 0
+    for own in by_model(spread).values():
+        peaks = [row["peak_bytes"] for row in sorted(own, key=lambda row: row["budget_bytes"])]
+        monotone += None not in peaks and peaks == sorted(peaks)
+    others = [row for row in _of(rows, INDUCTOR) if row not in spread]
+    kept = sum(row["peak_bytes"] <= row["budget_bytes"] for row in others)
+    exact = _of(rows, EXACT)
+    to_the_byte = sum(row["tensors_peak_bytes"] == row["simulated_peak_bytes"] for row in exact)
+    same = sum(row["same_gradients"] for row in exact)
     return (
-        f"{len(planned)} schedules of {names} strategies ran, on {len(models)} models{widths}: the measured peak is the"
-        f" simulated one to the byte in {right}, all gradients and buffers are the plain step's bit for bit in {same}."
+        f'`executor="inductor"`: the measured peak is at most the budget in {within} of {len(spread)} budgets that lie'
+        f" evenly, and in {kept} of {len(others)} others; it grows with the budget on {monotone} of"
+        f' {len(by_model(spread))} models. `executor="exact"`: the measured peak, without what kernels hold for'
+        f" themselves, is the simulated one to the byte in {to_the_byte} of {len(exact)} plans, and all gradients are"
+        f" those of eager mode bit for bit in {same}."
     )
 
 
-def _flops_within(frontier: Rows, peak_bytes: int) -> float | None:
-    return min((row["extra_flops"] for row in frontier if row["peak_bytes"] <= peak_bytes), default=None)
+def _share(row: Row, eager: Row) -> str:
+    return f"{percent(row['peak_bytes'] / eager['peak_bytes'])}, {row['step_s'] / eager['step_s']:.2f}"
 
 
-def baselines_table(frontiers: Rows, rows: Rows, shape: str = "small") -> str:
-    """Return, for each baseline, what a plan of the same peak computes more: a line a model."""
+def _ratios(rows: Rows, rivals: Rows) -> Iterator[float]:
+    """The time of the plan of the largest budget within a rival's peak, over the rival's."""
+    for rival in rivals:
+        fitting = [row for row in _of(rows, INDUCTOR) if row["budget_bytes"] <= rival["peak_bytes"]]
+        if fitting:
+            yield max(fitting, key=lambda row: row["budget_bytes"])["step_s"] / rival["step_s"]
+
+
+def _compiled_table(rows: Rows) -> str:
+    """Return plans beside what torch.compile has, a line a model."""
     lines = []
-    simulated = by_model(_pick(frontiers, shape, "kept"))
-    for model, each in by_model(_at(rows, shape)).items():
-        eager = each[0]["peak_bytes"]
-        cells = [model]
-        for method in (BLOCKS, BUDGET):
-            own = [row for row in each if row["method"] == method]
-            if not own:
-                cells += ["-", "-", "-"]
-                continue
-            best = min(own, key=lambda row: row["peak_bytes"])
-            cells.append(f"{as_percent(best['peak_bytes'] / eager)} ({best['setting']})")
-            cells.append(as_percent(best["extra_flops"], "+"))
-            cells.append(as_percent(_flops_within(simulated.get(model, ()), best["peak_bytes"]), "+"))
-        least = min(simulated.get(model, ()), key=lambda row: row["peak_bytes"], default=None)
-        cells.append("-" if least is None else as_percent(least["peak_bytes"] / eager))
-        lines.append(cells)
-    head = ["model"]
-    for method in (BLOCKS, BUDGET):
-        head += [f"{method}: least peak", "FLOPs", "a plan of that peak: FLOPs"]
-    return markdown_table([*head, "least planned peak"], lines)
+    for model, own in by_model(rows).items():
+        (eager,), (unlimited,) = _of(own, EAGER), _of(own, COMPILED)
+        cells = [f"{model}, {eager['batch']} x {eager['size']}", f"{eager['step_s']:.2f}"]
+        cells += [_share(row, eager) for each in (_EAGER_BLOCKS, COMPILED, _COMPILED_BLOCKS) for row in _of(own, each)]
+        plain = next(row for row in _of(own, INDUCTOR) if row["setting"] == "100 %")
+        peak = percent(plain["peak_bytes"] / eager["peak_bytes"])
+        cells.append(f"{peak}, {plain['step_s'] / unlimited['step_s']:.2f}")
+        cells += [f"{ratio:.2f}" for ratio in _ratios(own, _of(own, _COMPILED_BLOCKS))] or ["-"]
+        budgets = _of(own, _COMPILED_BUDGET)
+        ratios = list(_ratios(own, budgets))
+        cells.append(percent(min(row["peak_bytes"] for row in budgets) / eager["peak_bytes"]))
+        cells.append(f"{statistics.median(ratios):.2f} ({max(ratios):.2f}), {len(ratios)}" if ratios else "-")
+        lines.append([*cells, _share(min(_of(own, INDUCTOR), key=lambda row: row["peak_bytes"]), eager)])
+    head = ["model", "eager, s", f"eager, {BLOCKS}", COMPILED, _COMPILED_BLOCKS]
+    head += [f"plan of 100 %: peak, time over {COMPILED}'s", f"plan at the peak of {COMPILED}, {BLOCKS}: time over its"]
+    head += [f"{BUDGET}: least peak", "plans at its peaks: time over its, median (worst), how many"]
+    return table([*head, "least plan"], lines)
 
 
-def _model_part(rows: Rows) -> str:
-    first = rows[0]
-    eager = first["peak_bytes"]
-    lines = []
-    for row in rows:
-        simulated, allocated, ratio = row["simulated_peak_bytes"], row["allocator_peak_bytes"], row["time_ratio"]
-        time = ""
-        if ratio is not None:
-            time = f"{ratio:.2f} ({row['time_ratio_q20']:.2f}-{row['time_ratio_q80']:.2f})"
-        other = [] if row["same_gradients"] else [f"gradients by {row['gradient_difference']:.0e}"]
-        other += [] if row["same_buffers"] else ["buffers"]
-        lines.append(
-            [
-                row["method"],
-                row["setting"] or "",
-                row["strategy"] or row["note"] or "",
-                f"{row['peak_bytes'] / _MIB:.2f}",
-                as_percent(row["peak_bytes"] / eager),
-                "" if simulated is None else str(simulated - row["peak_bytes"]),
-                "" if allocated is None else f"{allocated / _MIB:.2f}",
-                as_percent(row["extra_flops"], "+"),
-                time,
-                f"other {', '.join(other)}" if other else "same",
-            ]
-        )
-    head = ["method", "setting", "what", "peak, MiB", "of eager", "simulated - measured, bytes"]
-    head += ["allocator's peak, MiB", "FLOPs", "time, of eager", "bits"]
-    parameters = first["parameter_bytes"] / _MIB
-    wide = ", published widths" if first["shape"] == "wide" else ""
-    text = f"## {first['model']}{wide}\n\n{first['batch']} x {first['size']}, {parameters:.2f} MiB of parameters."
-    return f"{text}\n\n{markdown_table(head, lines)}"
+def read_compiled(folder: Path) -> list[Row]:
+    """Read the rows of compiled steps, whose settings are texts."""
+    return [row | {"setting": row["setting"] or ""} for row in read_rows(folder / COMPILED_FILE)]
 
 
-def summary(frontiers: Rows, rows: Rows) -> str:
-    """Return the tables of what was measured, for the terminal.
-
-    Args:
-        frontiers: Rows of the frontiers.
-        rows: Measured rows.
-
-    Returns:
-        Markdown.
-    """
-    return f"{exactness(rows)}\n\n{baselines_table(frontiers, rows)}\n\n{strategies_table(frontiers, 'small')}"
+def compiled_block(folder: Path) -> str:
+    """Return figure, table and claims of compiled steps."""
+    rows = read_compiled(folder)
+    origins = dict.fromkeys(
+        f"rmm_linear {row['rmm_linear']} (commit {row['commit']}), torch {row['torch']}, {row['hardware']}."
+        for row in rows
+    )
+    return "\n\n".join(["![time against peak](results/compiled.png)", _compiled_table(rows), _claims(rows), *origins])
 
 
-def _origins(rows: Rows, name: str) -> str:
-    keys = ("rmm_linear", "commit", "torch", "hardware")
-    models: dict[tuple[Any, ...], list[str]] = {}
-    for row in rows:
-        models.setdefault(tuple(row[key] for key in keys), []).append(row["model"])
-    transformers = sorted({row["transformers"] for row in rows if row["transformers"]})
-    lines = [
-        f"- `{name}`, {', '.join(dict.fromkeys(each))}: rmm_linear {version} (commit {commit}), torch {torch_version},"
-        f" {hardware}."
-        for (version, commit, torch_version, hardware), each in models.items()
-    ]
-    return "\n".join([*lines, *(f"- Hugging Face's models: transformers {version}." for version in transformers)])
+# colours of Okabe and Ito; the marks say the same again
+_FAMILIES = {
+    EAGER: ("black", "s"),
+    _EAGER_BLOCKS: ("black", "P"),
+    COMPILED: ("#E69F00", "s"),
+    _COMPILED_BLOCKS: ("#E69F00", "P"),
+    _COMPILED_BUDGET: ("#D55E00", "X"),
+    EXACT: ("#56B4E9", "o"),
+    INDUCTOR: ("#0072B2", "o"),
+}
 
 
-def blocks(folder: Path) -> dict[str, Callable[[], str]]:
-    """Return what makes the blocks of this experiment's README.md.
-
-    Returns:
-        For `experiments.blocks.filled`; `compiled_report` makes the block "compiled".
-    """
-    frontiers, rows = read_rows(folder / FRONTIERS_FILE), read_rows(folder / MEASURED_FILE)
-    return {
-        "exactness": lambda: exactness(rows),
-        "planned": lambda: planned_table(frontiers),
-        "planned, gradients freed": lambda: planned_table(frontiers, gradients="freed"),
-        "strategies": lambda: strategies_table(frontiers),
-        "solvers": lambda: solvers_table(frontiers),
-        "arenas": lambda: arenas_table(folder),
-        "published": lambda: published_table(frontiers),
-        "baselines": lambda: baselines_table(frontiers, rows),
-        "baselines, published widths": lambda: baselines_table(frontiers, rows, "wide"),
-        "origins": lambda: f"{_origins(frontiers, FRONTIERS_FILE)}\n{_origins(rows, MEASURED_FILE)}",
-    }
-
-
-def write_report(folder: Path) -> str:
-    """Write `report.md` and `figure.png` into a results folder, and this experiment's README.md if it is its own.
-
-    Raises:
-        HarnessError: If there are no results, or the folder can't be written to.
-    """
-    frontiers, rows = read_rows(folder / FRONTIERS_FILE), read_rows(folder / MEASURED_FILE)
-    head = "# Training steps as they ran\n\n" + exactness(rows)
-    origins = f"## Where the numbers come from\n\n{_origins(rows, MEASURED_FILE)}"
-    parts = [_model_part(_at(each, shape)) for each in by_model(rows).values() for shape in _shapes(each)]
-    text = "\n\n".join([head, *parts, origins]) + "\n"
-    try:
-        replace_file(folder / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
-        replace_file(folder / "figure.png", lambda path: draw_figure(frontiers, rows, path))
-        if folder.resolve() == (README.parent / "results").resolve():
-            new = filled(README.read_text(encoding="utf-8"), blocks(folder))
-            replace_file(README, lambda path: path.write_text(new, encoding="utf-8"))
-    except OSError as error:
-        raise HarnessError(
-            f"the report can't be written to {folder} ({error.strerror or error}); make the folder writable"
-        ) from error
-    return f"{summary(frontiers, rows)}\n\nreport: {folder / 'report.md'}"
-
-
-def draw_figure(frontiers: Rows, rows: Rows, path: Path) -> None:
-    """Draw a panel a model: extra FLOPs against the peak, a line a strategy, a mark a run of a baseline."""
-    measured = by_model(_at(rows, "small"))
-    small = by_model(_pick(frontiers, "small", "kept"))
-    names = list(dict.fromkeys(row["strategy"] for row in frontiers))
-    styles = {name: _LINES[place % len(_LINES)] for place, name in enumerate(names)}
+def draw_compiled(rows: Rows, path: Path) -> None:
+    """Draw a panel a model: the step's time against its peak, both of eager mode's."""
+    models = by_model(rows)
     # the legend takes a panel of its own
-    columns = min(_PANELS_A_ROW, len(measured) + 1)
-    lines = math.ceil((len(measured) + 1) / columns)
-    size = (3.5 * columns, 3.0 * lines)
+    columns = min(3, len(models) + 1)
+    lines = (len(models) + columns) // columns
+    size = (4.2 * columns, 3.4 * lines)
     figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
     panels = list(grid.flat)
-    for axes, (model, each) in zip(panels, measured.items(), strict=False):
-        _draw_model(axes, each, small.get(model, []), styles)
-    for axes in panels[len(measured) :]:
+    for axes, own in zip(panels, models.values(), strict=False):
+        (eager,) = _of(own, EAGER)
+        for family, (colour, marker) in _FAMILIES.items():
+            of_family = sorted(_of(own, family), key=lambda row: row["peak_bytes"])
+            xs = [100 * row["peak_bytes"] / eager["peak_bytes"] for row in of_family]
+            ys = [row["step_s"] / eager["step_s"] for row in of_family]
+            markersize = 5 if family in (EXACT, INDUCTOR) else 10
+            axes.plot(xs, ys, color=colour, marker=marker, markersize=markersize, markeredgecolor="white", alpha=0.9)
+        axes.set_title(f"{eager['model']}, {eager['batch']} x {eager['size']}", fontsize=10)
+        axes.grid(alpha=0.25)
+    for axes in panels[len(models) :]:
         axes.set_axis_off()
-    handles = [Line2D([], [], color=colour, linestyle=dashes, label=name) for name, (colour, dashes) in styles.items()]
-    labels = {BLOCKS: "torch.utils.checkpoint, each block", BUDGET: "torch activation_memory_budget, .9 to .05"}
-    for method, (colour, marker, extent) in _MARKS.items():
-        label = labels.get(method, "a plan that ran, measured")
-        handles.append(Line2D([], [], color=colour, marker=marker, markersize=extent, linestyle="", label=label))
-    panels[len(measured)].legend(handles=handles, loc="center", frameon=False, fontsize=9, labelspacing=0.7)
-    figure.supxlabel("peak, % of the eager step's (parameters and batch left out)", fontsize=11)
-    figure.supylabel("extra FLOPs, %", fontsize=11)
+    handles = [Line2D([], [], color=c, marker=m, linestyle="-", label=name) for name, (c, m) in _FAMILIES.items()]
+    panels[len(models)].legend(handles=handles, loc="center", frameon=False, labelspacing=0.8)
+    figure.supxlabel("measured peak, % of the eager step's (parameters and batch left out)")
+    figure.supylabel("time of a step, of the eager step's")
     figure.savefig(path, dpi=130, format="png")
     plt.close(figure)
 
 
-def _draw_model(axes: Axes, rows: Rows, frontier: Rows, styles: dict[str, tuple[str, Any]]) -> None:
-    eager = rows[0]["peak_bytes"]
-    for name, (colour, dashes) in styles.items():
-        own = sorted((row for row in frontier if row["strategy"] == name), key=lambda row: -row["peak_bytes"])
-        points = [(100 * row["peak_bytes"] / eager, 100 * row["extra_flops"]) for row in own]
-        axes.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=1.4, alpha=0.9)
-    for method, (colour, marker, extent) in _MARKS.items():
-        own = [row for row in rows if row["method"] == method]
-        # those that were the cheapest of all strategies have been timed as well
-        own = [row for row in own if method != PLANNED or row["time_ratio"] is not None]
-        points = [(100 * row["peak_bytes"] / eager, 100 * row["extra_flops"]) for row in own]
-        if points:
-            xs, ys = zip(*points, strict=True)
-            # white edges: marks of two methods may lie on each other
-            axes.plot(xs, ys, color=colour, marker=marker, markersize=extent, linestyle="", markeredgecolor="white")
-    axes.set_xscale("log")
-    peaks = [row["peak_bytes"] for row in (*rows, *frontier)]
-    left = 100 * min(peaks) / eager / 1.15
-    ticks = [tick for tick in (1, 2, 3, 5, 10, 20, 30, 50, 70, 100) if tick >= left]
-    axes.set_xlim(left, 125)
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([str(tick) for tick in ticks], fontsize=9)
-    axes.tick_params(axis="y", labelsize=9)
-    axes.set_ylim(-3, _TOP_PERCENT)
-    axes.grid(alpha=0.25)
-    first = rows[0]
-    axes.set_title(f"{first['model']}, {first['batch']} x {first['size']}", fontsize=10)
+def codes_table(folder: Path) -> str:
+    """Return a table a model of steps with codes, and the noise that codes add."""
+    parts = []
+    files = [folder / name for name in (CODES_CUDA_FILE, CODES_FILE) if (folder / name).exists()]
+    for rows in (rows for file in files for rows in by_model(read_rows(file)).values()):
+        first, lines = rows[0], []
+        for row in rows:
+            saved = row["saved_bytes"] and f"{100 * row['saved_bytes'] / first['saved_bytes']:.0f} %"
+            peak = f"{100 * row['activation_peak_bytes'] / first['activation_peak_bytes']:.0f} %"
+            error = f"{row['error']:.1e} ({row['mean_error']:.1e} of {row['draws']})"
+            lines.append([row["method"], f"{row['step_s'] / row['eager_step_s']:.2f}", saved or "", peak, error])
+        head = ["way", "step time", "saved for the backward pass", "activation peak", "error of one draw (mean of n)"]
+        layers, width = size_of(first)
+        parts.append(
+            f"{first['model']}, {layers} layers of {width}, batch {first['batch']} x {first['size']},\n"
+            f"{first['precision']}: {first['hardware']}, torch {first['torch']}\n\n{table(head, lines)}"
+        )
+    if (folder / NOISE_FILE).exists():
+        noises = [
+            [row["way"], f"{100 * row['share']:.3f} %", f"{row['relative_variance']:.1e}"]
+            for row in read_rows(folder / NOISE_FILE)
+        ]
+        text = "MiniLM on MRPC: variance that codes add, as a share of the minibatches' own."
+        parts.append(f"{text}\n\n{table(['way', 'share', 'relative variance'], noises)}")
+    return "\n\n".join(parts)
+
+
+def size_of(row: Row) -> tuple[int, int]:
+    """Return the number of layers of a row's Transformer, and their width."""
+    config = json.loads(row["config"])
+    return config.get("num_hidden_layers") or config["n_layer"], config.get("hidden_size") or config["n_embd"]
+
+
+def origins(folder: Path) -> str:
+    """Say which commits, versions and hardware the rows of this README.md are of."""
+    lines = []
+    for name in (FRONTIERS_FILE, EAGER_FILE, ARENAS_FILE):
+        models: dict[tuple[Any, ...], list[str]] = {}
+        for row in read_rows(folder / name):
+            key = tuple(row[name] for name in ("rmm_linear", "commit", "torch", "hardware"))
+            models.setdefault(key, []).append(row["model"])
+        lines += [
+            f"- `{name}`, {', '.join(dict.fromkeys(each))}: rmm_linear {version} (commit {commit}), torch {torch},"
+            f" {hardware}."
+            for (version, commit, torch, hardware), each in models.items()
+        ]
+    return "\n".join(lines)
+
+
+# block of a page -> the file that it needs, and what makes it
+MAKERS: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "strategies": (FRONTIERS_FILE, strategies_table),
+    "solvers": (FRONTIERS_FILE, solvers_table),
+    "published": (FRONTIERS_FILE, published_table),
+    "arenas": (ARENAS_FILE, arenas_table),
+    "baselines": (EAGER_FILE, eager_table),
+    "compiled": (COMPILED_FILE, compiled_block),
+    "origins": (EAGER_FILE, origins),
+}
+
+
+def blocks(folder: Path) -> dict[str, Callable[[], str]]:
+    """Return what makes the blocks of this experiment's README.md."""
+    return {name: functools.partial(make, folder) for name, (_, make) in MAKERS.items()}
+
+
+def write_report(folder: Path) -> str:
+    """Draw `compiled.png`, and fill this experiment's README.md if the folder is its own.
+
+    Returns:
+        All tables whose files are there.
+    """
+    if (folder / COMPILED_FILE).exists():
+        replace_file(folder / "compiled.png", lambda path: draw_compiled(read_compiled(folder), path))
+    if folder.resolve() == RESULTS.resolve():
+        text = filled(README.read_text(encoding="utf-8"), blocks(folder))
+        replace_file(README, lambda path: path.write_text(text, encoding="utf-8"))
+    shown = MAKERS | {
+        "bounds": (BOUNDS_FILE, bounds_table),
+        "growth": (GROWTH_FILE, growth_table),
+        "codes": (CODES_FILE, codes_table),
+        "codes, cuda": (CODES_CUDA_FILE, codes_table),
+    }
+    del shown["origins"]
+    return "\n\n".join(f"{name}\n\n{make(folder)}" for name, (file, make) in shown.items() if (folder / file).exists())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The arguments; those of the process if None.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
-    """
-    return report_command(arguments, write_report, default=Path(__file__).parent / "results")
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
+    return report_command(arguments, write_report, default=RESULTS)
 
 
 if __name__ == "__main__":

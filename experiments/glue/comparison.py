@@ -20,12 +20,9 @@ from .settings import BITS, EXACT, FIT, IRRELEVANT, KNOBS, VARIANTS
 # what may differ between the runs of one table
 # rows of padding, which masks leave out, change no exact result
 _VARIED = ("method", *KNOBS, "seed", "pad_multiple", *IRRELEVANT)
-# settings that are None where a method has no use for them
 _SKETCH_ONLY = ("min_rows", "exclude_modules")
 # two runs' times compare if all of this is equal
 _SPEED = ("device", "gpu", "cpu", "torch_threads")
-# a speed-up or slow-down of less is not told from what lasts as long as a run does: clocks, neighbours, temperature
-_SMALLEST_TIME_EFFECT = 0.05
 # of the squared gradient: sums of float32 in another order differ by so much
 _ROUNDING = 1e-12
 # the first steps of a run warm up, and RMMCallback's measurement is in the very first
@@ -74,42 +71,52 @@ class Row:
     """One method on one task, over its seeds.
 
     Attributes:
-        label: Method and knobs in one word.
-        variant: What else was done, of the words of `VARIANTS`.
+        results: A result file a seed.
         score: The task's score in points: 100 times the mean of its metrics after the last epoch.
         difference: Score minus the exact score of the same seed; None for exact itself or without exact runs.
         kept_bytes: Bytes kept for the backward pass of one batch.
         kept_share: `kept_bytes` over those of the exact model on the same batch.
         noise: Variance that the method adds to the initial gradient over the minibatch's own, mean over the seeds; None
             where it was not measured.
-        same_weights: Whether every seed ended with the very weights of the exact run; None as for `difference`.
         train_seconds: Sum over the training steps; None where the machine was not quiet.
         step_time: Time of each step but the first two over exact's time on the same batch; None as for both, and where
             the runs had different hardware.
-        time_differs: 1 or -1 if in every seed at least 80 % of the steps were slower or faster than exact's, by 5 % at
-            the median; else 0.
     """
 
     task: str
-    label: str
-    method: str
-    ratio: float | None
-    center: bool | None
-    storage: str | None
-    bits: str | None
-    budget: str | None
-    variant: tuple[str, ...]
-    seeds: tuple[int, ...]
+    results: tuple[dict[str, Any], ...]
     score: Mean
     metrics: dict[str, Mean]
     difference: Mean | None
     kept_bytes: float
     kept_share: float
     noise: float | None
-    same_weights: bool | None
     train_seconds: Mean | None
     step_time: Quantiles | None
-    time_differs: int
+
+    def knob(self, name: str) -> Any:
+        """A setting of the method; None where it has none, or its results are older."""
+        return self.results[0]["config"].get(name)
+
+    @property
+    def method(self) -> str:
+        """The method without its knobs."""
+        return str(self.knob("method"))
+
+    @property
+    def label(self) -> str:
+        """Method and knobs in one word."""
+        return self.results[0]["name"].removeprefix(f"{self.task}-").rpartition("-seed")[0]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of the results."""
+        return tuple(result["config"]["seed"] for result in self.results)
+
+    @property
+    def variant(self) -> tuple[str, ...]:
+        """What else was done, in the words of `VARIANTS`."""
+        return variant_of(self.results[0]["config"])
 
     @property
     def time_over_exact(self) -> float | None:
@@ -119,15 +126,16 @@ class Row:
     @property
     def description(self) -> str:
         """Method and knobs in words, for a sentence."""
-        if self.bits is not None:
-            return f"{self.bits}-bit {self.method}"
-        if self.budget is not None:
-            return f"fit at {self.budget}" if self.method == FIT else f"a {self.method} of {self.budget}"
-        if self.ratio is None:
+        ratio, bits, budget, storage = (self.knob(name) for name in ("ratio", "bits", "budget", "storage"))
+        if bits is not None:
+            return f"{bits}-bit {self.method}"
+        if budget is not None:
+            return f"fit at {budget}" if self.method == FIT else f"a {self.method} of {budget}"
+        if ratio is None:
             return self.method
-        storage = f" in {self.storage}" if self.storage is not None else ""
         variant = f" ({', '.join(self.variant)})" if self.variant else ""
-        return f"{'centered ' if self.center else ''}{self.method} at {self.ratio:g}{storage}{variant}"
+        centered = "centered " if self.knob("center") else ""
+        return f"{centered}{self.method} at {ratio:g}{f' in {storage}' if storage else ''}{variant}"
 
 
 @dataclass(frozen=True)
@@ -148,36 +156,19 @@ class Comparison:
         """Whether the times mean something."""
         return all(row.train_seconds is not None for row in self.rows)
 
-    @property
-    def fewest_seeds(self) -> int:
-        """The smallest number of seeds that a row has."""
-        return min(len(row.seeds) for row in self.rows)
-
-    @property
-    def most_pairs(self) -> int:
-        """The largest number of seeds that a difference to exact rests on."""
-        return max((row.difference.seeds for row in self.rows if row.difference is not None), default=0)
-
     def of_task(self, task: str) -> tuple[Row, ...]:
         """Rows of one task."""
         return tuple(row for row in self.rows if row.task == task)
 
 
 def compare(folder: Path) -> Comparison:
-    """Read all result files of a folder and compare the methods.
-
-    Raises:
-        HarnessError: If there is no complete result, or the runs of a task differ in more than method and seed.
-    """
-    if not folder.is_dir():
-        raise HarnessError(f"the results folder {folder} does not exist; run something into it first")
+    """Read all result files of a folder and compare the methods."""
     found = read_results(folder)
     complete = [result for result in found if result["status"] == COMPLETE]
     incomplete = tuple(f"{result['name']} ({result['status']})" for result in found if result["status"] != COMPLETE)
     if not complete:
         raise HarnessError(f"the results folder {folder} holds no complete run; run something into it first")
-    check_comparable({result["name"]: result["config"] for result in complete})
-    _check_origins(complete)
+    check_comparable(complete)
     return Comparison(tuple(rows_of_results(complete)), tuple(complete), incomplete)
 
 
@@ -192,101 +183,67 @@ def rows_of_results(complete: Sequence[dict[str, Any]]) -> list[Row]:
 def _rows_of_task(results: list[dict[str, Any]]) -> list[Row]:
     groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for result in results:
-        config = result["config"]
-        knobs = tuple(config.get(name) for name in ("ratio", "center", "storage", "bits", "budget"))
-        key = (config["method"], *knobs, _variant(config))
-        groups.setdefault(key, {})[config["seed"]] = result
-    exact = next((group for key, group in groups.items() if key[0] == EXACT), {})
-    return [_row(groups[key], exact) for key in sorted(groups, key=_order)]
+        groups.setdefault(_order(result["config"]), {})[result["config"]["seed"]] = result
+    # exact is the first in their order
+    first = groups[min(groups)]
+    exact = first if next(iter(first.values()))["config"]["method"] == EXACT else {}
+    return [_row(groups[key], exact) for key in sorted(groups)]
 
 
-def _order(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    method, ratio, center, storage, bits, budget, variant = key
+def _order(config: Mapping[str, Any]) -> tuple[Any, ...]:
     # exact, budgets, checkpointing, codes of falling bits and fits, then the sketches by name and falling ratio
-    kind = (ratio is not None, method != EXACT, method, budget or "", list(BITS).index(bits) if bits else 0)
-    return (*kind, storage or "", variant, -(ratio or 0.0), bool(center))
+    ratio, bits = config.get("ratio"), config.get("bits")
+    kind = (ratio is not None, config["method"] != EXACT, config["method"], config.get("budget") or "")
+    kind += (list(BITS).index(bits) if bits else 0, config.get("storage") or "", variant_of(config))
+    return (*kind, -(ratio or 0.0), bool(config.get("center")))
 
 
-def _variant(config: Mapping[str, Any]) -> tuple[str, ...]:
+def variant_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the words of `VARIANTS` that hold for a run."""
     return tuple(word for name, word in VARIANTS.items() if config.get(name))
 
 
-def check_comparable(configs: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse runs, given as settings by name, of which two of one task differ in more than what a table is about.
-
-    Raises:
-        HarnessError: Naming both and the setting.
-    """
-    first: dict[tuple[str, str], tuple[str, Any]] = {}
-    for name, config in configs.items():
-        for key, value in config.items():
-            if key in _VARIED or (key in _SKETCH_ONLY and value is None):
-                continue
-            other, expected = first.setdefault((config["task"], key), (name, value))
-            if expected != value:
-                raise HarnessError(
-                    f"{other} and {name} can't share a table: {key} is {expected!r} in one and {value!r} in the other; "
-                    "keep them in folders of their own (--results)"
-                )
-
-
-def _check_origins(results: Sequence[dict[str, Any]]) -> None:
-    """Refuse runs that saw different data, or that started from different weights with the same seed."""
-    first: dict[tuple[str, Any], tuple[str, Any]] = {}
+def check_comparable(results: Sequence[dict[str, Any]]) -> None:
+    """Refuse results of which two of one task differ in more than what a table is about."""
+    first: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for result in results:
-        config = result["config"]
-        for what, key, value in (
-            ("on different data", config["task"], result["data"]["sha256"]),
-            ("from different weights", (config["task"], config["seed"]), result["model"]["initial_weights_sha256"]),
-        ):
-            other, expected = first.setdefault((what, key), (result["name"], value))
+        config, weights = result["config"], result["model"]["initial_weights_sha256"]
+        # settings that a method has no use for are None
+        alike = {(key,): value for key, value in config.items() if key not in (*_VARIED, *_SKETCH_ONLY)}
+        alike |= {(key,): config[key] for key in _SKETCH_ONLY if config.get(key) is not None}
+        alike |= {("data sha256",): result["data"]["sha256"], ("starting weights", config["seed"]): weights}
+        for key, value in alike.items():
+            other, expected = first.setdefault((config["task"], *key), (result["name"], value))
             if expected != value:
                 raise HarnessError(
-                    f"{other} and {result['name']} can't share a table: they ran {what}; keep them in folders of their"
-                    " own (--results)"
+                    f"{other} and {result['name']} can't share a table: {key[0]} is {expected!r} in one and"
+                    f" {value!r} in the other; keep them in folders of their own (--results)"
                 )
 
 
 def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -> Row:
     results = [by_seed[seed] for seed in sorted(by_seed)]
-    config = results[0]["config"]
-    pairs = [(by_seed[seed], exact[seed]) for seed in sorted(by_seed) if seed in exact]
-    is_reference = config["method"] == EXACT
+    is_exact = results[0]["config"]["method"] == EXACT
+    pairs = [] if is_exact else [(by_seed[seed], exact[seed]) for seed in sorted(by_seed) if seed in exact]
     timed = all(result["config"]["timing"] for result in results)
     speeds = {tuple(result["hardware"][key] for key in _SPEED) for pair in pairs for result in pair}
-    compares = timed and not is_reference and len(speeds) == 1
-    ratios = [_step_ratios(mine, reference) for mine, reference in pairs] if compares else []
+    ratios = [_step_ratios(mine, other) for mine, other in pairs] if timed and len(speeds) == 1 else []
+    kept = [result["kept_bytes"] for result in results]
     return Row(
-        task=config["task"],
-        label=results[0]["name"].removeprefix(f"{config['task']}-").rpartition("-seed")[0],
-        method=config["method"],
-        ratio=config["ratio"],
-        center=config["center"],
-        storage=config.get("storage"),
-        bits=config.get("bits"),
-        budget=config.get("budget"),
-        variant=_variant(config),
-        seeds=tuple(sorted(by_seed)),
+        task=results[0]["config"]["task"],
+        results=tuple(results),
         score=Mean.of([100 * result["final"]["score"] for result in results]),
         metrics={name: Mean.of([100 * result["final"][name] for result in results]) for name in results[0]["metrics"]},
         difference=(
-            None
-            if is_reference or not pairs
-            else Mean.of([100 * (mine["final"]["score"] - ref["final"]["score"]) for mine, ref in pairs])
+            Mean.of([100 * (mine["final"]["score"] - other["final"]["score"]) for mine, other in pairs])
+            if pairs
+            else None
         ),
-        kept_bytes=statistics.fmean(result["kept_bytes"]["model"] for result in results),
-        kept_share=statistics.fmean(
-            result["kept_bytes"]["model"] / result["kept_bytes"]["exact_model"] for result in results
-        ),
-        noise=0.0 if is_reference else _noise(pairs),
-        same_weights=(
-            None
-            if is_reference or not pairs
-            else all(mine["final_weights_sha256"] == ref["final_weights_sha256"] for mine, ref in pairs)
-        ),
+        kept_bytes=statistics.fmean(each["model"] for each in kept),
+        kept_share=statistics.fmean(each["model"] / each["exact_model"] for each in kept),
+        noise=0.0 if is_exact else _noise(pairs),
         train_seconds=Mean.of([result["train_seconds"] for result in results]) if timed else None,
         step_time=Quantiles.of([ratio for seed in ratios for ratio in seed]) if ratios else None,
-        time_differs=_consistent_sign([Quantiles.of(seed) for seed in ratios]),
     )
 
 
@@ -307,11 +264,3 @@ def _step_ratios(mine: dict[str, Any], reference: dict[str, Any]) -> list[float]
     """Time of each step over the reference's time of the same step, which saw the same batch."""
     times = list(zip(mine["steps"]["seconds"], reference["steps"]["seconds"], strict=True))
     return [one / other for one, other in times[_UNTIMED_STEPS:] or times]
-
-
-def _consistent_sign(seeds: Sequence[Quantiles]) -> int:
-    if seeds and all(seed.low > 1.0 and seed.median >= 1.0 + _SMALLEST_TIME_EFFECT for seed in seeds):
-        return 1
-    if seeds and all(seed.high < 1.0 and seed.median <= 1.0 - _SMALLEST_TIME_EFFECT for seed in seeds):
-        return -1
-    return 0

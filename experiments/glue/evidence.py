@@ -124,7 +124,7 @@ def read_study(folder: Path = RESULTS) -> list[dict[str, Any]]:
     results = [result for result in map(json.loads, lines) if result["status"] == COMPLETE]
     if not results:
         raise HarnessError(f"{path} has no complete run; run `make study` first")
-    check_comparable({f"{place} {result['name']}": result["config"] for place, result in enumerate(results)})
+    check_comparable(results)
     return results
 
 

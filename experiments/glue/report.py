@@ -12,32 +12,30 @@ from typing import Any
 
 from experiments.blocks import table
 from experiments.command_line import report_command
-from experiments.rows import replace_file, write_rows
+from experiments.rows import replace_file
 
-from .comparison import Comparison, Mean, Row, compare
+from .comparison import Comparison, Mean, Quantiles, Row, compare
 from .figure import draw_figure
-from .settings import CHECKPOINTING, EXACT, VARIANTS
+from .settings import CHECKPOINTING, EXACT
 
 _MIB = 2**20
+# exact's step time over its own: a difference of less is not told from what lasts as long as a run does
+_EXACT_TIME = Quantiles(0.95, 1.0, 1.05)
 # shares of exact's bytes that count as the same
 _SAME_SHARE = 0.03
 
 
 def write_report(folder: Path) -> str:
-    """Write `report.md`, `runs.csv` and `report.png` into a results folder.
+    """Write `report.md` and `report.png` into a results folder.
 
     Returns:
         The table, the path of the figure and which methods beat others, for the terminal.
-
-    Raises:
-        HarnessError: If there is nothing to report, the runs don't compare, or the folder can't be written to.
     """
     comparison = compare(folder)
     numbers, notes, beaten = markdown_table(comparison), _notes(comparison), beaten_methods(comparison)
     parts = [f"# Results: {', '.join(comparison.tasks)}", numbers, "![figure](report.png)", beaten, notes]
     text = "\n\n".join(filter(None, parts)) + "\n"
     replace_file(folder / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
-    write_rows(folder / "runs.csv", _runs(comparison))
     replace_file(folder / "report.png", lambda path: draw_figure(comparison, path))
     return "\n".join(filter(None, [f"{numbers}\n\n{notes}\n\nfigure: {folder / 'report.png'}", beaten]))
 
@@ -66,7 +64,8 @@ def markdown_table(comparison: Comparison) -> str:
         # a task with one metric has it for a score
         shown = metrics if len(metrics) > 1 else []
         score = "score" if shown else metrics[0].replace("_", " ")
-        knobs = [name for name in ("storage", "bits", "budget", "variant") if any(getattr(row, name) for row in rows)]
+        knobs = [name for name in ("storage", "bits", "budget") if any(row.knob(name) for row in rows)]
+        knobs += ["variant"] if any(row.variant for row in rows) else []
         header = ["method", "ratio", "centered", *knobs, "kept MiB", "of exact", score, *shown, "minus exact", "seeds"]
         has_noise = all(row.noise is not None for row in rows)
         if has_noise:
@@ -87,9 +86,9 @@ def markdown_table(comparison: Comparison) -> str:
 def _cells(row: Row, metrics: Sequence[str], knobs: Sequence[str]) -> list[str]:
     return [
         row.method,
-        "" if row.ratio is None else f"{row.ratio:g}",
-        "" if row.center is None else ("yes" if row.center else "no"),
-        *(", ".join(row.variant) if name == "variant" else getattr(row, name) or "" for name in knobs),
+        "" if row.knob("ratio") is None else f"{row.knob('ratio'):g}",
+        {None: "", True: "yes", False: "no"}[row.knob("center")],
+        *(", ".join(row.variant) if name == "variant" else row.knob(name) or "" for name in knobs),
         f"{row.kept_bytes / _MIB:.2f}",
         f"{100 * row.kept_share:.1f} %",
         _points(row.score),
@@ -115,51 +114,36 @@ def _seeds(row: Row) -> str:
 
 def _notes(comparison: Comparison) -> str:
     """What the columns mean, and what the numbers can't bear."""
-    notes = [
-        "Scores are in points after the last epoch, never the best one"
-        + (", mean ± standard deviation over the seeds" if comparison.fewest_seeds > 1 else "")
-        + "; a task with two metrics is scored by their mean. Kept bytes: what one training step on one fixed batch "
-        "keeps for its backward pass, parameters excluded."
-    ]
-    if comparison.most_pairs > 1:
-        notes.append(
-            "Differences to exact are paired by seed, with their 95 % interval (Student's t; one interval a row, not "
-            "corrected for their number)."
-        )
-    if any(row.noise is not None for row in comparison.rows if row.method != EXACT):
-        notes.append(
-            "Noise: the variance that a method adds to the gradient of the initial weights, over the variance that "
-            "minibatches have anyway."
-        )
-    if comparison.fewest_seeds == 1:
-        notes.append("One seed supports no claim of equal accuracy: seeds alone move such scores by points.")
-    checkpointed = [row for row in comparison.rows if row.method == CHECKPOINTING]
-    if checkpointed:
-        notes.append(
-            "Checkpointing's kept bytes leave out what a block holds again while its backward pass recomputes it."
-        )
-    if any(row.same_weights for row in checkpointed):
-        same = ", ".join(row.task for row in checkpointed if row.same_weights)
-        notes.append(f"Checkpointing ended with exact's weights, bit for bit, in every seed: {same}.")
+    results, timed = comparison.results, comparison.has_times
     chosen = {
-        f"{_chosen(result['fitted'])} at {result['config']['budget']}"
-        for result in comparison.results
-        if "fitted" in result
+        f"{_chosen(result['fitted'])} at {result['config']['budget']}" for result in results if "fitted" in result
     }
-    if chosen:
-        notes.append(f"Fit chose, with noise of at most 1 %: {', '.join(sorted(chosen))}.")
-    if comparison.has_times:
-        notes.append(
-            "Step time: forward, backward and optimizer over exact's on the same batch, median with 20 and 80 % "
-            "quantiles over all steps but the first two. The runs came one after another, so that the quantiles show "
-            "the steps' spread and not what drifts from run to run: less than 5 % is called no difference."
-        )
-    else:
-        notes.append("Times are left out: the machine had other work during these runs (`timing` is off in them).")
-    if comparison.incomplete:
-        notes.append("Left out, for they are not complete: " + ", ".join(comparison.incomplete) + ".")
+    clipped = sorted(share for result in results if (share := _clipped_share(result)) is not None)
+    fewest = min(len(row.seeds) for row in comparison.rows)
+    spread = ", mean ± standard deviation over the seeds" if fewest > 1 else ""
+    notes = {
+        f"Scores are in points after the last epoch, never the best one{spread}; a task with two metrics is scored by"
+        " their mean. Kept bytes: what one training step on one fixed batch keeps for its backward pass, parameters"
+        " excluded.": True,
+        "Differences to exact are paired by seed, with their 95 % interval (Student's t; one interval a row, not"
+        " corrected for their number).": any(row.difference and row.difference.seeds > 1 for row in comparison.rows),
+        "Noise: the variance that a method adds to the gradient of the initial weights, over the variance that"
+        " minibatches have anyway.": any(row.noise is not None for row in comparison.rows if row.method != EXACT),
+        "One seed supports no claim of equal accuracy: seeds alone move such scores by points.": fewest == 1,
+        "Checkpointing's kept bytes leave out what a block holds again while its backward pass recomputes it.": any(
+            row.method == CHECKPOINTING for row in comparison.rows
+        ),
+        f"Fit chose, with noise of at most 1 %: {', '.join(sorted(chosen))}.": chosen,
+        f"The gradient was clipped in {_range(clipped)} % of a run's steps: a clipped sketched gradient is not"
+        " unbiased.": clipped,
+        "Step time: forward, backward and optimizer over exact's on the same batch, median with 20 and 80 % quantiles"
+        " over all steps but the first two. The runs came one after another, so that the quantiles show the steps'"
+        " spread and not what drifts from run to run: less than 5 % is called no difference.": timed,
+        "Times are left out: the machine had other work during these runs (`timing` is off in them).": not timed,
+        f"Left out, for they are not complete: {', '.join(comparison.incomplete)}.": comparison.incomplete,
+    }
     origins: dict[str, set[str]] = {}
-    for result in comparison.results:
+    for result in results:
         hardware, versions = result["hardware"], result["versions"]
         threads = hardware["torch_threads"]
         where = (
@@ -167,9 +151,12 @@ def _notes(comparison: Comparison) -> str:
             f" {hardware['gpu'] or hardware['cpu']}, {threads} thread{'s' if threads != 1 else ''}."
         )
         origins.setdefault(f"{versions['rmm_linear']} ({{}}), {where}", set()).add(_commit(result))
-    for origin, commits in sorted(origins.items()):
-        notes.append("Ran with rmm_linear " + origin.format(", ".join(sorted(commits))))
-    return "\n".join(f"- {note}" for note in notes)
+    ran = [f"Ran with rmm_linear {of.format(', '.join(sorted(commits)))}" for of, commits in sorted(origins.items())]
+    return "\n".join(f"- {note}" for note in (*(note for note, holds in notes.items() if holds), *ran))
+
+
+def _range(shares: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{100 * share:.0f}" for share in (*shares[:1], *shares[-1:])))
 
 
 def _chosen(fitted: dict[str, Any]) -> str:
@@ -214,38 +201,13 @@ def _dominates(first: Row, second: Row) -> bool:
 
 
 def _is_faster(first: Row, second: Row) -> bool:
-    """Whether nearly all steps of one were faster than nearly all of the other; no median that the noise allows."""
-    if EXACT in (first.method, second.method):
-        return first.time_differs < second.time_differs
-    return bool(first.step_time and second.step_time and first.step_time.high < second.step_time.low)
-
-
-def _runs(comparison: Comparison) -> list[dict[str, Any]]:
-    records = []
-    for result in comparison.results:
-        config = result["config"]
-        timed = config["timing"]
-        records.append(
-            {
-                **{key: config.get(key) for key in ("task", "method", "ratio", "center", "storage", "bits", "budget")},
-                "variant": " ".join(word for name, word in VARIANTS.items() if config.get(name)),
-                "seed": config["seed"],
-                "score": 100 * result["final"]["score"],
-                "metrics": " ".join(f"{name}={100 * result['final'][name]:.4f}" for name in result["metrics"]),
-                "kept_bytes": result["kept_bytes"]["model"],
-                "exact_kept_bytes": result["kept_bytes"]["exact_model"],
-                "peak_bytes": result["peak_memory"]["bytes"],
-                "peak_of": result["peak_memory"]["what"],
-                "train_seconds": result["train_seconds"] if timed else None,
-                "clipped_share": _clipped_share(result),
-                "commit": result["commit"],
-            }
-        )
-    return records
+    """Whether nearly all steps of one were faster than nearly all of the other."""
+    times = [_EXACT_TIME if row.method == EXACT else row.step_time for row in (first, second)]
+    return bool(times[0] and times[1] and times[0].high < times[1].low)
 
 
 def _clipped_share(result: dict[str, Any]) -> float | None:
-    """Share of the steps whose gradient was clipped: there a sketched gradient is no longer unbiased."""
+    """Share of the steps whose gradient was clipped."""
     limit, norms = result["config"]["max_grad_norm"], result["steps"]["grad_norm"]
     if not limit:
         return None

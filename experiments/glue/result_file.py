@@ -15,27 +15,10 @@ RUNNING, COMPLETE, FAILED, DIVERGED = "running", "complete", "failed", "diverged
 FORMAT = 1
 
 
-def check_writable(folder: Path) -> None:
-    """Fail early, and without creating anything, if results can't be written to a folder, which need not exist yet.
-
-    Raises:
-        HarnessError: If it is a file, lies below one, or may not be written to.
-    """
-    nearest = folder
-    # os.path.exists, unlike Path.exists, also answers for a path below a file or in a folder that may not be searched
-    while not os.path.exists(nearest) and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise HarnessError(f"the results folder {folder} can't be written to; pass --results <a folder of yours>")
-
-
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result file so that a reader, or a power cut, never meets half of one; nan and inf become null.
 
     Each top-level key has a line: long columns of numbers stay diffable and don't take a line a number.
-
-    Raises:
-        HarnessError: If the folder can't be written to; nothing is left behind then.
     """
     lines = [f" {json.dumps(key)}: {json.dumps(_finite(value), allow_nan=False)}" for key, value in result.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
@@ -58,11 +41,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """Read a result file; None if there is none.
-
-    Raises:
-        HarnessError: If it is not a result file.
-    """
+    """Read a result file; None if there is none."""
     if not path.is_file():
         return None
     try:

@@ -61,10 +61,8 @@ def _run(options: argparse.Namespace) -> int:
         # the hub's client reads it once, when it is imported
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-    from .training import check_folder, execute, finished_result
+    from .training import execute, finished_result
 
-    # whatever stands in the way of the last run, or of the report, is better known before the first
-    check_folder(runs, results, force=options.force)
     for number, run in enumerate(runs, start=1):
         done = None if options.force else finished_result(run, results)
         result = done or execute(run, results, force=options.force, cpu=options.cpu)

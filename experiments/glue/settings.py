@@ -26,20 +26,14 @@ BUDGET, CODES, FIT = "budget", "codes", "fit"
 BITS: dict[str, Any] = {"8": 8, "4/8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8}, "4": 4}
 SCHEDULES = ("polynomial", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16")
-# setting -> what it may be, in words and as a test
-_BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(
-        ("batch_size", "eval_batch_size", "max_length", "epochs", "learning_rate", "epsilon"),
-        ("a finite number above 0", lambda value: value > 0),
-    ),
-    **dict.fromkeys(
-        ("max_steps", "save_steps", "max_grad_norm", "weight_decay", "min_rows", "monitor", "pad_multiple"),
-        ("a finite number of at least 0", lambda value: value >= 0),
-    ),
-    "seed": ("in [0, 2**32)", lambda value: 0 <= value < 2**32),
-    "warmup": ("in [0, 1]", lambda value: 0 <= value <= 1),
-    **dict.fromkeys(("beta1", "beta2"), ("in [0, 1)", lambda value: 0 <= value < 1)),
+_BOUNDS: dict[str, Callable[[float], bool]] = {
+    "a finite number above 0": lambda value: value > 0,
+    "a finite number of at least 0": lambda value: value >= 0,
+    "in [0, 2**32)": lambda value: 0 <= value < 2**32,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+    "in [0, 1)": lambda value: 0 <= value < 1,
 }
+_POSITIVE, _NOT_NEGATIVE, _SEED, _SHARE, _BELOW_1 = _BOUNDS
 # settings that leave every number of a result as it is
 IRRELEVANT = ("save_steps", "timing")
 # switches of a sketch that are off by default, and recorded only where they are on -> their word in a run's name
@@ -49,8 +43,8 @@ KNOBS = ("ratio", "center", "storage", "bits", "budget", *VARIANTS)
 _RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor", "bits", "budget", "pad_multiple")
 
 
-def _setting(default: Any, words: str) -> Any:
-    return field(default=default, metadata={"help": words})
+def _setting(default: Any, words: str, bounds: str | None = None) -> Any:
+    return field(default=default, metadata={"help": words, "bounds": bounds})
 
 
 @dataclass(frozen=True)
@@ -72,35 +66,37 @@ class RunSettings:
     skip_padding: bool = _setting(False, "leave out rows that the attention mask marks as padding")
     keep_first: bool = _setting(False, "keep the rows of each sequence's first token beside the sketch")
     allocate: bool = _setting(False, "choose each layer's ratio by its variance, at the same bytes in sum")
-    min_rows: int = _setting(128, "inputs with fewer rows stay exact")
+    min_rows: int = _setting(128, "inputs with fewer rows stay exact", _NOT_NEGATIVE)
     exclude_modules: tuple[str, ...] = _setting((), "linear layers that stay exact, by name or end of a name")
-    seed: int = _setting(0, "seed of the classification head, the order of the data, dropout and the sketches")
-    epochs: float = _setting(3, "passes over the training split")
-    max_steps: int = _setting(0, "stop after so many steps, where the schedule ends too; 0 for all")
-    batch_size: int = _setting(16, "sequences a training step")
-    eval_batch_size: int = _setting(64, "sequences an evaluation step")
-    max_length: int = _setting(128, "longest sequence in tokens; batches are padded to their own longest")
-    pad_multiple: int = _setting(0, "pad batches to a multiple of so many tokens (codes compile each length)")
+    seed: int = _setting(0, "seed of the classification head, the order of the data, dropout and the sketches", _SEED)
+    epochs: float = _setting(3, "passes over the training split", _POSITIVE)
+    max_steps: int = _setting(0, "stop after so many steps, where the schedule ends too; 0 for all", _NOT_NEGATIVE)
+    batch_size: int = _setting(16, "sequences a training step", _POSITIVE)
+    eval_batch_size: int = _setting(64, "sequences an evaluation step", _POSITIVE)
+    max_length: int = _setting(128, "longest sequence in tokens; batches are padded to their own longest", _POSITIVE)
+    pad_multiple: int = _setting(
+        0, "pad batches to a multiple of so many tokens (codes compile each length)", _NOT_NEGATIVE
+    )
     group_lengths: bool = _setting(False, "make training batches of sequences of about the same length")
-    learning_rate: float = _setting(2e-5, "peak learning rate")
+    learning_rate: float = _setting(2e-5, "peak learning rate", _POSITIVE)
     schedule: str = _setting("polynomial", "polynomial, linear or constant, after the warm-up")
-    warmup: float = _setting(0.06, "share of the steps that warm up")
-    weight_decay: float = _setting(0.1, "of AdamW")
-    beta1: float = _setting(0.9, "of AdamW")
-    beta2: float = _setting(0.98, "of AdamW")
-    epsilon: float = _setting(1e-6, "of AdamW")
-    max_grad_norm: float = _setting(1.0, "clip gradients to this norm; 0 for no clipping")
+    warmup: float = _setting(0.06, "share of the steps that warm up", _SHARE)
+    weight_decay: float = _setting(0.1, "of AdamW", _NOT_NEGATIVE)
+    beta1: float = _setting(0.9, "of AdamW", _BELOW_1)
+    beta2: float = _setting(0.98, "of AdamW", _BELOW_1)
+    epsilon: float = _setting(1e-6, "of AdamW", _POSITIVE)
+    max_grad_norm: float = _setting(1.0, "clip gradients to this norm; 0 for no clipping", _NOT_NEGATIVE)
     precision: str = _setting("float32", "float32 or bfloat16")
-    monitor: int = _setting(0, "steps in which the noise of each layer is measured once; 0 for no measurement")
-    save_steps: int = _setting(0, "steps between checkpoints within an epoch, besides its end; 0 for none")
+    monitor: int = _setting(
+        0, "steps in which the noise of each layer is measured once; 0 for no measurement", _NOT_NEGATIVE
+    )
+    save_steps: int = _setting(
+        0, "steps between checkpoints within an epoch, besides its end; 0 for none", _NOT_NEGATIVE
+    )
     timing: bool = _setting(True, "whether the machine is quiet enough for times to mean something")
 
     def __post_init__(self) -> None:
-        """Reject what can't run, and fill in the sketch's knobs.
-
-        Raises:
-            HarnessError: Naming the setting, its value and what is allowed.
-        """
+        """Reject what can't run, and fill in the sketch's knobs."""
         known_tasks = (*TASKS, DEMO_TASK.name)
         if self.task not in known_tasks:
             raise HarnessError(f"unknown task {self.task!r}; choose one of {', '.join(known_tasks)}")
@@ -152,11 +148,11 @@ class RunSettings:
         for name, choices in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
                 raise HarnessError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
-        for name, (allowed, is_allowed) in _BOUNDS.items():
-            value = getattr(self, name)
+        for setting in dataclasses.fields(self):
+            value, bounds = getattr(self, setting.name), setting.metadata["bounds"]
             # NaN fails every comparison, infinity only this one
-            if not (math.isfinite(value) and is_allowed(value)):
-                raise HarnessError(f"{name}={value} is not {allowed}")
+            if bounds and not (math.isfinite(value) and _BOUNDS[bounds](value)):
+                raise HarnessError(f"{setting.name}={value} is not {bounds}")
 
     @property
     def uses_sketch(self) -> bool:
@@ -277,9 +273,6 @@ class NamedConfig:
         Args:
             **changes: Settings that win over the file's. `task`, `seed`, `method` and the settings of `KNOBS` choose
                 runs of the grid; a task, method or seed outside of the grid replaces the grid's own.
-
-        Raises:
-            HarnessError: If no run has the ratio, centering or storage asked for.
         """
         chosen = {key: changes.pop(key) for key in ("method", *KNOBS) if key in changes}
         methods = [each for each in self.methods if self._is_chosen(each, chosen)]
@@ -307,9 +300,6 @@ def load_named_config(name: str) -> NamedConfig:
 
     Args:
         name: Its name without the suffix, or a path that ends in `.json`.
-
-    Raises:
-        HarnessError: If there is none of that name, it is not a configuration, or it holds an unknown setting.
     """
     path = config_path(name)
     if not path.is_file():

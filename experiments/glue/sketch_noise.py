@@ -98,11 +98,8 @@ class Captured:
 
     @property
     def index(self) -> Tensor:
-        """The numbers of the rows that are no padding.
-
-        Raises:
-            HarnessError: If padding has a gradient: leaving it out would be a bias.
-        """
+        """The numbers of the rows that are no padding."""
+        # leaving out rows that have a gradient would be a bias
         for name, (_, g) in self.layers.items():
             if g.flatten(0, -2)[~self.real].any():
                 raise HarnessError(f"padding has a gradient in the layer {name!r}; pass another --model")
@@ -118,11 +115,7 @@ class Subject:
     """A model that is trained for a few steps, and the batches of its task."""
 
     def __init__(self, task: str, model: str, data: str, *, batch_size: int = _SEQUENCES) -> None:
-        """Load model and data.
-
-        Raises:
-            HarnessError: If they are not usable.
-        """
+        """Load model and data."""
         # the hub's client reads it when it is imported
         if data != "hub" and (model == "demo" or Path(model).is_dir()):
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -164,11 +157,7 @@ class Subject:
             optimizer.zero_grad()
 
     def capture(self, number: int) -> Captured:
-        """Take x and g of the layers that `convert_linears` converts from a batch of the split in its own order.
-
-        Raises:
-            HarnessError: If no linear layer sees a row a token.
-        """
+        """Take x and g of the layers that `convert_linears` converts from a batch of the split in its own order."""
         size = self.settings.batch_size
         batch = self._pad([self._split[row] for row in range(number * size, (number + 1) * size)])
         layers: dict[str, tuple[Tensor, Tensor]] = {}

@@ -135,15 +135,13 @@ class Study:
 
     def hours_left(self, left: Sequence[RunSettings]) -> float | None:
         """Estimate the hours of one process from the time of an epoch in finished runs; None if no run has finished."""
-        seconds: dict[tuple[str, ...], list[float]] = {}
+        seconds: dict[str, list[float]] = {}
         for row in (*self.rows(TUNING), *self.rows(ROWS)):
-            label = row["name"].removeprefix(f"{row['config']['task']}-").rpartition("-seed")[0]
-            for key in ((row["config"]["task"], label), (row["config"]["task"],), ()):
-                seconds.setdefault(key, []).append(row["wall_seconds"] / row["config"]["epochs"])
+            seconds.setdefault(row["config"]["task"], []).append(row["wall_seconds"] / row["config"]["epochs"])
         if not seconds:
             return None
-        keys = [next(key for key in _likeness(run) if key in seconds) for run in left]
-        return sum(run.epochs * statistics.median(seconds[key]) for run, key in zip(left, keys, strict=True)) / 3600
+        unknown = [each for of_task in seconds.values() for each in of_task]
+        return sum(run.epochs * statistics.median(seconds.get(run.task, unknown)) for run in left) / 3600
 
 
 def _merit(row: dict[str, Any]) -> tuple[float, ...]:
@@ -151,17 +149,9 @@ def _merit(row: dict[str, Any]) -> tuple[float, ...]:
     return row["final"]["score"], -row["config"]["epochs"], -row["config"]["learning_rate"]
 
 
-def _likeness(run: RunSettings) -> tuple[tuple[str, ...], ...]:
-    return (run.task, run.method_label), (run.task,), ()
-
-
 @functools.cache
 def cut_training_split(task: str, data: Path, folder: Path, rows: int) -> Path:
-    """Make a data folder whose training split is a fixed sample of the official one, in its order; return the folder.
-
-    Raises:
-        HarnessError: If the official file is missing.
-    """
+    """Return a data folder whose training split is a fixed sample of the official one, in its order."""
     source, target = data / TASKS[task].folder, folder / TASKS[task].folder
     assert not TASKS[task].width
     try:
@@ -254,11 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("19")
     torch.set_num_threads(1)
-    try:
-        return exit_status(lambda: work(parser.parse_args(arguments)))
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    return exit_status(lambda: work(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

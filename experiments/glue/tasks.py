@@ -71,11 +71,7 @@ class Task:
         return Features({**{key: Value("string") for key in self.text_keys}, "label": label})
 
     def parse_label(self, text: str) -> float | int:
-        """Turn a label field of an official file into a number.
-
-        Raises:
-            ValueError: If it is no class name, class number, or score from 0 to 5, as the task has them.
-        """
+        """Turn a label field of an official file into a number."""
         if self.is_regression:
             score = float(text)
             if not 0.0 <= score <= 5.0:
@@ -108,11 +104,7 @@ DEMO_TASK = Task("demo", _FIRST, ("broken", "grammatical"), "demo", ("sentence",
 
 
 def load_task(task: Task, data: str) -> DatasetDict:
-    """Load the train and validation splits of a task from `"hub"` or a folder in the official GLUE layout.
-
-    Raises:
-        HarnessError: If a file or a row is not what the official layout says, or the hub can't be reached.
-    """
+    """Load the train and validation splits of a task from `"hub"` or a folder in the official GLUE layout."""
     from datasets import DatasetDict
 
     if data == "hub":
@@ -147,12 +139,7 @@ def _load_from_hub(task: Task) -> DatasetDict:
 
 
 def read_official_file(task: Task, path: Path) -> Dataset:
-    """Read one official TSV file; texts and `label` in the order of the file.
-
-    Raises:
-        HarnessError: If the file is missing, empty, truncated or ill-formed: a reader that fills missing fields would
-            train on a part of the data without a word.
-    """
+    """Read one official TSV file; texts and `label` in the order of the file."""
     from datasets import Dataset
 
     def fault(problem: str) -> HarnessError:

@@ -34,7 +34,6 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -54,7 +53,6 @@ from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
 
 from . import fingerprints
-from .comparison import check_comparable
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
 from .peak_memory import peak_memory
@@ -64,12 +62,10 @@ from .result_file import (
     FAILED,
     FORMAT,
     RUNNING,
-    check_writable,
     read_result,
-    read_results,
     write_result,
 )
-from .settings import CHECKPOINTING, FIT, IRRELEVANT, RunSettings, is_local_model
+from .settings import CHECKPOINTING, FIT, IRRELEVANT, RunSettings
 from .tasks import load_task
 
 METRIC_FOLDER = Path(__file__).parent / "glue_metric"
@@ -88,11 +84,7 @@ def result_path(settings: RunSettings, results: Path) -> Path:
 
 
 def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | None:
-    """The result of a run, if it is complete (or has diverged, which another attempt would do as well), or None.
-
-    Raises:
-        HarnessError: If the file holds a run with other settings, on other data, or from another model.
-    """
+    """The result of a run, if it is complete (or has diverged, which another attempt would do as well), or None."""
     path = result_path(settings, results)
     previous = read_result(path)
     if previous is None:
@@ -121,21 +113,6 @@ def _short(value: Any) -> str:
     return repr(value[:12] if isinstance(value, str) and len(value) == 64 else value)
 
 
-def check_folder(runs: Sequence[RunSettings], results: Path, *, force: bool = False) -> None:
-    """Find out before the first of several runs what would stop the last one, or the report.
-
-    Raises:
-        HarnessError: If the folder can't be written to, or holds results that don't go with the runs'.
-    """
-    check_writable(results)
-    if not force:
-        for run in runs:
-            finished_result(run, results)
-    mine = {run.name: run.recorded() for run in runs}
-    others = {result["name"]: result["config"] for result in read_results(results) if result["name"] not in mine}
-    check_comparable(others | mine)
-
-
 def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: bool = False) -> dict[str, Any]:
     """Run, or finish, one run, and write its result file.
 
@@ -147,12 +124,8 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
 
     Returns:
         The content of the result file. If the run was complete already, nothing is run.
-
-    Raises:
-        HarnessError: If data, model or results folder are not usable. Nothing is written then.
     """
     path = result_path(settings, results)
-    check_writable(results)
     if not force:
         finished = finished_result(settings, results)
         if finished is not None:
@@ -166,7 +139,9 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
         # checkpoints without a result file belong to nothing
         shutil.rmtree(checkpoints, ignore_errors=True)
     else:
-        _refuse(path, _what_decides(previous, result))
+        keys = [("data", "sha256"), ("model", "initial_weights_sha256"), ("hardware", "device")]
+        keys += [("versions", package) for package in ("rmm_linear", "torch", "transformers")]
+        _refuse(path, {f"{part} {key}": (previous[part][key], result[part][key]) for part, key in keys})
     result["attempts"] = previous["attempts"] if previous else []
     attempt = {"from_step": 0, "wall_seconds": 0.0} | provenance.commit()
     result["attempts"].append(attempt)
@@ -201,13 +176,6 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
     return result
 
 
-def _what_decides(previous: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Of two descriptions of a run, what has to be equal for one to go on where the other stopped."""
-    keys = [("data", "sha256"), ("model", "initial_weights_sha256"), ("hardware", "device")]
-    keys += [("versions", package) for package in ("rmm_linear", "torch", "transformers")]
-    return {" ".join(key): (previous[key[0]][key[1]], now[key[0]][key[1]]) for key in keys}
-
-
 def _not_finite(outcome: dict[str, Any]) -> str | None:
     """Name the first number of an outcome that shows that training has gone astray."""
     last = outcome["epochs"][-1]
@@ -220,11 +188,7 @@ class PreparedRun:
     """A run whose data, tokenizer and model are loaded: whatever the user can get wrong has been checked."""
 
     def __init__(self, settings: RunSettings, *, cpu: bool = False) -> None:
-        """Load everything.
-
-        Raises:
-            HarnessError: If data or model are not usable.
-        """
+        """Load everything."""
         self.settings = settings
         self.task = settings.task_description
         self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
@@ -238,26 +202,40 @@ class PreparedRun:
         # the note that the classification head is new says nothing here: it always is
         transformers.logging.set_verbosity_error()
         splits = demo_splits() if settings.data == "demo" else load_task(self.task, settings.data)
-        self.tokenizer = self._load_tokenizer(splits)
-        set_seed(settings.seed)
-        self.model = self._load_model()
+        self.tokenizer, self.model = self._load(splits)
         self._check_conversion()
         self.splits = self._tokenize(splits)
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=settings.pad_multiple or None)
         self._data_fingerprint = fingerprints.data_fingerprint(splits)
         self._initial_weights = fingerprints.weights_fingerprint(self.model)
 
-    def _load_tokenizer(self, splits: DatasetDict) -> PreTrainedTokenizerBase:
-        if self.settings.model == "demo":
-            return demo_tokenizer([text for key in self.task.text_keys for text in splits["train"][key]])
-        with _model_errors(self.settings.model):
-            tokenizer = AutoTokenizer.from_pretrained(self.settings.model)
-        if tokenizer.pad_token is None:
-            raise HarnessError(
-                f"the tokenizer of the model {self.settings.model!r} has no padding token, which batches need; give it"
-                " one (and the model's config a pad_token_id), save both with save_pretrained, and pass that folder"
+    def _load(self, splits: DatasetDict) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+        settings, task = self.settings, self.task
+        if settings.model == "demo":
+            tokenizer = demo_tokenizer([text for key in task.text_keys for text in splits["train"][key]])
+            set_seed(settings.seed)
+            model = demo_model(len(tokenizer), num_outputs=task.num_outputs, is_regression=task.is_regression)
+            # what it learns from the demo's grammar is of no use for other texts
+            if settings.data == "demo":
+                model.roberta.load_state_dict(pretrained_weights(tokenizer))
+            return tokenizer, model
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(settings.model)
+            set_seed(settings.seed)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                settings.model,
+                num_labels=task.num_outputs,
+                problem_type="regression" if task.is_regression else "single_label_classification",
             )
-        return tokenizer
+        # OSError, ValueError, and several types of the hub client
+        except Exception as error:
+            raise HarnessError(
+                f"the model {settings.model!r} could not be loaded ({error}); pass --model demo, a folder that"
+                " from_pretrained reads, or a name on the hub with the network up"
+            ) from error
+        if tokenizer.pad_token is None:
+            raise HarnessError(f"the tokenizer of the model {settings.model!r} has no padding token: batches need one")
+        return tokenizer, model
 
     def _check_conversion(self) -> None:
         """Convert the model and undo it: what can't be converted is the user's to know before anything is written."""
@@ -277,23 +255,6 @@ class PreparedRun:
 
     def _exclusion(self) -> dict[str, Any]:
         return {"exclude_modules": list(self.settings.exclude_modules)} if self.settings.exclude_modules else {}
-
-    def _load_model(self) -> PreTrainedModel:
-        if self.settings.model == "demo":
-            model = demo_model(
-                len(self.tokenizer), num_outputs=self.task.num_outputs, is_regression=self.task.is_regression
-            )
-            # what it learns from the demo's grammar is of no use for other texts
-            if self.settings.data == "demo":
-                assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
-                model.roberta.load_state_dict(pretrained_weights(self.tokenizer))
-            return model
-        with _model_errors(self.settings.model):
-            return AutoModelForSequenceClassification.from_pretrained(
-                self.settings.model,
-                num_labels=self.task.num_outputs,
-                problem_type="regression" if self.task.is_regression else "single_label_classification",
-            )
 
     def _tokenize(self, splits: DatasetDict) -> DatasetDict:
         # locals, for `datasets` hashes what a function refers to: the run itself would never hit the cache
@@ -360,30 +321,26 @@ class PreparedRun:
         for planned in (callback.planned for callback in conversion if callback.planned is not None):
             if planned.reason is not None:
                 raise RuntimeError(f"a step did not run by plan: {planned.reason}")
-        allocated = {}
+        found: dict[str, Any] = {}
         if settings.allocate:
             # the ratios of most of the training, and of its end
             kept_bytes = self._kept_bytes()
             layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, SketchedLayer)}
-            allocated = {"ratios": {name: layer.rmm_config.ratio for name, layer in layers.items()}}
-        fitted = {}
+            found["ratios"] = {name: layer.rmm_config.ratio for name, layer in layers.items()}
         if settings.method == FIT:
-            found = conversion[0].fitted
-            assert found is not None
-            fitted = {
-                "fitted": {
-                    "chosen": found.chosen.name,
-                    "peak_bytes": found.plan.measured_peak_bytes or found.plan.peak_bytes,
-                    "exact_peak_bytes": found.plain_bytes,
-                    "report": str(found).partition("\n\n")[0],
-                }
+            fitted = conversion[0].fitted
+            assert fitted is not None
+            found["fitted"] = {
+                "chosen": fitted.chosen.name,
+                "peak_bytes": fitted.plan.measured_peak_bytes or fitted.plan.peak_bytes,
+                "exact_peak_bytes": fitted.plain_bytes,
+                "report": str(fitted).partition("\n\n")[0],
             }
-        noise = [entry[NOISE_KEY] for entry in trainer.state.log_history if NOISE_KEY in entry]
-        return {
-            **allocated,
-            **fitted,
-            **({"noise_ratio": statistics.fmean(noise)} if noise else {}),
-            **({"gradient_noise": gradient_noise} if gradient_noise else {}),
+        if noise := [entry[NOISE_KEY] for entry in trainer.state.log_history if NOISE_KEY in entry]:
+            found["noise_ratio"] = statistics.fmean(noise)
+        if gradient_noise:
+            found["gradient_noise"] = gradient_noise
+        return found | {
             "kept_bytes": {
                 "model": kept_bytes,
                 "exact_model": exact_bytes,
@@ -468,13 +425,12 @@ class PreparedRun:
         callbacks: tuple[TrainerCallback, ...],
     ) -> _RecordingTrainer:
         settings = self.settings
-        clock = _StepClock(self.device)
         sampler = None
         if settings.group_lengths:
             lengths = [len(tokens) for tokens in self.splits["train"]["input_ids"]]
             sampler = _GroupedByLength(lengths, settings.batch_size, settings.seed)
-        trainer = _RecordingTrainer(
-            clock,
+        return _RecordingTrainer(
+            _Steps(self.device, settings.save_steps, on_save),
             sampler,
             model=self.model,
             args=self._arguments(checkpoints),
@@ -483,11 +439,8 @@ class PreparedRun:
             data_collator=self.collate,
             processing_class=self.tokenizer,
             compute_metrics=self._metrics(),
-            callbacks=[*conversion, _Checkpoints(settings.save_steps, on_save), clock, *callbacks],
+            callbacks=[*conversion, *callbacks],
         )
-        # it prints every log, which is a line a step here
-        trainer.remove_callback(PrinterCallback)
-        return trainer
 
     def _arguments(self, checkpoints: Path) -> TrainingArguments:
         settings = self.settings
@@ -516,7 +469,7 @@ class PreparedRun:
             bf16=settings.precision == "bfloat16",
             use_cpu=self.device.type == "cpu",
             eval_strategy="epoch",
-            # _Checkpoints decides when to save
+            # _Steps decides when to save
             save_strategy="no",
             save_total_limit=1,
             logging_steps=1,
@@ -554,21 +507,6 @@ def _last_whole_checkpoint(folder: Path) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def _model_errors(model: str) -> Iterator[None]:
-    """Turn whatever a model fails to load with into the one error that names the remedy."""
-    try:
-        yield
-    # OSError, ValueError, and several types of the hub client
-    except Exception as error:
-        where = "folder" if is_local_model(model) else "name on the hub (or folder)"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HarnessError(
-            f"the model {model!r} could not be loaded as a {where} ({reason}); pass --model demo, a folder that "
-            "from_pretrained reads, or a name on the hub with the network up"
-        ) from error
-
-
 def _split_log(
     log: list[dict[str, Any]], metrics: list[str] | tuple[str, ...]
 ) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
@@ -585,26 +523,6 @@ def _split_log(
             {"epoch": entry["epoch"], "step": entry["step"], "loss": entry["eval_loss"], "score": score, **values}
         )
     return steps, epochs
-
-
-class _StepClock(TrainerCallback):
-    """Time each training step: forward, backward, clipping and the optimizer; neither data, evaluation nor saving."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._began = 0.0
-        self.seconds = 0.0
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._began = self._now()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.seconds = self._now() - self._began
 
 
 class _GroupedByLength(Sampler[int]):
@@ -642,10 +560,12 @@ class _GroupedByLength(Sampler[int]):
 class _RecordingTrainer(Trainer):
     """A `Trainer` whose log, and so every checkpoint, holds the time of each step as well."""
 
-    def __init__(self, clock: _StepClock, sampler: Sampler[int] | None, **arguments: Any) -> None:
-        self._clock = clock
-        self._sampler = sampler
+    def __init__(self, steps: _Steps, sampler: Sampler[int] | None, **arguments: Any) -> None:
+        self._steps, self._sampler = steps, sampler
         super().__init__(**arguments)
+        self.add_callback(steps)
+        # it prints every log, which is a line a step here
+        self.remove_callback(PrinterCallback)
 
     def _get_train_sampler(self, *arguments: Any) -> Sampler[int] | None:
         return self._sampler or super()._get_train_sampler(*arguments)
@@ -657,30 +577,40 @@ class _RecordingTrainer(Trainer):
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         # not in a callback's on_log: that comes after the log has been kept
         if "loss" in logs:
-            logs = {**logs, "seconds": self._clock.seconds}
+            logs = {**logs, "seconds": self._steps.seconds}
         super().log(logs, *arguments, **keywords)
 
 
-class _Checkpoints(TrainerCallback):
-    """Ask for a checkpoint at the end of each epoch, after its evaluation, and every so many steps within.
+class _Steps(TrainerCallback):
+    """Times each step, and asks for a checkpoint after each epoch's evaluation and every so many steps within.
 
-    `Trainer`'s own strategies can't do both. A checkpoint at an epoch's last step, before its evaluation, would lose
-    that evaluation on resuming; one after the last step of all would train one step too many.
+    A step is forward, backward, clipping and the optimizer; neither data, evaluation nor saving. `Trainer`'s own
+    strategies can't do both kinds of checkpoints. One at an epoch's last step, before its evaluation, would lose that
+    evaluation on resuming; one after the last step of all would train one step too many.
     """
 
-    def __init__(self, every_steps: int, on_saved: Callable[[], None]) -> None:
-        self._every_steps = every_steps
-        self._on_saved = on_saved
+    def __init__(self, device: torch.device, save_steps: int, on_saved: Callable[[], None]) -> None:
+        self._device, self._save_steps, self._on_saved = device, save_steps, on_saved
+        self._began = self.seconds = 0.0
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._began = self._now()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.seconds = self._now() - self._began
         assert state.epoch is not None
-        due = self._every_steps > 0 and state.global_step % self._every_steps == 0
+        due = self._save_steps > 0 and state.global_step % self._save_steps == 0
         if due and not float(state.epoch).is_integer() and state.global_step < state.max_steps:
             control.should_save = True
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step < state.max_steps:
             control.should_save = True
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._on_saved()

@@ -24,12 +24,12 @@ MODELS = Path(__file__).parent / "models"
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batches.
+    """A model and its batch.
 
     Attributes:
-        name: What the results call it.
+        name: Its name in the results.
         config: Name of its configuration in `models/`.
-        batches: Sequences, or images, of each batch that is measured; tables and figure show the first one's.
+        batch: Sequences, or images, of the batch.
         length: Tokens of a sequence; of an image, its patches and the class token.
         dtype: Of the parameters.
         attention: Its `attn_implementation`.
@@ -39,45 +39,43 @@ class Workload:
 
     name: str
     config: str
-    batches: tuple[int, ...]
+    batch: int
     length: int
     dtype: torch.dtype = torch.float32
     attention: str = "sdpa"
     changes: Mapping[str, Any] = field(default_factory=dict)
     lora: bool = False
 
-    def build(self, *, device: str = "cpu", layers: int | None = None, **changes: Any) -> nn.Module:
+    def build(self, *, layers: int | None = None, **changes: Any) -> nn.Module:
         """Make the model, in training mode and with the dropout of its configuration.
 
         Args:
-            device: Where it is to be.
             layers: Layers of its stacks; all by default.
             **changes: Values of the configuration that are to be others.
-
-        Raises:
-            HarnessError: If it needs PEFT, which is not installed.
         """
         model = build_model(
             str(MODELS / f"{self.config}.json"),
-            device=device,
+            device="cpu",
             dtype=self.dtype,
             layers=layers,
             attn_implementation=self.attention,
             **{**self.changes, **changes},
         )
-        return _with_lora(model).train() if self.lora else model
+        if not self.lora:
+            return model
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError as error:
+            raise HarnessError("LoRA needs PEFT: pip install peft, or choose other models with --models") from error
+        return get_peft_model(model, LoraConfig(target_modules="all-linear")).train()
 
-    def batch(self, model: nn.Module, size: int, *, device: str = "cpu") -> dict[str, Tensor]:
+    def sample(self, model: nn.Module) -> dict[str, Tensor]:
         """Make a random batch with labels."""
-        batch = random_batch(self._unwrapped(model), batch=size, length=self.length, device=device)
+        batch = random_batch(self._unwrapped(model), batch=self.batch, length=self.length, device="cpu")
         return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in batch.items()}
 
     def dropout(self, model: nn.Module) -> tuple[float, float]:
-        """Tell how much is dropped in training mode, by the model's configuration.
-
-        Returns:
-            The largest probability of dropping an activation, and that of attention scores.
-        """
+        """Return the largest probability of dropping an activation, and that of attention scores."""
         values: dict[str, Any] = self._unwrapped(model).config.to_dict()  # type: ignore[union-attr, operator]
         found = {name: float(value) for name, value in values.items() if "drop" in name and isinstance(value, float)}
         hidden = [value for name, value in found.items() if "att" not in name]
@@ -90,19 +88,11 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("roberta-base", "roberta-base", (8, 4), 128, changes={"attention_probs_dropout_prob": 0.0}),
-    Workload("roberta-base-eager", "roberta-base", (8,), 128, attention="eager"),
-    Workload("gpt2", "gpt2", (2,), 512, changes={"attn_pdrop": 0.0}),
-    Workload("vit-b-16", "vit-b-16", (8,), 197),
-    Workload("t5-small", "t5-small", (8,), 128),
-    Workload("llama-1b", "llama-1b", (1,), 512, dtype=torch.bfloat16),
-    Workload("llama-1b-lora", "llama-1b", (1,), 512, dtype=torch.bfloat16, lora=True),
+    Workload("roberta-base", "roberta-base", 8, 128, changes={"attention_probs_dropout_prob": 0.0}),
+    Workload("roberta-base-eager", "roberta-base", 8, 128, attention="eager"),
+    Workload("gpt2", "gpt2", 2, 512, changes={"attn_pdrop": 0.0}),
+    Workload("vit-b-16", "vit-b-16", 8, 197),
+    Workload("t5-small", "t5-small", 8, 128),
+    Workload("llama-1b", "llama-1b", 1, 512, dtype=torch.bfloat16),
+    Workload("llama-1b-lora", "llama-1b", 1, 512, dtype=torch.bfloat16, lora=True),
 )
-
-
-def _with_lora(model: nn.Module) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise HarnessError("models with LoRA need PEFT: pip install peft, or leave them out with --models") from error
-    return get_peft_model(model, LoraConfig(target_modules="all-linear"))

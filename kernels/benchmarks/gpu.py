@@ -70,8 +70,9 @@ def stages(results: Path) -> list[Stage]:
     glue += ["--force", "--results", str(results / "demo"), "--method"]
     methods = {"exact": ["exact"], "tenth": ["hadamard", "--ratio", "0.1"]}
     methods["half in int8"] = ["hadamard", "--ratio", "0.5", "--storage", "int8"]
-    steps = [sys.executable, "-m", "experiments.checkpointing.codes", "--device", "cuda", "--models", "roberta", *into]
-    steps += ["--ways", "checkpointing in each block", "torch.compile", "both", "8 bits", "budget 60%"]
+    steps = [sys.executable, "-m", "experiments.checkpointing.steps", "codes", "--device", "cuda"]
+    steps += ["--models", "roberta", *into, "--ways", "checkpointing in each block", "torch.compile", "both"]
+    steps += ["8 bits", "budget 60%"]
     trainer = ("transformers", "datasets", "evaluate", "accelerate")
     # the seconds are what an H100's machine takes, and a quarter more
     return [

@@ -16,13 +16,11 @@ from torch.utils._pytree import tree_leaves
 for package in ("transformers", "datasets", "matplotlib"):
     pytest.importorskip(package)
 
-from experiments import results_by_model
-from experiments.command_line import HarnessError
-from experiments.memory import run
-from experiments.memory.methods import ALONE, CHECKPOINTING, EXACT, METHODS, OURS, Method
-from experiments.memory.models import WORKLOADS, Workload
-from experiments.memory.report import FILE, GPU_FILE, read_rows, write_report
+from experiments.memory.models import Workload
+from experiments.memory.report import ALONE, CHECKPOINTING, EXACT, FILE, OURS, RESULTS, write_report
 from experiments.memory.report import main as report_main
+from experiments.memory.run import METHODS, Method, main, measured_rows
+from experiments.rows import read_rows
 from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.memory import measure_kept_bytes
 
@@ -30,13 +28,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:left ex
 
 _LAYER = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
 TINY: dict[str, tuple[Workload, dict[str, Any]]] = {
-    "roberta": (Workload("roberta", "roberta-base", (4,), 64), {**_LAYER, "vocab_size": 50}),
+    "roberta": (Workload("roberta", "roberta-base", 4, 64), {**_LAYER, "vocab_size": 50}),
     "fused": (
-        Workload("fused", "roberta-base", (4,), 64, changes={"attention_probs_dropout_prob": 0.0}),
+        Workload("fused", "roberta-base", 4, 64, changes={"attention_probs_dropout_prob": 0.0}),
         {**_LAYER, "vocab_size": 50},
     ),
     "llama": (
-        Workload("llama", "llama-1b", (4,), 64, dtype=torch.bfloat16),
+        Workload("llama", "llama-1b", 4, 64, dtype=torch.bfloat16),
         {**_LAYER, "vocab_size": 50, "num_key_value_heads": 1, "head_dim": 32, "bos_token_id": 0, "eos_token_id": 1},
     ),
 }
@@ -48,7 +46,7 @@ def _built(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     if workload.lora:
         pytest.importorskip("peft")
     model = workload.build(layers=1, **{**sizes, **changes})
-    return model, workload.batch(model, workload.batches[0])
+    return model, workload.sample(model)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -56,11 +54,10 @@ def test_what_is_predicted_is_what_is_measured(name: str) -> None:
     workload, sizes = TINY[name]
     if workload.lora:
         pytest.importorskip("peft")
-    rows = [row for row, _ in run.measured_rows(workload, layers=1, **sizes)]
+    rows = list(measured_rows(workload, layers=1, **sizes))
     assert len(rows) == len(METHODS)
     exact = rows[0]["kept_bytes"]
     for row in rows:
-        assert row["note"] is None
         assert row["exact_bytes"] == exact
         assert row["predicted_bytes"] == (None if row["method"] == CHECKPOINTING else row["kept_bytes"]), row
         # the least that any sketch of these layers can leave
@@ -125,7 +122,7 @@ def test_a_roberta_layer_keeps_10_plus_6_r_and_alone_10_plus_8_r(ratio: float) -
         kept = []
         for layers in (1, 2):
             model = workload.build(layers=layers, hidden_dropout_prob=0.0, **sizes)
-            batch = workload.batch(model, 4)
+            batch = workload.sample(model)
             with method.applied(model, batch):
                 kept.append(measure_kept_bytes(model, **batch))
         unit = 4 * 4 * 64 * 64
@@ -144,34 +141,18 @@ def test_a_method_leaves_the_model_as_it_was(name: str) -> None:
         assert measure_kept_bytes(model, **batch) == exact
 
 
-def test_the_committed_report_is_what_the_results_say(tmp_path: Path) -> None:
-    shutil.copy(run.RESULTS / FILE, tmp_path)
-    if (run.RESULTS / GPU_FILE).exists():
-        shutil.copy(run.RESULTS / GPU_FILE, tmp_path)
-    write_report(tmp_path)
-    assert (tmp_path / "report.md").read_text() == (run.RESULTS / "report.md").read_text()
-    rows = read_rows(run.RESULTS / FILE)
-    assert {row["model"] for row in rows} == {workload.name for workload in WORKLOADS}
-    predicted = [row for row in rows if row["predicted_bytes"] is not None]
-    assert predicted
+def test_every_committed_prediction_is_what_was_measured(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / FILE, tmp_path)
+    assert write_report(tmp_path).startswith("| of exact | roberta-base |")
+    assert (tmp_path / "figure.png").stat().st_size > 0
+    predicted = [row for row in read_rows(RESULTS / FILE) if row["predicted_bytes"] is not None]
+    assert len({row["model"] for row in predicted}) == 7
     assert [row["predicted_bytes"] for row in predicted] == [row["kept_bytes"] for row in predicted]
 
 
-@pytest.mark.gpu
-def test_a_gpu_adds_peak_time_and_the_largest_batch() -> None:
-    workload, sizes = TINY["fused"]
-    for row, _ in run.measured_rows(workload, methods=METHODS[:2], device="cuda", layers=1, **sizes):
-        assert row["peak_bytes"] > row["kept_bytes"]
-        assert row["step_ms"] > 0
-        assert 0 < row["largest_batch_16_gib"] < row["largest_batch_80_gib"]
-
-
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(HarnessError, match="no model 'bert'; choose among roberta-base"):
-        results_by_model.chosen(WORKLOADS, ["bert"])
-    for arguments in (["--models", "bert"], ["--quick", "--output", str(tmp_path)]):
-        assert run.main(arguments) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+    assert main(["--models", "bert"]) == 2
+    assert "invalid choice: 'bert'" in capsys.readouterr().err
     (tmp_path / FILE).write_text("a,b\n1,2\n")
     assert report_main([str(tmp_path)]) == 2
-    assert "make it anew" in capsys.readouterr().err
+    assert "python -m experiments.memory.run makes it anew" in capsys.readouterr().err

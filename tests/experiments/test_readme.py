@@ -80,7 +80,7 @@ def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_missing_block_is_named() -> None:
     with pytest.raises(ValueError, match="no block 'memory'"):
-        filled("no markers", readme.BLOCKS)
+        filled("no markers", readme.pages()[readme.RESULTS])
 
 
 def test_the_readme_names_every_sketch_and_knob() -> None:

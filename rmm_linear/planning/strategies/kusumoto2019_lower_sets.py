@@ -412,5 +412,13 @@ class Kusumoto2019Approximate(_LowerSets):
     name: ClassVar[str] = "kusumoto2019_approximate"
 
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the ancestors of each node."""
+        """Return the ancestors of each node.
+
+        Raises:
+            ValueError: If there are too many.
+        """
+        if len(nodes.costs) > _MOST_LOWER_SETS:
+            raise ValueError(
+                f"the graph has {len(nodes.costs)} nodes, and the approximate program goes to {_MOST_LOWER_SETS}"
+            )
         return ancestor_closures(nodes)

@@ -68,6 +68,8 @@ def _result(task: str, method: str, seed: int, score: float, **more) -> dict:
         "config": config,
         "metrics": ["accuracy"],
         "final": {"score": score, "accuracy": score},
+        "data": {"sha256": ""},
+        "model": {"initial_weights_sha256": ""},
         "kept_bytes": {"model": 80, "exact_model": 100},
         "final_weights_sha256": "",
         "hardware": dict.fromkeys(("device", "gpu", "cpu", "torch_threads")),

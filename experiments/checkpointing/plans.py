@@ -1,0 +1,183 @@
+"""Plan captured steps, and run nothing: `python -m experiments.checkpointing.plans {strategies,bounds,growth,arenas}`.
+
+Each model is captured at its published size without contents, which takes no memory.
+
+- `strategies`: what every strategy plans, budget by budget.
+- `bounds`: what `auto` plans beside the linear program's bound of any plan.
+- `growth`: the seconds that `auto` takes for small and large graphs, without the capture: chains of random costs,
+  U-shapes, and RoBERTa of 12 and 48 layers. These are seconds of this process on the processor.
+- `arenas`: the least arenas of two online policies, DTR and Coop, which evict in one arena in the order of addresses,
+  for arenas of 1.5 down to .025 of the plain peak: an arena that is met does not mean that larger ones are. And the
+  arena that OLLA's best-fit addresses of the plain program take.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.command_line import Parser, add_models, chosen, exit_status
+from experiments.provenance import origin
+from experiments.rows import write_rows
+from rmm_linear.checkpointing import Graph, available_strategies, capture, get_strategy
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.generators import chain, u_shape, with_backward
+from rmm_linear.planning.relaxation import least_extra_cost, relaxations
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.steiner2022_olla import arena_for, lifetimes
+from rmm_linear.planning.strategies.zhang2023_coop import CoopRun, DtrInArena, least_arena
+
+from .models import Shape, Workload, of_shape
+from .report import (
+    ARENAS_FILE,
+    BOUNDS_FILE,
+    BOUNDS_PERCENTS,
+    FRONTIERS_FILE,
+    GROWTH_FILE,
+    GROWTH_PERCENTS,
+    RESULTS,
+    write_report,
+)
+
+# it proposes what all others propose
+_ALL_OTHERS = "auto"
+_CHAINS, _US, _LAYERS = (100, 1000, 10_000, 100_000), (100, 1000, 10_000), (12, 48)
+
+
+def _captured(workload: Workload, shape: Shape) -> Graph:
+    with workload.without_contents(shape) as (model, batch):
+        return capture(model, kwargs=batch, step=workload.step).graph
+
+
+def _plain_bytes(graph: Graph) -> int:
+    return peak_and_cost(graph, range(len(graph.ops)))[0]
+
+
+def _auto_cost(graph: Graph, budget: int) -> float | None:
+    """The extra cost of auto's plan as a share of the plain step's; None if it finds none."""
+    try:
+        return round(peak_and_cost(graph, get_strategy("auto").plan(graph, budget).order)[1] / graph.cost - 1, 4)
+    except InfeasibleBudgetError:
+        return None
+
+
+def strategies(workload: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
+    """Plan with every strategy: a row for each proposal that some budget, in percent of the plain peak, chooses."""
+    shape, plain_bytes = workload.shapes["published"], _plain_bytes(graph)
+    with workload.without_contents(shape) as (model, _):
+        parameters = sum(each.numel() * each.element_size() for each in model.parameters())
+    for name in available_strategies():
+        if name == _ALL_OTHERS:
+            continue
+        began = time.perf_counter()
+        try:
+            frontier = get_strategy(name).frontier(graph)
+        except ValueError as error:
+            print(f"{name} refuses a graph of {len(graph.ops)} ops: {error}", flush=True)
+            continue
+        seconds, last = round(time.perf_counter() - began, 2), None
+        least = min(proposal.peak_bytes for proposal in frontier)
+        # 0 stands for the least that the strategy can do
+        for percent in range(100, -1, -1):
+            budget = plain_bytes * percent // 100 if percent else least
+            fitting = [proposal for proposal in frontier if proposal.peak_bytes <= budget]
+            best = min(fitting, key=lambda proposal: (proposal.cost, proposal.peak_bytes), default=None)
+            if best is None or best is last:
+                continue
+            last = best
+            row = {"batch": shape.batch, "size": shape.size, "parameter_bytes": parameters, "ops": len(graph.ops)}
+            row |= {"plain_peak_bytes": plain_bytes, "strategy": name, "planning_s": seconds}
+            row |= {"budget_percent": percent, "peak_bytes": best.peak_bytes}
+            yield row | {"extra_cost": round(best.cost / graph.cost - 1, 4)}
+
+
+def bounds(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
+    """Plan with `auto`, and compute the bound."""
+    programs, plain_bytes = relaxations(graph), _plain_bytes(graph)
+    for percent in BOUNDS_PERCENTS:
+        budget = plain_bytes * percent // 100
+        bound = least_extra_cost(programs, budget)
+        row = {"ops": len(graph.ops), "plain_peak_bytes": plain_bytes, "budget_percent": percent}
+        row |= {"extra_cost": _auto_cost(graph, budget)}
+        yield row | {"bound": round(bound / graph.cost, 4) if bound < float("inf") else None}
+
+
+def arenas(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
+    """Find the least arena of each policy, and the part of an arena that is free where the policy fails."""
+    policies: dict[str, type[CoopRun]] = {"DTR": DtrInArena, "Coop": CoopRun}
+    for policy, kind in policies.items():
+        began = time.perf_counter()
+        least, free = least_arena(graph, kind)
+        row = {"ops": len(graph.ops), "policy": policy, "least_arena": round(least, 4)}
+        yield row | {"free_at_failure": round(free, 4), "scan_s": round(time.perf_counter() - began, 1)}
+    began, plain = time.perf_counter(), range(len(graph.ops))
+    size = arena_for(lifetimes(graph, plain), time_limit_s=0).size_bytes
+    row = {"ops": len(graph.ops), "policy": "OLLA", "least_arena": round(size / _plain_bytes(graph), 4)}
+    yield row | {"free_at_failure": None, "scan_s": round(time.perf_counter() - began, 1)}
+
+
+def _growing_graphs() -> Iterator[tuple[str, Graph]]:
+    for ops in _CHAINS:
+        draw = random.Random(0)
+        sizes, costs = zip(*((draw.randint(1, 100), float(draw.randint(1, 9))) for _ in range(ops // 2)), strict=True)
+        yield "chain", with_backward(chain(sizes, costs))
+        if ops in _US:
+            yield "U", with_backward(u_shape(ops // 4, size=1 << 20))
+    roberta = next(workload for workload in of_shape("published") if workload.name == "roberta")
+    published = roberta.shapes["published"]
+    for layers in _LAYERS:
+        shape = replace(published, options={**published.options, "num_hidden_layers": layers})
+        yield f"RoBERTa, {layers} layers", _captured(roberta, shape)
+
+
+def growth() -> Iterator[dict[str, Any]]:
+    """Plan graphs of several sizes within parts of their peaks, the small ones first."""
+    for name, graph in _growing_graphs():
+        for percent in GROWTH_PERCENTS:
+            budget, began = _plain_bytes(graph) * percent // 100, time.process_time()
+            extra = _auto_cost(graph, budget)
+            row = {"model": name, "ops": len(graph.ops), "budget_percent": percent}
+            yield row | {"seconds": round(time.process_time() - began, 2), "extra_cost": extra}
+
+
+_OF_MODELS: dict[str, tuple[str, Callable[[Workload, Graph], Iterator[dict[str, Any]]]]] = {
+    "strategies": (FRONTIERS_FILE, strategies),
+    "bounds": (BOUNDS_FILE, bounds),
+    "arenas": (ARENAS_FILE, arenas),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
+    parser = Parser(prog="python -m experiments.checkpointing.plans", description=__doc__.partition("\n")[0])
+    parser.add_argument("kind", choices=(*_OF_MODELS, "growth"))
+    workloads = of_shape("published")
+    add_models(parser, workloads)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+
+    def work() -> int:
+        options = parser.parse_args(arguments)
+        found: list[dict[str, Any]] = []
+        for row in growth() if options.kind == "growth" else ():
+            found.append(row | origin())
+            print(row, flush=True)
+            write_rows(options.results / GROWTH_FILE, found)
+        for workload in chosen(workloads, options.models) if options.kind in _OF_MODELS else ():
+            file, rows = _OF_MODELS[options.kind]
+            graph = _captured(workload, workload.shapes["published"])
+            of_model = [{"model": workload.title} | row | origin() for row in rows(workload, graph)]
+            write_rows(options.results / file, of_model, order=[each.title for each in workloads])
+            print(f"{workload.title}: {len(of_model)} rows", flush=True)
+        print(write_report(options.results))
+        return 0
+
+    return exit_status(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

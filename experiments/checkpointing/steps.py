@@ -1,0 +1,425 @@
+"""Run training steps in every way: `python -m experiments.checkpointing.steps {eager,compiled,codes} --help`.
+
+Each way of running a model's step has a copy of the model. All ways are compiled first, and kept; their peaks and
+gradients are taken; then their steps are timed by turns. The peak is that of torch's profiler over one step (on a GPU
+of the allocator): it counts all that torch allocates beside the parameters and the batch, gradients included.
+
+- `eager`: what users have without a planner, op by op: torch.utils.checkpoint in each block, and torch's
+  `activation_memory_budget` by the backend "aot_eager", which fuses nothing. FLOPs are counted, and nothing is timed.
+- `compiled`: the same through Inductor, and the plain compiled step. Plans get as budgets the peaks that the rivals
+  were measured to take, so that times compare at equal peaks; ten more budgets lie evenly between the peak of the
+  step without a plan and the least that a plan can do.
+- `codes`: codes of 8 and 4 bits, budgets, and `fit`; with `--device cuda` under autocast to bfloat16. With
+  `--noise MODEL` also how much codes add to the gradients of MRPC's minibatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import re
+import statistics
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor.utils import fresh_cache
+from torch.utils.checkpoint import checkpoint
+
+from experiments.command_line import Parser, add_models, chosen, exit_status
+from experiments.glue.settings import BITS, RunSettings
+from experiments.provenance import origin
+from experiments.rows import write_rows
+from rmm_linear import fit
+from rmm_linear.checkpointing import get_strategy
+from rmm_linear.compiler.backend import Group, Options
+from rmm_linear.compiler.torch_private import dynamo_options
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.memory import measure_kept_bytes
+from rmm_linear.variance import measure_step_noise
+
+from .instruments import allocator_peaks, flops_of, gpu_peak, interleaved
+from .models import WORKLOADS, Shape, Workload, of_shape, own_loss
+from .report import (
+    BLOCKS,
+    BUDGET,
+    CODES_CUDA_FILE,
+    CODES_FILE,
+    COMPILED,
+    COMPILED_FILE,
+    EAGER,
+    EAGER_FILE,
+    EXACT,
+    INDUCTOR,
+    NOISE_FILE,
+    RESULTS,
+    SPREAD,
+    write_report,
+)
+
+MEMORY_BUDGETS = {"eager": (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05), "compiled": (0.9, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)}
+CODES = {"8 bits": BITS["8"], "activations 4, rest 8": BITS["4/8"], "4 bits": BITS["4"]}
+# Budgets that are closer to each other are one.
+_CLOSE = 1.02
+_SPREAD = 10
+_DRAWS = 8
+_COLUMNS = (
+    *("method", "setting", "budget_bytes", "simulated_peak_bytes", "peak_bytes", "tensors_peak_bytes"),
+    *("activation_peak_bytes", "saved_bytes", "extra_flops", "step_s", "step_s_q20", "step_s_q80", "rounds"),
+    *("eager_step_s", "error", "mean_error", "draws", "same_gradients", "compile_s", "note"),
+)
+
+
+@dataclass
+class Way:
+    """A way of running a step.
+
+    Attributes:
+        method: Its name in tables.
+        setting: Its knob in tables.
+        is_checkpointed: Whether torch.utils.checkpoint is in each block.
+        backend: What torch.compile compiles the step with; None for eager mode.
+        memory_budget: Torch's `activation_memory_budget`.
+        options: Options of the backend rmm_linear, which then compiles the step.
+        fitted: The budget that `fit` is given.
+    """
+
+    method: str
+    setting: str = ""
+    _: KW_ONLY
+    is_checkpointed: bool = False
+    backend: str | None = None
+    memory_budget: float = 1.0
+    options: dict[str, Any] | None = None
+    fitted: str | None = None
+
+
+CODE_WAYS = (
+    Way("checkpointing in each block", is_checkpointed=True),
+    Way("torch.compile", backend="inductor"),
+    Way("both", backend="inductor", is_checkpointed=True),
+    *(Way(name, options={"bits": bits}) for name, bits in CODES.items()),
+    *(Way(f"budget {budget}", options={"budget": budget}) for budget in ("60%", "35%")),
+    Way("8 bits, budget 75%", options={"bits": 8, "budget": "75%"}),
+    *(Way(f"fit {budget}", fitted=budget) for budget in ("60%", "40%")),
+)
+
+
+@dataclass
+class _Running:
+    model: nn.Module
+    step: Callable[[], None]
+    row: dict[str, Any]
+    group: Group | None
+    steps: int = 0
+
+    def __call__(self) -> None:
+        """Run a step, from no gradients to all."""
+        self.model.zero_grad(set_to_none=True)
+        self.step()
+        self.steps += 1
+
+    def alone(self) -> None:
+        """Run a step that leaves no gradients behind."""
+        self()
+        self.model.zero_grad(set_to_none=True)
+
+
+class Comparison:
+    """All ways of running a model's step; used as a context."""
+
+    def __init__(self, workload: Workload, shape: Shape, device: str = "cpu", *, counts_flops: bool = False) -> None:
+        """Build the model."""
+        self.workload, self.shape, self.device = workload, shape, torch.device(device)
+        self.on_gpu, self._counts_flops = self.device.type == "cuda", counts_flops
+        model, batch = workload.at(shape)
+        self._model, self._batch = model.to(self.device), {key: each.to(self.device) for key, each in batch.items()}
+        # given, and not made by `backward`: it would count
+        self._tangent = torch.ones((), device=self.device)
+        self._stack, self._reference, self._flops = ExitStack(), [], 0
+        self.running: list[_Running] = []
+        self.missing: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Comparison:
+        """Compile what earlier comparisons compiled anew; ways of one model share what they have in common."""
+        torch._dynamo.reset()
+        self._stack.enter_context(dynamo_options())
+        self._stack.enter_context(fresh_cache())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what lasts as long as the ways."""
+        self._stack.close()
+
+    def add(self, way: Way) -> _Running | None:
+        """Compile and measure a way; None if there is no plan, or the model has no blocks to checkpoint."""
+        model, group, plan = copy.deepcopy(self._model), None, None
+        row: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"method": way.method, "setting": way.setting}
+        if way.is_checkpointed:
+            count = self._stack.enter_context(checkpointed_blocks(model, self.workload.blocks))
+            if not count:
+                return None
+            row["note"] = f"{count} blocks"
+        forward: Callable[..., Any] = _with_own_code(self.workload.step)
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        if way.options is not None:
+            group = Group(Options(**way.options))
+            forward = torch.compile(forward, backend=group.compile, fullgraph=True, dynamic=False)
+        elif way.backend is not None:
+            forward = torch.compile(forward, backend=way.backend, fullgraph=True, dynamic=False)
+
+        def step() -> None:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+                loss = forward(model, **self._batch)
+            loss.backward(self._tangent)
+            if self.on_gpu:
+                torch.cuda.synchronize(self.device)
+
+        running = _Running(model, step, row, group)
+        began = time.perf_counter()
+        try:
+            with functorch_config.patch(activation_memory_budget=way.memory_budget):
+                if way.fitted is not None:
+                    with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+                        plan = fit(model, self._batch, way.fitted).plan
+                running()
+        except InfeasibleBudgetError as error:
+            least = f"no plan: the least takes {error.least_bytes} bytes"
+            self.missing.append(row | {"budget_bytes": (way.options or {}).get("budget"), "note": least})
+            return None
+        # a baseline that runs something else measures nothing
+        assert way.fitted or not counters["graph_break"], counters["graph_break"]
+        row["compile_s"] = round(time.perf_counter() - began, 1)
+        if group is not None:
+            (variant,) = group.variants()
+            plan = variant.plan
+            row["budget_bytes"], row["simulated_peak_bytes"] = plan.budget_bytes, plan.peak_bytes
+        if plan is not None:
+            row["saved_bytes"] = plan.planned.forward_bytes
+        self._measure(running, draws=_DRAWS if plan is not None and plan.coding.coded else 1)
+        self.running.append(running)
+        return running
+
+    def _measure(self, running: _Running, draws: int) -> None:
+        row, is_first = running.row, not self.running
+        running()
+        found = [parameter.grad for parameter in running.model.parameters()]
+        if is_first:
+            self._reference = [None if each is None else each.clone() for each in found]
+        pairs = list(zip(self._reference, found, strict=True))
+        row["same_gradients"] = all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
+        row |= self._errors(running, draws)
+        if self._counts_flops:
+            flops = flops_of(running)
+            self._flops = flops if is_first else self._flops
+            row["extra_flops"] = round(flops / self._flops - 1, 4)
+        running.model.zero_grad(set_to_none=True)
+        if self.on_gpu:
+            row["peak_bytes"] = gpu_peak(running)
+        else:
+            row["peak_bytes"], row["tensors_peak_bytes"] = allocator_peaks(running)
+        gradient_bytes = sum(each.nbytes for each in self._reference if each is not None)
+        row["activation_peak_bytes"] = row["peak_bytes"] - gradient_bytes
+        if is_first:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+                # of models that are called with the batch alone
+                is_called = self.workload.step is own_loss
+                row["saved_bytes"] = measure_kept_bytes(running.model, **self._batch) if is_called else None
+        running.alone()
+        peak = row["peak_bytes"] / 2**20
+        print(
+            f"{self.workload.name}: {row['method']}, {row['setting']}: {peak:.2f} MiB, error {row['error']:.0e}",
+            flush=True,
+        )
+
+    def _errors(self, running: _Running, draws: int) -> dict[str, float]:
+        """The relative error of the gradient: of one draw, and of the mean of several."""
+        exact = [each for each in self._reference if each is not None]
+        size = sum(float(each.double().square().sum()) for each in exact)
+        total, one = [torch.zeros_like(each, dtype=torch.float64) for each in exact], 0.0
+        for draw in range(draws):
+            if draw:
+                running()
+            found = [each.grad for each in running.model.parameters() if each.grad is not None]
+            one += sum(float((a - b).double().square().sum()) for a, b in zip(found, exact, strict=True)) / draws
+            for so_far, each in zip(total, found, strict=True):
+                so_far += each / draws
+        mean = sum(float((a - b).square().sum()) for a, b in zip(total, exact, strict=True))
+        return {"error": (one / size) ** 0.5, "mean_error": (mean / size) ** 0.5, "draws": draws}
+
+    def rows(self, rounds: int) -> Iterator[dict[str, Any]]:
+        """Time all ways, those of equal peaks side by side."""
+        ordered = sorted(self.running, key=lambda running: running.row["peak_bytes"])
+        gc.collect()
+        print(f"{self.workload.name}: {len(ordered)} ways by turns; other work spoils the times", flush=True)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            times = interleaved([running.alone for running in ordered], rounds)
+        for running, seconds in zip(ordered, times, strict=True):
+            if rounds > 1:
+                low, *_, high = statistics.quantiles(seconds, n=5, method="inclusive")
+                found = {"step_s": statistics.median(seconds), "step_s_q20": low, "step_s_q80": high}
+                running.row |= {key: round(value, 6) for key, value in found.items()} | {"rounds": rounds}
+            assert running.group is None or running.group.runs == running.steps, "steps ran without their plan"
+        shape = self.shape
+        parameters = sum(each.nbytes for each in self._model.parameters())
+        sizes = {"batch": shape.batch, "size": shape.size, "config": json.dumps(shape.options, sort_keys=True)}
+        sizes |= {"parameter_bytes": parameters, "precision": "autocast to bfloat16" if self.on_gpu else "float32"}
+        for row in (*(running.row for running in self.running), *self.missing):
+            row["eager_step_s"] = self.running[0].row["step_s"]
+            yield sizes | row | origin(self.device.type)
+
+
+def _with_own_code(function: Any) -> Callable[..., Any]:
+    """Return a function that Dynamo tells apart: it keeps what it compiled, and counts it, by code object."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+@contextmanager
+def checkpointed_blocks(model: nn.Module, pattern: str | None) -> Iterator[int]:
+    """Let blocks of a model keep their inputs alone, not reentrant; yield how many there are.
+
+    Args:
+        model: The model.
+        pattern: Regular expression of the names of modules that are blocks; None for a model of Hugging Face, which
+            knows its own.
+    """
+    options = {"use_reentrant": False}
+    if pattern is None:
+        if hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable(options)  # type: ignore[operator]
+            layers = transformers.modeling_layers.GradientCheckpointingLayer
+            yield sum(isinstance(module, layers) for module in model.modules())
+        else:
+            yield 0
+        return
+    blocks = [module for name, module in model.named_modules() if re.fullmatch(pattern, name)]
+    for block in blocks:
+        block.__dict__["forward"] = lambda *x, forward=block.forward: checkpoint(forward, *x, **options)
+    yield len(blocks)
+
+
+def rivals(kind: str) -> list[Way]:
+    """Return everything that torch itself has; the first way is eager mode."""
+    backend = {"eager": "aot_eager", "compiled": "inductor"}[kind]
+    ways = [Way(EAGER), Way(EAGER, BLOCKS, is_checkpointed=True)]
+    if kind == "compiled":
+        ways += [Way(COMPILED, backend=backend), Way(COMPILED, BLOCKS, backend=backend, is_checkpointed=True)]
+    budgets = MEMORY_BUDGETS[kind]
+    return [*ways, *(Way(COMPILED, f"{BUDGET} {each:g}", backend=backend, memory_budget=each) for each in budgets)]
+
+
+def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, str], *, spread: int = _SPREAD) -> None:
+    """Measure rivals, then plans: without a limit, at the rivals' peaks, and at budgets that lie evenly.
+
+    Args:
+        comparison: Takes what is measured.
+        ways: The rivals.
+        executors: Of plans, by their method; the last one also runs the budgets that lie evenly.
+        spread: How many budgets lie evenly.
+    """
+    for way in ways:
+        comparison.add(way)
+    budgets: dict[int | str, str] = {}
+    for row in sorted((each.row for each in comparison.running), key=lambda row: row["peak_bytes"]):
+        if not budgets or row["peak_bytes"] > _CLOSE * max(budgets):
+            budgets[row["peak_bytes"]] = f"as {row['method']} {row['setting']}".rstrip()
+    plain: _Running | None = None
+    for method, executor in executors.items():
+        plain = comparison.add(Way(method, "100 %", options={"budget": "100%", "executor": executor}))
+        for budget, setting in budgets.items():
+            comparison.add(Way(method, setting, options={"budget": budget, "executor": executor}))
+    assert plain is not None
+    assert plain.group is not None
+    (variant,) = plain.group.variants()
+    most, least = variant.plan.plain.peak_bytes, 0
+    try:
+        get_strategy("auto").plan(variant.capture.graph, 1)
+    except InfeasibleBudgetError as error:
+        least = error.least_bytes
+    for number in range(spread):
+        budget = most - number * (most - least) // max(1, spread - 1)
+        comparison.add(Way(method, f"{SPREAD} {number + 1}", options={"budget": budget, "executor": executor}))
+
+
+def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str, Any]]:
+    """Compare what codes add to a gradient with how much minibatches of MRPC differ, dropout off."""
+    from experiments.glue.training import PreparedRun
+
+    prepared = PreparedRun(RunSettings(task="mrpc", model=model, data=data, batch_size=32, pad_multiple=128), cpu=True)
+    split, size = prepared.splits["train"].shuffle(seed=0), prepared.settings.batch_size
+    for module in prepared.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    made = [prepared.collate([split[row] for row in range(at * size, (at + 1) * size)]) for at in range(batches)]
+    prepared.model.train()
+    for way, bits in CODES.items():
+        planned = torch.compile(prepared.model, backend="rmm_linear", options={"bits": bits})
+        noise = measure_step_noise(planned, made)
+        row = {"way": way, "batches": batches, "batch": size, "share": noise.noise_ratio}
+        yield row | {"relative_variance": noise.relative_variance} | origin()
+
+
+def _run(options: argparse.Namespace) -> int:
+    kind, key = options.kind, "small" if options.kind == "eager" else options.kind
+    key += ", cuda" if options.device == "cuda" else ""
+    transformers.logging.set_verbosity_error()
+    # of names that are to change in transformers 6
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    # the time to plan is measured
+    os.environ["RMM_LINEAR_PLANS"] = "off"
+    torch.set_num_threads(2)
+    workloads = of_shape(key)
+    if options.noise:
+        write_rows(options.results / NOISE_FILE, list(noise_rows(options.noise, options.data)))
+    for workload in chosen(workloads, options.models):
+        with Comparison(workload, workload.shapes[key], options.device, counts_flops=kind == "eager") as comparison:
+            if kind == "codes":
+                for way in (Way(EAGER), *CODE_WAYS):
+                    if way.method in (EAGER, *options.ways):
+                        comparison.add(way)
+            elif kind == "eager":
+                compare(comparison, rivals(kind), {EXACT: "exact"}, spread=2)
+            else:
+                compare(comparison, rivals(kind), {EXACT: "exact", INDUCTOR: "inductor"})
+            rows = comparison.rows(0 if kind == "eager" else options.rounds)
+            name = workload.title if kind == "eager" else workload.name
+            file = {"eager": EAGER_FILE, "compiled": COMPILED_FILE}.get(kind, CODES_FILE)
+            file = CODES_CUDA_FILE if options.device == "cuda" else file
+            order = [each.title if kind == "eager" else each.name for each in workloads]
+            write_rows(options.results / file, [{"model": name} | row for row in rows], order=order)
+        gc.collect()
+    print(write_report(options.results))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
+    parser = Parser(prog="python -m experiments.checkpointing.steps", description=__doc__.partition("\n")[0])
+    parser.add_argument("kind", choices=("eager", "compiled", "codes"))
+    add_models(parser, WORKLOADS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way (default: 7)")
+    ways = [way.method for way in CODE_WAYS]
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of codes (default: cpu)")
+    parser.add_argument("--ways", nargs="*", choices=ways, default=ways, help="of codes: which, beside eager mode")
+    parser.add_argument("--noise", metavar="MODEL", help="of codes: measure their noise on this pretrained model")
+    parser.add_argument("--data", default="GLUE", help="a folder in the official GLUE layout, for --noise")
+    return exit_status(lambda: _run(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
