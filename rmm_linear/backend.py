@@ -102,7 +102,7 @@ _state = _State(_checked(os.environ.get(ENVIRONMENT) or "auto", ENVIRONMENT))
 class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_enabled is
     """Choose between the Triton kernels and plain torch, from now on or within a `with` block, in all threads.
 
-    Example:
+    Examples:
         >>> import rmm_linear
         >>> with rmm_linear.use_kernels("torch"):
         ...     pass  # forward and backward passes in here run without Triton

@@ -39,7 +39,7 @@ def unit_for(largest_bytes: float) -> Unit:
 def readable(size_bytes: int) -> str:
     """Show a size with its unit.
 
-    Example:
+    Examples:
         >>> readable(300), readable(20_388), readable(5 * 2**20), readable(3 * 2**40)
         ('300 bytes', '19.91 KiB', '5.00 MiB', '3072.00 GiB')
 

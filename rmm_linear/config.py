@@ -35,7 +35,7 @@ class RMMConfig:
 
     Immutable, hashable, and checked once, when it is made. `to_dict` and `from_dict` round-trip.
 
-    Example:
+    Examples:
         >>> from rmm_linear import RMMConfig
         >>> config = RMMConfig(ratio=0.2).replace(center=False)
         >>> config.ratio, config.sketch, config.center

@@ -302,7 +302,7 @@ def fit(
         ValueError: If an argument is none that it can be, the model is planned or compiled already, or the noise can't
             be measured with the sample.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import fit
         >>> layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]

@@ -103,7 +103,7 @@ def linear(
         Noise inflates the gradient's norm by sqrt(1 + relative variance). Clipping at a fixed norm then clips more
         often, and a clipped gradient is no longer unbiased.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import RMMConfig
         >>> from rmm_linear.functional import linear

@@ -84,7 +84,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
     unbiased estimate (see `rmm_linear.functional`). Layers that are called with the same tensor keep one sketch of it
     (see `rmm_linear.sharing`). In eval mode it is an `nn.Linear` in every respect.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import RMMConfig, RMMLinear
         >>> layer = RMMLinear(16, 8, config=RMMConfig(ratio=0.25))

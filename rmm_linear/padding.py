@@ -266,7 +266,7 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
         The rows left out must carry no gradient: the loss may not depend on them. Otherwise the weight gradients are
         noisy, though not biased. Each layer checks it until it has seen that it is so; `check=True` checks it always.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import RMMConfig, RMMLinear, valid_rows
         >>> layer = RMMLinear(16, 8, config=RMMConfig(ratio=0.5, skip_padding=True))

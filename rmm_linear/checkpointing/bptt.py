@@ -85,7 +85,7 @@ def bptt_checkpoint(
 
     where `lstm` is an `nn.LSTM` or `nn.GRU` (not `batch_first`): `lstm(chunk, state)` returns (output, state).
 
-    Example:
+    Examples:
         >>> import torch
         >>> cell, inputs = torch.nn.LSTMCell(8, 16), torch.randn(100, 4, 8)
         >>> state = torch.zeros(4, 16), torch.zeros(4, 16)

@@ -294,7 +294,7 @@ def apply_schedule(
         CaptureError: If the step can't be captured.
         ValueError: As `checkpoint_step`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear.checkpointing import Schedule, apply_schedule, capture
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 1))
@@ -388,7 +388,7 @@ def checkpoint_model(
         ValueError: If the budget, the strategy or `gradients` is unknown, the model or a module in it is checkpointed
             or compiled already, or wrapped as by DistributedDataParallel or fully_shard: plan it before that.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear.checkpointing import checkpoint_model
         >>> layers = [layer for _ in range(16) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]

@@ -222,7 +222,7 @@ def rmm_linear(
     Returns:
         What runs in the graph's place.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear.compiler import rmm_linear
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))

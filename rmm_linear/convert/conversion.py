@@ -53,7 +53,7 @@ def convert_linears(
         A ratio chosen too small makes the weight gradients noisy enough to spoil training, while the loss looks normal,
         since the output is exact. Compare with an exact run.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import RMMConfig, convert_linears
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))

@@ -103,7 +103,7 @@ class RMMCallback(TrainerCallback):
     `rmm/noise_ratio`; where it is above `noise`, the model is fitted anew, to that batch. Processes that train together
     (DDP) are refused: fit in a process of its own, and pass its `options` on as `compile` to all of them.
 
-    Example:
+    Examples:
         >>> from rmm_linear import RMMCallback
         >>> callback = RMMCallback(ratio=0.5, monitor=True, exclude_modules=["attention.output.dense"])
 

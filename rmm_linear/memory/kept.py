@@ -99,7 +99,7 @@ class SavedTensors:
         hidden from autograd (`ctx.x = x` in a custom Function) is not seen. Tensors that are changed in place
         after they were saved are refused, also within `torch.autograd.graph.allow_mutation_on_saved_tensors`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear.memory import SavedTensors
         >>> layer, x = torch.nn.Linear(8, 4), torch.randn(16, 8)
@@ -203,7 +203,7 @@ def measure_kept_bytes(
     `fn` is a module, whose parameters and buffers do not count, or any function of tensors; `exclude` are more modules
     and tensors that do not count. The result is dropped.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear.memory import measure_kept_bytes
         >>> measure_kept_bytes(torch.nn.Linear(8, 4), torch.randn(16, 8))

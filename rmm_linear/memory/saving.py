@@ -32,7 +32,7 @@ class MeasuredSaving(WatchedModules):
         promised_bytes: Sum over the calls of the layers of what each saves of its own input.
         sketches_anything: Whether any layer that is not exact by its configuration ran in training mode.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import convert_linears
         >>> from rmm_linear.memory import MeasuredSaving

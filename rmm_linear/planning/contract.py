@@ -107,7 +107,7 @@ def _with_gradients(graph: Graph) -> Graph:
 class StrategyContract:
     """What a strategy must do. Subclass it with a name that pytest collects, and define `make`.
 
-    Example:
+    Examples:
         >>> from rmm_linear.planning.strategies import get_strategy
         >>> class TestChen(StrategyContract):
         ...     def make(self):

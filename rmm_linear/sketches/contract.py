@@ -82,7 +82,7 @@ def assert_unbiased(
     gradient has at least 6 standard errors and is caught with a probability of at least 0.86, twice that bias with
     certainty (1 - 1e-12). All draws alike (one seed for all steps) fail as well, unless they are exact.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import RMMConfig
         >>> from rmm_linear.functional import linear
@@ -231,7 +231,7 @@ def draw_estimates(sketch: Sketch, x: Tensor, g: Tensor, *, draws: int, seed: in
 class SketchContract:
     """What a sketch must do. Subclass it with a name that pytest collects, and define `make`.
 
-    Example:
+    Examples:
         >>> from rmm_linear.sketches import Centered, Hadamard
         >>> class TestCenteredHadamard(SketchContract):
         ...     def make(self, ratio):

@@ -219,7 +219,7 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
     The gap is small where layers are many and their options lie close: 0.03 % for 48 layers of 40 ratios. More bytes
     never mean more variance. Layers of a group with the same options get the same one, whose bytes count once.
 
-    Example:
+    Examples:
         >>> from rmm_linear import RMMConfig
         >>> from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option, allocate_ratios
         >>> def layer(name, coefficient):

@@ -91,7 +91,7 @@ def gradient_noise(
     Beyond x and g it takes the memory of one weight gradient in float64 and of a slab of rows; a centred configuration
     takes a float32 copy of both, and one that leaves rows out, or keeps some, a copy of the others.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import RMMConfig
         >>> from rmm_linear.variance import gradient_noise

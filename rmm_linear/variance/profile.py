@@ -239,7 +239,7 @@ def profile_noise(
     Gradients, buffers and the random state are afterwards what they were before, and all runs see the same random
     numbers. Layers that get no gradient are left out.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from rmm_linear import RMMConfig, convert_linears
         >>> from rmm_linear.variance import profile_noise

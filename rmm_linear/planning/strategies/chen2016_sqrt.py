@@ -60,7 +60,7 @@ def greedy_cuts(weights: Sequence[int], prices: Sequence[int], cap: int) -> tupl
 class ChenSqrt(Strategy):
     """Chen et al. 2016: about sqrt(n) segments, each computed again as one.
 
-    Example:
+    Examples:
         >>> from rmm_linear.planning.generators import chain, with_backward
         >>> graph = with_backward(chain([100] * 100))
         >>> min(proposal.peak_bytes for proposal in ChenSqrt().frontier(graph))

@@ -150,7 +150,7 @@ def chains_of(graph: Graph) -> Iterator[ChainView]:
 class Revolve(Strategy):
     """Griewank & Walther 2000: binomial checkpointing of a chain of stages.
 
-    Example:
+    Examples:
         >>> forward_steps(1000, 10)
         4636
         >>> [f"{action.kind} {action.stage}" for action in revolve(3, 2)]

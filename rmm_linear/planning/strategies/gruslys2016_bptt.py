@@ -249,7 +249,7 @@ class GruslysBPTT(Strategy):
     A stage is a time step: its hidden state is what crosses the cut before it, its internal state all that its
     backward ops read. Stages count alike, as time steps do; alpha is the ratio of their mean sizes.
 
-    Example:
+    Examples:
         >>> table = ism_table(1000, 50)
         >>> int(table.forward_steps[50, 1000])
         1950

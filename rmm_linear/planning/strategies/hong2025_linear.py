@@ -121,7 +121,7 @@ def least_peak(sizes: Sequence[int], *, gradients: Gradients = "both") -> Checkp
     j. So candidates stand in a queue, M falling from left to right. As i falls, U grows, and the best candidate, where
     M and U meet, only moves left: the right end of the queue goes once its neighbour is as good, and never comes back.
 
-    Example:
+    Examples:
         >>> [least_peak([1] * n, gradients="one").bytes_needed for n in (100, 400, 1600)]
         [16, 30, 59]
 

@@ -366,7 +366,7 @@ def _until_interrupted(solve: Callable[[], Any]) -> Any:
 class Checkmate(Strategy):
     """Jain et al. 2020: the integer program, solved anew for each budget.
 
-    Example:
+    Examples:
         >>> from rmm_linear.planning.generators import chain, with_backward
         >>> graph = with_backward(chain([4] * 5))
         >>> Program(graph).solve(20).cost / graph.cost

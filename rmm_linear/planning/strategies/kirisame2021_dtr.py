@@ -280,7 +280,7 @@ class _Dtr(Strategy):
 class Dtr(_Dtr):
     """Kirisame et al. 2021 with the evicted neighbourhood.
 
-    Example:
+    Examples:
         >>> from rmm_linear.planning.generators import chain, with_backward
         >>> graph = with_backward(chain([100] * 30))
         >>> [(point.peak_bytes, point.cost) for point in Dtr().frontier(graph)][::9]

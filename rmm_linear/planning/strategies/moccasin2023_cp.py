@@ -239,7 +239,7 @@ class Program:
 class Moccasin(Strategy):
     """Bartan et al. 2023: retention intervals, solved anew for each budget; begun with `auto`'s plan.
 
-    Example:
+    Examples:
         >>> from rmm_linear.planning.generators import chain, with_backward
         >>> graph = with_backward(chain([4] * 5))
         >>> [Program(graph, 20, runs=runs).solve().cost / graph.cost for runs in (2, 3)]

@@ -249,7 +249,7 @@ def _started(cp_model: Any, time_limit_s: float, deterministic_limit: float | No
 class Olla(Strategy):
     """Steiner et al. 2022: the order of the least peak, nothing computed twice.
 
-    Example:
+    Examples:
         >>> from rmm_linear.planning.generators import random_layers
         >>> graph = random_layers(12, seed=4)
         >>> peak_and_cost(graph, range(12))[0], peak_and_cost(graph, least_peak_order(graph))[0]

@@ -199,7 +199,7 @@ def least_arena(graph: Graph, kind: type[CoopRun]) -> tuple[float, float]:
 class Coop(Strategy):
     """Zhang et al. 2023: what is evicted lies side by side.
 
-    Example:
+    Examples:
         >>> from rmm_linear.planning.generators import chain, with_backward
         >>> graph = with_backward(chain([100] * 30))
         >>> [(point.peak_bytes, point.cost) for point in Coop().frontier(graph)][::9]
