@@ -247,14 +247,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         if not own:
             continue
         colour = "black" if method == _EXACT else f"C{place - 1}"
-        curves = zip(*(row["losses"] for row in own.values()), strict=True)
-        left.plot(range(20, STEPS + 1, 20), [statistics.fmean(losses) for losses in curves], color=colour, label=method)
+        if 0 in own:
+            left.plot(range(20, STEPS + 1, 20), own[0]["losses"], color=colour, label=method)
         if method != _EXACT:
             noises = [_noise(own[seed]) for seed in sorted(own.keys() & _of_method(rows, _EXACT).keys())]
             right.plot(noises, _differences(rows, method), "o", color=colour, alpha=0.8)
     left.set_yscale("log")
     left.set_xlabel("step")
-    left.set_ylabel("training loss, nats a byte")
+    left.set_ylabel("training loss of seed 0, nats a byte")
     left.legend(fontsize=8, frameon=False)
     right.axhline(0, color="0.3", linewidth=1)
     right.set_xscale("log")

@@ -13,6 +13,8 @@ from experiments.blocks import filled, table
 from experiments.checkpointing import report as checkpointing
 from experiments.glue import sketch_noise
 from experiments.glue.evidence import evidence_table, read_study
+from experiments.language_model import language_model_table
+from experiments.language_model import read_rows as language_model_rows
 from experiments.memory.report import FILE, summary_table
 from experiments.peers import peers_table
 from experiments.rows import read_rows
@@ -24,6 +26,7 @@ RESULTS = ROOT / "docs" / "results.md"
 CODES = ROOT / "docs" / "codes.md"
 BUDGET = ROOT / "docs" / "budget.md"
 COMPARE = ROOT / "docs" / "compare.md"
+NOISE = ROOT / "docs" / "noise.md"
 MEMORY = ROOT / "experiments/memory/results" / FILE
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
 
@@ -85,6 +88,7 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
         CODES: {"codes": _of(checkpointing.codes_table)},
         BUDGET: budget,
         COMPARE: {"peers": peers_table},
+        NOISE: {"language model": lambda: language_model_table(language_model_rows())},
     }
 
 
