@@ -393,6 +393,15 @@ _GPT2_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _GPT2_WIDE = {"n_embd": 768, "n_head": 12, "use_cache": False} | _MANY_WORDS | _GPT2_NO_DROPOUT
 _LLAMA_WIDE = {"num_key_value_heads": 12, "use_cache": False} | _MANY_WORDS
 _ROBERTA_WIDE = _layers(768, 3072, 12, 12, **_MANY_WORDS, **_NO_DROPOUT)
+_T5_WIDE = {
+    "d_model": 768,
+    "d_kv": 64,
+    "d_ff": 3072,
+    "num_heads": 12,
+    "dropout_rate": 0.0,
+    "use_cache": False,
+} | _MANY_WORDS
+_MODERNBERT = {"pad_token_id": 0, "problem_type": "single_label_classification"} | _MANY_WORDS
 _STAGES = r"stages\.\d+"
 # batches of the published image models: Kusumoto et al. 2019, table 1
 WORKLOADS = (
@@ -455,7 +464,19 @@ WORKLOADS = (
     ),
     Workload(
         *("vit", _of_transformers("ViTConfig", "ViTForImageClassification"), _pictures, own_loss),
-        {"compiled": Shape(_layers(256, 1024, 6, 4, image_size=96, patch_size=8, **_NO_DROPOUT), 16, 96)},
+        {
+            "compiled": Shape(_layers(256, 1024, 6, 4, image_size=96, patch_size=8, **_NO_DROPOUT), 16, 96),
+            "codes": Shape(_layers(768, 3072, 4, 12, image_size=96, patch_size=8, **_NO_DROPOUT), 16, 96),
+        },
+    ),
+    Workload(
+        *("t5", _of_transformers("T5Config", "T5ForConditionalGeneration"), _text, own_loss),
+        {"codes": Shape(_T5_WIDE | {"num_layers": 2}, 16, 128)},
+    ),
+    Workload(
+        *("modernbert", _of_transformers("ModernBertConfig", "ModernBertForSequenceClassification"), _sentences),
+        own_loss,
+        {"codes": Shape(_layers(768, 1152, 4, 12, **_MODERNBERT), 16, 128, is_padded=True)},
     ),
     Workload(
         *("lstm", LSTMLoop, _series, _regression),

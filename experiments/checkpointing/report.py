@@ -153,12 +153,14 @@ def growth_table(folder: Path) -> str:
 
 def arenas_table(folder: Path) -> str:
     """Return the least arenas of the online policies, and the arena of best-fit addresses: a line a model."""
-    rows = read_rows(folder / ARENAS_FILE)
-    head = [f"{row['policy']}: {label}" for row in rows[:2] for label in ("least arena", "free where it fails")]
-    head.append("OLLA's addresses")
-    keys = [(0, "least_arena"), (0, "free_at_failure"), (1, "least_arena"), (1, "free_at_failure"), (2, "least_arena")]
-    lines = [[model, *(percent(of[place][key]) for place, key in keys)] for model, of in by_model(rows).items()]
-    return table(["model", *head], lines)
+    columns = [(policy, key) for policy in ("DTR", "Coop") for key in ("least_arena", "free_at_failure")]
+    labels = {"least_arena": "least arena", "free_at_failure": "free where it fails"}
+    lines = []
+    for model, rows in by_model(read_rows(folder / ARENAS_FILE)).items():
+        of = {row["policy"]: row for row in rows}
+        cells = [percent(of[policy][key]) if policy in of else "" for policy, key in columns]
+        lines.append([model, *cells, percent(of["OLLA"]["least_arena"]) if "OLLA" in of else ""])
+    return table(["model", *(f"{policy}: {labels[key]}" for policy, key in columns), "OLLA's addresses"], lines)
 
 
 def _family(row: Row) -> str:
