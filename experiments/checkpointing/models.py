@@ -395,7 +395,8 @@ _LLAMA_WIDE = {"num_key_value_heads": 12, "use_cache": False} | _MANY_WORDS
 _ROBERTA_WIDE = _layers(768, 3072, 12, 12, **_MANY_WORDS, **_NO_DROPOUT)
 _T5_WIDE: dict[str, Any] = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "dropout_rate": 0.0}
 _T5_WIDE |= {"use_cache": False, "decoder_start_token_id": 0} | _MANY_WORDS
-_MODERNBERT = {"pad_token_id": 0, "problem_type": "single_label_classification"} | _MANY_WORDS
+_MODERNBERT: dict[str, Any] = {"problem_type": "single_label_classification"} | _MANY_WORDS
+_MODERNBERT |= dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 0)
 _STAGES = r"stages\.\d+"
 # batches of the published image models: Kusumoto et al. 2019, table 1
 WORKLOADS = (
