@@ -89,7 +89,7 @@ readme: $(READY)
 	$(PY) -m experiments.readme
 
 docs: $(READY)
-	$(PIP_INSTALL) -e ".[docs]"
+	$(if $(READY),$(PIP_INSTALL) -e ".[docs]")
 	rm -rf build/pages && mkdir -p build/pages
 	git ls-files "*.md" "*.png" | tar cf - -T - | tar xf - -C build/pages
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

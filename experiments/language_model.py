@@ -11,6 +11,7 @@ is not run again. The learning rate was chosen for exact layers (`--methods exac
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import statistics
@@ -28,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments import provenance
 from experiments.blocks import table
-from experiments.command_line import Parser, exit_status
+from experiments.command_line import HarnessError, Parser, exit_status
 from experiments.glue.evidence import Average
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.compiler import plans
@@ -140,7 +141,7 @@ def train(method: str, seed: int, learning_rate: float = _LEARNING_RATE) -> dict
         "seed": seed,
         "learning_rate": learning_rate,
         "steps": STEPS,
-        "text_bytes": len(text),
+        "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(),
         "losses": [round(statistics.fmean(losses[at : at + 20]), 4) for at in range(0, STEPS, 20)],
         "validation": curve,
         "noise": noise,
@@ -208,31 +209,42 @@ def _noise(row: dict[str, Any]) -> float:
 
 
 def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Write the table of validation losses, in Markdown."""
+    """Write the table of validation losses, in Markdown.
+
+    Raises:
+        HarnessError: If there is no run of exact layers, or runs had different texts.
+    """
     exact = _of_method(rows, _EXACT)
+    if not exact:
+        raise HarnessError("there is no run of exact layers; run python -m experiments.language_model --methods exact")
+    if len({row["text_sha256"] for row in rows}) > 1:
+        raise HarnessError("the runs had different texts: those of another version of Python; keep them apart")
     lines = []
     for method in METHODS:
         own = _of_method(rows, method)
         if not own:
             continue
-        losses = [row["validation"][-1][1] for row in own.values()]
-        differences = _differences(rows, method)
-        average = Average.of([differences]) if method != _EXACT else None
+        one = next(iter(own.values()))
+        kept = one["kept_bytes"] / next(iter(exact.values()))["kept_bytes"]
+        difference = ""
+        if method != _EXACT and (differences := _differences(rows, method)):
+            average = Average.of([differences])
+            difference = f"{statistics.fmean(differences):+.4f}" + ("" if average is None else f" ± {average.half:.4f}")
         lines.append(
             [
                 method,
-                f"{100 * own[0]['kept_bytes'] / exact[0]['kept_bytes']:.0f} %",
+                f"{100 * kept:.0f} %",
                 "0" if method == _EXACT else f"{statistics.fmean(map(_noise, own.values())):.2g}",
-                f"{statistics.fmean(losses):.4f}",
-                "" if average is None else f"{average.mean:+.4f} ± {average.half:.4f}",
-                str(len(own)),
+                ", ".join(f"{own[seed]['validation'][-1][1]:.4f}" for seed in sorted(own)),
+                difference,
             ]
         )
-    first = exact[0]
+    first = next(iter(exact.values()))
     return (
-        table(["method", "keeps", "noise", "validation loss", "minus exact", "seeds"], lines)
-        + f"\n\nAfter {STEPS} steps of {SEQUENCES} x {LENGTH} bytes: a Llama of 4 layers of 128, nats a byte, mean over"
-        " seeds, difference of the same seeds ± half of the 95 % interval. Noise: the variance that the method adds to"
+        table(["method", "keeps", "noise", "validation loss of each seed", "minus exact"], lines)
+        + f"\n\nAfter {STEPS} steps of {SEQUENCES} x {LENGTH} bytes: a Llama of 4 layers of 128, nats a byte; mean"
+        " difference of the same seeds ± half of the 95 % interval. Kept bytes of codes are those of the plan when the"
+        " forward pass ends. Noise: the variance that the method adds to"
         " the whole gradient over the minibatch's own, mean of three times in the training."
         f" {first['hardware']['cpu']}, torch {first['versions']['torch']}."
     )

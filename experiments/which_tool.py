@@ -59,7 +59,7 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         return [want, call, f"peak {100 * peak:.0f} %", f"{took:.2f}", f"{row['error'] ** 2:.1g}"]
 
     lines = [
-        estimated("it to fit, by one call", f'`fit(model, batch, budget="{budget}")`', coded[f"fit {budget}"])
+        estimated("a step that fits, by one call", f'`fit(model, batch, budget="{budget}")`', coded[f"fit {budget}"])
         for budget in FITTED
     ]
     for want, call, row in steps:

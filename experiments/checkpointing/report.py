@@ -42,7 +42,7 @@ Rows = Sequence[Row]
 _GB = 1e9
 _BUDGETS = (80, 60, 40, 20)
 # planners that ran on a few models alone; a table of their own shows them
-_SOLVERS = ("jain2020", "kirisame2021", "zhang2023")
+_SOLVERS = ("jain2020", "kirisame2021", "moccasin2023", "steiner2022", "zhang2023")
 # of the plain step: a forward pass is about a third of it
 _ONE_FORWARD = 1 / 3
 # an unrolled loop has more: planning times of those stand in a line of their own

@@ -241,13 +241,13 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
         ),
         kept_bytes=statistics.fmean(each["model"] for each in kept),
         kept_share=statistics.fmean(each["model"] / each["exact_model"] for each in kept),
-        noise=0.0 if is_exact else _noise(pairs),
+        noise=0.0 if is_exact else added_noise(pairs),
         train_seconds=Mean.of([result["train_seconds"] for result in results]) if timed else None,
         step_time=Quantiles.of([ratio for seed in ratios for ratio in seed]) if ratios else None,
     )
 
 
-def _noise(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
+def added_noise(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
     measured = [(mine.get("gradient_noise"), reference.get("gradient_noise")) for mine, reference in pairs]
     # exact's own variance is dropout's
     found = [

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from rmm_linear.checkpointing.paging import Pager, pager_for
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.memory import SavedTensors
+from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
 from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots
 
@@ -126,7 +127,8 @@ def bptt_checkpoint(
         Outputs, stacked along a new first dimension, and the final state.
 
     Raises:
-        ValueError: If not exactly one of `memory` and `slots` is given, one is out of range, the sequence is empty,
+        ValueError: If not exactly one of `memory`, `slots` and `host_every` is given, one is out of range, `page_to`
+            goes with none of them or is no place, the sequence is empty,
             the state holds no tensor, or the cell returns something else than a state, uses a tensor that needs a
             gradient and is not among its parameters, updates a buffer, or writes into its state or input.
         InfeasibleBudgetError: If the memory does not hold one step; it names the least that would do.
@@ -139,8 +141,13 @@ def bptt_checkpoint(
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} hold no step; pass (time, ...)")
     if (host_every is None) != (local_every is None) or (host_every is not None and page_to is None):
         raise ValueError("host_every, local_every and page_to belong together: pass page_to and both, or memory")
-    if sum(each is not None for each in (memory, slots, host_every)) != 1 or (page_to is not None and slots):
+    if sum(each is not None for each in (memory, slots, host_every)) != 1:
         raise ValueError(f"memory={memory!r}, slots={slots!r}, host_every={host_every!r}: pass one of them")
+    if page_to is not None and slots is not None:
+        raise ValueError(f"slots={slots!r} goes without page_to: pass memory, or host_every and local_every")
+    if host_every is not None and local_every is not None:
+        check_spacing(host_every, local_every)
+    pager = None if page_to is None else pager_for(page_to, inputs.device)
     own = tuple(cell.parameters()) if isinstance(cell, nn.Module) else ()
     needed = tuple({id(tensor): tensor for tensor in (*own, *parameters) if tensor.requires_grad}.values())
     run = _Run(cell, structure, inputs.shape[0], preserve_rng_state)
@@ -152,7 +159,7 @@ def bptt_checkpoint(
         run.plan = plan(inputs.shape[0], sizes, memory=memory, slots=slots, strategy=strategy)
     else:
         run.plan = _double_plan(inputs.shape[0], sizes, memory, host_every, local_every)
-        run.pager = pager_for(page_to, inputs.device)
+        run.pager = pager
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
     assert run.output_structure is not None

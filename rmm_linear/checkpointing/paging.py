@@ -56,22 +56,30 @@ class FilePager:
         kept = []
         for tensor in tensors:
             kept.append((self._file.seek(0, 2), torch.empty_like(tensor, device="meta"), tensor.device))
-            self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            self._file.write(_bytes_of(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy().tobytes())
         return kept
 
     def take(self, kept: list[tuple[int, Tensor, torch.device]]) -> list[Tensor]:
         found = []
         for place, like, device in kept:
-            tensor = torch.empty(like.shape, dtype=like.dtype)
+            tensor = torch.empty_like(like, device="cpu")
+            memory = _bytes_of(tensor)
             self._file.seek(place)
-            content = bytearray(self._file.read(tensor.nbytes))
+            content = bytearray(self._file.read(len(memory)))
             if content:
-                tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(content, dtype=torch.uint8))
+                memory.copy_(torch.frombuffer(content, dtype=torch.uint8))
             found.append(tensor.to(device))
         return found
 
     def close(self) -> None:
         self._file.close()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor, in the layout that `torch.empty_like` gives it."""
+    dense = torch.empty_like(tensor).copy_(tensor) if tensor.numel() else tensor
+    own = tensor if dense.stride() == tensor.stride() else dense
+    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
 
 
 def pager_for(page_to: str | Path, device: torch.device) -> Pager:

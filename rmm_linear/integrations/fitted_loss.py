@@ -1,6 +1,7 @@
 """The loss of a `transformers.Trainer`, which fits the model when it is first computed: `RMMCallback(fit=...)`."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,9 +65,10 @@ class FittedLoss:
         others = {name: value for name, value in keywords.items() if name != "return_outputs"}
         return lambda model, batch: self._loss_of(model, dict(batch), **others)
 
-    def _fit(self, inputs: Any, keywords: Mapping[str, Any]) -> None:
+    def _fit(self, inputs: Any, keywords: Mapping[str, Any], **more: Any) -> None:
         remove_checkpointing(self._model)
-        self.fitted = fit(self._model, inputs, loss_fn=self._loss_with(keywords), **self._options)
+        options = {**self._options, **more}
+        self.fitted = fit(self._model, inputs, loss_fn=self._loss_with(keywords), **options)
         self.noise = self.fitted.chosen.noise_ratio
         print(f"fit: {str(self.fitted).partition(chr(10))[0]}")
 
@@ -75,7 +77,10 @@ class FittedLoss:
         if not fitted.chosen.options:
             return
         try:
-            self.noise = cautious_ratio(fitted.measure(inputs, self._loss_with(keywords)))
+            measured = cautious_ratio(fitted.measure(inputs, self._loss_with(keywords)))
+            if not math.isfinite(measured):
+                raise ValueError("the minibatch's variance can't be told from 0 on parts of the batch")
+            self.noise = measured
         except ValueError as error:
             # such as a last batch of few examples
             if not self._has_told:
@@ -86,7 +91,8 @@ class FittedLoss:
             return
         print(f"fit: the noise has grown to {self.noise:.2g} of the minibatch's variance")
         try:
-            self._fit(inputs, keywords)
+            # in as many bytes: a share of this batch's peak would be another budget
+            self._fit(inputs, keywords, budget=fitted.budget_bytes)
         except InfeasibleBudgetError as error:
             warnings.warn(f"the model trains on as it was fitted before: {error}", stacklevel=3)
             self._model._compiled_call_impl = fitted.step

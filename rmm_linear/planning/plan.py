@@ -125,12 +125,14 @@ class CheckpointPlan:
 
     def card(self) -> str:
         """Describe the training steps for a model card, in Markdown."""
-        is_exact = not (self.coding.coded or self.coding.sketched)
+        sketched = sum(_is_sketch(op) and not op.is_backward for op in self.graph.ops)
+        is_exact = not (self.coding.coded or self.coding.sketched or sketched)
         taken = self.measured_peak_bytes or self.peak_bytes
         lines = [
             f"peak beside weights, optimizer and batch: {self._sizes(self.plain.peak_bytes, taken)}",
             f"gradients: {'exact' if is_exact else 'estimates, unbiased but for what is named below'}",
             f"computed twice: {100 * self.overhead:.1f} % of the step's work",
+            *([f"weight gradients of converted linear layers from {sketched} sketches"] if sketched else []),
             *self.coding.lines(self._unit),
         ]
         head = f"## Training memory\n\nSteps were planned by rmm_linear {library_version()}:\n"

@@ -26,7 +26,7 @@ from rmm_linear.checkpointing import (
 from rmm_linear.compiler.exact_program import program_of
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError, ScheduleError
-from rmm_linear.planning.strategies import jain2020_checkmate
+from rmm_linear.planning.strategies import jain2020_checkmate, moccasin2023_cp
 from rmm_linear.planning.strategies.segments import order_of_segments
 
 
@@ -229,6 +229,7 @@ def inputs_of(captured, model, x):
 def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch):
     # its best plan until then
     monkeypatch.setattr(jain2020_checkmate.Checkmate, "time_limit_s", 0.5)
+    monkeypatch.setattr(moccasin2023_cp.Moccasin, "time_limit_s", 0.5)
     torch.manual_seed(0)
     layers = [layer for width in (24, 8, 16, 4) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
     model, x, one = nn.Sequential(*layers), torch.randn(64, 12), torch.ones(())
@@ -238,7 +239,8 @@ def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch):
     torch.manual_seed(1)
     reference(x).square().mean().backward()
     frontier = get_strategy(strategy).frontier(captured.graph)
-    assert len(frontier) > 1
+    # an order alone lowers no chain's peak
+    assert len(frontier) > (strategy != "steiner2022_olla")
     for proposal in frontier:
         runner = Runner(captured, program_of(captured, Schedule.from_order(captured.graph, proposal.order)))
         model.zero_grad()

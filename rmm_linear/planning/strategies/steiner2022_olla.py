@@ -1,7 +1,7 @@
 """OLLA: Steiner et al. 2022, "Optimizing the Lifetime and Location of Arrays" (arXiv 2210.12924).
 
 Nothing is computed twice. First the *lifetimes*: the order of the ops with the least peak (section 3.2). Then the
-*locations*: an address for each storage, such as the arena that holds them all is as small as possible (section 3.3).
+*locations*: each storage gets an address, so that the arena that holds all of them is as small as can be (section 3.3).
 
 The paper writes integer programs over (storage, step). Here both are constraint programs: with p(v) the place of op v,
 
@@ -25,7 +25,7 @@ from rmm_linear.planning.strategies.base import Strategy, register
 
 
 class Lifetime(NamedTuple):
-    """When a piece of memory is there.
+    """The time for which a piece of memory is there.
 
     Attributes:
         name: Number of the storage; -1 for what an op takes while it runs.
@@ -111,7 +111,7 @@ def least_peak_order(
 
 
 def _edges(graph: Graph) -> list[list[int]]:
-    """For each op, ops that must run before it."""
+    """Return, for each op, the ops that must run before it."""
     edges = [[graph.writer[index] for index in op.reads] for op in graph.ops]
     draws = [number for number, op in enumerate(graph.ops) if op.is_random]
     for one, other in pairwise(draws):
@@ -126,7 +126,7 @@ def _edges(graph: Graph) -> list[list[int]]:
 
 
 def _before(graph: Graph) -> list[int]:
-    """For each op, the set of all ops that run before it in any order, as bits."""
+    """Return, for each op, the set of all ops that run before it in any order, as bits."""
     found: list[int] = []
     for edges in _edges(graph):
         bits = 0
@@ -209,7 +209,7 @@ _KEYS = (
 
 
 def _best_fit(alive: Sequence[Lifetime], key: Callable[[Lifetime], tuple[int, int]]) -> Arena:
-    """Each at the end of the smallest gap that it fits into, beside what lives at the same time."""
+    """Place each lifetime into the smallest gap that holds it, between those that overlap it in time."""
     placed: list[tuple[int, int, Lifetime]] = []
     address_of: dict[int, int] = {}
     for number in sorted(range(len(alive)), key=lambda number: key(alive[number])):
@@ -253,7 +253,7 @@ class Olla(Strategy):
         >>> from rmm_linear.planning.generators import random_layers
         >>> graph = random_layers(12, seed=4)
         >>> peak_and_cost(graph, range(12))[0], peak_and_cost(graph, least_peak_order(graph))[0]
-        (59, 52)
+        (63, 57)
     """
 
     name: ClassVar[str] = "steiner2022_olla"

@@ -27,7 +27,11 @@ def _plain_peak(graph):
     return peak_and_cost(graph, range(len(graph.ops)))[0]
 
 
-@pytest.mark.parametrize("graph", _SMALL.values(), ids=_SMALL)
+@pytest.mark.parametrize(
+    "graph",
+    [pytest.param(graph, marks=[pytest.mark.slow] * (name != "chain")) for name, graph in _SMALL.items()],
+    ids=_SMALL,
+)
 def test_with_four_runs_an_op_it_finds_what_checkmate_finds(graph):
     plain = _plain_peak(graph)
     for budget in sorted({plain * part // 10 for part in (6, 7, 8, 9)} | {plain}):
@@ -35,7 +39,8 @@ def test_with_four_runs_an_op_it_finds_what_checkmate_finds(graph):
         # the solvers stop within a millionth of the best
         assert found.cost == pytest.approx(expected.cost, rel=1e-5)
         assert found.status == expected.status
-        assert found.bound == pytest.approx(found.cost, rel=1e-5)
+        assert found.bound == pytest.approx(found.cost, rel=1e-4)
+        assert found.bound <= found.cost
 
 
 def test_fewer_runs_of_an_op_are_never_cheaper():
@@ -43,6 +48,14 @@ def test_fewer_runs_of_an_op_are_never_cheaper():
     costs = [[Program(graph, budget, runs=runs).solve().cost for budget in (10, 13, 16)] for runs in (2, 3)]
     assert all(two >= three for two, three in zip(*costs, strict=True))
     assert Program(with_backward(chain([4] * 5)), 20).solve().cost == math.inf
+
+
+def test_an_op_may_run_a_third_time_where_two_are_not_enough():
+    sizes, costs = [7, 7, 3, 6, 9, 6, 2, 8, 9, 2], [3.0, 9.0, 7.0, 6.0, 8.0, 1.0, 8.0, 1.0, 5.0, 7.0]
+    graph = with_backward(chain(sizes, costs))
+    hint = get_strategy("auto").plan(graph, 39).order
+    found = get_strategy("moccasin2023_cp").plan(graph, 39)
+    assert peak_and_cost(graph, found.order)[1] <= 152.0 < peak_and_cost(graph, hint)[1]
 
 
 def test_the_hint_is_what_a_solver_without_time_returns():
