@@ -129,7 +129,7 @@ def measure(layer: Layer, x: Tensor, g: Tensor) -> dict[str, Any]:
     """Draw estimates of the weight gradient.
 
     Returns:
-        Slope and its standard error, variance over the squared gradient, kept bytes over the input's; or the error.
+        Slope and its standard error; squared error over the squared gradient; kept bytes over the input's; or an error.
     """
     exact = (g.flatten(0, 1).double().t() @ x.flatten(0, 1).double()).float()
     square = float(exact.double().square().sum())
@@ -150,7 +150,7 @@ def measure(layer: Layer, x: Tensor, g: Tensor) -> dict[str, Any]:
     return {
         "slope": statistics.fmean(slopes),
         "slope_error": statistics.stdev(slopes) / math.sqrt(_DRAWS),
-        "relative_variance": statistics.fmean(errors),
+        "squared_error": statistics.fmean(errors),
         "kept": kept_bytes / (x.numel() * x.element_size()),
     }
 
@@ -170,7 +170,7 @@ def peers_table(folder: Path = RESULTS) -> str:
             digits = f"{slope:.3f} ± {2 * float(row['slope_error']):.3f}" if abs(slope) < 100 else f"{slope:.3g}"
             cells += [
                 digits,
-                f"{float(row['relative_variance']):.2g}",
+                f"{float(row['squared_error']):.2g}",
                 f"{100 * float(row['kept']):.0f} %" if float(row["kept"]) else "-",
             ]
         lines.append(cells)
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made_by = {"commit": provenance.commit()["commit"], "torch": torch.__version__}
         for place, (x, g) in inputs_and_gradients().items():
             for name, layer in (*ours(), *fewbit(options.fewbit), *wtacrs(options.wtacrs, g)):
-                found = {"slope": "", "slope_error": "", "relative_variance": "", "kept": "", "error": ""}
+                found = {"slope": "", "slope_error": "", "squared_error": "", "kept": "", "error": ""}
                 found |= measure(layer, x, g)
                 rows.append({"estimator": name, "layer": place.rpartition(".")[2], **found, **made_by})
                 print(rows[-1], flush=True)

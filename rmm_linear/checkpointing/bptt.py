@@ -343,7 +343,7 @@ def _split(returned: Any, structure: pytree.TreeSpec) -> tuple[list[Tensor], lis
 
 
 def _check_leaves(roots: Sequence[Tensor], known: set[int], parameters: Sequence[Tensor]) -> None:
-    """Refuse a graph that reaches tensors whose gradients nobody asks for."""
+    """Refuse a graph that reaches tensors whose gradients are not asked for."""
     # a parameter may have a history of its own, which is none of the step's
     ends = {tensor.grad_fn for tensor in parameters if tensor.grad_fn is not None}
     waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
@@ -636,9 +636,9 @@ class _Gradients:
     """Gradients on their way from the last step to the first.
 
     Attributes:
-        of_inputs: Those of the inputs; None if nobody asks for them.
-        of_state: Those of the state before the step that came last.
-        totals: Those of the parameters, summed so far.
+        of_inputs: Gradients of the inputs; None if they are not asked for.
+        of_state: Gradients of the state before the step that came last.
+        totals: Gradients of the parameters, summed so far.
     """
 
     def __init__(self, run: _Run, gradients: Sequence[Tensor | None], *, several: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where tensors go that leave the memory they were made in: to the host's, or to a file."""
+"""Pagers move tensors out of the memory in which they were made, to the host's or to a file, and back."""
 
 import tempfile
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ class Pager(Protocol):
     """Keeps tensors elsewhere, each until it is taken."""
 
     def put(self, tensors: Sequence[Tensor]) -> Any:
-        """Copy tensors out; return what `take` wants."""
+        """Copy tensors out, and return a handle for `take`."""
 
     def take(self, kept: Any) -> list[Tensor]:
         """Bring tensors back to the devices on which they were."""
 
     def close(self) -> None:
-        """Let go of what is left."""
+        """Free the copies that are left."""
 
 
 class HostPager:

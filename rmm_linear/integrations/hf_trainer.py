@@ -54,6 +54,7 @@ _EVERY, _EVERY_FIT = 50, 1000
 _CLIP_EVERY = 10
 # Clipping leaves a norm of max_norm * norm / (norm + 1e-6), rounded in the gradients' dtype.
 _CLIPPED = 1 - 1e-2
+_RECHECK_STEPS = 500
 _MEASURE_STEPS = 16
 _NOISE_LIMIT = 0.01
 # A log that has one of these is about training: a step's, or the run's at its end.
@@ -154,7 +155,7 @@ class RMMCallback(TrainerCallback):
         monitor: bool | int = False,
         budget: Literal["auto"] | float | None = None,
         noise_target: float | None = None,
-        recheck_steps: int = 500,
+        recheck_steps: int = _RECHECK_STEPS,
         compile: Mapping[str, Any] | None = None,
         fit: int | float | str | None = None,
         noise: float | None = _NOISE_LIMIT,
@@ -166,6 +167,7 @@ class RMMCallback(TrainerCallback):
         if fit is not None:
             others = {"ratio": ratio, "config": config, "budget": budget, "sample": sample}
             others |= {"noise_target": noise_target, "compile": compile, **convert_kwargs}
+            others |= {"recheck_steps": recheck_steps if recheck_steps != _RECHECK_STEPS else None}
             if given := [name for name, value in others.items() if value is not None]:
                 raise ValueError(f"fit chooses by itself how steps run: leave out {', '.join(given)}, or leave out fit")
             # for their checks

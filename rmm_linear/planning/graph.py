@@ -161,7 +161,7 @@ class Graph:
             costs: Time of each node, positive.
             sizes: Bytes of each node's storage.
             edges: Pairs (u, v): node v reads what node u writes. Nodes may be numbered in any order.
-            outputs: Nodes whose storage must be there at the end; those that nobody reads by default.
+            outputs: Nodes whose storage must be there at the end; by default, the nodes that no other reads.
             cost_unit: See `Graph`.
 
         Returns:

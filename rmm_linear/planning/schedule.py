@@ -140,7 +140,7 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
     wanted = bytearray(stays)
     for position in range(len(order) - 1, -1, -1):
         op = graph.ops[order[position]]
-        # what nobody reads after this place: its own results that are not wanted, and what it is the last to read
+        # tensors that no later op reads: results that are not wanted, inputs that it is the last to read
         gone = []
         for index in needed_at.get(position, ()):
             if not wanted[index]:

@@ -1,7 +1,7 @@
-"""What a schedule takes: bytes at every step, and time.
+"""The simulator: bytes at every step of a schedule, and its time.
 
 While an op runs, memory holds what was there before, all that it writes (also what is there already, when it runs a
-second time, and what nobody reads), and its temporaries. An op that draws random numbers and runs several times has the
+second time, and what no op reads), and its temporaries. An op that draws random numbers and runs several times has the
 random state kept for it. The peak is the largest such sum. Measured peaks equal it to the byte
 (`rmm_linear.compiler.exact_program` runs schedules; the tests measure with an instrument of their own).
 """

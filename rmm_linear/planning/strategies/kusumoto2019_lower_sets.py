@@ -60,7 +60,7 @@ class NodeGraph:
     def of_forward(cls, graph: Graph) -> "NodeGraph":
         """Make the paper's graph of the forward ops of a training graph.
 
-        An op whose results nobody reads but one later forward op belongs to that op's node: nothing is gained by
+        An op whose results are read by one later forward op alone belongs to that op's node: nothing is gained by
         keeping it without the other. A node is as large as what others read of it. What must not be computed twice
         costs nothing again. Random ops keep their order, and come before the last result. Without a backward pass, each
         op is a node of its own, all of which a backward pass might read.
