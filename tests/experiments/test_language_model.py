@@ -32,7 +32,7 @@ def test_runs_become_rows_once_and_the_table_has_differences_of_the_same_seeds(
         ("hadamard at 0.1", 1),
     ]
     by_key = {(row["method"], row["seed"]): row for row in rows}
-    exact, SKETCH
+    exact, sketched = by_key["exact", 0], by_key["hadamard at 0.1", 0]
     assert all(len(row["losses"]) == 1 and [step for step, _ in row["validation"]] == [10, 20] for row in rows)
     assert {noise["ratio"] for noise in exact["noise"]} == {0.0}
     assert all(noise["ratio"] > 0 for noise in sketched["noise"])
