@@ -229,7 +229,7 @@ def inputs_of(captured, model, x):
 def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch):
     # its best plan until then
     monkeypatch.setattr(jain2020_checkmate.Checkmate, "time_limit_s", 0.5)
-    monkeypatch.setattr(moccasin2023_cp.Moccasin, "time_limit_s", 0.5)
+    monkeypatch.setattr(moccasin2023_cp.Moccasin, "time_limit_s", 0.2)
     torch.manual_seed(0)
     layers = [layer for width in (24, 8, 16, 4) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
     model, x, one = nn.Sequential(*layers), torch.randn(64, 12), torch.ones(())

@@ -211,7 +211,11 @@ def test_checkpoints_of_the_model_itself_are_replaced_with_a_warning_and_draw_on
 # What `checkpoint_model` adds to the backend
 
 
-@pytest.mark.parametrize("root", [nn.Sequential(Block(), nn.Tanh()), nn.Linear(16, 4), nn.GRU(16, 8)], ids=type)
+@pytest.mark.parametrize(
+    "root",
+    [nn.Sequential(Block(), nn.Tanh()), nn.Linear(16, 4), pytest.param(nn.GRU(16, 8), marks=pytest.mark.slow)],
+    ids=type,
+)
 def test_torchs_own_modules_are_planned_as_roots(root):
     reference = copy.deepcopy(root)
     sum_of = (lambda out: out[0].sum()) if isinstance(root, nn.GRU) else (lambda out: out.sum())

@@ -71,7 +71,12 @@ def _run_in(arena, alive, graph, order):
 
 @pytest.mark.parametrize(
     "graph",
-    [residual_chain(6), with_backward(u_shape(4)), with_backward(star(6)), random_layers(40, seed=1)],
+    [
+        residual_chain(6),
+        with_backward(u_shape(4)),
+        with_backward(star(6)),
+        pytest.param(random_layers(40, seed=1), marks=pytest.mark.slow),
+    ],
     ids=["residual", "U", "star", "layers"],
 )
 def test_an_arena_holds_every_storage_whole_until_its_last_read(graph):
