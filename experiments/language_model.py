@@ -242,10 +242,10 @@ def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
     first = next(iter(exact.values()))
     return (
         table(["method", "keeps", "noise", "validation loss of each seed", "minus exact"], lines)
-        + f"\n\nAfter {STEPS} steps of {SEQUENCES} x {LENGTH} bytes: a Llama of 4 layers of 128, nats a byte; mean"
-        " difference of the same seeds ± half of the 95 % interval. Kept bytes of codes are those of the plan when the"
-        " forward pass ends. Noise: the variance that the method adds to"
-        " the whole gradient over the minibatch's own, mean of three times in the training."
+        + f"\n\nAfter {STEPS} steps of {SEQUENCES} x {LENGTH} bytes: a Llama of 4 layers of 128, nats a byte; the last"
+        " column is the mean difference between runs of the same seed ± half of its 95 % interval. For"
+        " codes, the plan counts the kept bytes at the end of the forward pass. Noise: the variance that the method"
+        " adds to the whole gradient over the minibatch's own, mean of three times in the training."
         f" {first['hardware']['cpu']}, torch {first['versions']['torch']}."
     )
 

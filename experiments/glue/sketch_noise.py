@@ -376,8 +376,8 @@ def sketches_table(path: Path = FILE) -> str:
         for sketch in sorted({key[0] for key in found})
     ]
     head = (
-        f"{100 * CROSS_BUDGET:g} % of the bytes, padding left out, mean over"
-        f" {', '.join(dict.fromkeys(row['task'] for row in rows))}; centred / as it is:"
+        f"Each sketch keeps {100 * CROSS_BUDGET:g} % of the bytes and leaves padding out. A cell has the relative"
+        f" variance with `center=True` / `False`, mean over {', '.join(dict.fromkeys(row['task'] for row in rows))}:"
     )
     return f"{head}\n\n{table(['sketch', *(storage or 'bfloat16' for storage in storages)], lines)}"
 
