@@ -427,7 +427,9 @@ WORKLOADS = (
             "small": Shape(_GPT2 | _WORDS | {"n_layer": 6, "n_embd": 128}, 8, 128),
             "compiled": Shape(_GPT2 | _WORDS | _GPT2_NO_DROPOUT | {"n_layer": 6, "n_embd": 256}, 14, 128),
             "codes": Shape(_GPT2_WIDE | {"n_layer": 4, "n_positions": 128}, 16, 128),
-            "codes, cuda": Shape(_GPT2_WIDE | {"n_layer": 12, "n_positions": 1024}, 16, 1024),
+            "codes, cuda": Shape(
+                _GPT2_WIDE | {"n_embd": 1024, "n_head": 16, "n_layer": 6, "n_positions": 1024}, 16, 1024
+            ),
         },
     ),
     Workload(
@@ -442,7 +444,7 @@ WORKLOADS = (
             "small": Shape(_layers(128, 512, 16, 4, num_key_value_heads=2, use_cache=False, **_WORDS), 8, 128),
             "compiled": Shape(_layers(256, 768, 6, 4, num_key_value_heads=2, use_cache=False, **_WORDS), 12, 128),
             "codes": Shape(_layers(768, 2048, 4, 12, **_LLAMA_WIDE), 16, 128),
-            "codes, cuda": Shape(_layers(768, 2048, 12, 12, **_LLAMA_WIDE), 16, 1024),
+            "codes, cuda": Shape(_layers(2048, 5632, 4, 16, **_LLAMA_WIDE | {"num_key_value_heads": 16}), 16, 1024),
         },
         published="llama, 16 blocks",
     ),
@@ -453,7 +455,12 @@ WORKLOADS = (
             "small": Shape(_layers(128, 512, 12, 4, max_position_embeddings=130, **_WORDS), 8, 128),
             "compiled": Shape(_layers(256, 1024, 6, 4, max_position_embeddings=130, **_WORDS, **_NO_DROPOUT), 16, 128),
             "codes": Shape(_ROBERTA_WIDE | {"max_position_embeddings": 132}, 16, 128, is_padded=True),
-            "codes, cuda": Shape(_ROBERTA_WIDE | {"max_position_embeddings": 516}, 32, 512, is_padded=True),
+            "codes, cuda": Shape(
+                _layers(1024, 4096, 6, 16, max_position_embeddings=516, **_MANY_WORDS, **_NO_DROPOUT),
+                32,
+                512,
+                is_padded=True,
+            ),
         },
         published="roberta-base",
     ),

@@ -111,10 +111,11 @@ CODE_WAYS = (
     Way("checkpointing in each block", is_checkpointed=True),
     Way("torch.compile", backend="inductor"),
     Way("both", backend="inductor", is_checkpointed=True),
+    *(Way(f"{BUDGET} {each:g}", backend="inductor", memory_budget=each) for each in (0.5, 0.2)),
     *(Way(name, options={"bits": bits}) for name, bits in CODES.items()),
     *(Way(f"budget {budget}", options={"budget": budget}) for budget in ("60%", "35%")),
     Way("8 bits, budget 75%", options={"bits": 8, "budget": "75%"}),
-    *(Way(f"fit {budget}", fitted=budget) for budget in ("60%", "40%")),
+    *(Way(f"fit {budget}", fitted=budget) for budget in ("60%", "40%", "25%")),
 )
 
 
