@@ -294,24 +294,16 @@ def compile_by_inductor(
             pass
 
         def uuid(self) -> str:
-            return f"windows 4, {key}"
+            return f"windows 3, {key}"
 
     def window_of(kernel: Any) -> Any:
         origins = (node for part in kernel.get_nodes() if part.node is not None for node in part.node.get_origins())
         return max((node.meta["window"] for node in origins if "window" in node.meta), default=None)
 
-    def finds_steps(kernel: Any) -> bool:
-        """Whether a kernel finds the largest elements of columns, for the steps of a code."""
-        reductions = (part.node for part in kernel.get_nodes() if part.is_reduction() and part.node is not None)
-        return any(_is_largest_of_columns(node) for each in reductions for node in each.get_origins())
-
     class Choices(InductorChoices):
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             is_alike = window_of(node1) == window_of(node2)
-            # a kernel that finds steps and then rounds goes through memory column by column, which takes twice as long
-            if is_alike and on_gpu and finds_steps(node1) != finds_steps(node2):
-                return False
             return is_alike and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
     codegen_node = require(CppScheduling, "codegen_node")
@@ -329,7 +321,6 @@ def compile_by_inductor(
         codegen_node(self, node)
 
     mode = fake_mode_of(examples)
-    on_gpu = any(isinstance(example, torch.Tensor) and example.is_cuda for example in examples)
     options = {
         "allow_buffer_reuse": False,
         # it copies the inputs of convolutions into another layout
@@ -357,13 +348,6 @@ def compile_by_inductor(
             'executor="inductor" needs a C++ compiler, and none was found: install one (g++ or clang++; the variable'
             ' CXX names it), or use executor="exact"'
         ) from error
-
-
-def _is_largest_of_columns(node: fx.Node) -> bool:
-    if node.target not in (torch.ops.aten.amax.default, torch.ops.aten.amin.default):
-        return False
-    last = node.meta["val"].dim() - 1
-    return last not in [dim % (last + 1) for dim in node.args[1]]  # type: ignore[union-attr]
 
 
 def _is_library(file: str) -> bool:

@@ -98,7 +98,9 @@ def _product(first: Tensor, second: Tensor) -> float:
 
 def _gradient(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None) -> dict[str, Tensor]:
     loss = model(**batch).loss if loss_fn is None else loss_fn(model, batch)
-    loss.backward()
+    # as in training: a backward pass is no part of the autocast that the forward pass runs under
+    with torch.autocast(loss.device.type, enabled=False):
+        loss.backward()
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

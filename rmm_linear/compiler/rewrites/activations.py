@@ -185,7 +185,8 @@ class Activation(Rewrite):
 
 @functools.cache
 def _core_decompositions() -> dict[Any, Any]:
-    return dict(torch.export.default_decompositions().items())
+    gelu = torch._decomp.get_decompositions([aten.gelu])
+    return {**torch.export.default_decompositions(), **gelu}
 
 
 def candidates(step: Step, bits: int) -> Iterator[Activation]:
@@ -366,7 +367,7 @@ def _unsmoothed(function: Function, v: Tensor, steps: Tensor, gradient: Tensor |
         value, *slopes_of = vjp(lambda v: function(codes.straight(v, cube), gradient), v)
         return slopes_of[0](one)[0], value
 
-    one = torch.ones_like(v)
+    one = torch.full(v.shape, 1.0, dtype=v.dtype, device=v.device)
     _, curvature_of, *values = vjp(slope_and_value, v, has_aux=True)
     (curvature,) = curvature_of(one)
     return values[0] - steps * steps * _CURVATURE * curvature
