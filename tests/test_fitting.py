@@ -343,23 +343,6 @@ def test_a_planned_model_is_refused(batch):
         fit(model, batch, "50%")
 
 
-def test_codes_are_chosen_under_the_autocast_of_the_training(batch):
-    model = _model()
-    with torch.autocast("cpu", torch.bfloat16):
-        exact = model(*batch)
-        found = fit(model, batch, "40%", executor="exact", allow=("code",))
-    exact.backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    assert 0 < found.chosen.noise_ratio < 0.01
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(*batch)
-    loss.backward()
-    assert loss.equal(exact)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert 0 < (parameter.grad - gradient).norm() < 0.1 * gradient.norm()
-
-
 def test_noise_buys_time_without_a_budget(batch):
     found = fit(_model(), batch, noise=100.0)
     assert found.chosen.name == "sketches"

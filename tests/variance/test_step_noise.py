@@ -53,12 +53,22 @@ def test_an_exact_step_has_no_noise_and_the_model_stays_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_codes_are_measured_too() -> None:
+class InFloat32(nn.Linear):
+    """Its backward pass would compute in bfloat16 under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_codes_are_measured_too(is_autocast: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 256), nn.GELU(), nn.Linear(256, OUTPUTS)).train()
+    model = nn.Sequential(nn.Linear(FEATURES, 256), nn.GELU(), InFloat32(256, OUTPUTS)).train()
     batches = [torch.randn(256, FEATURES) for _ in range(4)]
     compiled = torch.compile(model, backend="rmm_linear", options={"bits": 4, "executor": "exact"})
-    noise = measure_step_noise(compiled, batches, loss_fn=_loss)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        noise = measure_step_noise(compiled, batches, loss_fn=_loss)
     # small beside the minibatch's: the outputs' layer reads its input from codes, the bias is exact
     assert 0 < noise.noise_ratio < 0.1
     assert noise.by_parameter["_orig_mod.2.bias"] == 0.0
