@@ -428,7 +428,7 @@ WORKLOADS = (
             "compiled": Shape(_GPT2 | _WORDS | _GPT2_NO_DROPOUT | {"n_layer": 6, "n_embd": 256}, 14, 128),
             "codes": Shape(_GPT2_WIDE | {"n_layer": 4, "n_positions": 128}, 16, 128),
             "codes, cuda": Shape(
-                _GPT2_WIDE | {"n_embd": 1024, "n_head": 16, "n_layer": 6, "n_positions": 1024}, 16, 1024
+                _GPT2_WIDE | {"n_embd": 1024, "n_head": 16, "n_layer": 4, "n_positions": 1024}, 16, 1024
             ),
         },
     ),
@@ -456,7 +456,7 @@ WORKLOADS = (
             "compiled": Shape(_layers(256, 1024, 6, 4, max_position_embeddings=130, **_WORDS, **_NO_DROPOUT), 16, 128),
             "codes": Shape(_ROBERTA_WIDE | {"max_position_embeddings": 132}, 16, 128, is_padded=True),
             "codes, cuda": Shape(
-                _layers(1024, 4096, 6, 16, max_position_embeddings=516, **_MANY_WORDS, **_NO_DROPOUT),
+                _layers(1024, 4096, 4, 16, max_position_embeddings=516, **_MANY_WORDS, **_NO_DROPOUT),
                 32,
                 512,
                 is_padded=True,

@@ -345,7 +345,11 @@ def codes_table(folder: Path) -> str:
 def size_of(row: Row) -> tuple[int, int]:
     """Return the number of layers of a row's Transformer, and their width."""
     config = json.loads(row["config"])
-    return config.get("num_hidden_layers") or config["n_layer"], config.get("hidden_size") or config["n_embd"]
+    layers, width = (
+        next(config[name] for name in names if name in config)
+        for names in (("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model"))
+    )
+    return layers, width
 
 
 def origins(folder: Path) -> str:
