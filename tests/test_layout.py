@@ -40,7 +40,7 @@ ALLOWED = {
     "convert": {"adapters", "convertible", "names", "layer", "config", "memory", "padding", "errors"},
     "variance": {
         *("functional", "names", "producers", "sharing", "sketches", "layer", "convert", "config", "memory", "rows"),
-        *("padding", "ops", "errors"),
+        *("padding", "ops", "errors", "compiler"),
     },
     "byte_sizes": set(),
     # plans are made of plain data: no torch

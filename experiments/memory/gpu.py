@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -56,7 +56,10 @@ def measured_rows(
         torch.manual_seed(0)
         model = workload.build().to("cuda")
         batch = _on_gpu(workload, workload.batch, model)
-        with method.applied(model, batch) as sketched:
+        # layers are chosen by what the step keeps, under its autocast
+        with ExitStack() as stack:
+            with _autocast(is_autocast):
+                sketched = stack.enter_context(method.applied(model, batch))
             step = _step(model, batch, is_autocast=is_autocast)
             # kernels are compiled, and libraries take their workspaces
             step()
@@ -72,7 +75,7 @@ def measured_rows(
             "method": method.family,
             **{name: None if method.config is None else getattr(method.config, name) for name in knobs},
             "sketched_layers": len(sketched),
-            "step_s": round(median(times), 6) if times else None,
+            "step_s": round(median(times), 6),
             "peak_bytes": peak,
             "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
             "limit_gib": limit_gib,
@@ -89,11 +92,15 @@ def _on_gpu(workload: Workload, count: int, model: torch.nn.Module) -> dict[str,
 def _step(model: torch.nn.Module, batch: dict[str, Any], *, is_autocast: bool) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16) if is_autocast else nullcontext():
+        with _autocast(is_autocast):
             loss = model(**batch).loss
         loss.backward()
 
     return step
+
+
+def _autocast(is_enabled: bool) -> torch.autocast:
+    return torch.autocast("cuda", torch.bfloat16, enabled=is_enabled)
 
 
 def _timed(step: Callable[[], None]) -> float:
@@ -160,12 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         transformers.logging.set_verbosity_error()
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
         for workload in chosen(GPU_WORKLOADS, options.models):
-            rows = [
-                row
-                for is_autocast in (False, True)
-                for row in measured_rows(workload, is_autocast=is_autocast, limit_gib=options.limit)
-            ]
-            write_rows(options.results / GPU_FILE, rows, order=[each.name for each in GPU_WORKLOADS])
+            rows: list[dict[str, Any]] = []
+            for is_autocast in (False, True):
+                for row in measured_rows(workload, is_autocast=is_autocast, limit_gib=options.limit):
+                    # an interrupted run keeps its rows
+                    rows.append(row)
+                    write_rows(options.results / GPU_FILE, rows, order=[each.name for each in GPU_WORKLOADS])
             print(f"{workload.name}: {len(rows)} rows", flush=True)
         print(gpu_table(options.results))
         return 0

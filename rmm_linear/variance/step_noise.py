@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.compiler.autocasting import autocast_as
 from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.variance.gradient_noise import Measured
 
@@ -99,7 +100,7 @@ def _product(first: Tensor, second: Tensor) -> float:
 def _gradient(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None) -> dict[str, Tensor]:
     loss = model(**batch).loss if loss_fn is None else loss_fn(model, batch)
     # as in training: a backward pass is no part of the autocast that the forward pass runs under
-    with torch.autocast(loss.device.type, enabled=False):
+    with autocast_as((), {loss.device.type, *(parameter.device.type for parameter in model.parameters())}):
         loss.backward()
     found = {}
     for name, parameter in model.named_parameters():

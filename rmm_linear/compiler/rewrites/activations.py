@@ -3,8 +3,7 @@
 Any chain of elementwise ops of one tensor u is such a function f, and so is the chain of the backward pass, which is
 linear in the gradient that arrives. A reading u~ is uniform in an interval of one step s around u: the mean of f(u~) is
 f smoothed by a box of width s, f + s^2 / 24 D^2 f + s^4 / 1920 D^4 f + ... So f - s^2 / 24 D^2 f is read in place of f:
-its mean differs from f by 7 / 5760 s^4 D^4 f. Differentiation makes D^2 f of the ops of f, with the exponentials that f
-has already.
+where f is smooth, its mean differs from f by -7 / 5760 s^4 D^4 f and smaller terms. Autograd makes D^2 f of f's ops.
 
 The steps are bounded: u is cut at +-T, and where u is above T the excess is coded apart and read along the slope of f.
 So f must be linear above T, and constant below -T. With 4 bits, v is coded in place of u = v + c v^3: steps of u are
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.func import vjp
 
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
@@ -30,14 +28,15 @@ from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.readings import Provided, Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import FLOATS, Read, Step, shape_of
+from rmm_linear.compiler.torch_private import differentiable_decompositions
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default, aten.detach.default}
 # Where u is cut: the first one is taken with which the function is biased by less than the bound. If there is none, the
 # function is read from 8 bits in place of 4, or exactly.
 _TAILS = {8: (16.0, 32.0), 4: (5.0, 6.0, 7.0, 8.0, 10.0)}
-# The weight of the second derivative. 8 bits need it too: an outlier sets the step of its column, and without it the
-# bias is much of f where other inputs are small.
+# The weight of the second derivative. Codes of 8 bits need the term too: an outlier sets the step of its column, and
+# without the term the bias is much of f where other inputs are small.
 _CURVATURE = 1 / 24
 _CUBE = {8: 0.0, 4: 0.06}
 _MOST_BIASED = 1e-2
@@ -92,11 +91,15 @@ class Function:
         result = u
         for number, (target, args, kwargs) in enumerate(self.ops):
             values = [made[each.name] if isinstance(each, Place) else each for each in args]
-            # backward ops have no second derivative, but the ops that they consist of have
-            op = _core_decompositions().get(target, target)
-            result = values[0] if op is None else op(*values, **dict(kwargs))
+            result = values[0] if target is None else target(*values, **dict(kwargs))
             made[str(number)] = result
         return result
+
+    def decomposed(self) -> "Function":
+        """Write it in ops that have second derivatives, which backward ops have not."""
+        table = differentiable_decompositions()
+        ops = tuple((table.get(target, target), args, kwargs) for target, args, kwargs in self.ops)
+        return Function(ops, self.has_gradient)
 
 
 class Limits(NamedTuple):
@@ -181,12 +184,6 @@ class Activation(Rewrite):
             dtype=result.meta["val"].dtype,
         )
         return found
-
-
-@functools.cache
-def _core_decompositions() -> dict[Any, Any]:
-    gelu = torch._decomp.get_decompositions([aten.gelu])
-    return {**torch.export.default_decompositions(), **gelu}
 
 
 def candidates(step: Step, bits: int) -> Iterator[Activation]:
@@ -356,6 +353,11 @@ class _Limits:
         read = _unsmoothed(function, within, torch.full_like(within, step), ones[1], cube)
         read = read.view(_DRAWS, -1).mean(0) + slope * (u - tail).clamp_min(0)
         error, scale = (read - exact).abs(), exact[u.abs() <= 1].abs().max()
+        # a second derivative may overflow where the function does not
+        single = [each if each is None else each.float() for each in (within, ones[1])]
+        assert single[0] is not None
+        if not _unsmoothed(function, single[0], torch.full_like(single[0], step), single[1], cube).isfinite().all():
+            return Limits(math.inf, 0.0)
         if (error[_POINTS:] > _FAR_ERROR * exact[_POINTS:].abs().clamp_min(scale.item())).any():
             return Limits(math.inf, 0.0)
         bias = ((error * (1 + u * u))[:_POINTS].max() / scale).item()
@@ -363,14 +365,18 @@ class _Limits:
 
 
 def _unsmoothed(function: Function, v: Tensor, steps: Tensor, gradient: Tensor | None, cube: float) -> Tensor:
-    def slope_and_value(v: Tensor) -> tuple[Tensor, Tensor]:
-        value, *slopes_of = vjp(lambda v: function(codes.straight(v, cube), gradient), v)
-        return slopes_of[0](one)[0], value
+    # hooks that the user has set must not see tensors of the trace
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        v = v.detach().requires_grad_()
+        one = torch.full(v.shape, 1.0, dtype=v.dtype, device=v.device)
+        value = function.decomposed()(codes.straight(v, cube), gradient)
+        (slope,) = torch.autograd.grad(value, v, one, create_graph=True)
+        curvature = torch.autograd.grad(slope, v, one)[0] if slope.requires_grad else torch.zeros_like(v)
+    return (value - steps * steps * _CURVATURE * curvature).detach()
 
-    one = torch.full(v.shape, 1.0, dtype=v.dtype, device=v.device)
-    _, curvature_of, *values = vjp(slope_and_value, v, has_aux=True)
-    (curvature,) = curvature_of(one)
-    return values[0] - steps * steps * _CURVATURE * curvature
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _read(

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.autocasting import autocast_as
@@ -116,8 +115,7 @@ class Editor:
     def _trace(self, function: Callable[..., Any], values: Sequence[Tensor], options: dict[str, Any]) -> _Traced:
         with autocast_as((), self._devices), self._mode, torch.no_grad():
             inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            # second derivatives of ops may write into tensors of their own
-            module = make_fx(functionalize(lambda *tensors: function(*tensors, **options)))(*inputs)
+            module = make_fx(lambda *tensors: function(*tensors, **options))(*inputs)
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         constants = [node for node in module.graph.nodes if node.op == "get_attr"]
         assert not constants, f"{function} makes constants"
