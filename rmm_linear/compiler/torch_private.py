@@ -3,7 +3,6 @@
 Supported are torch 2.11 and later; `require` says by name which part a version lacks.
 """
 
-import functools
 import gc
 import inspect
 import logging
@@ -185,13 +184,6 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
-
-
-@functools.cache
-def differentiable_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return decompositions into ops that can be differentiated twice: of backward ops of ATen, and of others."""
-    gelu = require(torch._decomp, "get_decompositions")([torch.ops.aten.gelu])
-    return {**torch.export.default_decompositions(), **gelu}
 
 
 def random_decompositions() -> dict[Any, Callable[..., Any]]:

@@ -157,43 +157,6 @@ def test_outputs_keep_their_bits_and_gradients_are_unbiased_for_each_parameter(n
     assert is_unbiased(result, named_bias(plan, bits)), result
 
 
-U, GRADIENT = activations.Place("u"), activations.Place("gradient")
-aten = torch.ops.aten
-FUNCTIONS = {
-    "GELU": activations.Function(((aten.gelu.default, (U,), ()),), False),
-    "GELU's slope": activations.Function(((aten.gelu_backward.default, (GRADIENT, U), ()),), True),
-    "GELU's slope by tanh": activations.Function(
-        ((aten.gelu_backward.default, (GRADIENT, U), (("approximate", "tanh"),)),), True
-    ),
-    "tanh": activations.Function(((aten.tanh.default, (U,), ()),), False),
-    "SiLU's slope": activations.Function(((aten.silu_backward.default, (GRADIENT, U), ()),), True),
-    "softplus": activations.Function(((aten.softplus.default, (U, 10.0), ()),), False),
-    "ReLU": activations.Function(((aten.relu.default, (U,), ()),), False),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "bits", "tail", "bias"),
-    [
-        *(("GELU", 8, 16.0, 1.03e-6), ("GELU's slope", 8, 16.0, 1.6e-6), ("GELU's slope", 4, 5.0, 4.4e-3)),
-        *(("GELU's slope by tanh", 4, 5.0, 9.8e-3), ("tanh", 8, 16.0, 1.8e-6), ("SiLU's slope", 8, 16.0, 2.9e-3)),
-        # the slope of ReLU jumps; the second derivative of softplus is infinity less infinity in float32
-        *(("ReLU", 8, 16.0, 1.6e-2), ("softplus", 8, 16.0, math.inf)),
-    ],
-)
-def test_the_bias_of_functions(name, bits, tail, bias):
-    assert activations._Limits(bits).of(FUNCTIONS[name], tail).bias == pytest.approx(bias, rel=0.2)
-
-
-def test_hooks_on_saved_tensors_do_not_see_how_functions_are_read():
-    torch.manual_seed(0)
-    model, x = Net(nn.GELU()), torch.randn(ROWS, WIDTH)
-    run = compiled(model, bits=8)
-    with torch.autograd.graph.save_on_cpu():
-        gradients(model, run, x)
-    assert "activation" in {tensor.kind for tensor in plans(model)[-1].coding.coded}
-
-
 class FakeQuantised(nn.Module):
     """A cast to integers, whose gradient is that of the identity."""
 
@@ -428,7 +391,7 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
         original = norms.codes.error_variance
         monkeypatch.setattr(norms.codes, "error_variance", lambda *args: 0 * original(*args))
     elif mutant == "smoothing":
-        monkeypatch.setattr(activations, "_CURVATURE", 0.0)
+        monkeypatch.setattr(activations, "_WEIGHTS", {1: (1.0, 0.0), 2: (1.0, 0.0, 0.0)})
         monkeypatch.setattr(activations, "_MOST_BIASED", 1.0)
         model, x = small_beside_outliers()
     elif mutant == "one key":
