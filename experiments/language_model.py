@@ -218,7 +218,10 @@ def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
     if not exact:
         raise HarnessError("there is no run of exact layers; run python -m experiments.language_model --methods exact")
     if len({row["text_sha256"] for row in rows}) > 1:
-        raise HarnessError("the runs had different texts: those of another version of Python; keep them apart")
+        raise HarnessError(
+            "the runs had different texts, as two versions of Python have different standard libraries: keep their rows"
+            " in separate files"
+        )
     lines = []
     for method in METHODS:
         own = _of_method(rows, method)

@@ -3,10 +3,10 @@
     python -m experiments.glue.evidence
 
 Runs are paired by task and seed: data order and initial weights are the same. A method's mean difference is the mean
-over tasks of its mean over seeds. Its standard error adds the squared errors of the tasks; the degrees of freedom are
-those of Welch and Satterthwaite, and intervals are Student's. With two to five seeds a task they are approximate: they
-hold the truth in 89 to 98 % of all studies, depending on which task varies most. A percentile bootstrap within each
-task holds it less often.
+over tasks of its mean over seeds. Its standard error adds the squared errors of the tasks; the degrees of freedom
+follow from Satterthwaite's approximation, and intervals are Student's. With two to five seeds a task the intervals are
+approximate: they hold the truth in 89 to 98 % of all studies, depending on which task varies most. A percentile
+bootstrap within each task holds it less often.
 
 Two one-sided t tests (5 % each) would call a method equivalent to exact for any margin above |mean| + t error: the
 table has this least margin.

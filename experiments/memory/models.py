@@ -96,5 +96,3 @@ WORKLOADS = (
     Workload("llama-1b", "llama-1b", 1, 512, dtype=torch.bfloat16),
     Workload("llama-1b-lora", "llama-1b", 1, 512, dtype=torch.bfloat16, lora=True),
 )
-# As in the memory table of Bershatsky et al. 2022: RoBERTa at a batch of 128; and a small encoder.
-GPU_WORKLOADS = (Workload("minilm-l6", "minilm-l6", 128, 128), Workload("roberta-base", "roberta-base", 128, 128))

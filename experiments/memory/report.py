@@ -19,7 +19,7 @@ from experiments.command_line import report_command
 from experiments.rows import by_model, read_rows, replace_file
 
 RESULTS = Path(__file__).parent / "results"
-FILE, GPU_FILE = "memory.csv", "memory-cuda.csv"
+FILE = "memory.csv"
 EXACT, CHECKPOINTING, ALONE, OURS = "exact", "checkpointing", "every layer alone", "rmm_linear"
 Rows = Sequence[dict[str, Any]]
 _NEEDED = ("model", "method", "ratio", "storage", "exact_bytes", "own_bytes", "of_exact", "commit")
@@ -59,31 +59,6 @@ def summary_table(rows: Rows) -> str:
         if name != EXACT:
             lines.append([name, *("-" if value is None else f"{100 * value:.1f} %" for value in values)])
     return table(["of exact", *models], lines)
-
-
-def gpu_table(folder: Path) -> str:
-    """Return peaks, step times and largest batches on a GPU, a line a method."""
-    rows = read_rows(folder / GPU_FILE, command="python -m experiments.memory.gpu")
-    texts = []
-    for model, own in by_model(rows).items():
-        for precision in dict.fromkeys(row["precision"] for row in own):
-            runs = [row for row in own if row["precision"] == precision]
-            exact, *_ = runs
-            lines = [
-                [
-                    method_name(row),
-                    f"{row['step_s'] / exact['step_s']:.2f}",
-                    f"{row['peak_bytes'] / 2**20:.0f}",
-                    f"{100 * row['peak_bytes'] / exact['peak_bytes']:.0f} %",
-                    str(row["largest_batch"]),
-                ]
-                for row in runs
-            ]
-            title = f"{model}, batch {exact['batch']} x {exact['seq']}, {precision}: a step takes"
-            title += f" {1000 * exact['step_s']:.1f} ms; {exact['hardware']}, torch {exact['torch']}"
-            head = ["method", "step time", "peak, MiB", "of exact", f"largest batch in {exact['limit_gib']:g} GiB"]
-            texts.append(f"{title}\n\n{table(head, lines)}")
-    return "\n\n".join(texts)
 
 
 def write_report(folder: Path) -> str:

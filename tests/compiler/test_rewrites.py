@@ -128,7 +128,7 @@ CASES = {
 }
 
 
-# Cases whose codes of 8 bits are read by the same code as those of 4 bits.
+# In these cases the same functions read codes of 8 bits and codes of 4 bits.
 VARIANTS = {
     "layer norm without weight",
     "layer norm without bias",

@@ -209,7 +209,7 @@ _KEYS = (
 
 
 def _best_fit(alive: Sequence[Lifetime], key: Callable[[Lifetime], tuple[int, int]]) -> Arena:
-    """Place each lifetime into the smallest gap that holds it, between those that overlap it in time."""
+    """Place each lifetime into the smallest gap between the addresses of lifetimes that overlap it in time."""
     placed: list[tuple[int, int, Lifetime]] = []
     address_of: dict[int, int] = {}
     for number in sorted(range(len(alive)), key=lambda number: key(alive[number])):
