@@ -211,7 +211,9 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
             axes.plot(
                 each.noise[task], values, markers[task], color=f"C{place}", markersize=5, alpha=0.75, linestyle="none"
             )
-        axes.plot([], [], "o", color=f"C{place}", label=each.row.description)
+        # a logarithm has no place for noise that could not be told from zero
+        if any(value > 0 for values in each.noise.values() for value in values):
+            axes.plot([], [], "o", color=f"C{place}", label=each.row.description)
     for task, marker in markers.items():
         axes.plot([], [], marker, color="0.4", label=task)
     axes.axhline(0, color="0.3", linewidth=1)
