@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -63,6 +64,15 @@ def gpu_peak(step: Callable[[], Any]) -> int:
     before = torch.cuda.memory_allocated()
     step()
     return torch.cuda.max_memory_allocated() - before
+
+
+def kernel_seconds(step: Callable[[], Any], *, steps: int = 3) -> float:
+    """Measure the time that a GPU computes or copies in a step, without the time that it waits for the host."""
+    with profile(activities=[ProfilerActivity.CUDA]) as log:
+        for _ in range(steps):
+            step()
+    kernels = (event for event in log.key_averages() if event.device_type == DeviceType.CUDA)
+    return sum(event.self_device_time_total for event in kernels) / steps / 1e6
 
 
 def allocator_peaks(step: Callable[[], Any]) -> tuple[int, int]:

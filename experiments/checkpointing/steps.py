@@ -51,7 +51,7 @@ from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.memory import measure_kept_bytes
 from rmm_linear.variance import measure_step_noise
 
-from .instruments import allocator_peaks, flops_of, gpu_peak, interleaved
+from .instruments import allocator_peaks, flops_of, gpu_peak, interleaved, kernel_seconds
 from .models import WORKLOADS, Shape, Workload, of_shape, own_loss
 from .report import (
     BLOCKS,
@@ -79,7 +79,7 @@ _DRAWS = 8
 _COLUMNS = (
     *("method", "setting", "budget_bytes", "simulated_peak_bytes", "peak_bytes", "tensors_peak_bytes"),
     *("activation_peak_bytes", "saved_bytes", "extra_flops", "step_s", "step_s_q20", "step_s_q80", "rounds"),
-    *("eager_step_s", "error", "mean_error", "draws", "same_gradients", "compile_s", "note"),
+    *("eager_step_s", "kernels_s", "error", "mean_error", "draws", "same_gradients", "compile_s", "note"),
 )
 
 
@@ -273,6 +273,7 @@ class Comparison:
             if rounds > 1:
                 low, *_, high = statistics.quantiles(seconds, n=5, method="inclusive")
                 found = {"step_s": statistics.median(seconds), "step_s_q20": low, "step_s_q80": high}
+                found |= {"kernels_s": kernel_seconds(running.alone)} if self.on_gpu else {}
                 running.row |= {key: round(value, 6) for key, value in found.items()} | {"rounds": rounds}
             assert running.group is None or running.group.runs == running.steps, "steps ran without their plan"
         shape = self.shape

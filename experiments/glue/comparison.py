@@ -19,7 +19,7 @@ from .settings import BITS, EXACT, FIT, IRRELEVANT, KNOBS, VARIANTS
 
 # what may differ between the runs of one table
 # rows of padding, which masks leave out, change no exact result
-_VARIED = ("method", *KNOBS, "seed", "pad_multiple", *IRRELEVANT)
+_VARIED = ("method", *KNOBS, "seed", "executor", "pad_multiple", *IRRELEVANT)
 _SKETCH_ONLY = ("min_rows", "exclude_modules")
 # two runs' times compare if all of this is equal
 _SPEED = ("device", "gpu", "cpu", "torch_threads")

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.command_line import HarnessError
 from rmm_linear import RMMConfig
-from rmm_linear.planning.budget import Budget
+from rmm_linear.compiler.backend import Options
 from rmm_linear.sketches import available_sketches
 
 from .tasks import DEMO_TASK, TASKS, Task
@@ -40,7 +40,7 @@ IRRELEVANT = ("save_steps", "timing")
 VARIANTS = {"skip_padding": "unpadded", "keep_first": "first-token", "allocate": "allocated"}
 # settings of methods
 KNOBS = ("ratio", "center", "storage", "bits", "budget", *VARIANTS)
-_RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor", "bits", "budget", "pad_multiple")
+_RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor", "bits", "budget", "executor", "pad_multiple")
 
 
 def _setting(default: Any, words: str, bounds: str | None = None) -> Any:
@@ -62,6 +62,7 @@ class RunSettings:
     center: bool | None = _setting(None, "keep the column mean of the input apart")
     bits: str | None = _setting(None, "of codes: 8, 4, or 4/8 for 4 of activation functions and 8 of all else")
     budget: str | None = _setting(None, "of a step's peak, for budget and fit: such as 50%% or 200MiB")
+    executor: str | None = _setting(None, "of codes, budget and fit: inductor (the default), or exact, op by op")
     storage: str | None = _setting(None, "hold what is kept in int8, int4 or int2")
     skip_padding: bool = _setting(False, "leave out rows that the attention mask marks as padding")
     keep_first: bool = _setting(False, "keep the rows of each sequence's first token beside the sketch")
@@ -138,11 +139,12 @@ class RunSettings:
                 )
         if self.bits is not None and self.bits not in BITS:
             raise HarnessError(f"bits={self.bits!r} is not one of {', '.join(BITS)}")
-        if self.budget is not None:
-            try:
-                Budget.of(self.budget)
-            except ValueError as error:
-                raise HarnessError(str(error)) from error
+        if self.executor is not None and self.plan_options is None:
+            raise HarnessError(f"the method {self.method!r} has no plan: leave out --executor")
+        try:
+            Options(budget=self.budget, executor=self.executor or "inductor")
+        except ValueError as error:
+            raise HarnessError(str(error)) from error
 
     def _check_numbers(self) -> None:
         for name, choices in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
@@ -162,11 +164,12 @@ class RunSettings:
     @property
     def plan_options(self) -> dict[str, Any] | None:
         """Options of `RMMCallback` by which steps are planned and compiled; None where they run in eager mode."""
+        executor = {} if self.executor is None else {"executor": self.executor}
         if self.method == FIT:
-            return {"fit": self.budget}
+            return {"fit": self.budget, **executor}
         if self.bits is not None:
-            return {"compile": {"bits": BITS[self.bits]}}
-        return None if self.budget is None else {"compile": {"budget": self.budget}}
+            return {"compile": {"bits": BITS[self.bits], **executor}}
+        return None if self.budget is None else {"compile": {"budget": self.budget, **executor}}
 
     @property
     def rmm_config(self) -> RMMConfig:
