@@ -444,7 +444,7 @@ WORKLOADS = (
             "small": Shape(_layers(128, 512, 16, 4, num_key_value_heads=2, use_cache=False, **_WORDS), 8, 128),
             "compiled": Shape(_layers(256, 768, 6, 4, num_key_value_heads=2, use_cache=False, **_WORDS), 12, 128),
             "codes": Shape(_layers(768, 2048, 4, 12, **_LLAMA_WIDE), 16, 128),
-            "codes, cuda": Shape(_layers(2048, 5632, 4, 16, **_LLAMA_WIDE | {"num_key_value_heads": 16}), 16, 1024),
+            "codes, cuda": Shape(_layers(2048, 5632, 4, 16, **_LLAMA_WIDE | {"num_key_value_heads": 16}), 8, 1024),
         },
         published="llama, 16 blocks",
     ),
