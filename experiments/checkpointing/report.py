@@ -321,12 +321,19 @@ def codes_table(folder: Path) -> str:
     files = [folder / name for name in (CODES_CUDA_FILE, CODES_FILE) if (folder / name).exists()]
     for rows in (rows for file in files for rows in by_model(read_rows(file)).values()):
         first, lines = rows[0], []
+        is_gpu = first.get("kernels_s") is not None
         for row in rows:
+            if row["peak_bytes"] is None:
+                lines.append([row["method"], "no plan", *[""] * (3 + is_gpu)])
+                continue
             saved = row["saved_bytes"] and f"{100 * row['saved_bytes'] / first['saved_bytes']:.0f} %"
             peak = f"{100 * row['activation_peak_bytes'] / first['activation_peak_bytes']:.0f} %"
             error = f"{row['error']:.1e} ({row['mean_error']:.1e} of {row['draws']})"
-            lines.append([row["method"], f"{row['step_s'] / row['eager_step_s']:.2f}", saved or "", peak, error])
-        head = ["way", "step time", "saved for the backward pass", "activation peak", "error of one draw (mean of n)"]
+            times = [row["step_s"] / row["eager_step_s"]]
+            times += [row["kernels_s"] / first["kernels_s"]] if is_gpu else []
+            lines.append([row["method"], *(f"{time:.2f}" for time in times), saved or "", peak, error])
+        head = ["way", "step time", *["in kernels"] * is_gpu]
+        head += ["saved for the backward pass", "activation peak", "error of one draw (mean of n)"]
         layers, width = size_of(first)
         parts.append(
             f"{first['model']}, {layers} layers of {width}, batch {first['batch']} x {first['size']},\n"

@@ -2,11 +2,14 @@
 
     python -m experiments.glue.evidence
 
-Runs are paired by task and seed: data order and initial weights are the same. A method's mean difference is the mean
-over tasks of its mean over seeds. Its standard error adds the squared errors of the tasks; the degrees of freedom
-follow from Satterthwaite's approximation, and intervals are Student's. With two to five seeds a task the intervals are
-approximate: they hold the truth in 89 to 98 % of all studies, depending on which task varies most. A percentile
-bootstrap within each task holds it less often.
+Runs are paired by task and seed: data order and initial weights are the same. Of exact runs on several devices, the one
+on the method's own counts. Where exact ran on a CPU and on a GPU, their difference stands in the table as a method: it
+shows how far two exact runs of a seed lie apart, which differ in dropout's draws and in rounding.
+
+A method's mean difference is the mean over tasks of its mean over seeds. Its standard error adds the squared errors of
+the tasks; the degrees of freedom follow from Satterthwaite's approximation, and intervals are Student's. With two to
+five seeds a task the intervals are approximate: they hold the truth in 89 to 98 % of all studies, depending on which
+task varies most. A percentile bootstrap within each task holds it less often.
 
 Two one-sided t tests (5 % each) would call a method equivalent to exact for any margin above |mean| + t error: the
 table has this least margin.
@@ -30,7 +33,7 @@ from scipy.stats import t as student_t
 from experiments.blocks import table
 from experiments.command_line import HarnessError, Parser, exit_status
 
-from .comparison import Row, added_noise, check_comparable, rows_of_results
+from .comparison import added_noise, check_comparable, rows_of_results
 from .result_file import COMPLETE
 from .settings import EXACT
 
@@ -39,6 +42,7 @@ ROWS, FIGURE = "rows.jsonl", "noise.png"
 # points of score that the figure shades
 _SHADED = 0.5
 _CONFIDENCE, _LEVEL = 0.95, 0.05
+_ONCE_MORE = "exact, once more on a GPU"
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Evidence:
     """One method over all tasks.
 
     Attributes:
-        row: The method on one of the tasks, for its name.
+        name: The method in words.
         differences: Score minus exact's of the same seed, in points, by task.
         noise: Variance that the method adds over the minibatch's own, by task, one value a run. Of sketches it is that
             of their weight gradients, mean over the training; of others that of the whole gradient before it, less
@@ -90,7 +94,7 @@ class Evidence:
         kept: Bytes kept over exact's, mean over tasks.
     """
 
-    row: Row
+    name: str
     differences: Mapping[str, tuple[float, ...]]
     noise: Mapping[str, tuple[float, ...]]
     kept: float
@@ -119,23 +123,33 @@ def read_study(folder: Path = RESULTS) -> list[dict[str, Any]]:
 def evidence_of(results: Sequence[dict[str, Any]]) -> list[Evidence]:
     """Pair the runs with exact's, method by method."""
     rows = rows_of_results(results)
-    exact = {_pair(result): result for result in results if result["config"]["method"] == EXACT}
+    exact = [result for result in results if result["config"]["method"] == EXACT]
     found = []
-    for label in dict.fromkeys(row.label for row in rows if row.method != EXACT):
+    for label in dict.fromkeys(row.label for row in rows):
         own = [row for row in rows if row.label == label]
         differences: dict[str, list[float]] = {}
         noise: dict[str, list[float]] = {}
         for result in results:
             task = result["config"]["task"]
-            if result["name"] == f"{task}-{label}-seed{result['config']['seed']}" and _pair(result) in exact:
-                reference = exact[_pair(result)]
+            if result["name"] != f"{task}-{label}-seed{result['config']['seed']}":
+                continue
+            if (reference := _reference(result, exact)) is not None:
                 score = 100 * (result["final"]["score"] - reference["final"]["score"])
                 differences.setdefault(task, []).append(score)
                 noise.setdefault(task, []).append(_noise(result, reference))
         kept = statistics.fmean(row.kept_share for row in own)
+        name = _ONCE_MORE if own[0].method == EXACT else own[0].description
         if differences:
-            found.append(Evidence(own[0], _tuples(differences), _tuples(noise), kept))
+            found.append(Evidence(name, _tuples(differences), _tuples(noise), kept))
     return found
+
+
+def _reference(result: dict[str, Any], exact: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    device = result["hardware"]["device"]
+    pairs = [each for each in exact if _pair(each) == _pair(result)]
+    if result["config"]["method"] == EXACT:
+        return next((each for each in pairs if device == "cuda" and each["hardware"]["device"] == "cpu"), None)
+    return min(pairs, key=lambda each: each["hardware"]["device"] != device, default=None)
 
 
 def _pair(result: dict[str, Any]) -> tuple[str, int]:
@@ -147,6 +161,8 @@ def _tuples(lists: Mapping[str, list[float]]) -> dict[str, tuple[float, ...]]:
 
 
 def _noise(result: dict[str, Any], reference: dict[str, Any]) -> float:
+    if result["config"]["method"] == EXACT:
+        return math.nan
     if "noise_ratio" in result:
         return float(result["noise_ratio"])
     measured = added_noise([(result, reference)])
@@ -164,7 +180,7 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
         noise = [value for values in each.noise.values() for value in values if not math.isnan(value)]
         lines.append(
             [
-                each.row.description,
+                each.name,
                 f"{100 * each.kept:.0f} %",
                 f"{statistics.median(noise):.2g}" if noise else "-",
                 *(_cell(each.differences.get(task, ())) for task in tasks),
@@ -175,7 +191,7 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
     spread = {
         task: statistics.stdev(scores)
         for task in tasks
-        if len(scores := [100 * r["final"]["score"] for r in results if _is_exact(r, task)]) > 1
+        if len(scores := list(_exact_scores(results, task).values())) > 1
     }
     commits = len({result["commit"] for result in results})
     text = ", ".join(f"{task} {value:.1f}" for task, value in spread.items())
@@ -183,12 +199,26 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
         f"{table(header, lines)}\n\nScore minus exact's of the same seed in points: mean over seeds ± half of the 95 %"
         f" interval (number of seeds); {len(results)} runs of {commits} commits. Noise: the variance that the method"
         " adds over the minibatch's own, median over runs. Exact runs of different seeds have a standard deviation of"
-        f" {text} points."
+        f" {text} points.{_floor(found)}"
     )
 
 
-def _is_exact(result: dict[str, Any], task: str) -> bool:
-    return result["config"]["method"] == EXACT and result["config"]["task"] == task
+def _floor(found: Sequence[Evidence]) -> str:
+    again = (each.differences.values() for each in found if each.name == _ONCE_MORE)
+    values = [value for differences in again for of_task in differences for value in of_task]
+    if not values:
+        return ""
+    floor = math.sqrt(statistics.fmean(value**2 for value in values))
+    return (
+        f" Two exact runs of a seed, one of them on a GPU, differ by {floor:.1f} points (root mean square of"
+        f" {len(values)} pairs): that much is dropout's, and any other method's difference holds it too."
+    )
+
+
+def _exact_scores(results: Sequence[dict[str, Any]], task: str) -> dict[int, float]:
+    # one a seed
+    exact = [result for result in results if (result["config"]["task"], result["config"]["method"]) == (task, EXACT)]
+    return {result["config"]["seed"]: 100 * result["final"]["score"] for result in exact}
 
 
 def _cell(values: Sequence[float]) -> str:
@@ -213,7 +243,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
             )
         # a logarithm has no place for noise that could not be told from zero
         if any(value > 0 for values in each.noise.values() for value in values):
-            axes.plot([], [], "o", color=f"C{place}", label=each.row.description)
+            axes.plot([], [], "o", color=f"C{place}", label=each.name)
     for task, marker in markers.items():
         axes.plot([], [], marker, color="0.4", label=task)
     axes.axhline(0, color="0.3", linewidth=1)

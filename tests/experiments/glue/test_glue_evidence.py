@@ -95,6 +95,26 @@ def test_scores_are_compared_seed_by_seed_and_runs_without_a_pair_left_out():
     assert "| centered hadamard at 0.5 | 80 % | 0.3 | +1.0 (2) | +0.0 (1) |  |  |" in table
 
 
+def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_on_two():
+    def on(device: str, method: str, seed: int, score: float) -> dict:
+        hardware = dict.fromkeys(("gpu", "cpu", "torch_threads")) | {"device": device}
+        return _result("rte", method, seed, score, noise_ratio=0.1, hardware=hardware)
+
+    results = [
+        on("cpu", "exact", 0, 0.60),
+        on("cuda", "exact", 0, 0.63),
+        on("cuda", "exact", 1, 0.70),
+        on("cuda", "hadamard", 0, 0.64),
+        on("cpu", "hadamard", 0, 0.58),
+        # the only exact run of this seed is on the other device
+        on("cpu", "hadamard", 1, 0.75),
+    ]
+    exact, sketch = evidence_of(results)
+    assert exact.differences == {"rte": pytest.approx((3.0,))}
+    assert sketch.differences == {"rte": pytest.approx((1.0, -2.0, 5.0))}
+    assert "differ by 3.0 points (root mean square of 1 pairs)" in evidence_table(results)
+
+
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(HarnessError, match="has no complete run; run `make study` first"):
         read_study(tmp_path)

@@ -33,6 +33,8 @@ WRONG = {
     "leave out --ratio, --skip-padding, --allocate": {"ratio": 0.5, "skip_padding": True, "allocate": True},
     "ratio=nan": {"method": "hadamard", "ratio": float("nan")},
     "'checkpointing' keeps no sketch": {"method": CHECKPOINTING, "center": True},
+    "the method 'exact' has no plan: leave out --executor": {"executor": "exact"},
+    "executor='eager' is unknown": {"method": "codes", "bits": "8", "executor": "eager"},
     "the task 'rte' does not fit --data demo": {"task": "rte"},
     "batch_size=0 is not a finite number above 0": {"batch_size": 0},
     "learning_rate=nan is not a finite number above 0": {"learning_rate": float("nan")},
