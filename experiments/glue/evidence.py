@@ -39,8 +39,6 @@ from .settings import EXACT
 
 RESULTS = Path(__file__).parent / "results" / "study"
 ROWS, FIGURE = "rows.jsonl", "noise.png"
-# points of score that the figure shades
-_SHADED = 0.5
 _CONFIDENCE, _LEVEL = 0.95, 0.05
 _ONCE_MORE = "exact, once more on a GPU"
 
@@ -195,24 +193,25 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
     }
     commits = len({result["commit"] for result in results})
     text = ", ".join(f"{task} {value:.1f}" for task, value in spread.items())
+    floor = ""
+    if pairs := _of_two_exact_runs(found):
+        size = f"{_root_mean_square(pairs):.1f} points (root mean square of {len(pairs)} pairs)"
+        floor = f" Two exact runs of a seed, one of them on a GPU, differ by {size}."
     return (
         f"{table(header, lines)}\n\nScore minus exact's of the same seed in points: mean over seeds ± half of the 95 %"
         f" interval (number of seeds); {len(results)} runs of {commits} commits. Noise: the variance that the method"
         " adds over the minibatch's own, median over runs. Exact runs of different seeds have a standard deviation of"
-        f" {text} points.{_floor(found)}"
+        f" {text} points.{floor}"
     )
 
 
-def _floor(found: Sequence[Evidence]) -> str:
+def _of_two_exact_runs(found: Sequence[Evidence]) -> list[float]:
     again = (each.differences.values() for each in found if each.name == _ONCE_MORE)
-    values = [value for differences in again for of_task in differences for value in of_task]
-    if not values:
-        return ""
-    floor = math.sqrt(statistics.fmean(value**2 for value in values))
-    return (
-        f" Two exact runs of a seed, one of them on a GPU, differ by {floor:.1f} points (root mean square of"
-        f" {len(values)} pairs): that much is dropout's, and any other method's difference holds it too."
-    )
+    return [value for differences in again for of_task in differences for value in of_task]
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(statistics.fmean(value**2 for value in values))
 
 
 def _exact_scores(results: Sequence[dict[str, Any]], task: str) -> dict[int, float]:
@@ -247,7 +246,9 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     for task, marker in markers.items():
         axes.plot([], [], marker, color="0.4", label=task)
     axes.axhline(0, color="0.3", linewidth=1)
-    axes.axhspan(-_SHADED, _SHADED, color="0.9", zorder=0)
+    if pairs := _of_two_exact_runs(found):
+        floor = _root_mean_square(pairs)
+        axes.axhspan(-floor, floor, color="0.9", zorder=0, label="between two exact runs (root mean square)")
     axes.set_xscale("log")
     axes.set_xlabel("noise: variance added over the minibatch's own (mean over the run)")
     axes.set_ylabel("score minus exact's of the same seed, points")
