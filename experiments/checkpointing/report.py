@@ -321,7 +321,7 @@ def codes_table(folder: Path) -> str:
     files = [folder / name for name in (CODES_CUDA_FILE, CODES_FILE) if (folder / name).exists()]
     for rows in (rows for file in files for rows in by_model(read_rows(file)).values()):
         first, lines = rows[0], []
-        is_gpu = first.get("kernels_s") is not None
+        is_gpu = all(row.get("kernels_s") is not None for row in rows if row["peak_bytes"] is not None)
         for row in rows:
             if row["peak_bytes"] is None:
                 lines.append([row["method"], "no plan", *[""] * (3 + is_gpu)])

@@ -2,9 +2,10 @@
 
     python -m experiments.glue.evidence
 
-Runs are paired by task and seed: data order and initial weights are the same. Of exact runs on several devices, the one
-on the method's own counts. Where exact ran on a CPU and on a GPU, their difference stands in the table as a method: it
-shows how far two exact runs of a seed lie apart, which differ in dropout's draws and in rounding.
+Runs are paired by task and seed: data order and initial weights are the same. Of exact runs on several devices the one
+on the method's own counts, and another one where there is none. Where exact ran on a CPU and on a GPU, their difference
+stands in the table as a method: it shows how far two exact runs of a seed lie apart, which differ in the draws of
+dropout, in rounding, and in the versions of torch and transformers.
 
 A method's mean difference is the mean over tasks of its mean over seeds. Its standard error adds the squared errors of
 the tasks; the degrees of freedom follow from Satterthwaite's approximation, and intervals are Student's. With two to
@@ -22,24 +23,27 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from scipy.stats import chi2, norm
 from scipy.stats import t as student_t
 
 from experiments.blocks import table
 from experiments.command_line import HarnessError, Parser, exit_status
 
-from .comparison import added_noise, check_comparable, rows_of_results
+from .comparison import check_comparable, rows_of_results
 from .result_file import COMPLETE
 from .settings import EXACT
 
 RESULTS = Path(__file__).parent / "results" / "study"
 ROWS, FIGURE = "rows.jsonl", "noise.png"
 _CONFIDENCE, _LEVEL = 0.95, 0.05
+# The left edge of the figure.
+_LEAST_NOISE = 1e-4
 _ONCE_MORE = "exact, once more on a GPU"
 
 
@@ -86,16 +90,18 @@ class Evidence:
     Attributes:
         name: The method in words.
         differences: Score minus exact's of the same seed, in points, by task.
-        noise: Variance that the method adds over the minibatch's own, by task, one value a run. Of sketches it is that
+        noise: Variance that the method adds over the minibatch's own, by task, one value a seed. Of sketches it is that
             of their weight gradients, mean over the training; of others that of the whole gradient before it, less
-            dropout's. NaN where it was not measured, also of the exact run.
-        kept: Bytes kept over exact's, mean over tasks.
+            dropout's, which chance can make negative. NaN where it was not measured, also of the exact run.
+        kept: Bytes kept over exact's on the same batch, mean over tasks.
+        crossed: How many differences are of runs on two devices.
     """
 
     name: str
     differences: Mapping[str, tuple[float, ...]]
     noise: Mapping[str, tuple[float, ...]]
     kept: float
+    crossed: int
 
     @property
     def average(self) -> Average | None:
@@ -125,20 +131,23 @@ def evidence_of(results: Sequence[dict[str, Any]]) -> list[Evidence]:
     found = []
     for label in dict.fromkeys(row.label for row in rows):
         own = [row for row in rows if row.label == label]
-        differences: dict[str, list[float]] = {}
-        noise: dict[str, list[float]] = {}
+        # by task and seed
+        scores: dict[str, dict[int, list[float]]] = {}
+        noises: dict[str, dict[int, list[float]]] = {}
+        crossed = 0
         for result in results:
-            task = result["config"]["task"]
-            if result["name"] != f"{task}-{label}-seed{result['config']['seed']}":
+            task, seed = _pair(result)
+            if result["name"] != f"{task}-{label}-seed{seed}":
                 continue
             if (reference := _reference(result, exact)) is not None:
                 score = 100 * (result["final"]["score"] - reference["final"]["score"])
-                differences.setdefault(task, []).append(score)
-                noise.setdefault(task, []).append(_noise(result, reference))
+                scores.setdefault(task, {}).setdefault(seed, []).append(score)
+                noises.setdefault(task, {}).setdefault(seed, []).append(_noise(result, reference))
+                crossed += result["hardware"]["device"] != reference["hardware"]["device"]
         kept = statistics.fmean(row.kept_share for row in own)
         name = _ONCE_MORE if own[0].method == EXACT else own[0].description
-        if differences:
-            found.append(Evidence(name, _tuples(differences), _tuples(noise), kept))
+        if scores:
+            found.append(Evidence(name, _means(scores), _means(noises), kept, crossed))
     return found
 
 
@@ -154,17 +163,17 @@ def _pair(result: dict[str, Any]) -> tuple[str, int]:
     return result["config"]["task"], result["config"]["seed"]
 
 
-def _tuples(lists: Mapping[str, list[float]]) -> dict[str, tuple[float, ...]]:
-    return {task: tuple(lists[task]) for task in sorted(lists)}
+def _means(values: Mapping[str, Mapping[int, list[float]]]) -> dict[str, tuple[float, ...]]:
+    return {task: tuple(map(statistics.fmean, values[task].values())) for task in sorted(values)}
 
 
 def _noise(result: dict[str, Any], reference: dict[str, Any]) -> float:
-    if result["config"]["method"] == EXACT:
-        return math.nan
     if "noise_ratio" in result:
         return float(result["noise_ratio"])
-    measured = added_noise([(result, reference)])
-    return math.nan if measured is None else measured
+    mine, exact = result.get("gradient_noise"), reference.get("gradient_noise")
+    if result["config"]["method"] == EXACT or not mine or not exact:
+        return math.nan
+    return float((mine["step_variance"] - exact["step_variance"]) / exact["minibatch_variance"])
 
 
 def evidence_table(results: Sequence[dict[str, Any]]) -> str:
@@ -175,34 +184,63 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
     lines = []
     for each in found:
         average = each.average if set(each.differences) == set(tasks) else None
-        noise = [value for values in each.noise.values() for value in values if not math.isnan(value)]
         lines.append(
             [
                 each.name,
                 f"{100 * each.kept:.0f} %",
-                f"{statistics.median(noise):.2g}" if noise else "-",
+                _noise_cell(each),
                 *(_cell(each.differences.get(task, ())) for task in tasks),
                 "" if average is None else f"{average.mean:+.1f} ± {average.half:.1f}",
                 "" if average is None else f"± {average.least_margin:.1f}",
             ]
         )
-    spread = {
-        task: statistics.stdev(scores)
-        for task in tasks
-        if len(scores := list(_exact_scores(results, task).values())) > 1
-    }
-    commits = len({result["commit"] for result in results})
-    text = ", ".join(f"{task} {value:.1f}" for task, value in spread.items())
-    floor = ""
-    if pairs := _of_two_exact_runs(found):
-        size = f"{_root_mean_square(pairs):.1f} points (root mean square of {len(pairs)} pairs)"
-        floor = f" Two exact runs of a seed, one of them on a GPU, differ by {size}."
-    return (
-        f"{table(header, lines)}\n\nScore minus exact's of the same seed in points: mean over seeds ± half of the 95 %"
-        f" interval (number of seeds); {len(results)} runs of {commits} commits. Noise: the variance that the method"
-        " adds over the minibatch's own, median over runs. Exact runs of different seeds have a standard deviation of"
-        f" {text} points.{floor}"
+    commits, changed = len({result["commit"] for result in results}), sum(r.get("modified", False) for r in results)
+    crossed = sum(each.crossed for each in found if each.name != _ONCE_MORE)
+    multiples = sorted({result["config"].get("pad_multiple", 0) for result in results} - {0})
+    padding = "".join(f" Batches of codes are padded to a multiple of {each} tokens." for each in multiples)
+    sentences = (
+        "Score minus exact's of the same seed in points: mean over seeds ± half of the 95 % interval (number of seeds);"
+        f" {len(results)} runs of {commits} commits, {changed} of them with changes; {crossed} pairs of two devices."
+        f" Keeps: of what exact keeps on the same batch.{padding} Noise: the variance that the method adds over the"
+        " minibatch's own, median over runs; of codes the mean ± two standard errors."
     )
+    return f"{table(header, lines)}\n\n{' '.join((sentences, *_scatter(results, tasks, found)))}"
+
+
+def _noise_cell(each: Evidence) -> str:
+    noise = [value for values in each.noise.values() for value in values if not math.isnan(value)]
+    if not noise:
+        return "-"
+    if each.name.endswith("codes") and len(noise) > 1:
+        error = 2 * statistics.stdev(noise) / math.sqrt(len(noise))
+        return f"{statistics.fmean(noise):.3f} ± {error:.3f}"
+    return f"{statistics.median(noise):.2g}"
+
+
+def _scatter(results: Sequence[dict[str, Any]], tasks: Sequence[str], found: Sequence[Evidence]) -> Iterator[str]:
+    """Say how far exact runs lie apart, and how many pairs would show how little."""
+    devices = sorted({str(result["hardware"]["device"]) for result in results})
+    scores = {device: {task: _exact_scores(results, task, device) for task in tasks} for device in devices}
+    device = max(devices, key=lambda device: sum(map(len, scores[device].values())))
+    spread = {task: statistics.stdev(values) for task, values in scores[device].items() if len(values) > 1}
+    if spread:
+        text = ", ".join(f"{task} {value:.1f}" for task, value in spread.items())
+        yield f"Exact runs of different seeds on the device {device} have a standard deviation of {text} points."
+    pairs = _of_two_exact_runs(found)
+    if len(pairs) > 1:
+        size = _root_mean_square(pairs)
+        low, high = (size * math.sqrt(len(pairs) / chi2.ppf(share, len(pairs))) for share in (0.975, 0.025))
+        yield (
+            f"Two exact runs of a seed, one on a CPU and one on a GPU, differ by {size:.1f} points (root mean square of"
+            f" {len(pairs)} pairs; its 95 % interval is {low:.1f} to {high:.1f})."
+        )
+        half = norm.ppf(0.975) * size / math.sqrt(20)
+        # two one-sided tests of 5 %, with a power of 80 %
+        needed = ((norm.ppf(0.95) + norm.ppf(0.9)) * size / 0.3) ** 2
+        yield (
+            f"If a method's differences scatter like that, a mean of 4 tasks of 5 seeds is known to ± {half:.1f}, and"
+            f" some {needed:.0f} pairs would show that it equals exact within 0.3 points."
+        )
 
 
 def _of_two_exact_runs(found: Sequence[Evidence]) -> list[float]:
@@ -214,10 +252,13 @@ def _root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(statistics.fmean(value**2 for value in values))
 
 
-def _exact_scores(results: Sequence[dict[str, Any]], task: str) -> dict[int, float]:
-    # one a seed
-    exact = [result for result in results if (result["config"]["task"], result["config"]["method"]) == (task, EXACT)]
-    return {result["config"]["seed"]: 100 * result["final"]["score"] for result in exact}
+def _exact_scores(results: Sequence[dict[str, Any]], task: str, device: str) -> list[float]:
+    wanted = task, EXACT, device
+    return [
+        100 * result["final"]["score"]
+        for result in results
+        if (result["config"]["task"], result["config"]["method"], str(result["hardware"]["device"])) == wanted
+    ]
 
 
 def _cell(values: Sequence[float]) -> str:
@@ -237,11 +278,10 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     markers = dict(zip(tasks, "osv^DP", strict=False))
     for place, each in enumerate(found):
         for task, values in each.differences.items():
-            axes.plot(
-                each.noise[task], values, markers[task], color=f"C{place}", markersize=5, alpha=0.75, linestyle="none"
-            )
-        # a logarithm has no place for noise that could not be told from zero
-        if any(value > 0 for values in each.noise.values() for value in values):
+            # a logarithm has no place for noise that could not be told from zero; NaN stays NaN
+            noise = [value if math.isnan(value) else max(value, _LEAST_NOISE) for value in each.noise[task]]
+            axes.plot(noise, values, markers[task], color=f"C{place}", markersize=5, alpha=0.75, linestyle="none")
+        if not all(math.isnan(value) for values in each.noise.values() for value in values):
             axes.plot([], [], "o", color=f"C{place}", label=each.name)
     for task, marker in markers.items():
         axes.plot([], [], marker, color="0.4", label=task)
@@ -250,7 +290,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
         floor = _root_mean_square(pairs)
         axes.axhspan(-floor, floor, color="0.9", zorder=0, label="between two exact runs (root mean square)")
     axes.set_xscale("log")
-    axes.set_xlabel("noise: variance added over the minibatch's own (mean over the run)")
+    axes.set_xlabel("variance added over the minibatch's own (left edge: not told from 0)")
     axes.set_ylabel("score minus exact's of the same seed, points")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path, dpi=150)

@@ -142,9 +142,12 @@ class RunSettings:
         if self.executor is not None and self.plan_options is None:
             raise HarnessError(f"the method {self.method!r} has no plan: leave out --executor")
         try:
-            Options(budget=self.budget, executor=self.executor or "inductor")
+            options = Options(budget=self.budget, executor=self.executor or Options.executor)
         except ValueError as error:
             raise HarnessError(str(error)) from error
+        if options.executor == Options.executor:
+            # given by name, it is the same run
+            object.__setattr__(self, "executor", None)
 
     def _check_numbers(self) -> None:
         for name, choices in (("schedule", SCHEDULES), ("precision", PRECISIONS)):

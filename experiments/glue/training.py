@@ -309,7 +309,7 @@ class PreparedRun:
         if is_planned:
             # before the training begins, so that what is measured first runs by the training's plan
             trainer.begin(conversion[0])
-        # first of all, while the last plan is this batch's
+        # before other batches are planned: the last plan is this batch's
         kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
         gradient_noise = self._gradient_noise(trainer)
         checkpoint = _last_whole_checkpoint(checkpoints)

@@ -1,5 +1,6 @@
 """The comparisons of checkpointing: published sizes, exact instruments, and a report that the results make."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,23 @@ def test_codes_are_compared_from_end_to_end(tmp_path: Path) -> None:
     assert fitted["saved_bytes"] > 0
     write_rows(tmp_path / report.CODES_FILE, rows)
     assert "roberta, 2 layers of 64, batch 8 x 64," in report.codes_table(tmp_path)
+
+
+def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: Path) -> None:
+    config = json.dumps({"num_hidden_layers": 2, "hidden_size": 64})
+    eager = {"model": "roberta", "method": "eager", "batch": 8, "size": 64, "config": config, "precision": "float32"}
+    eager |= {"hardware": "a GPU", "torch": "2.11", "saved_bytes": 100, "peak_bytes": 120, "activation_peak_bytes": 90}
+    eager |= {"step_s": 2.0, "eager_step_s": 2.0, "kernels_s": 1.0, "error": 0.0, "mean_error": 0.0, "draws": 1}
+    planned = eager | {"method": "budget 60%", "step_s": 3.0, "kernels_s": 0.9, "activation_peak_bytes": 45}
+    nothing = dict.fromkeys(("peak_bytes", "activation_peak_bytes", "saved_bytes", "step_s", "kernels_s"))
+    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, eager | nothing | {"method": "budget 9%"}])
+    table = report.codes_table(tmp_path)
+    assert "| way | step time | in kernels | saved for the backward pass |" in table
+    assert "| budget 60% | 1.50 | 0.90 | 100 % | 50 % |" in table
+    assert "| budget 9% | no plan |  |  |  |  |" in table
+    # of rows that were measured before kernels were
+    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"kernels_s": None}])
+    assert "| budget 60% | 1.50 | 100 % | 50 % |" in report.codes_table(tmp_path)
 
 
 def test_plans_are_compared_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

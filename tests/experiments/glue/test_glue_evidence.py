@@ -90,6 +90,7 @@ def test_scores_are_compared_seed_by_seed_and_runs_without_a_pair_left_out():
     (found,) = evidence_of(results)
     assert found.differences == {"rte": pytest.approx((1.0, 1.0)), "sst2": (0.0,)}
     assert found.noise == {"rte": (0.5, 0.3), "sst2": (0.25,)}
+    assert found.crossed == 0
     assert found.kept == 0.8
     table = evidence_table(results)
     assert "| centered hadamard at 0.5 | 80 % | 0.3 | +1.0 (2) | +0.0 (1) |  |  |" in table
@@ -111,8 +112,14 @@ def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_
     ]
     exact, sketch = evidence_of(results)
     assert exact.differences == {"rte": pytest.approx((3.0,))}
-    assert sketch.differences == {"rte": pytest.approx((1.0, -2.0, 5.0))}
-    assert "differ by 3.0 points (root mean square of 1 pairs)" in evidence_table(results)
+    # the two runs of a seed are one value
+    assert sketch.differences == {"rte": pytest.approx((-0.5, 5.0))}
+    assert (exact.crossed, sketch.crossed) == (1, 1)
+    assert "1 pairs of two devices" in evidence_table(results)
+    table = evidence_table([*results, on("cpu", "exact", 1, 0.74)])
+    assert "differ by 3.5 points (root mean square of 2 pairs" in table
+    # exact runs of the two seeds on each device: 60 and 74, and 63 and 70
+    assert "on the device cpu have a standard deviation of rte 9.9 points" in table
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):

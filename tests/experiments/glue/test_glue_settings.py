@@ -25,6 +25,16 @@ def test_every_sketch_is_a_method_and_knobs_left_out_are_the_librarys_defaults()
         assert settings.rmm_config == RMMConfig(ratio=0.3, sketch=sketch, center=False)
 
 
+def test_the_executor_is_told_to_the_callback_and_recorded_where_it_is_not_the_default() -> None:
+    coded = RunSettings(method="codes", bits="8", executor="exact")
+    assert coded.plan_options == {"compile": {"bits": 8, "executor": "exact"}}
+    assert RunSettings(method="fit", budget="50%", executor="exact").plan_options == {"fit": "50%", "executor": "exact"}
+    assert coded.recorded()["executor"] == "exact"
+    by_name = RunSettings(method="codes", bits="8", executor="inductor")
+    assert by_name == RunSettings(method="codes", bits="8")
+    assert "executor" not in by_name.recorded()
+
+
 WRONG = {
     "unknown task 'imdb'; choose one of cola": {"task": "imdb"},
     "unknown method 'magic'; choose one of exact, checkpointing": {"method": "magic"},
