@@ -309,9 +309,8 @@ class PreparedRun:
         if is_planned:
             # before the training begins, so that what is measured first runs by the training's plan
             trainer.begin(conversion[0])
-        # before other batches are planned: the last plan is this batch's
-        kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
         gradient_noise = self._gradient_noise(trainer)
+        kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
