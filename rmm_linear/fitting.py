@@ -408,10 +408,15 @@ class _Trials:
         if self._budget_bytes is None or _plain_bytes(self._exact.graph) <= self._budget_bytes:
             # codes would add noise alone
             return
+        tried: set[frozenset[tuple[str, int]]] = set()
         for name, given in _CODES.items():
             coded = self._rewritten(Bits.of(given), None)
             if not coded.coding.coded:
                 return
+            if coded.coding.names in tried:
+                # where 4 bits would be biased, there are 8
+                continue
+            tried.add(coded.coding.names)
             if self._replanned_bytes is not None:
                 with contextlib.suppress(ImportError, TimeoutError):
                     self._add_partly_coded(name, PartialCoding(self._exact, coded, Bits.of(given)))

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from rmm_linear import fit
+from rmm_linear import fit, fitting
 from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.checkpointing.planned import is_planned
 from rmm_linear.compiler import plans
@@ -86,6 +86,21 @@ def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
     card = found.card()
     for part in ("gradients: estimates", "codes of", f"add to a gradient: {found.chosen.noise_ratio:.2g} of"):
         assert part in card
+
+
+def test_bits_that_code_the_same_tensors_alike_are_planned_once(monkeypatch):
+    planned, add = [], fitting._Trials.add
+    monkeypatch.setattr(
+        fitting._Trials, "add", lambda self, name, *rest: planned.append(name) or add(self, name, *rest)
+    )
+    with torch.device("meta"):
+        model, batch = _model(), (torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
+        for block in model.blocks:
+            # with 4 bits its bias would be above 1 %, so that it has 8
+            block[2] = nn.SiLU()
+    with pytest.raises(InfeasibleBudgetError):
+        fit(model, batch, "50%", allow="code", executor="exact")
+    assert planned == ["exact", "8 bits", "4 bits"]
 
 
 @pytest.mark.slow
