@@ -241,23 +241,30 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
         ),
         kept_bytes=statistics.fmean(each["model"] for each in kept),
         kept_share=statistics.fmean(each["model"] / each["exact_model"] for each in kept),
-        noise=0.0 if is_exact else added_noise(pairs),
+        noise=0.0 if is_exact else _added_noise(pairs),
         train_seconds=Mean.of([result["train_seconds"] for result in results]) if timed else None,
         step_time=Quantiles.of([ratio for seed in ratios for ratio in seed]) if ratios else None,
     )
 
 
-def added_noise(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
-    measured = [(mine.get("gradient_noise"), reference.get("gradient_noise")) for mine, reference in pairs]
+def noise_over_minibatch(mine: dict[str, Any], reference: dict[str, Any]) -> float | None:
+    """Divide the variance that a run's method adds to the initial gradient by the minibatch's own.
+
+    Returns:
+        The ratio, which chance can make negative; None if one of the two runs did not measure it.
+    """
+    own, exact = mine.get("gradient_noise"), reference.get("gradient_noise")
+    if not own or not exact:
+        return None
+    if own["step_variance"] <= _ROUNDING * own["gradient_squared"]:
+        return 0.0
     # exact's own variance is dropout's
-    found = [
-        (mine["step_variance"] - reference["step_variance"]) / reference["minibatch_variance"]
-        if mine["step_variance"] > _ROUNDING * mine["gradient_squared"]
-        else 0.0
-        for mine, reference in measured
-        if mine and reference
-    ]
-    return max(0.0, statistics.fmean(found)) if found else None
+    return float((own["step_variance"] - exact["step_variance"]) / exact["minibatch_variance"])
+
+
+def _added_noise(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
+    measured = [noise for pair in pairs if (noise := noise_over_minibatch(*pair)) is not None]
+    return max(0.0, statistics.fmean(measured)) if measured else None
 
 
 def _step_ratios(mine: dict[str, Any], reference: dict[str, Any]) -> list[float]:

@@ -35,7 +35,7 @@ from scipy.stats import t as student_t
 from experiments.blocks import table
 from experiments.command_line import HarnessError, Parser, exit_status
 
-from .comparison import check_comparable, rows_of_results
+from .comparison import check_comparable, noise_over_minibatch, rows_of_results
 from .result_file import COMPLETE
 from .settings import EXACT
 
@@ -170,10 +170,8 @@ def _means(values: Mapping[str, Mapping[int, list[float]]]) -> dict[str, tuple[f
 def _noise(result: dict[str, Any], reference: dict[str, Any]) -> float:
     if "noise_ratio" in result:
         return float(result["noise_ratio"])
-    mine, exact = result.get("gradient_noise"), reference.get("gradient_noise")
-    if result["config"]["method"] == EXACT or not mine or not exact:
-        return math.nan
-    return float((mine["step_variance"] - exact["step_variance"]) / exact["minibatch_variance"])
+    noise = None if result["config"]["method"] == EXACT else noise_over_minibatch(result, reference)
+    return math.nan if noise is None else noise
 
 
 def evidence_table(results: Sequence[dict[str, Any]]) -> str:
