@@ -38,6 +38,8 @@ from rmm_linear.planning.schedule import Schedule
 
 # How often a schedule is tightened whose measured peak is above its budget.
 _MOST_TRIES = 3
+# Without a budget, a measured peak that is so many times the plan's is too much.
+_MUCH_MORE = 1.05
 
 
 def program_within(
@@ -83,7 +85,10 @@ def program_within(
 
 
 def measured_plain(capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tensor]) -> tuple[CheckpointPlan, Program]:
-    """Compile a step without a budget: Inductor is free in all that it fuses.
+    """Compile a step without a budget, and measure its peak: Inductor is free in all that it fuses.
+
+    Where it takes much more than the plan says, for it has fused ops that lie far apart, the step is compiled again in
+    windows of the plan's own peak, which take 2 or 3 % longer.
 
     Args:
         capture: A captured step.
@@ -93,10 +98,15 @@ def measured_plain(capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tens
     Returns:
         The plan, with the measured peak, and its program.
     """
-    program = compiled_program(capture, plan.schedule, sys.maxsize)
-    if _is_measurable(capture):
-        plan = replace(plan, measured_peak_bytes=measured_peak_bytes(capture, program, inputs))
-    return plan, program
+    if not _is_measurable(capture):
+        return plan, compiled_program(capture, plan.schedule, sys.maxsize)
+    tries: list[tuple[int, Program]] = []
+    for limit_bytes in (sys.maxsize, plan.peak_bytes):
+        if not tries or tries[-1][0] > _MUCH_MORE * plan.peak_bytes:
+            program = compiled_program(capture, plan.schedule, limit_bytes)
+            tries.append((measured_peak_bytes(capture, program, inputs), program))
+    measured, program = min(tries, key=lambda each: each[0])
+    return replace(plan, measured_peak_bytes=measured), program
 
 
 def _is_measurable(capture: Capture) -> bool:

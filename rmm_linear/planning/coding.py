@@ -17,7 +17,7 @@ class Bits:
 
     Attributes:
         norm: Tensors that LayerNorm or RMSNorm has normalised.
-        activation: Inputs of smooth elementwise functions.
+        activation: Inputs of smooth elementwise functions; masks of ReLU, whatever the bits are.
         attention: Queries, keys, values, outputs and probabilities.
         linear: Other tensors that matrix products, or elementwise products with a gradient, read.
         only: Names of the tensors that are coded, see `CodedTensor`; None for all.
@@ -87,7 +87,7 @@ class CodedTensor:
         name: The node that computes it.
         block: The module that it belongs to.
         kind: One of `KINDS`.
-        bits: Bits of an element.
+        bits: Bits of an element; 1 for a mask, which is exact.
         tensor_bytes: Bytes of the tensor.
         code_bytes: Bytes of the code.
         bias: A bound of the bias of readings; 0 if all are unbiased, None if no bound is known (scores of attention).
@@ -214,7 +214,7 @@ class Coding:
         for tensor in self.coded:
             kinds[tensor.kind, tensor.bits] = kinds.get((tensor.kind, tensor.bits), 0) + 1
         sizes = f"{unit.of(self.freed_bytes)} -> {unit.of(self.code_bytes)} {unit.name}"
-        told = ", ".join(f"{count} {kind} in {bits} bits" for (kind, bits), count in kinds.items())
+        told = ", ".join(f"{count} {kind} in {bits} bit{'s' * (bits > 1)}" for (kind, bits), count in kinds.items())
         yield f"codes of {len(self.coded)} tensor{'s' * (len(self.coded) > 1)}, {sizes}: {told}"
         bias = max(tensor.bias or 0 for tensor in self.coded)
         if bias:

@@ -190,6 +190,34 @@ def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monk
     assert plan.measured_peak_bytes > plan.budget_bytes == 2**20
 
 
+class Shared(nn.Module):
+    """Layers that add one bias: Inductor computes its gradient in one loop, which reads a tensor of each layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.bias = nn.Parameter(torch.zeros(ROWS, WIDTH))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.sin(layer(x).view(-1, ROWS, WIDTH) + self.bias).view(-1, WIDTH)
+        return x
+
+
+def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch):
+    found = []
+    for most in (100.0, inductor_program._MUCH_MORE):
+        monkeypatch.setattr(inductor_program, "_MUCH_MORE", most)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Shared(), torch.randn(8 * ROWS, WIDTH)
+        gradients(model, torch.compile(model, backend=rmm_linear, options={"bits": 8}), x)
+        found.append(plans(model)[-1])
+    free, limited = found
+    assert free.measured_peak_bytes > 1.5 * free.peak_bytes
+    assert limited.measured_peak_bytes <= inductor_program._MUCH_MORE * limited.peak_bytes
+
+
 def test_windows_hold_all_that_their_ops_write():
     ops = [Op(str(place), 1.0, (place - 1,) if place else (), (place,)) for place in range(5)]
     graph = Graph(tuple(ops), tuple(Storage(str(place), 10) for place in range(5)), outputs=(4,))

@@ -119,6 +119,7 @@ CASES = {
     "GELU by tanh": (lambda: Net(nn.GELU(approximate="tanh")), {"activation"}),
     "GELU of single ops": (lambda: Net(NewGelu()), {"activation"}),
     "SiLU": (lambda: Net(nn.SiLU()), {"activation"}),
+    "ReLU": (lambda: Net(nn.ReLU()), {"activation", "linear"}),
     "gated": (lambda: Net(Gated(), outer=24), {"activation", "linear"}),
     "attention": (lambda: Net(Attention()), {"attention"}),
     "causal attention": (lambda: Net(Attention(is_causal=True)), {"attention"}),
@@ -436,11 +437,10 @@ class Strange(nn.Module):
     "body",
     [
         nn.Sequential(nn.Unflatten(1, (4, 4)), nn.LayerNorm((4, 4)), nn.Flatten()),
-        nn.ReLU(),
         Strange(),
         nn.Sequential(nn.Unflatten(0, (4, 64)), nn.Unflatten(2, (1, 16)), nn.Conv2d(64, 64, 1), nn.Flatten(0, 2)),
     ],
-    ids=["norm over two dimensions", "ReLU", "unknown op", "convolution"],
+    ids=["norm over two dimensions", "unknown op", "convolution"],
 )
 def test_what_is_not_recognised_stays_exact_and_is_named(body):
     torch.manual_seed(0)
@@ -451,6 +451,36 @@ def test_what_is_not_recognised_stays_exact_and_is_named(body):
     torch.testing.assert_close(found["before.weight"], exact["before.weight"])
     (plan,) = plans(model)
     assert any(tensor.tensor_bytes >= 4 * ROWS * WIDTH for tensor in plan.coding.exact)
+
+
+class Masked(nn.Module):
+    """ReLU, whose result no other op of the backward pass reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x, weights):
+        return (functional.relu(self.before(x)) * weights).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relu_keeps_a_bit_an_element_and_its_gradient_is_exact(dtype):
+    torch.manual_seed(0)
+    model, rows = Masked().to(dtype), 2 * ROWS - 3
+    x, weights = torch.randn(2, rows, WIDTH, dtype=dtype)
+    x[0], x[1, 0], weights[2, 0] = 0, math.nan, math.nan
+    for size in (rows, rows - 1):
+        found = []
+        for run in (model, compiled(model, bits=8)):
+            model.zero_grad()
+            run(x[:size], weights[:size]).backward()
+            found.append(model.before.weight.grad)
+        torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+        (mask,) = plans(model)[-1].coding.coded
+        assert (mask.bits, mask.bias) == (1, 0)
+        assert mask.code_bytes == -(-size // 8) * WIDTH
+        assert [freed.size_bytes for freed in plans(model)[-1].coding.freed] == [size * WIDTH * dtype.itemsize]
 
 
 @pytest.mark.parametrize("rows", [1, 100])

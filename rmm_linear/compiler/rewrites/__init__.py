@@ -2,7 +2,7 @@
 
     casts.py         makes casts of parameters again, in place of keeping them
     step.py          finds which backward ops read which tensors
-    norms.py, activations.py, attention.py, products.py: find tensors that can be coded, and the reads each code serves
+    norms.py, activations.py, relu.py, attention.py, products.py: find tensors that can be coded, and what reads each
     choice.py        chooses among them
     sketches.py      estimates weight gradients of linear layers from sketches
     codes.py         codes a tensor, and reads the code
@@ -53,7 +53,7 @@ def code_step(
     # no bound is known for what goes through the exponential of a score
     unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
     memories = tuple(
-        FreedMemory(node.name, size_bytes(node), tuple(sorted(code.node.name for code in codes)))
+        FreedMemory(node.name, size_bytes(node), tuple(sorted(code.name for code in codes)))
         for node, codes in chosen.freed().items()
     )
     bending = {
@@ -64,7 +64,7 @@ def code_step(
         _apply(step, chosen, sketched)
     coded = tuple(
         CodedTensor(
-            rewrite.code.node.name,
+            rewrite.code.name,
             blocks.get(rewrite.code.node, ""),
             rewrite.code.kind,
             rewrite.code.bits,

@@ -7,7 +7,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from rmm_linear.compiler.rewrites import activations, attention, norms, products
+from rmm_linear.compiler.rewrites import activations, attention, norms, products, relu
 from rmm_linear.compiler.rewrites.coded import Code
 from rmm_linear.compiler.rewrites.readings import Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
@@ -40,6 +40,7 @@ class Choice:
             self._candidates += norms.candidates(step, bits.norm)
         if bits.activation:
             self._candidates += activations.candidates(step, bits.activation)
+            self._candidates += relu.candidates(step)
         if bits.attention:
             self._candidates += attention.candidates(step, bits.attention)
         self.repeated = {read.reader for read in step.reads if attention.can_run_again(read.reader)}
@@ -75,7 +76,7 @@ class Choice:
     def _take(self, rewrite: Rewrite) -> bool:
         provided = rewrite.provided()
         only = self._bits.only
-        is_wanted = only is None or rewrite.code.node.name in only
+        is_wanted = only is None or rewrite.code.name in only
         is_wanted &= (type(rewrite), rewrite.code.node) not in self._dropped
         # a tensor is read from the codes of one rewrite
         is_free = self.readings.provided.keys().isdisjoint(provided)

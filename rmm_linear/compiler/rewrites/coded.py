@@ -80,6 +80,11 @@ class Code:
     parts: list[fx.Node] = field(init=False)
 
     @property
+    def name(self) -> str:
+        """The name of the tensor, as `rmm_linear.planning.coding.CodedTensor` has it."""
+        return self.node.name
+
+    @property
     def code_bytes(self) -> int:
         """Bytes that are kept."""
         layout = self.shape.layout
