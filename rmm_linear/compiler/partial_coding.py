@@ -73,13 +73,13 @@ def _prices(exact: Capture, coded: Capture, bits: Bits) -> dict[str, float]:
 def _prices_of_kinds(exact: Capture, coded: Capture, bits: Bits) -> Iterator[tuple[str, float]]:
     assert exact.rewritten is not None
     plain_cost, tensors = exact.graph.cost, coded.coding.coded
+    alone = {memory.codes[0] for memory in coded.coding.freed if len(memory.codes) == 1}
     for kind in dict.fromkeys(tensor.kind for tensor in tensors):
         own = [tensor for tensor in tensors if tensor.kind == kind]
-        largest = max(own, key=lambda tensor: tensor.tensor_bytes)
-        with_one = exact.rewritten(replace(bits, only=frozenset([largest.name])), None)
-        if with_one.coding.coded:
+        # a code may free memory together with others alone
+        price = (coded.graph.cost - plain_cost) / sum(tensor.tensor_bytes for tensor in tensors)
+        largest = max((each for each in own if each.name in alone), key=lambda each: each.tensor_bytes, default=None)
+        if largest is not None:
+            with_one = exact.rewritten(replace(bits, only=frozenset([largest.name])), None)
             price = (with_one.graph.cost - plain_cost) / largest.tensor_bytes
-        else:
-            # a code that frees memory with others alone
-            price = (coded.graph.cost - plain_cost) / sum(tensor.tensor_bytes for tensor in tensors)
         yield from ((tensor.name, max(0.0, price) * tensor.tensor_bytes) for tensor in own)

@@ -19,7 +19,8 @@ class Bits:
         norm: Tensors that LayerNorm or RMSNorm has normalised.
         activation: Inputs of smooth elementwise functions; masks of ReLU, whatever the bits are.
         attention: Queries, keys, values, outputs and probabilities.
-        linear: Other tensors that matrix products, or elementwise products with a gradient, read.
+        linear: Other tensors that matrix products, or elementwise products with a gradient, read. What ReLU returns
+            needs both kinds, where a product reads it.
         only: Names of the tensors that are coded, see `CodedTensor`; None for all.
     """
 
@@ -182,6 +183,11 @@ class Coding:
         """Name and bits of each tensor that is coded; of one that is sketched, 0 bits."""
         coded = {(tensor.name, tensor.bits) for tensor in self.coded}
         return frozenset(coded | {(tensor.name, 0) for tensor in self.sketched})
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients have no noise of codes or sketches."""
+        return not self.sketched and all(tensor.bits == 1 for tensor in self.coded)
 
     @property
     def freed_bytes(self) -> int:

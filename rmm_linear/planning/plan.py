@@ -126,7 +126,7 @@ class CheckpointPlan:
     def card(self) -> str:
         """Describe the training steps for a model card, in Markdown."""
         sketched = sum(_is_sketch(op) and not op.is_backward for op in self.graph.ops)
-        is_exact = not (self.coding.coded or self.coding.sketched or sketched)
+        is_exact = self.coding.is_exact and not sketched
         taken = self.measured_peak_bytes or self.peak_bytes
         lines = [
             f"peak beside weights, optimizer and batch: {self._sizes(self.plain.peak_bytes, taken)}",

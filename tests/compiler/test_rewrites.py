@@ -464,15 +464,17 @@ class Masked(nn.Module):
         return (functional.relu(self.before(x)) * weights).sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_relu_keeps_a_bit_an_element_and_its_gradient_is_exact(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "executor"), [(torch.float32, "exact"), (torch.float32, "inductor"), (torch.bfloat16, "exact")]
+)
+def test_relu_keeps_a_bit_an_element_and_its_gradient_is_exact(dtype, executor):
     torch.manual_seed(0)
     model, rows = Masked().to(dtype), 2 * ROWS - 3
     x, weights = torch.randn(2, rows, WIDTH, dtype=dtype)
     x[0], x[1, 0], weights[2, 0] = 0, math.nan, math.nan
     for size in (rows, rows - 1):
         found = []
-        for run in (model, compiled(model, bits=8)):
+        for run in (model, compiled(model, executor, bits=8)):
             model.zero_grad()
             run(x[:size], weights[:size]).backward()
             found.append(model.before.weight.grad)
@@ -481,6 +483,21 @@ def test_relu_keeps_a_bit_an_element_and_its_gradient_is_exact(dtype):
         assert (mask.bits, mask.bias) == (1, 0)
         assert mask.code_bytes == -(-size // 8) * WIDTH
         assert [freed.size_bytes for freed in plans(model)[-1].coding.freed] == [size * WIDTH * dtype.itemsize]
+        assert "gradients: exact" in plans(model)[-1].card()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_what_relu_returns_is_freed_by_its_mask_and_by_the_code_of_what_a_linear_layer_reads(p):
+    torch.manual_seed(0)
+    model, x = Net(nn.Sequential(nn.ReLU(), *([nn.Dropout(p)] if p else []))), torch.randn(ROWS, WIDTH)
+    compiled(model, bits=8)(x).backward()
+    freed = {memory.name: memory.codes for memory in plans(model)[-1].coding.freed}
+    assert freed["relu"] == (("mask of relu",) if p else ("mask of relu", "relu"))
+    for alone in ("activation", "linear"):
+        compiled(model, bits={alone: 8})(x).backward()
+        assert ("relu" in {memory.name for memory in plans(model)[-1].coding.freed}) == (
+            p > 0 and alone == "activation"
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 100])
@@ -735,6 +752,11 @@ def test_a_plan_names_ops_that_bend_noisy_gradients():
     compiled(model, bits=8)(x).backward()
     (plan,) = plans(model)
     assert plan.coding.coded
+    assert told not in str(plan)
+    model = Net(nn.Sequential(*(OfGradient(function) for function in BENDING.values()), nn.ReLU()))
+    compiled(model, bits=8)(x).backward()
+    (plan,) = plans(model)
+    assert {tensor.bits for tensor in plan.coding.coded} == {1, 8}
     assert told not in str(plan)
 
 

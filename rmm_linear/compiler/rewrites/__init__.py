@@ -56,10 +56,8 @@ def code_step(
         FreedMemory(node.name, size_bytes(node), tuple(sorted(code.name for code in codes)))
         for node, codes in chosen.freed().items()
     )
-    bending = {
-        f"{op.target} of {blocks[op]}" if blocks.get(op) else str(op.target): None
-        for op in step.bent({read.reader for _, read in chosen.served_by()})
-    }
+    noisy = {read.reader for code, read in chosen.served_by() if code.bits > 1}
+    bending = {f"{op.target} of {blocks[op]}" if blocks.get(op) else str(op.target): None for op in step.bent(noisy)}
     if chosen.rewrites or sketched:
         _apply(step, chosen, sketched)
     coded = tuple(

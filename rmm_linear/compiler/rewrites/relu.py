@@ -1,6 +1,6 @@
 """ReLU's mask, a bit an element: its gradient reads no more than signs, and stays exact.
 
-It reads what ReLU returned. Once it reads the mask, a product that reads the tensor too can read a code.
+Autograd saves what ReLU returned. With the mask in its place, a product that reads the tensor too can read a code.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class Mask(Code):
-    """Which elements of what ReLU returned pass the gradient on: those above zero, and those that are NaN."""
+    """The elements of what ReLU returned that pass the gradient on: they are above zero, or NaN."""
 
     @property
     def name(self) -> str:
@@ -75,16 +75,17 @@ def candidates(step: Step) -> Iterator[Relu]:
     """
     reads: dict[fx.Node, list[Read]] = {}
     for read in step.reads:
+        if read.reader.target is not aten.threshold_backward.default or read.reader.args[1:] != (read.source, 0):
+            continue
         relu = read.source
         while relu.target is aten.detach.default:
             # as autograd saves a result
             relu = node_at(relu, 0)
-        is_gradient = read.reader.target is aten.threshold_backward.default and read.reader.args[2] == 0
-        if is_gradient and relu.target is aten.relu.default:
+        if relu.target is aten.relu.default:
             reads.setdefault(relu, []).append(read)
     for relu, own in reads.items():
         shape = Shape.of(relu.meta["val"])
-        if step.is_float(relu) and step.memories(relu) and shape is not None:
+        if step.is_float(relu) and step.memories(relu) == {relu} and shape is not None:
             rows = shape.layout.rows
             layout = Layout(rows, shape.layout.columns, 1, rows + -rows % 8)
             yield Relu(Mask(relu, "activation", 1, replace(shape, layout=layout)), own)
@@ -96,5 +97,5 @@ def _mask(x: Tensor, *, shape: Shape) -> Tensor:
 
 
 def _masked(gradient: Tensor, mask: Tensor, *, shape: Shape) -> Tensor:
-    is_above = shape.layout.in_rows(unpack(mask, 1)) != 0
-    return shape.tensor_of(torch.where(is_above, shape.rows_of(gradient), 0.0))
+    is_passed = shape.layout.in_rows(unpack(mask, 1)) != 0
+    return shape.tensor_of(torch.where(is_passed, shape.rows_of(gradient), 0.0))
