@@ -19,8 +19,8 @@ class Bits:
         norm: Tensors that LayerNorm or RMSNorm has normalised.
         activation: Inputs of smooth elementwise functions; masks of ReLU, whatever the bits are.
         attention: Queries, keys, values, outputs and probabilities.
-        linear: Other tensors that matrix products, or elementwise products with a gradient, read. What ReLU returns
-            needs both kinds, where a product reads it.
+        linear: Other tensors that matrix products, or elementwise products with a gradient, read. ReLU's result
+            needs both kinds where a product reads it.
         only: Names of the tensors that are coded, see `CodedTensor`; None for all.
     """
 

@@ -487,7 +487,7 @@ def test_relu_keeps_a_bit_an_element_and_its_gradient_is_exact(dtype, executor):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_what_relu_returns_is_freed_by_its_mask_and_by_the_code_of_what_a_linear_layer_reads(p):
+def test_the_result_of_relu_is_freed_by_its_mask_and_the_code_of_a_linear_layers_input(p):
     torch.manual_seed(0)
     model, x = Net(nn.Sequential(nn.ReLU(), *([nn.Dropout(p)] if p else []))), torch.randn(ROWS, WIDTH)
     compiled(model, bits=8)(x).backward()

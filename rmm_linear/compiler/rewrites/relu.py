@@ -1,6 +1,6 @@
-"""ReLU's mask, a bit an element: its gradient reads no more than signs, and stays exact.
+"""ReLU's mask, a bit an element: its gradient reads the signs of its result alone, and stays exact.
 
-Autograd saves what ReLU returned. With the mask in its place, a product that reads the tensor too can read a code.
+Autograd saves ReLU's result. With the mask in its place, a product that reads the result too can read a code.
 """
 
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.codes import Layout, pack, unpack
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.readings import Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
-from rmm_linear.compiler.rewrites.step import Read, Step, node_at
+from rmm_linear.compiler.rewrites.step import Step, node_at
 
 aten = torch.ops.aten
 
 
 @dataclass(eq=False)
 class Mask(Code):
-    """The elements of what ReLU returned that pass the gradient on: they are above zero, or NaN."""
+    """A mask of ReLU's result: of the elements that pass the gradient on, which are above zero, or NaN."""
 
     @property
     def name(self) -> str:
-        """A name beside the one of the tensor's own code."""
+        """The name: the result may have a code of its own."""
         return f"mask of {self.node.name}"
 
     @property
@@ -44,26 +44,10 @@ class Mask(Code):
 class Relu(Rewrite):
     """ReLU's gradient from its mask."""
 
-    def provided(self) -> dict[fx.Node, Provided]:
-        """None: what ReLU returns has a code of its own, if other ops read it."""
-        return {}
-
-    def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
-        """Tell whether two ops may read the mask in one path: it is exact."""
-        return True
-
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Mask the gradient that arrives."""
-        gradient = node_at(reader, 0)
-        new = editor.insert(
-            _masked,
-            gradient,
-            *self.code.parts,
-            before=reader,
-            block_of=reader,
-            is_backward=True,
-            shape=self.code.shape,
-        )
+        sources, shape = (node_at(reader, 0), *self.code.parts), self.code.shape
+        new = editor.insert(_masked, *sources, before=reader, block_of=reader, is_backward=True, shape=shape)
         editor.replace(reader, new)
 
 
@@ -73,22 +57,20 @@ def candidates(step: Step) -> Iterator[Relu]:
     Args:
         step: The step.
     """
-    reads: dict[fx.Node, list[Read]] = {}
     for read in step.reads:
         if read.reader.target is not aten.threshold_backward.default or read.reader.args[1:] != (read.source, 0):
             continue
         relu = read.source
         while relu.target is aten.detach.default:
-            # as autograd saves a result
+            # autograd saves an alias of a result
             relu = node_at(relu, 0)
-        if relu.target is aten.relu.default:
-            reads.setdefault(relu, []).append(read)
-    for relu, own in reads.items():
+        if relu.target is not aten.relu.default or not step.is_float(relu) or step.memories(relu) != {relu}:
+            continue
         shape = Shape.of(relu.meta["val"])
-        if step.is_float(relu) and step.memories(relu) == {relu} and shape is not None:
+        if shape is not None:
             rows = shape.layout.rows
             layout = Layout(rows, shape.layout.columns, 1, rows + -rows % 8)
-            yield Relu(Mask(relu, "activation", 1, replace(shape, layout=layout)), own)
+            yield Relu(Mask(relu, "activation", 1, replace(shape, layout=layout)), [read])
 
 
 def _mask(x: Tensor, *, shape: Shape) -> Tensor:

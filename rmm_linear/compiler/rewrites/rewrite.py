@@ -1,6 +1,5 @@
 """What a rewrite says of itself: which reads of the backward pass it serves, by which codes, and how."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from rmm_linear.compiler.rewrites.step import Read
 
 
 @dataclass(eq=False)
-class Rewrite(ABC):
+class Rewrite:
     """One code, and the reads that an op has a formula of its own for.
 
     Attributes:
@@ -26,9 +25,9 @@ class Rewrite(ABC):
     serves: Sequence[Read] = field(default_factory=list)
     bias: float = 0.0
 
-    @abstractmethod
     def provided(self) -> dict[fx.Node, Provided]:
-        """The tensors that can be read from the code."""
+        """The tensors that other ops can read from the code."""
+        return {}
 
     def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
         """Tell whether two ops of `serves` may read the code in one path, for there is a formula for both."""
