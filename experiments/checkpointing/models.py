@@ -469,16 +469,31 @@ WORKLOADS = (
         {
             "compiled": Shape(_layers(256, 1024, 6, 4, image_size=96, patch_size=8, **_NO_DROPOUT), 16, 96),
             "codes": Shape(_layers(768, 3072, 4, 12, image_size=96, patch_size=8, **_NO_DROPOUT), 16, 96),
+            "codes, cuda": Shape(_layers(1024, 4096, 4, 16, **_NO_DROPOUT), 128, 224),
         },
     ),
     Workload(
         *("t5", _of_transformers("T5Config", "T5ForConditionalGeneration"), _text, own_loss),
-        {"codes": Shape(_T5_WIDE | {"num_layers": 2}, 16, 128)},
+        {
+            "codes": Shape(_T5_WIDE | {"num_layers": 2}, 16, 128),
+            "codes, cuda": Shape(_T5_WIDE | {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "num_layers": 2}, 16, 512),
+        },
     ),
     Workload(
         *("modernbert", _of_transformers("ModernBertConfig", "ModernBertForSequenceClassification"), _sentences),
         own_loss,
-        {"codes": Shape(_layers(768, 1152, 4, 12, **_MODERNBERT), 16, 128, is_padded=True)},
+        {
+            "codes": Shape(_layers(768, 1152, 4, 12, **_MODERNBERT), 16, 128, is_padded=True),
+            "codes, cuda": Shape(_layers(1024, 2624, 4, 16, **_MODERNBERT), 32, 512, is_padded=True),
+        },
+    ),
+    # the batch of the paper's tables of memory
+    *(
+        Workload(
+            *(name, _of_transformers("RobertaConfig", "RobertaForSequenceClassification"), _sentences, own_loss),
+            {"codes, cuda": Shape(size | {"max_position_embeddings": 514} | _NO_DROPOUT, 128, 128)},
+        )
+        for name, size in (("minilm", _layers(384, 1536, 6, 12)), ("roberta-base", _layers(768, 3072, 12, 12)))
     ),
     Workload(
         *("lstm", LSTMLoop, _series, _regression),

@@ -43,7 +43,7 @@ from experiments.command_line import Parser, add_models, chosen, exit_status
 from experiments.glue.settings import BITS, RunSettings
 from experiments.provenance import origin
 from experiments.rows import write_rows
-from rmm_linear import fit
+from rmm_linear import RMMConfig, convert_linears, fit
 from rmm_linear.checkpointing import get_strategy
 from rmm_linear.compiler.backend import Group, Options
 from rmm_linear.compiler.torch_private import dynamo_options
@@ -95,6 +95,7 @@ class Way:
         memory_budget: Torch's `activation_memory_budget`.
         options: Options of the backend rmm_linear, which then compiles the step.
         fitted: The budget that `fit` is given.
+        sketched: How linear layers sketch.
     """
 
     method: str
@@ -105,6 +106,7 @@ class Way:
     memory_budget: float = 1.0
     options: dict[str, Any] | None = None
     fitted: str | None = None
+    sketched: RMMConfig | None = None
 
 
 CODE_WAYS = (
@@ -116,6 +118,12 @@ CODE_WAYS = (
     *(Way(f"budget {budget}", options={"budget": budget}) for budget in ("60%", "35%")),
     Way("8 bits, budget 75%", options={"bits": 8, "budget": "75%"}),
     *(Way(f"fit {budget}", fitted=budget) for budget in ("60%", "40%", "25%")),
+    *(Way(f"hadamard at {ratio}", sketched=RMMConfig(ratio=ratio)) for ratio in (0.5, 0.1)),
+    *(
+        Way(f"the paper's gaussian at {each}", sketched=RMMConfig.from_recipe("paper", ratio=each))
+        for each in (0.5, 0.1)
+    ),
+    Way("hadamard at 1, int4", sketched=RMMConfig(ratio=1.0, storage="int4")),
 )
 
 
@@ -174,6 +182,8 @@ class Comparison:
             if not count:
                 return None
             row["note"] = f"{count} blocks"
+        if way.sketched is not None:
+            convert_linears(model, config=way.sketched)
         forward: Callable[..., Any] = _with_own_code(self.workload.step)
         counters = torch._dynamo.utils.counters
         counters.clear()
@@ -211,7 +221,7 @@ class Comparison:
             row["budget_bytes"], row["simulated_peak_bytes"] = plan.budget_bytes, plan.peak_bytes
         if plan is not None:
             row["saved_bytes"] = plan.planned.forward_bytes
-        self._measure(running, draws=_DRAWS if plan is not None and plan.coding.coded else 1)
+        self._measure(running, draws=_DRAWS if way.sketched or (plan is not None and plan.coding.coded) else 1)
         self.running.append(running)
         return running
 
