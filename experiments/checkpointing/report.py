@@ -316,12 +316,15 @@ def draw_compiled(rows: Rows, path: Path) -> None:
 
 
 def codes_table(folder: Path) -> str:
-    """Return a table a model of steps with codes, and the noise that codes add."""
+    """Return a table a model and machine of steps with codes, and the noise that codes add."""
     parts = []
     files = [folder / name for name in (CODES_CUDA_FILE, CODES_FILE) if (folder / name).exists()]
-    for rows in (rows for file in files for rows in by_model(read_rows(file)).values()):
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in (row for file in files for row in read_rows(file)):
+        groups.setdefault((row["model"], row["hardware"]), []).append(row)
+    for rows in groups.values():
         first, lines = rows[0], []
-        is_gpu = all(row.get("kernels_s") is not None for row in rows if row["peak_bytes"] is not None)
+        is_gpu = first.get("kernels_s") is not None
         for row in rows:
             if row["peak_bytes"] is None:
                 lines.append([row["method"], "no plan", *[""] * (3 + is_gpu)])
