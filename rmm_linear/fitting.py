@@ -409,6 +409,7 @@ class _Trials:
             # codes would add noise alone
             return
         tried: set[frozenset[tuple[str, int]]] = set()
+        costs: dict[Bits, float] = {}
         for name, given in _CODES.items():
             coded = self._rewritten(Bits.of(given), None)
             if not coded.coding.coded:
@@ -419,7 +420,7 @@ class _Trials:
             tried.add(coded.coding.names)
             if self._replanned_bytes is not None:
                 with contextlib.suppress(ImportError, TimeoutError):
-                    self._add_partly_coded(name, PartialCoding(self._exact, coded, Bits.of(given)))
+                    self._add_partly_coded(name, PartialCoding(self._exact, coded, Bits.of(given), costs))
             fits = _plain_bytes(coded.graph) <= self._budget_bytes
             if fits or coded.graph.cost < self._best_cost():
                 self.add(name, {"bits": given}, coded)

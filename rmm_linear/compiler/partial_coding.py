@@ -18,16 +18,17 @@ class PartialCoding:
         exact: The step.
         coded: The step with codes of all tensors.
         bits: Their bits.
+        costs: What the step costs with the code of one tensor, by its bits; what is found out is added.
 
     Raises:
         ImportError: If scipy, which solves the linear program, is not installed.
     """
 
-    def __init__(self, exact: Capture, coded: Capture, bits: Bits) -> None:
+    def __init__(self, exact: Capture, coded: Capture, bits: Bits, costs: dict[Bits, float]) -> None:
         # no capture: these numbers last as long as what was fitted
         self._bits, self._plain_cost = bits, exact.graph.cost
         self._all = frozenset(tensor.name for tensor in coded.coding.coded)
-        self._programs = relaxations(exact.graph, coded.coding, _prices(exact, coded, bits))
+        self._programs = relaxations(exact.graph, coded.coding, _prices(exact, coded, bits, costs))
 
     def least_cost(self, budget_bytes: int) -> float:
         """Return a bound: no mixture of these codes and of recomputation costs less, by the prices of the codes.
@@ -62,15 +63,17 @@ class PartialCoding:
         return max(found, key=lambda each: each.extra_cost) if found and len(found) == len(solved) else None
 
 
-def _prices(exact: Capture, coded: Capture, bits: Bits) -> dict[str, float]:
-    prices = dict(_prices_of_kinds(exact, coded, bits))
+def _prices(exact: Capture, coded: Capture, bits: Bits, costs: dict[Bits, float]) -> dict[str, float]:
+    prices = dict(_prices_of_kinds(exact, coded, bits, costs))
     # codes may share ops
     extra_cost = max(0.0, coded.graph.cost - exact.graph.cost)
     share = min(1.0, extra_cost / (sum(prices.values()) or 1.0))
     return {name: share * price for name, price in prices.items()}
 
 
-def _prices_of_kinds(exact: Capture, coded: Capture, bits: Bits) -> Iterator[tuple[str, float]]:
+def _prices_of_kinds(
+    exact: Capture, coded: Capture, bits: Bits, costs: dict[Bits, float]
+) -> Iterator[tuple[str, float]]:
     assert exact.rewritten is not None
     plain_cost, tensors = exact.graph.cost, coded.coding.coded
     alone = {memory.codes[0] for memory in coded.coding.freed if len(memory.codes) == 1}
@@ -80,6 +83,8 @@ def _prices_of_kinds(exact: Capture, coded: Capture, bits: Bits) -> Iterator[tup
         price = (coded.graph.cost - plain_cost) / sum(tensor.tensor_bytes for tensor in tensors)
         largest = max((each for each in own if each.name in alone), key=lambda each: each.tensor_bytes, default=None)
         if largest is not None:
-            with_one = exact.rewritten(replace(bits, only=frozenset([largest.name])), None)
-            price = (with_one.graph.cost - plain_cost) / largest.tensor_bytes
+            one = Bits(**{kind: getattr(bits, kind)}, only=frozenset([largest.name]))
+            if one not in costs:
+                costs[one] = exact.rewritten(one, None).graph.cost
+            price = (costs[one] - plain_cost) / largest.tensor_bytes
         yield from ((tensor.name, max(0.0, price) * tensor.tensor_bytes) for tensor in own)

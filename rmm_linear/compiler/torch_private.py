@@ -15,7 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 from rmm_linear.errors import CaptureError, MissingCompilerError
@@ -252,6 +253,19 @@ def fake_mode_of(values: Sequence[Any]) -> Any:
         values: Values, a fake tensor at least among them.
     """
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+
+
+def fake_tensor(mode: FakeTensorMode, like: Tensor, memory: torch.UntypedStorage, offset: int) -> Tensor:
+    """Make a fake tensor in a memory, without running an op.
+
+    Args:
+        mode: Its mode.
+        like: A fake tensor of the same shape, layout, dtype and device.
+        memory: On the meta device.
+        offset: Where it begins, in elements.
+    """
+    elements = torch.empty(0, dtype=like.dtype, device="meta").set_(memory, offset, like.shape, like.stride())
+    return FakeTensor(mode, elements, like.device)
 
 
 def proxied_nodes() -> Any:
