@@ -127,7 +127,7 @@ class Editor:
         """Make a fake tensor like a traced one, which takes a tenth of the time of its op on fake tensors."""
         storage = value.untyped_storage()
         memory, begin = memories.setdefault(storage._cdata, (torch.UntypedStorage(storage.nbytes(), device="meta"), 0))
-        return fake_tensor(self._mode, value, memory, begin + value.storage_offset())
+        return fake_tensor(self._mode, value, memory, begin + int(value.storage_offset()))
 
     def _value(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
