@@ -594,8 +594,7 @@ def test_results_that_are_equal_casts_are_tensors_of_their_own():
     assert torch.equal(second, before)
 
 
-def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
-    """A GPU's kernel takes the strides of the output for granted: a reading is a view of rows as they lie in memory."""
+def joint_graph_of(model, x, **options):
     captured = []
 
     def capture(joint, *args):
@@ -603,11 +602,42 @@ def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
         captured.append(joint)
         return coding
 
-    model, x = Net(Attention()), torch.randn(ROWS, WIDTH)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rmm_linear.compiler.joint_graph.code_step", capture)
-        compiled(model, bits=8)(x).backward()
+        compiled(model, **options)(x).backward()
     (joint,) = captured
+    return joint
+
+
+@pytest.mark.parametrize("body", [Attention, Block, nn.ReLU])
+def test_inserted_ops_have_the_fake_values_that_they_return(body):
+    def described(value, sources):
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        return [
+            (
+                *(part.shape, part.stride(), part.storage_offset(), part.dtype, part.device),
+                part.untyped_storage().nbytes(),
+                [part.untyped_storage()._cdata == source.untyped_storage()._cdata for source in sources],
+            )
+            for part in parts
+        ]
+
+    joint = joint_graph_of(Net(body()), torch.randn(ROWS, WIDTH), bits=4)
+    mode, checked = next(iter(joint.graph.nodes)).meta["val"].fake_mode, 0
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            sources = [source.meta["val"] for source in node.all_input_nodes]
+            with mode:
+                again = node.target(*args, **kwargs)
+            assert described(node.meta["val"], sources) == described(again, sources), node
+            checked += 1
+    assert checked > 100
+
+
+def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
+    """A GPU's kernel takes the strides of the output for granted: a reading is a view of rows as they lie in memory."""
+    joint = joint_graph_of(Net(Attention()), torch.randn(ROWS, WIDTH), bits=8)
     (reader,) = (node for node in joint.graph.nodes if node.target in attention.FUSED)
     for place in attention.FUSED[reader.target]:
         read = reader.args[place]
