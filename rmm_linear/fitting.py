@@ -409,7 +409,7 @@ class _Trials:
             # codes would add noise alone
             return
         tried: set[frozenset[tuple[str, int]]] = set()
-        costs: dict[Bits, float] = {}
+        costs: dict[tuple[str, int], float] = {}
         for name, given in _CODES.items():
             coded = self._rewritten(Bits.of(given), None)
             if not coded.coding.coded:

@@ -9,11 +9,12 @@ import transformers
 from torch import nn
 
 from rmm_linear import fit, fitting
-from rmm_linear.checkpointing import checkpoint_model
+from rmm_linear.checkpointing import capture, checkpoint_model
 from rmm_linear.checkpointing.planned import is_planned
-from rmm_linear.compiler import plans
+from rmm_linear.compiler import partial_coding, plans
 from rmm_linear.compiler.backend import rmm_linear
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.coding import Bits
 
 ROWS, WIDTH = 2048, 96
 # Of the exact step's peak: 8 bits fit, and the exact step has to compute so much twice that it takes longer.
@@ -101,6 +102,22 @@ def test_bits_that_code_the_same_tensors_alike_are_planned_once(monkeypatch):
     with pytest.raises(InfeasibleBudgetError):
         fit(model, batch, "50%", allow="code", executor="exact")
     assert planned == ["exact", "8 bits", "4 bits"]
+
+
+def test_prices_of_codes_of_several_bits_are_those_of_each_alone():
+    with torch.device("meta"):
+        model, batch = _model(), (torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
+        model.blocks[0][2] = nn.ReLU()
+    exact = capture(model, batch)
+    shared, alone = {}, 0
+    for given in fitting._CODES.values():
+        bits, own = Bits.of(given), {}
+        coded = exact.rewritten(bits, None)
+        prices = partial_coding._prices(exact, coded, bits, own)
+        assert min(prices.values()) > 0
+        assert partial_coding._prices(exact, coded, bits, shared) == prices
+        alone += len(own)
+    assert len(shared) < alone
 
 
 @pytest.mark.slow

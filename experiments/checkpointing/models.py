@@ -487,7 +487,7 @@ WORKLOADS = (
             "codes, cuda": Shape(_layers(1024, 2624, 4, 16, **_MODERNBERT), 32, 512, is_padded=True),
         },
     ),
-    # the batch of the paper's tables of memory
+    # the paper's tables of memory have this batch
     *(
         Workload(
             *(name, _of_transformers("RobertaConfig", "RobertaForSequenceClassification"), _sentences, own_loss),

@@ -24,7 +24,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from .settings import EXACT, load_named_config
 RESULTS = Path(__file__).parent / "results" / "study"
 ROWS, FIGURE = "rows.jsonl", "noise.png"
 _CONFIDENCE, _LEVEL = 0.95, 0.05
-# The left edge of the figure, and the score below which a run is drawn at the lower edge.
+# The left edge of the figure, and the difference below which a run is drawn at the lower edge.
 _LEAST_NOISE, _LOWEST = 1e-4, -9.0
 _ONCE_MORE = "exact, once more on a GPU"
 
@@ -91,11 +91,10 @@ class Evidence:
     Attributes:
         name: The method in words.
         differences: Score minus exact's of the same seed, in points, by task.
-        noise: Variance that the method adds over the minibatch's own, by task, one value a seed. Of sketches it is that
-            of their weight gradients, mean over the training; of others that of the whole gradient before it, less
-            dropout's, which chance can make negative. NaN where it was not measured, also of the exact run.
-        kept: Bytes kept over exact's on the same batch, mean over tasks.
-        crossed: How many differences are of runs on two devices.
+        noise: Variance that the method adds to the whole gradient before the training, over the minibatch's own, by
+            task, one value a seed; chance can make it negative. NaN where it was not measured, also of the exact run.
+        kept: Bytes kept over exact's on the same batch, mean over the runs of the study's tasks.
+        crossed: How many differences are of runs on two kinds of machines.
     """
 
     name: str
@@ -143,8 +142,8 @@ def evidence_of(results: Sequence[dict[str, Any]]) -> list[Evidence]:
                 score = 100 * (result["final"]["score"] - reference["final"]["score"])
                 scores.setdefault(task, {}).setdefault(seed, []).append(score)
                 noises.setdefault(task, {}).setdefault(seed, []).append(_noise(result, reference))
-                crossed += result["hardware"]["device"] != reference["hardware"]["device"]
-        kept = statistics.fmean(row.kept_share for row in own)
+                crossed += _machine(result) != _machine(reference)
+        kept = statistics.fmean(row.kept_share for row in own if row.task in _tasks([row.task for row in own]))
         name = _ONCE_MORE if own[0].method == EXACT else own[0].description
         if scores:
             found.append(Evidence(name, _means(scores), _means(noises), kept, crossed))
@@ -163,13 +162,27 @@ def _pair(result: dict[str, Any]) -> tuple[str, int]:
     return result["config"]["task"], result["config"]["seed"]
 
 
+def _machine(result: dict[str, Any]) -> tuple[str, str | None]:
+    return result["hardware"]["device"], result["hardware"].get("gpu")
+
+
+def _tasks(run: Iterable[str]) -> list[str]:
+    """The tasks that means are over: those of the study, without the ones that run last."""
+    found = sorted(set(run))
+    return [task for task in found if task in load_named_config("study").tasks] or found
+
+
+def _filled(noise: Sequence[float]) -> tuple[float, ...]:
+    """Give runs that did not measure their noise the mean of the others of their method and task."""
+    known = [value for value in noise if not math.isnan(value)]
+    return tuple(statistics.fmean(known) if known and math.isnan(value) else value for value in noise)
+
+
 def _means(values: Mapping[str, Mapping[int, list[float]]]) -> dict[str, tuple[float, ...]]:
     return {task: tuple(map(statistics.fmean, values[task].values())) for task in sorted(values)}
 
 
 def _noise(result: dict[str, Any], reference: dict[str, Any]) -> float:
-    if "noise_ratio" in result:
-        return float(result["noise_ratio"])
     noise = None if result["config"]["method"] == EXACT else noise_over_minibatch(result, reference)
     return math.nan if noise is None else noise
 
@@ -178,9 +191,9 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
     """Write the table of differences to exact, in Markdown, and a sentence below."""
     found = evidence_of(results)
     run = sorted({result["config"]["task"] for result in results})
-    tasks = [task for task in run if task in load_named_config("study").tasks]
+    tasks = _tasks(run)
     last = [task for task in run if task not in tasks]
-    header = ["method", "keeps", "noise", *tasks, "mean of these", "least margin of equivalence", *last]
+    header = ["method", "keeps", "noise", *tasks, f"mean of {len(tasks)} tasks", "least margin of equivalence", *last]
     lines = []
     for each in found:
         average = each.average(tasks)
@@ -189,7 +202,7 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
             [
                 each.name,
                 f"{100 * each.kept:.0f} %",
-                _noise_cell(each),
+                _noise_cell(each, tasks),
                 *(cells[task] for task in tasks),
                 "" if average is None else f"{average.mean:+.1f} ± {average.half:.1f}",
                 "" if average is None else f"± {average.least_margin:.1f}",
@@ -202,21 +215,23 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
     padding = "".join(f" Batches of codes are padded to a multiple of {each} tokens." for each in multiples)
     sentences = (
         "Score minus exact's of the same seed in points: mean over seeds ± half of the 95 % interval (number of seeds);"
-        f" {len(results)} runs of {commits} commits, {changed} of them with changes; {crossed} pairs of two devices."
-        f" Keeps: of what exact keeps on the same batch.{padding} Noise: the variance that the method adds over the"
-        " minibatch's own, median over runs; of codes the mean ± two standard errors."
+        f" {len(results)} runs of {commits} commits, {changed} of them with changes; {crossed} pairs of two kinds of"
+        f" machines. Keeps: of what exact keeps on the same batch.{padding} Noise: the variance that the method adds to"
+        " the whole gradient before the training, over the minibatch's own: mean over runs ± two standard errors."
     )
     return f"{table(header, lines)}\n\n{' '.join((sentences, *_scatter(results, run, found)))}"
 
 
-def _noise_cell(each: Evidence) -> str:
-    noise = [value for values in each.noise.values() for value in values if not math.isnan(value)]
-    if not noise:
-        return "-"
-    if each.name.endswith("codes") and len(noise) > 1:
-        error = 2 * statistics.stdev(noise) / math.sqrt(len(noise))
-        return f"{statistics.fmean(noise):.3f} ± {error:.3f}"
-    return f"{statistics.median(noise):.2g}"
+def _noise_cell(each: Evidence, tasks: Sequence[str]) -> str:
+    noise = [value for task in tasks for value in each.noise.get(task, ()) if not math.isnan(value)]
+    if not any(noise):
+        return "0" if noise else "-"
+    mean = statistics.fmean(noise)
+    digits = 3 if abs(mean) < 0.1 else 2
+    text = f"{round(mean, 3) + 0.0:.{digits}f}"
+    if len(noise) < 2:
+        return text
+    return f"{text} ± {2 * statistics.stdev(noise) / math.sqrt(len(noise)):.{digits}f}"
 
 
 def _scatter(results: Sequence[dict[str, Any]], tasks: Sequence[str], found: Sequence[Evidence]) -> Iterator[str]:
@@ -271,8 +286,12 @@ def _cell(values: Sequence[float]) -> str:
     return f"{text} ({len(values)})"
 
 
-def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw score differences over the noise: a point a run, a colour a method, a marker a task."""
+def drawn(results: Sequence[dict[str, Any]]) -> Figure:
+    """Draw score differences over the noise: a point a run, a colour a method, a marker a task.
+
+    A run that did not measure its noise has the mean of the others of its method and task, and is left out if there are
+    none.
+    """
     found = evidence_of(results)
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     axes = figure.subplots()
@@ -281,7 +300,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     for place, each in enumerate(found):
         for task, values in each.differences.items():
             # a logarithm has no place for noise that could not be told from zero; NaN stays NaN
-            noise = [value if math.isnan(value) else max(value, _LEAST_NOISE) for value in each.noise[task]]
+            noise = [value if math.isnan(value) else max(value, _LEAST_NOISE) for value in _filled(each.noise[task])]
             heights = [max(value, _LOWEST) for value in values]
             axes.plot(noise, heights, markers[task], color=f"C{place}", markersize=5, alpha=0.75, linestyle="none")
             for x, value in zip(noise, values, strict=True):
@@ -299,7 +318,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("variance added over the minibatch's own (left edge: not told from 0)")
     axes.set_ylabel("score minus exact's of the same seed, points")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -309,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work(options: argparse.Namespace) -> int:
         results = read_study(options.results)
-        draw(results, options.results / FIGURE)
+        drawn(results).savefig(options.results / FIGURE, dpi=150)
         print(f"{evidence_table(results)}\n\nfigure: {options.results / FIGURE}")
         return 0
 

@@ -7,6 +7,8 @@ from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.planning.coding import Bits
 from rmm_linear.planning.relaxation import Relaxed, relaxations
 
+_Costs = dict[tuple[str, int], float]
+
 
 class PartialCoding:
     """Chooses among the codes of a step.
@@ -18,13 +20,13 @@ class PartialCoding:
         exact: The step.
         coded: The step with codes of all tensors.
         bits: Their bits.
-        costs: What the step costs with the code of one tensor, by its bits; what is found out is added.
+        costs: What the step costs with the code of one tensor alone, by its name and bits; new ones are added.
 
     Raises:
         ImportError: If scipy, which solves the linear program, is not installed.
     """
 
-    def __init__(self, exact: Capture, coded: Capture, bits: Bits, costs: dict[Bits, float]) -> None:
+    def __init__(self, exact: Capture, coded: Capture, bits: Bits, costs: _Costs) -> None:
         # no capture: these numbers last as long as what was fitted
         self._bits, self._plain_cost = bits, exact.graph.cost
         self._all = frozenset(tensor.name for tensor in coded.coding.coded)
@@ -63,7 +65,7 @@ class PartialCoding:
         return max(found, key=lambda each: each.extra_cost) if found and len(found) == len(solved) else None
 
 
-def _prices(exact: Capture, coded: Capture, bits: Bits, costs: dict[Bits, float]) -> dict[str, float]:
+def _prices(exact: Capture, coded: Capture, bits: Bits, costs: _Costs) -> dict[str, float]:
     prices = dict(_prices_of_kinds(exact, coded, bits, costs))
     # codes may share ops
     extra_cost = max(0.0, coded.graph.cost - exact.graph.cost)
@@ -71,9 +73,7 @@ def _prices(exact: Capture, coded: Capture, bits: Bits, costs: dict[Bits, float]
     return {name: share * price for name, price in prices.items()}
 
 
-def _prices_of_kinds(
-    exact: Capture, coded: Capture, bits: Bits, costs: dict[Bits, float]
-) -> Iterator[tuple[str, float]]:
+def _prices_of_kinds(exact: Capture, coded: Capture, bits: Bits, costs: _Costs) -> Iterator[tuple[str, float]]:
     assert exact.rewritten is not None
     plain_cost, tensors = exact.graph.cost, coded.coding.coded
     alone = {memory.codes[0] for memory in coded.coding.freed if len(memory.codes) == 1}
@@ -83,8 +83,8 @@ def _prices_of_kinds(
         price = (coded.graph.cost - plain_cost) / sum(tensor.tensor_bytes for tensor in tensors)
         largest = max((each for each in own if each.name in alone), key=lambda each: each.tensor_bytes, default=None)
         if largest is not None:
-            one = Bits(**{kind: getattr(bits, kind)}, only=frozenset([largest.name]))
+            one = largest.name, largest.bits
             if one not in costs:
-                costs[one] = exact.rewritten(one, None).graph.cost
+                costs[one] = exact.rewritten(replace(bits, only=frozenset([largest.name])), None).graph.cost
             price = (costs[one] - plain_cost) / largest.tensor_bytes
         yield from ((tensor.name, max(0.0, price) * tensor.tensor_bytes) for tensor in own)

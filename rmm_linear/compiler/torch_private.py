@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 from rmm_linear.errors import CaptureError, MissingCompilerError
@@ -255,17 +254,21 @@ def fake_mode_of(values: Sequence[Any]) -> Any:
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
-def fake_tensor(mode: FakeTensorMode, like: Tensor, memory: torch.UntypedStorage, offset: int) -> Tensor:
+def fake_tensor(mode: Any, like: Tensor, memory: torch.UntypedStorage, offset: int) -> Tensor:
     """Make a fake tensor in a memory, without running an op.
 
     Args:
         mode: Its mode.
         like: A fake tensor of the same shape, layout, dtype and device.
-        memory: On the meta device.
+        memory: A storage on the meta device.
         offset: Where it begins, in elements.
     """
+    size_bytes = memory.nbytes()
     elements = torch.empty(0, dtype=like.dtype, device="meta").set_(memory, offset, like.shape, like.stride())
-    return FakeTensor(mode, elements, like.device)
+    # torch makes a storage larger that is too small
+    assert memory.nbytes() == size_bytes
+    made: Tensor = require(torch._subclasses, "FakeTensor")(mode, elements, like.device)
+    return made
 
 
 def proxied_nodes() -> Any:

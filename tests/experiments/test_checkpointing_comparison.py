@@ -12,6 +12,7 @@ from experiments.blocks import filled
 from experiments.checkpointing import instruments, models, plans, report, steps
 from experiments.checkpointing.models import Shape, Workload
 from experiments.rows import read_rows, write_rows
+from rmm_linear import RMMConfig
 
 PARAMETERS = {
     "resnet-50": 25_557_032,
@@ -105,13 +106,16 @@ def test_codes_are_compared_from_end_to_end(tmp_path: Path) -> None:
     roberta = next(workload for workload in models.WORKLOADS if workload.name == "roberta")
     sizes = models._layers(64, 128, 2, 2, vocab_size=50, max_position_embeddings=66, **models._NO_DROPOUT)
     with steps.Comparison(roberta, Shape(sizes, 8, 64, is_padded=True)) as comparison:
-        for way in (steps.Way("eager"), steps.Way("8 bits", options={"bits": 8}), steps.Way("fit 60%", fitted="60%")):
+        sketched = steps.Way("hadamard at 0.5", sketched=RMMConfig(ratio=0.5))
+        ways = (steps.Way("eager"), steps.Way("8 bits", options={"bits": 8}), steps.Way("fit 60%", fitted="60%"))
+        for way in (*ways, sketched):
             assert comparison.add(way) is not None
         rows = [{"model": "roberta"} | row for row in comparison.rows(2)]
-    eager, coded, fitted = rows
+    eager, coded, fitted, with_sketches = rows
     assert eager["saved_bytes"] > coded["saved_bytes"] > 0
     assert 0 < coded["mean_error"] < coded["error"] < 0.1
-    assert coded["draws"] == 8
+    assert coded["draws"] == with_sketches["draws"] == 8
+    assert coded["error"] < with_sketches["error"]
     assert fitted["saved_bytes"] > 0
     write_rows(tmp_path / report.CODES_FILE, rows)
     assert "roberta, 2 layers of 64, batch 8 x 64," in report.codes_table(tmp_path)
@@ -129,6 +133,9 @@ def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: P
     assert "| way | step time | in kernels | saved for the backward pass |" in table
     assert "| budget 60% | 1.50 | 0.90 | 100 % | 50 % |" in table
     assert "| budget 9% | no plan |  |  |  |  |" in table
+    # step times of processes whose eager steps differ say nothing
+    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_step_s": 2.5}])
+    assert "| budget 60% | - | 0.90 | 100 % | 50 % |" in report.codes_table(tmp_path)
     # another GPU has a table of its own
     other = [row | {"hardware": "another GPU", "kernels_s": 0.5} for row in (eager, planned)]
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, *other])

@@ -63,7 +63,7 @@ class Editor:
         placeholders = [node for node in traced.nodes if node.op == "placeholder"]
         made = dict(zip(placeholders, sources, strict=True))
         memories = {
-            _memory(node.meta["val"]): (value.untyped_storage(), value.storage_offset())
+            _memory(node.meta["val"]): (value.untyped_storage(), value.storage_offset() * value.element_size())
             for node, value in zip(placeholders, values, strict=True)
         }
         for node in traced.nodes:
@@ -126,8 +126,10 @@ class Editor:
     def _alike(self, value: Tensor, memories: dict[int, tuple[torch.UntypedStorage, int]]) -> Tensor:
         """Make a fake tensor like a traced one, which takes a tenth of the time of its op on fake tensors."""
         storage = value.untyped_storage()
-        memory, begin = memories.setdefault(storage._cdata, (torch.UntypedStorage(storage.nbytes(), device="meta"), 0))
-        return fake_tensor(self._mode, value, memory, begin + int(value.storage_offset()))
+        memory, begin_bytes = memories.setdefault(
+            storage._cdata, (torch.UntypedStorage(storage.nbytes(), device="meta"), 0)
+        )
+        return fake_tensor(self._mode, value, memory, begin_bytes // value.element_size() + int(value.storage_offset()))
 
     def _value(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.command_line import HarnessError
-from experiments.glue.evidence import Average, evidence_of, evidence_table, read_study
+from experiments.glue.evidence import Average, drawn, evidence_of, evidence_table, read_study
 
 _SEEDS = (5, 5, 2, 3)
 # the task of two seeds varies least, or most
@@ -78,28 +78,28 @@ def _gradient_noise(variance: float) -> dict:
 
 def test_scores_are_compared_seed_by_seed_and_runs_without_a_pair_left_out():
     results = [
-        _result("rte", "exact", 0, 0.60),
-        _result("rte", "hadamard", 1, 0.71, noise_ratio=0.5),
-        _result("rte", "hadamard", 0, 0.61, noise_ratio=0.3),
-        _result("rte", "exact", 1, 0.70),
-        _result("rte", "hadamard", 2, 0.10, noise_ratio=9.0),
-        _result("sst2", "hadamard", 0, 0.2, gradient_noise=_gradient_noise(3.0)),
         # dropout's
+        _result("rte", "exact", 0, 0.60, gradient_noise=_gradient_noise(2.0)),
+        _result("rte", "hadamard", 1, 0.71, gradient_noise=_gradient_noise(4.0)),
+        _result("rte", "hadamard", 0, 0.61, gradient_noise=_gradient_noise(3.2)),
+        _result("rte", "exact", 1, 0.70, gradient_noise=_gradient_noise(2.0)),
+        _result("rte", "hadamard", 2, 0.10, gradient_noise=_gradient_noise(9.0)),
+        _result("sst2", "hadamard", 0, 0.2, gradient_noise=_gradient_noise(3.0)),
         _result("sst2", "exact", 0, 0.2, gradient_noise=_gradient_noise(2.0)),
     ]
     (found,) = evidence_of(results)
     assert found.differences == {"rte": pytest.approx((1.0, 1.0)), "sst2": (0.0,)}
-    assert found.noise == {"rte": (0.5, 0.3), "sst2": (0.25,)}
+    assert found.noise == {"rte": (0.5, pytest.approx(0.3)), "sst2": (0.25,)}
     assert found.crossed == 0
-    assert found.kept == 0.8
+    assert found.kept == pytest.approx(0.8)
     table = evidence_table(results)
-    assert "| centered hadamard at 0.5 | 80 % | 0.3 | +1.0 (2) |  |  | +0.0 (1) |" in table
+    assert "| centered hadamard at 0.5 | 80 % | 0.40 ± 0.20 | +1.0 (2) |  |  | +0.0 (1) |" in table
 
 
 def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_on_two():
     def on(device: str, method: str, seed: int, score: float) -> dict:
         hardware = dict.fromkeys(("gpu", "cpu", "torch_threads")) | {"device": device}
-        return _result("rte", method, seed, score, noise_ratio=0.1, hardware=hardware)
+        return _result("rte", method, seed, score, hardware=hardware)
 
     results = [
         on("cpu", "exact", 0, 0.60),
@@ -115,7 +115,7 @@ def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_
     # the two runs of a seed are one value
     assert sketch.differences == {"rte": pytest.approx((-0.5, 5.0))}
     assert (exact.crossed, sketch.crossed) == (1, 1)
-    assert "1 pairs of two devices" in evidence_table(results)
+    assert "1 pairs of two kinds of machines" in evidence_table(results)
     # the mean leaves out tasks that run last
     last = [_result("sst2", method, 0, 0.2, gradient_noise=_gradient_noise(2.0)) for method in ("exact", "hadamard")]
     assert "| +2.3 ± 34.9 (2) | +2.3 ± 34.9 | ± 19.6 | +0.0 (1) |" in evidence_table([*results, *last])
@@ -123,6 +123,18 @@ def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_
     assert "differ by 3.5 points (root mean square of 2 pairs" in table
     # exact runs of the two seeds on each device: 60 and 74, and 63 and 70
     assert "on the device cpu have a standard deviation of rte 9.9 points" in table
+
+
+def test_the_figure_has_collapsed_runs_and_runs_whose_noise_was_not_measured(tmp_path):
+    noise = {"gradient_noise": _gradient_noise(2.0)}
+    results = [_result("rte", "exact", seed, 0.60, **noise) for seed in (0, 1)]
+    results += [_result("rte", "hadamard", 0, 0.30, gradient_noise=_gradient_noise(4.0))]
+    results += [_result("rte", "hadamard", 1, 0.61)]
+    (axes,) = drawn(results).axes
+    (points,) = (line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata()))
+    assert list(points.get_xdata()) == [0.5, 0.5]
+    assert list(points.get_ydata()) == [-9.0, pytest.approx(1.0)]
+    assert [text.get_text() for text in axes.texts] == ["-30"]
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
