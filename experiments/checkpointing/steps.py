@@ -72,6 +72,13 @@ from .report import (
 
 MEMORY_BUDGETS = {"eager": (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05), "compiled": (0.9, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)}
 CODES = {"8 bits": BITS["8"], "activations 4, rest 8": BITS["4/8"], "4 bits": BITS["4"]}
+SKETCHES = {
+    "hadamard at 0.5": RMMConfig(ratio=0.5),
+    "hadamard at 0.1": RMMConfig(ratio=0.1),
+    "the paper's gaussian at 0.5": RMMConfig.from_recipe("paper", ratio=0.5),
+    "the paper's gaussian at 0.1": RMMConfig.from_recipe("paper", ratio=0.1),
+    "hadamard at 1, int4": RMMConfig(ratio=1.0, storage="int4"),
+}
 # Budgets that are closer to each other are one.
 _CLOSE = 1.02
 _SPREAD = 10
@@ -118,15 +125,7 @@ CODE_WAYS = (
     *(Way(f"budget {budget}", options={"budget": budget}) for budget in ("60%", "35%")),
     Way("8 bits, budget 75%", options={"bits": 8, "budget": "75%"}),
     *(Way(f"fit {budget}", fitted=budget) for budget in ("60%", "40%", "25%")),
-    *(
-        Way(
-            f"{name} at {ratio}",
-            sketched=RMMConfig.from_recipe("paper", ratio=ratio) if given else RMMConfig(ratio=ratio),
-        )
-        for name, given in (("hadamard", False), ("the paper's gaussian", True))
-        for ratio in (0.5, 0.1)
-    ),
-    Way("hadamard at 1, int4", sketched=RMMConfig(ratio=1.0, storage="int4")),
+    *(Way(name, sketched=config) for name, config in SKETCHES.items()),
 )
 
 
@@ -431,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way (default: 7)")
     ways = [way.method for way in CODE_WAYS]
-    usual = [way.method for way in CODE_WAYS if way.sketched is None]
+    usual = [way for way in ways if way not in SKETCHES]
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of codes (default: cpu)")
     parser.add_argument("--ways", nargs="*", choices=ways, default=usual, help="of codes: which, beside eager mode")
     parser.add_argument("--noise", metavar="MODEL", help="of codes: measure their noise on this pretrained model")

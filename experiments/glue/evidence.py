@@ -103,10 +103,6 @@ class Evidence:
     kept: float
     crossed: int
 
-    def average(self, tasks: Sequence[str]) -> Average | None:
-        """Average over some tasks; None unless each has two seeds at the least."""
-        return Average.of([self.differences.get(task, ()) for task in tasks])
-
 
 def read_study(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Read the complete runs of the study.
@@ -167,7 +163,7 @@ def _machine(result: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _tasks(run: Iterable[str]) -> list[str]:
-    """The tasks that means are over: those of the study, without the ones that run last."""
+    """Return the tasks that methods are averaged over; SST-2, which has fewer seeds, is none of them."""
     found = sorted(set(run))
     return [task for task in found if task in load_named_config("study").tasks] or found
 
@@ -196,7 +192,7 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
     header = ["method", "keeps", "noise", *tasks, f"mean of {len(tasks)} tasks", "least margin of equivalence", *last]
     lines = []
     for each in found:
-        average = each.average(tasks)
+        average = Average.of([each.differences.get(task, ()) for task in tasks])
         cells = {task: _cell(each.differences.get(task, ())) for task in run}
         lines.append(
             [
@@ -224,8 +220,8 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
 
 def _noise_cell(each: Evidence, tasks: Sequence[str]) -> str:
     noise = [value for task in tasks for value in each.noise.get(task, ()) if not math.isnan(value)]
-    if not any(noise):
-        return "0" if noise else "-"
+    if not noise:
+        return "-"
     mean = statistics.fmean(noise)
     digits = 3 if abs(mean) < 0.1 else 2
     text = f"{round(mean, 3) + 0.0:.{digits}f}"

@@ -136,7 +136,7 @@ def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: P
     # step times of processes whose eager steps differ say nothing
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_step_s": 2.5}])
     assert "| budget 60% | - | 0.90 | 100 % | 50 % |" in report.codes_table(tmp_path)
-    # another GPU has a table of its own
+    # rows of two GPUs stand in two tables
     other = [row | {"hardware": "another GPU", "kernels_s": 0.5} for row in (eager, planned)]
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, *other])
     assert "| budget 60% | 1.50 | 1.00 | 100 % | 50 % |" in report.codes_table(tmp_path)

@@ -25,7 +25,7 @@ class Mask(Code):
 
     @property
     def name(self) -> str:
-        """The name: the result may have a code of its own."""
+        """Return another name than that of the code that the result may have."""
         return f"mask of {self.node.name}"
 
     @property

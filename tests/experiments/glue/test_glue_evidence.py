@@ -125,7 +125,7 @@ def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_
     assert "on the device cpu have a standard deviation of rte 9.9 points" in table
 
 
-def test_the_figure_has_collapsed_runs_and_runs_whose_noise_was_not_measured(tmp_path):
+def test_the_figure_has_collapsed_runs_and_runs_whose_noise_was_not_measured():
     noise = {"gradient_noise": _gradient_noise(2.0)}
     results = [_result("rte", "exact", seed, 0.60, **noise) for seed in (0, 1)]
     results += [_result("rte", "hadamard", 0, 0.30, gradient_noise=_gradient_noise(4.0))]
