@@ -491,7 +491,7 @@ WORKLOADS = (
     *(
         Workload(
             *(name, _of_transformers("RobertaConfig", "RobertaForSequenceClassification"), _sentences, own_loss),
-            {"codes, cuda": Shape(size | {"max_position_embeddings": 514} | _NO_DROPOUT, 128, 128)},
+            {"codes, cuda": Shape(size | {"max_position_embeddings": 514} | _NO_DROPOUT, 128, 128, is_padded=True)},
         )
         for name, size in (("minilm", _layers(384, 1536, 6, 12)), ("roberta-base", _layers(768, 3072, 12, 12)))
     ),

@@ -120,9 +120,9 @@ CODE_WAYS = (
     Way("checkpointing in each block", is_checkpointed=True),
     Way("torch.compile", backend="inductor"),
     Way("both", backend="inductor", is_checkpointed=True),
-    *(Way(f"{BUDGET} {each:g}", backend="inductor", memory_budget=each) for each in (0.5, 0.2)),
+    *(Way(f"{BUDGET} {each:g}", backend="inductor", memory_budget=each) for each in MEMORY_BUDGETS["compiled"]),
     *(Way(name, options={"bits": bits}) for name, bits in CODES.items()),
-    *(Way(f"budget {budget}", options={"budget": budget}) for budget in ("60%", "35%")),
+    *(Way(f"budget {each}%", options={"budget": f"{each}%"}) for each in (100, 80, 70, 60, 50, 40, 35, 30)),
     Way("8 bits, budget 75%", options={"bits": 8, "budget": "75%"}),
     *(Way(f"fit {budget}", fitted=budget) for budget in ("60%", "40%", "25%")),
     *(Way(name, sketched=config) for name, config in SKETCHES.items()),
@@ -430,7 +430,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way (default: 7)")
     ways = [way.method for way in CODE_WAYS]
-    usual = [way for way in ways if way not in SKETCHES]
+    budgets = (f"{BUDGET} 0.5", f"{BUDGET} 0.2", "budget 60%", "budget 35%")
+    usual = [way for way in ways if way in budgets or not (way in SKETCHES or way.startswith((BUDGET, "budget")))]
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of codes (default: cpu)")
     parser.add_argument("--ways", nargs="*", choices=ways, default=usual, help="of codes: which, beside eager mode")
     parser.add_argument("--noise", metavar="MODEL", help="of codes: measure their noise on this pretrained model")
