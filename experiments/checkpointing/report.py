@@ -30,7 +30,7 @@ README = Path(__file__).parent / "README.md"
 FRONTIERS_FILE, BOUNDS_FILE, GROWTH_FILE, ARENAS_FILE = "frontiers.csv", "bounds.csv", "growth.csv", "arenas.csv"
 # of steps.py
 EAGER_FILE, COMPILED_FILE, CODES_FILE, CODES_CUDA_FILE = "eager.csv", "compiled.csv", "codes.csv", "codes-cuda.csv"
-NOISE_FILE, BATCHES_FILE = "codes_noise.csv", "batches.csv"
+NOISE_FILE = "codes_noise.csv"
 EAGER, BLOCKS, COMPILED, BUDGET = "eager", "torch checkpoint", "torch.compile", "torch budget"
 EXACT, INDUCTOR = "planned, exact", "planned, inductor"
 # settings of budgets that lie evenly between the plain peak and the least

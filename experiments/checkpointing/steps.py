@@ -136,7 +136,6 @@ class _Running:
     row: dict[str, Any]
     group: Group | None
     steps: int = 0
-    is_estimated: bool = False
 
     def __call__(self) -> None:
         """Run a step, from no gradients to all."""
@@ -158,7 +157,7 @@ class Comparison:
         self.workload, self.shape, self.device = workload, shape, torch.device(device)
         self.on_gpu, self._counts_flops = self.device.type == "cuda", counts_flops
         model, batch = workload.at(shape)
-        self._model, self._batch = model, {key: each.to(self.device) for key, each in batch.items()}
+        self._model, self._batch = model.to(self.device), {key: each.to(self.device) for key, each in batch.items()}
         # given, and not made by `backward`: it would count
         self._tangent = torch.ones((), device=self.device)
         self._stack, self._reference, self._flops = ExitStack(), [], 0
@@ -176,9 +175,9 @@ class Comparison:
         """End what lasts as long as the ways."""
         self._stack.close()
 
-    def prepare(self, way: Way) -> _Running | None:
-        """Compile a way and run its first step; None if there is no plan, or the model has no blocks to checkpoint."""
-        model, group, plan = copy.deepcopy(self._model).to(self.device), None, None
+    def add(self, way: Way) -> _Running | None:
+        """Compile and measure a way; None if there is no plan, or the model has no blocks to checkpoint."""
+        model, group, plan = copy.deepcopy(self._model), None, None
         row: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"method": way.method, "setting": way.setting}
         if way.is_checkpointed:
             count = self._stack.enter_context(checkpointed_blocks(model, self.workload.blocks))
@@ -224,18 +223,13 @@ class Comparison:
             row["budget_bytes"], row["simulated_peak_bytes"] = plan.budget_bytes, plan.peak_bytes
         if plan is not None:
             row["saved_bytes"] = plan.planned.forward_bytes
-        running.is_estimated = way.sketched is not None or (plan is not None and bool(plan.coding.coded))
+        self._measure(
+            running, draws=_DRAWS if way.sketched is not None or (plan is not None and plan.coding.coded) else 1
+        )
+        self.running.append(running)
         return running
 
-    def add(self, way: Way) -> _Running | None:
-        """Compile and measure a way; None as in `prepare`."""
-        running = self.prepare(way)
-        if running is not None:
-            self._measure(running)
-            self.running.append(running)
-        return running
-
-    def _measure(self, running: _Running) -> None:
+    def _measure(self, running: _Running, draws: int) -> None:
         row, is_first = running.row, not self.running
         running()
         found = [parameter.grad for parameter in running.model.parameters()]
@@ -243,7 +237,7 @@ class Comparison:
             self._reference = [None if each is None else each.clone() for each in found]
         pairs = list(zip(self._reference, found, strict=True))
         row["same_gradients"] = all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
-        row |= self._errors(running, _DRAWS if running.is_estimated else 1)
+        row |= self._errors(running, draws)
         if self._counts_flops:
             flops = flops_of(running)
             self._flops = flops if is_first else self._flops
