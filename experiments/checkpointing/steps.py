@@ -86,7 +86,8 @@ _DRAWS = 8
 _COLUMNS = (
     *("method", "setting", "budget_bytes", "simulated_peak_bytes", "peak_bytes", "tensors_peak_bytes"),
     *("activation_peak_bytes", "saved_bytes", "extra_flops", "step_s", "step_s_q20", "step_s_q80", "rounds"),
-    *("eager_step_s", "kernels_s", "error", "mean_error", "draws", "same_gradients", "compile_s", "note"),
+    *("eager_step_s", "kernels_s", "eager_kernels_s", "error", "mean_error", "draws", "same_gradients", "compile_s"),
+    "note",
 )
 
 
@@ -295,7 +296,7 @@ class Comparison:
         sizes = {"batch": shape.batch, "size": shape.size, "config": json.dumps(shape.options, sort_keys=True)}
         sizes |= {"parameter_bytes": parameters, "precision": "autocast to bfloat16" if self.on_gpu else "float32"}
         for row in (*(running.row for running in self.running), *self.missing):
-            row["eager_step_s"] = self.running[0].row["step_s"]
+            row |= {f"eager_{name}": self.running[0].row[name] for name in ("step_s", "kernels_s")}
             yield sizes | row | origin(self.device.type)
 
 
