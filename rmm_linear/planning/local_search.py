@@ -7,6 +7,7 @@ can stay in memory within the budget. Both repair what segments and a linear pro
 place of the step, and at a simpler model of its memory.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
@@ -29,6 +30,8 @@ _AS_GOOD = 1.01
 _ROUNDING = 1e-9
 # Second computations, one after the other, that a round of the search leaves out at once.
 _LEFT_OUT = (1, 2, 3, 5, 8)
+# A search ends after this part of its work in which it found nothing cheaper.
+_PATIENCE = 0.25
 
 
 class _Change(NamedTuple):
@@ -87,23 +90,26 @@ class LocalSearch:
         self.work += changing.work
         return changing.order()
 
-    def best_of(self, orders: Iterable[Sequence[int]], most_work: int) -> list[int] | None:
+    def best_of(self, orders: Iterable[Sequence[int]], most_work: int, enough: float) -> list[int] | None:
         """Fit several orders, and reduce them.
 
         Args:
             orders: Indices of ops, with repetitions; the most promising first.
             most_work: Places whose bytes are counted anew until no further order is fitted.
+            enough: A cost at which the search ends.
 
         Returns:
             The cheapest one; None if none could be fitted, and the search is given up after half of its work.
         """
-        best, begin = None, self.work
+        best, least, begin = None, math.inf, self.work
+        end = begin + most_work // 2
         for order in orders:
             fitted = self.fitted(order)
-            if fitted is not None:
-                reduced = self.reduced(fitted)
-                best = reduced if best is None else min(best, reduced, key=self.cost)
-            if self.work - begin > (most_work // 2 if best is None else most_work):
+            reduced = fitted and self.reduced(fitted)
+            if reduced and self.cost(reduced) < least:
+                best, least = reduced, self.cost(reduced)
+                end = min(begin + most_work, self.work + int(_PATIENCE * most_work))
+            if least <= enough or self.work > end:
                 break
         return best
 
@@ -117,7 +123,9 @@ class LocalSearch:
         """
         random = Random(0)
         changing = self._changing(order)
-        while changing.work < most_work and changing.cost > enough and (again := sorted(changing.repetitions())):
+        patience = int(_PATIENCE * most_work)
+        end = patience
+        while changing.work < end and changing.cost > enough and (again := sorted(changing.repetitions())):
             mark = changing.mark()
             first, count = random.randrange(len(again)), random.choice(_LEFT_OUT)
             for key in again[first : first + count]:
@@ -128,6 +136,8 @@ class LocalSearch:
             # sums of costs in another order differ by rounding
             if changing.excess or changing.cost >= mark[1] * (1 - _ROUNDING):
                 changing.undo(mark)
+            else:
+                end = min(most_work, changing.work + patience)
         self.work += changing.work
         return changing.order()
 

@@ -1,5 +1,6 @@
 """The search, and the linear program's bound, beside the best orders there are."""
 
+import itertools
 import random
 import sys
 
@@ -203,6 +204,28 @@ def test_an_order_that_fits_loses_what_it_need_not_compute_again():
     graph = with_backward(chain([8] * 6))
     twice = [0, 1, 0, 1, 2, *range(3, len(graph.ops))]
     assert LocalSearch(graph, _plain_peak(graph)).reduced(twice) == list(range(len(graph.ops)))
+
+
+def test_a_search_ends_where_it_finds_nothing_cheaper():
+    graph = with_backward(chain([64] * 20))
+    plain, most_work = tuple(range(len(graph.ops))), 400_000
+    search = LocalSearch(graph, _plain_peak(graph) // 2)
+    best = search.searched(search.best_of([plain], most_work, 0.0), most_work, 0.0)
+    search.work = 0
+    assert search.searched(best, most_work, 0.0) == best
+    assert most_work // 4 <= search.work < most_work // 3
+    search.work = 0
+    assert search.best_of(itertools.chain([best], itertools.repeat(plain)), most_work, 0.0) == best
+    assert most_work // 4 <= search.work < most_work // 3
+
+
+def test_no_further_order_is_fitted_where_one_is_cheap_enough():
+    graph = with_backward(chain([64] * 20))
+    orders = iter([range(len(graph.ops))] * 3)
+    search = LocalSearch(graph, _plain_peak(graph) // 2)
+    best = search.best_of(orders, 10**9, 2 * graph.cost)
+    assert search.cost(best) < 2 * graph.cost
+    assert len(list(orders)) == 2
 
 
 def test_an_output_is_computed_later_where_that_lowers_the_peak():

@@ -64,7 +64,8 @@ class Auto(Strategy):
         search = LocalSearch(graph, budget_bytes)
         peaks = {order: peak_and_cost(graph, order)[0] for order in dict.fromkeys((plain, *starts))}
         near = sorted(peaks, key=lambda order: abs(peaks[order] - budget_bytes))
-        best = search.best_of(near, _most_work(graph))
+        enough = graph.cost * (1 + _ENOUGH) + bound
+        best = search.best_of(near, _most_work(graph), enough)
         if best is None:
             lean = [plain, *sorted(peaks, key=peaks.__getitem__)[:_MOST_LEAN]]
             found = [_leaner(graph, order) for order in dict.fromkeys(lean)]
@@ -72,7 +73,7 @@ class Auto(Strategy):
             if least_bytes > budget_bytes:
                 raise self._refusal(budget_bytes, least_bytes)
             best = search.reduced(best)
-        best = search.searched(best, _most_work(graph), graph.cost * (1 + _ENOUGH) + bound)
+        best = search.searched(best, _most_work(graph), enough)
         return Schedule.from_order(graph, best, strategy=self.name)
 
     def _refusal(self, budget_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
