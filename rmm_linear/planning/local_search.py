@@ -7,7 +7,6 @@ can stay in memory within the budget. Both repair what segments and a linear pro
 place of the step, and at a simpler model of its memory.
 """
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
@@ -30,7 +29,7 @@ _AS_GOOD = 1.01
 _ROUNDING = 1e-9
 # Second computations, one after the other, that a round of the search leaves out at once.
 _LEFT_OUT = (1, 2, 3, 5, 8)
-# A search ends after this part of its work in which it found nothing cheaper.
+# The search at random ends after this part of its work in which it found nothing cheaper.
 _PATIENCE = 0.25
 
 
@@ -96,20 +95,20 @@ class LocalSearch:
         Args:
             orders: Indices of ops, with repetitions; the most promising first.
             most_work: Places whose bytes are counted anew until no further order is fitted.
-            enough: A cost at which the search ends.
+            enough: A cost at which no further order is fitted.
 
         Returns:
             The cheapest one; None if none could be fitted, and the search is given up after half of its work.
         """
-        best, least, begin = None, math.inf, self.work
-        end = begin + most_work // 2
+        best, begin = None, self.work
         for order in orders:
             fitted = self.fitted(order)
-            reduced = fitted and self.reduced(fitted)
-            if reduced and self.cost(reduced) < least:
-                best, least = reduced, self.cost(reduced)
-                end = min(begin + most_work, self.work + int(_PATIENCE * most_work))
-            if least <= enough or self.work > end:
+            if fitted is not None:
+                reduced = self.reduced(fitted)
+                best = reduced if best is None else min(best, reduced, key=self.cost)
+                if self.cost(best) <= enough:
+                    break
+            if self.work - begin > (most_work // 2 if best is None else most_work):
                 break
         return best
 
@@ -118,7 +117,8 @@ class LocalSearch:
 
         Args:
             order: Indices of ops, with repetitions, in an order in which they can run.
-            most_work: Places whose bytes are counted anew until the search ends.
+            most_work: Places whose bytes are counted anew until the search ends; it ends before if a quarter of them
+                brings nothing cheaper.
             enough: A cost at which the search ends.
         """
         random = Random(0)

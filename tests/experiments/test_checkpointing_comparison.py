@@ -136,6 +136,9 @@ def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: P
     # step times of processes whose eager steps differ say nothing
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_step_s": 2.5}])
     assert "| budget 60% | - | 0.90 | 100 % | 50 % |" in report.codes_table(tmp_path)
+    # kernels are compared with those of the eager step of the same process
+    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_kernels_s": 2.0}])
+    assert "| budget 60% | 1.50 | 0.45 | 100 % | 50 % |" in report.codes_table(tmp_path)
     # rows of two GPUs stand in two tables
     other = [row | {"hardware": "another GPU", "kernels_s": 0.5} for row in (eager, planned)]
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, *other])

@@ -28,7 +28,7 @@ _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _MOST_ENTRIES = 1_000_000
 # Places whose bytes the searches count anew: for each op, and in all.
 _WORK, _MOST_WORK = 30_000, 40_000_000
-# The search ends within this part of the step of the bound.
+# Searches end within this part of the step of the bound.
 _ENOUGH = 0.001
 # Orders of the least peaks that are made leaner where none could be fitted.
 _MOST_LEAN = 2
