@@ -126,6 +126,7 @@ def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: P
     eager = {"model": "roberta", "method": "eager", "batch": 8, "size": 64, "config": config, "precision": "float32"}
     eager |= {"hardware": "a GPU", "torch": "2.11", "saved_bytes": 100, "peak_bytes": 120, "activation_peak_bytes": 90}
     eager |= {"step_s": 2.0, "eager_step_s": 2.0, "kernels_s": 1.0, "error": 0.0, "mean_error": 0.0, "draws": 1}
+    eager |= {"eager_kernels_s": 1.0}
     planned = eager | {"method": "budget 60%", "step_s": 3.0, "kernels_s": 0.9, "activation_peak_bytes": 45}
     nothing = dict.fromkeys(("peak_bytes", "activation_peak_bytes", "saved_bytes", "step_s", "kernels_s"))
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, eager | nothing | {"method": "budget 9%"}])
@@ -136,11 +137,11 @@ def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: P
     # step times of processes whose eager steps differ say nothing
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_step_s": 2.5}])
     assert "| budget 60% | - | 0.90 | 100 % | 50 % |" in report.codes_table(tmp_path)
-    # kernels are compared with those of the eager step of the same process
+    # another process ran this way, and the kernels of its eager step took longer
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_kernels_s": 2.0}])
     assert "| budget 60% | 1.50 | 0.45 | 100 % | 50 % |" in report.codes_table(tmp_path)
     # rows of two GPUs stand in two tables
-    other = [row | {"hardware": "another GPU", "kernels_s": 0.5} for row in (eager, planned)]
+    other = [row | {"hardware": "another GPU", "kernels_s": 0.5, "eager_kernels_s": 0.5} for row in (eager, planned)]
     write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, *other])
     assert "| budget 60% | 1.50 | 1.00 | 100 % | 50 % |" in report.codes_table(tmp_path)
 
