@@ -30,7 +30,6 @@ from rmm_linear.compiler.torch_private import (
     decompositions,
     fake_mode_of,
     is_profiled,
-    proxied_nodes,
 )
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
@@ -119,10 +118,10 @@ def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> 
     """Compile a schedule."""
     cut = _cut(capture.graph, schedule)
     windows = windows_of(capture.graph, schedule, cut, limit_bytes)
-    joint = _decomposed(capture, *_in_order(capture, schedule, cut))
+    joint = _decomposed(_in_order(capture, schedule, cut))
     for node in joint.graph.nodes:
-        if "step" in node.meta:
-            node.meta["window"] = windows[min(node.meta["step"], len(windows) - 1)]
+        if node.op == "call_function":
+            node.meta["window"] = windows[min(_step(node), len(windows) - 1)]
     _realize(joint)
     return _Halves(capture, joint, cut).program()
 
@@ -215,13 +214,20 @@ def _cut(graph: Graph, schedule: Schedule) -> int:
     raise AssertionError("validate lets no such schedule pass")
 
 
-def _in_order(capture: Capture, schedule: Schedule, cut: int) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Write the joint graph in the schedule's order; `meta["step"]` is the place of each node in it."""
+def _in_order(capture: Capture, schedule: Schedule, cut: int) -> fx.GraphModule:
+    """Write the joint graph in the schedule's order; of each node `_step` is the place in it."""
     ops = {*capture.nodes, *(node for inlined in capture.inlined for node in inlined)}
     graph = fx.Graph(capture.module)
     present: dict[fx.Node, fx.Node] = {}
     views: dict[Any, fx.Node] = {}
     step = 0
+
+    def copy(node: fx.Node, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        made = graph.node_copy(node, value)
+        made.target = _functional_copy if node.target is dense_copy else node.target
+        # ops that this one is decomposed into inherit it
+        made.meta["custom"] = {"step": step}
+        return made
 
     def value(node: Any) -> Any:
         """The latest computation of a node; a view is made where it is read, in each of the passes."""
@@ -230,8 +236,7 @@ def _in_order(capture: Capture, schedule: Schedule, cut: int) -> tuple[fx.GraphM
         assert node not in ops, f"{node} is read before it is computed"
         key = (node, tuple(value(source) for source in node.all_input_nodes), step >= cut)
         if key not in views:
-            views[key] = graph.node_copy(node, value)
-            views[key].meta["step"] = step
+            views[key] = copy(node, value)
         return views[key]
 
     for node in capture.module.graph.nodes:
@@ -241,8 +246,7 @@ def _in_order(capture: Capture, schedule: Schedule, cut: int) -> tuple[fx.GraphM
     for step, index in enumerate(schedule.order):
         for node in (*capture.inlined[index], capture.nodes[index]):
             sources = {source: value(source) for source in node.all_input_nodes}
-            present[node] = graph.node_copy(node, sources.__getitem__)
-            present[node].meta["step"] = step
+            present[node] = copy(node, sources.__getitem__)
         for user in node.users:
             if user.target is operator.getitem:
                 value(user)
@@ -250,29 +254,19 @@ def _in_order(capture: Capture, schedule: Schedule, cut: int) -> tuple[fx.GraphM
             ends = [value(end) for end in (*capture.results, *(end for _, end in capture.updates))]
     ends += [value(end) for end in capture.gradients if end is not None]
     graph.output(tuple(ends))
-    return fx.GraphModule(capture.module, graph), ends
+    return fx.GraphModule(capture.module, graph)
 
 
-def _decomposed(capture: Capture, joint: fx.GraphModule, ends: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph in Inductor's ops, in the same order; nodes keep their step."""
-    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+def _decomposed(joint: fx.GraphModule) -> fx.GraphModule:
+    """The graph in Inductor's ops, in the same order; nodes keep their step, and the ops that kernels are named by."""
+    values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    with fake_mode_of(values), fx.traceback.preserve_node_meta():
+        return make_fx(fx.Interpreter(joint).run, decomposition_table=dict(decompositions()))(*values)
 
-    class Steps(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            result = super().run_node(node)
-            if "step" in node.meta:
-                for made in reversed(proxied_nodes()):
-                    if made.op == "placeholder" or "step" in made.meta:
-                        break
-                    made.meta["step"] = node.meta["step"]
-            return result
 
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            return super().call_function(_functional_copy if target is dense_copy else target, args, kwargs)
-
-    values = [node.meta["val"] for node in inputs]
-    with fake_mode_of(values):
-        return make_fx(lambda *args: Steps(joint).run(*args), decomposition_table=dict(decompositions()))(*values)
+def _step(node: fx.Node) -> int:
+    step: int = node.meta["custom"]["step"]
+    return step
 
 
 def _functional_copy(gradient: Tensor, like: Tensor) -> Tensor:
@@ -322,8 +316,8 @@ class _Halves:
         ends: list[fx.Node] = list(output.args[0])
         count = len(capture.results) + len(capture.updates)
         self._early_ends, self._gradients = ends[:count], ends[count:]
-        self._late = [node for node in nodes if node.op == "call_function" and node.meta["step"] >= cut]
-        self._early = [node for node in nodes if node.op == "call_function" and node.meta["step"] < cut]
+        self._late = [node for node in nodes if node.op == "call_function" and _step(node) >= cut]
+        self._early = [node for node in nodes if node.op == "call_function" and _step(node) < cut]
         late = set(self._late)
         read = [source for node in self._late for source in node.all_input_nodes] + self._gradients
         outside = late.union(self._tangents.values())

@@ -271,13 +271,6 @@ def fake_tensor(mode: Any, like: Tensor, memory: torch.UntypedStorage, offset: i
     return made
 
 
-def proxied_nodes() -> Any:
-    """Return the nodes that make_fx has recorded so far, inside of its trace."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    return get_proxy_mode().tracer.graph.nodes  # type: ignore[union-attr]
-
-
 def compile_by_inductor(
     module: fx.GraphModule, examples: Sequence[Any], key: str, *, is_backward: bool, reads_codes: bool
 ) -> Callable[[list[Any]], Sequence[Any]]:
