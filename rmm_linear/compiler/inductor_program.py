@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.exact_program import Part, Program
 from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.fusing import is_fusible
 from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture, dense_copy
 from rmm_linear.compiler.torch_private import (
     compile_by_inductor,
@@ -117,7 +119,7 @@ def _is_measurable(capture: Capture) -> bool:
 def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> Program:
     """Compile a schedule."""
     cut = _cut(capture.graph, schedule)
-    windows = windows_of(capture.graph, schedule, cut, limit_bytes)
+    windows = windows_of(capture.graph, schedule, cut, limit_bytes, list(map(is_fusible, capture.nodes)))
     joint = _decomposed(_in_order(capture, schedule, cut))
     for node in joint.graph.nodes:
         if node.op == "call_function":
@@ -126,36 +128,68 @@ def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> 
     return _Halves(capture, joint, cut).program()
 
 
-def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int) -> list[int]:
+def windows_of(
+    graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are_loops: Sequence[bool]
+) -> list[int]:
     """Divide a schedule into windows: the bytes when one begins, and all that it writes, are within a limit.
+
+    Of all such divisions it is the one that separates the fewest bytes that two loops, one after the other, read or
+    write: Inductor fuses loops of one window. Of equal ones it has the fewest windows.
 
     Args:
         graph: The graph.
         schedule: A schedule for it.
         cut: How many computations the forward pass has.
         limit_bytes: The limit; an op that is above it alone has a window of its own.
+        are_loops: Which ops of the graph are loops.
 
     Returns:
         The window of each computation, counted from 1.
     """
-    windows: list[int] = []
+    order = schedule.order
+    begins: list[int] = []
+    sizes: list[int] = []
+    # for each computation, the loops that touch a storage next, and its bytes
+    shared: list[list[tuple[int, int]]] = [[] for _ in order]
+    last: dict[int, int] = {}
     live: set[int] = set()
-    window = held = begin = written = temporary = 0
+    held = 0
     for step in schedule.steps:
         if step.kind == "free":
             live.remove(step.target)
             held -= graph.storages[step.target].size_bytes
             continue
         op = graph.ops[step.target]
-        size = sum(graph.storages[index].size_bytes for index in op.writes)
-        is_over = begin + written + size + max(temporary, op.temporary_bytes) > limit_bytes
-        if not windows or len(windows) == cut or is_over:
-            window, begin, written, temporary = window + 1, held, 0, 0
-        written, temporary = written + size, max(temporary, op.temporary_bytes)
+        begins.append(held)
+        sizes.append(sum(graph.storages[index].size_bytes for index in op.writes))
         held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
         live.update(op.writes)
-        windows.append(window)
-    return windows
+        for index in {*op.reads, *op.writes} if are_loops[step.target] else ():
+            if index in last and index in op.reads:
+                shared[last[index]].append((len(begins) - 1, graph.storages[index].size_bytes))
+            last[index] = len(begins) - 1
+    # of so many first computations: the bytes shared inside of windows, less the windows; where the last window begins
+    best, starts = [(0, 0)], [0]
+    for end in range(len(order)):
+        value, start = (-1, 0), end
+        inside = written = temporary = 0
+        for begin in range(end, (cut if end >= cut else 0) - 1, -1):
+            written += sizes[begin]
+            temporary = max(temporary, graph.ops[order[begin]].temporary_bytes)
+            if begin < end and begins[begin] + written + temporary > limit_bytes:
+                break
+            for later, size in shared[begin]:
+                inside += size if later <= end else 0
+            before, windows = best[begin]
+            if (before + inside, windows - 1) > value:
+                value, start = (before + inside, windows - 1), begin
+        best.append(value)
+        starts.append(start)
+    borders, end = set(), len(order)
+    while end:
+        end = starts[end]
+        borders.add(end)
+    return list(accumulate(place in borders for place in range(len(order))))
 
 
 def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Tensor]) -> int:

@@ -222,10 +222,17 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch):
 def test_windows_hold_all_that_their_ops_write():
     ops = [Op(str(place), 1.0, (place - 1,) if place else (), (place,)) for place in range(5)]
     graph = Graph(tuple(ops), tuple(Storage(str(place), 10) for place in range(5)), outputs=(4,))
-    windows = inductor_program.windows_of(graph, Schedule.plain(graph), cut=3, limit_bytes=30)
+
+    def windows(limit_bytes, cut, loops):
+        are_loops = [place in loops for place in range(5)]
+        return inductor_program.windows_of(graph, Schedule.plain(graph), cut, limit_bytes, are_loops)
+
     # three storages fit; the forward pass ends there; the third is in memory when the second window begins
-    assert windows == [1, 1, 1, 2, 2]
-    assert inductor_program.windows_of(graph, Schedule.plain(graph), cut=3, limit_bytes=20) == [1, 1, 2, 3, 4]
+    assert windows(30, 3, range(5)) == [1, 1, 1, 2, 2]
+    assert windows(20, 3, range(5)) == [1, 1, 2, 3, 4]
+    # two loops that share a storage stay together, and other ops do not
+    assert windows(30, 5, ()) == [1, 1, 1, 2, 2]
+    assert windows(30, 5, (2, 3)) == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.slow
