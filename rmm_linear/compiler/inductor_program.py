@@ -128,9 +128,7 @@ def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> 
     return _Halves(capture, joint, cut).program()
 
 
-def windows_of(
-    graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are_loops: Sequence[bool]
-) -> list[int]:
+def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are_loops: Sequence[bool]) -> list[int]:
     """Divide a schedule into windows: the bytes when one begins, and all that it writes, are within a limit.
 
     Of all such divisions it is the one that separates the fewest bytes that two loops, one after the other, read or
