@@ -224,8 +224,8 @@ class Comparison:
         if group is not None:
             (variant,) = group.variants()
             plan = variant.plan
-            row["budget_bytes"], row["simulated_peak_bytes"] = plan.budget_bytes, plan.peak_bytes
         if plan is not None:
+            row["budget_bytes"], row["simulated_peak_bytes"] = plan.budget_bytes, plan.peak_bytes
             row["saved_bytes"] = plan.planned.forward_bytes
         is_estimated = way.sketched is not None or (plan is not None and plan.coding.coded)
         self._measure(running, draws=_DRAWS if is_estimated else 1)

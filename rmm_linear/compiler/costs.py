@@ -144,6 +144,12 @@ def _moved_bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.element_size() if isinstance(leaf, Tensor) else 0
 
 
+def is_product(node: fx.Node) -> bool:
+    """Tell whether an op is a matrix product, a convolution or an attention, for which a library has kernels."""
+    packet = getattr(node.target, "_overloadpacket", None)
+    return packet in _ATTENTION or packet in flop_registry or node.target in flop_registry
+
+
 def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:
     packet = getattr(node.target, "_overloadpacket", None)
     if packet in _ATTENTION:

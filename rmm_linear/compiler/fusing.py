@@ -82,7 +82,7 @@ class _Fusion:
                 continue
             readers = self._readers[node]
             loops = {found.get(reader, reader) for reader in readers}
-            is_alone = len(loops) == 1 and all(map(is_fusible, readers))
+            is_alone = len(loops) == 1 and all(map(_is_fusible, readers))
             if is_alone and (readers[0] in self._backward) is are_backward:
                 found[node] = loops.pop()
         return found
@@ -112,7 +112,7 @@ class _Fusion:
             return copies[loop, source]
 
         for reader in self._ops:
-            if reader in self._backward and is_fusible(reader):
+            if reader in self._backward and _is_fusible(reader):
                 sources = {source: copy(source, reader) for source in reader.all_input_nodes}
                 for source, made in sources.items():
                     if made is not source:
@@ -140,7 +140,7 @@ class _Fusion:
         wanted = {
             source
             for reader in self._ops
-            if reader in self._backward and is_fusible(reader)
+            if reader in self._backward and _is_fusible(reader)
             for source in self._sources(reader)
             if source.op == "call_function" and source not in self._backward
         }
@@ -150,7 +150,7 @@ class _Fusion:
         waiting, seen = list(wanted), set(wanted)
         while waiting:
             node = waiting.pop()
-            is_kept = any(reader in self._backward and not is_fusible(reader) for reader in self._readers[node])
+            is_kept = any(reader in self._backward and not _is_fusible(reader) for reader in self._readers[node])
             size = 0 if is_kept else sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(node))
             network.add_edge((node, "computed"), (node, "kept"), capacity=size)
             if node in wanted:
@@ -178,7 +178,6 @@ def _is_loop(node: fx.Node) -> bool:
     return is_elementwise and torch.Tag.nondeterministic_seeded not in tags and isinstance(node.meta["val"], Tensor)
 
 
-def is_fusible(node: fx.Node) -> bool:
-    """Tell whether Inductor computes an op in a loop: an elementwise op, or a reduction."""
+def _is_fusible(node: fx.Node) -> bool:
     is_reduction = torch.Tag.reduction in getattr(node.target, "tags", ()) and isinstance(node.meta["val"], Tensor)
     return is_reduction or _is_loop(node)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from rmm_linear.compiler.costs import is_product
 from rmm_linear.compiler.exact_program import Part, Program
 from rmm_linear.compiler.fake_memory import tensors_of
-from rmm_linear.compiler.fusing import is_fusible
 from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture, dense_copy
 from rmm_linear.compiler.torch_private import (
     compile_by_inductor,
@@ -41,6 +41,7 @@ from rmm_linear.planning.schedule import Schedule
 _MOST_TRIES = 3
 # Without a budget, peaks that differ by this factor are worth another compilation, and slower steps.
 _MUCH_MORE = 1.05
+_STEP = "rmm_linear.step"
 
 
 def program_within(
@@ -119,11 +120,11 @@ def _is_measurable(capture: Capture) -> bool:
 def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> Program:
     """Compile a schedule."""
     cut = _cut(capture.graph, schedule)
-    windows = windows_of(capture.graph, schedule, cut, limit_bytes, list(map(is_fusible, capture.nodes)))
+    windows = windows_of(capture.graph, schedule, cut, limit_bytes, [not is_product(node) for node in capture.nodes])
     joint = _decomposed(_in_order(capture, schedule, cut))
     for node in joint.graph.nodes:
         if node.op == "call_function":
-            node.meta["window"] = windows[min(_step(node), len(windows) - 1)]
+            node.meta["window"] = windows[_step(node)]
     _realize(joint)
     return _Halves(capture, joint, cut).program()
 
@@ -131,63 +132,67 @@ def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> 
 def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are_loops: Sequence[bool]) -> list[int]:
     """Divide a schedule into windows: the bytes when one begins, and all that it writes, are within a limit.
 
-    Of all such divisions it is the one that separates the fewest bytes that two loops, one after the other, read or
-    write: Inductor fuses loops of one window. Of equal ones it has the fewest windows.
+    Of all such divisions it separates the fewest bytes that are read by a loop, and were read or written by the loop
+    that touched them before: Inductor fuses the two in one window. Of equal divisions it has the fewest windows.
 
     Args:
         graph: The graph.
         schedule: A schedule for it.
         cut: How many computations the forward pass has.
         limit_bytes: The limit; an op that is above it alone has a window of its own.
-        are_loops: Which ops of the graph are loops.
+        are_loops: Which ops of the graph Inductor computes in loops.
 
     Returns:
         The window of each computation, counted from 1.
     """
-    order = schedule.order
-    begins: list[int] = []
+    ops = [graph.ops[index] for index in schedule.order]
+    total = sum(graph.storages[index].size_bytes for op in ops for index in op.writes)
+    if total + max(op.temporary_bytes for op in ops) <= limit_bytes:
+        return [1] * cut + [2] * (len(ops) - cut)
+    held_before: list[int] = []
     sizes: list[int] = []
-    # for each computation, the loops that touch a storage next, and its bytes
-    shared: list[list[tuple[int, int]]] = [[] for _ in order]
+    temporaries: list[int] = []
+    # for each computation, the bytes that a later loop is the next one to touch
+    shared: list[int] = []
     last: dict[int, int] = {}
     live: set[int] = set()
     held = 0
+    # of so many first computations: the bytes shared inside of windows, less the windows; where the last window begins
+    best, starts = [(0, 0)], [0]
     for step in schedule.steps:
         if step.kind == "free":
             live.remove(step.target)
+            last.pop(step.target, None)
             held -= graph.storages[step.target].size_bytes
             continue
-        op = graph.ops[step.target]
-        begins.append(held)
+        op, place = graph.ops[step.target], len(sizes)
+        held_before.append(held)
         sizes.append(sum(graph.storages[index].size_bytes for index in op.writes))
+        temporaries.append(op.temporary_bytes)
         held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
         live.update(op.writes)
+        shared.append(0)
         for index in {*op.reads, *op.writes} if are_loops[step.target] else ():
             if index in last and index in op.reads:
-                shared[last[index]].append((len(begins) - 1, graph.storages[index].size_bytes))
-            last[index] = len(begins) - 1
-    # of so many first computations: the bytes shared inside of windows, less the windows; where the last window begins
-    best, starts = [(0, 0)], [0]
-    for end in range(len(order)):
-        value, start = (-1, 0), end
+                shared[last[index]] += graph.storages[index].size_bytes
+            last[index] = place
+        value, start = (-1, 0), place
         inside = written = temporary = 0
-        for begin in range(end, (cut if end >= cut else 0) - 1, -1):
-            written += sizes[begin]
-            temporary = max(temporary, graph.ops[order[begin]].temporary_bytes)
-            if begin < end and begins[begin] + written + temporary > limit_bytes:
+        for begin in range(place, (cut if place >= cut else 0) - 1, -1):
+            written, temporary = written + sizes[begin], max(temporary, temporaries[begin])
+            if begin < place and held_before[begin] + written + temporary > limit_bytes:
                 break
-            for later, size in shared[begin]:
-                inside += size if later <= end else 0
-            before, windows = best[begin]
-            if (before + inside, windows - 1) > value:
-                value, start = (before + inside, windows - 1), begin
+            inside += shared[begin]
+            before, count = best[begin]
+            if (before + inside, count - 1) > value:
+                value, start = (before + inside, count - 1), begin
         best.append(value)
         starts.append(start)
-    borders, end = set(), len(order)
+    borders, end = set(), len(sizes)
     while end:
         end = starts[end]
         borders.add(end)
-    return list(accumulate(place in borders for place in range(len(order))))
+    return list(accumulate(int(place in borders) for place in range(len(sizes))))
 
 
 def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Tensor]) -> int:
@@ -257,8 +262,8 @@ def _in_order(capture: Capture, schedule: Schedule, cut: int) -> fx.GraphModule:
     def copy(node: fx.Node, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
         made = graph.node_copy(node, value)
         made.target = _functional_copy if node.target is dense_copy else node.target
-        # ops that this one is decomposed into inherit it
-        made.meta["custom"] = {"step": step}
+        # torch copies it to the ops that this one is decomposed into
+        made.meta["custom"] = {**node.meta.get("custom", {}), _STEP: step}
         return made
 
     def value(node: Any) -> Any:
@@ -297,7 +302,7 @@ def _decomposed(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def _step(node: fx.Node) -> int:
-    step: int = node.meta["custom"]["step"]
+    step: int = node.meta["custom"][_STEP]
     return step
 
 

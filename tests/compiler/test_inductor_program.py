@@ -235,6 +235,14 @@ def test_windows_hold_all_that_their_ops_write():
     assert windows(30, 5, (2, 3)) == [1, 1, 2, 2, 3]
 
 
+def test_loops_that_read_two_computations_of_a_storage_share_nothing():
+    ops = Op("0", 1.0, (), (0,)), Op("1", 1.0, (0,), (1,)), Op("2", 1.0, (0,), (2,)), Op("3", 1.0, (2,), (3,))
+    graph = Graph(ops, tuple(Storage(str(size), size) for size in (100, 1, 30, 1)), outputs=(1, 3))
+    schedule = Schedule.from_order(graph, [0, 1, 0, 2, 3])
+    windows = inductor_program.windows_of(graph, schedule, 5, 231, [False, True, True, True])
+    assert windows[3] == windows[4]
+
+
 @pytest.mark.slow
 def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_windows_do_not() -> None:
     model, x = mlp(3), torch.randn(ROWS, WIDTH)
