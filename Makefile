@@ -32,7 +32,7 @@ PYTEST_PARALLEL :=
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help venv glue study test machines check lint bench gpu readme docs clean
+.PHONY: help venv glue study test machines check lint bench gpu readme docs report clean
 
 help:
 	@echo "make glue   fine-tune a small Transformer with each tool on the demo task: table and figure, within 6 minutes on 2 cores"
@@ -45,6 +45,7 @@ help:
 	@echo "make gpu    what only a GPU can say, within 8 minutes: layer, kernels, memory, tests, fine-tuning"
 	@echo "make readme fill the tables of README.md and docs from the committed results"
 	@echo "make docs   README.md, docs/ and the docstrings as a site, in build/site"
+	@echo "make report docs/results.md as one HTML file with its figures, in build/results.html"
 	@echo "make clean  remove the virtual environment and the caches"
 
 venv: $(STAMP)
@@ -93,6 +94,11 @@ docs: $(READY)
 	rm -rf build/pages && mkdir -p build/pages
 	git ls-files "*.md" "*.png" | tar cf - -T - | tar xf - -C build/pages
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+report: $(READY)
+	$(if $(READY),$(PIP_INSTALL) -e ".[docs]")
+	mkdir -p build
+	$(PY) -m experiments.results_html build/results.html
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

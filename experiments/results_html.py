@@ -1,0 +1,37 @@
+"""docs/results.md as one HTML file with its figures inside: `make report` writes build/results.html."""
+
+from __future__ import annotations
+
+import base64
+import re
+import sys
+from pathlib import Path
+
+import markdown
+
+_SOURCE = Path(__file__).parent.parent / "docs" / "results.md"
+_STYLE = """
+body { font: 16px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse; font-size: 14px; display: block; overflow-x: auto }
+th, td { border-bottom: 1px solid #ccc; padding: .2em .6em; text-align: left; min-width: 4em }
+pre, code { background: #f4f4f4 }
+img { max-width: 100% }
+"""
+
+
+def page_of(source: Path) -> str:
+    """Return a page that needs no other file: figures are part of it, and links to other files are plain text."""
+
+    def embedded(match: re.Match[str]) -> str:
+        figure = base64.b64encode((source.parent / match[1]).read_bytes()).decode()
+        return f'src="data:image/png;base64,{figure}"'
+
+    body = markdown.markdown(source.read_text("utf-8"), extensions=["tables", "fenced_code", "toc"])
+    body = re.sub(r'src="([^":]+\.png)"', embedded, body)
+    body = re.sub(r'<a href="(?!http|#)[^"]*">(.*?)</a>', r"\1", body)
+    head = f'<meta charset="utf-8"><title>rmm_linear: results</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page_of(_SOURCE), "utf-8")
