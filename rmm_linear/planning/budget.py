@@ -95,19 +95,6 @@ class Budget:
         return f"{self.amount:.12f}".rstrip("0").rstrip(".") + unit
 
 
-def budget_in_bytes(budget: float | str | None, plain_peak_bytes: int) -> int:
-    """Read a budget.
-
-    Args:
-        budget: Bytes; text: "8GiB", "500 MB", or "60%" of the plain program's peak; or 0.6, which is "60%".
-        plain_peak_bytes: The plain program's peak.
-
-    Returns:
-        Bytes, at least 1.
-    """
-    return Budget.of(budget).in_bytes(plain_peak_bytes)
-
-
 def refusal(budget: Budget, plain_peak_bytes: int, least_bytes: int, strategy: str) -> str:
     """Say in the user's unit that a budget can't be met.
 

@@ -10,7 +10,7 @@ from torch import nn
 from rmm_linear.byte_sizes import readable, unit_for
 from rmm_linear.checkpointing import checkpoint_model, checkpoint_step
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.budget import Budget, budget_in_bytes
+from rmm_linear.planning.budget import Budget
 
 PLAIN = 1_000_003
 
@@ -35,7 +35,7 @@ PLAIN = 1_000_003
     ],
 )
 def test_a_budget_is_read(budget, size_bytes):
-    assert budget_in_bytes(budget, PLAIN) == size_bytes
+    assert Budget.of(budget).in_bytes(PLAIN) == size_bytes
 
 
 @pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, float("nan"), float("inf"), True, None, "", "1.2.3", "0%", "3PB"])
@@ -63,7 +63,7 @@ def test_the_least_budget_of_the_same_unit_holds_and_is_close(written, size_byte
     # a tenth of a percent of the whole, or one in the third digit
     assert least.in_bytes(PLAIN) - size_bytes <= max(1.1 * PLAIN / 1000, 0.011 * size_bytes)
     if not isinstance(written, float):
-        assert budget_in_bytes(str(least).replace(" bytes", ""), PLAIN) >= size_bytes
+        assert Budget.of(str(least).replace(" bytes", "")).in_bytes(PLAIN) >= size_bytes
 
 
 def test_sizes_are_shown_in_a_unit_that_keeps_numbers_short():
