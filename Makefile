@@ -97,8 +97,7 @@ docs: $(READY)
 
 report: $(READY)
 	$(if $(READY),$(PIP_INSTALL) -e ".[docs]")
-	mkdir -p build
-	$(PY) -m experiments.results_html build/results.html
+	$(PY) -m experiments.results_html
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import re
-import sys
 from pathlib import Path
 
 import markdown
 
-_SOURCE = Path(__file__).parent.parent / "docs" / "results.md"
+_ROOT = Path(__file__).parent.parent
 _STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse; font-size: 14px; display: block; overflow-x: auto }
@@ -34,4 +33,5 @@ def page_of(source: Path) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page_of(_SOURCE), "utf-8")
+    (_ROOT / "build").mkdir(exist_ok=True)
+    (_ROOT / "build" / "results.html").write_text(page_of(_ROOT / "docs" / "results.md"), "utf-8")

@@ -50,7 +50,7 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
     """Price one op.
 
     Args:
-        loop: Nodes that are computed in one loop, with hollow tensors as values; only the last one's is written.
+        loop: Nodes that are computed in one loop, with fake tensors as values; only the last one's is written.
         costs: "roofline" (the longest one of moving its bytes, doing its FLOPs and computing its numbers, and a
             launch), "flops" (1 for ops that do none), "bytes" (that it moves), "ms" (it runs here, on zeros and random
             numbers, and is timed; ops alike are timed once), or "ops" (1).
@@ -146,8 +146,11 @@ def _moved_bytes(leaf: Any) -> int:
 
 def is_product(node: fx.Node) -> bool:
     """Tell whether an op is a matrix product, a convolution or an attention, for which a library has kernels."""
-    packet = getattr(node.target, "_overloadpacket", None)
-    return packet in _ATTENTION or packet in flop_registry or node.target in flop_registry
+    return getattr(node.target, "_overloadpacket", None) in _ATTENTION or _formula_of(node) is not None
+
+
+def _formula_of(node: fx.Node) -> Any:
+    return flop_registry.get(getattr(node.target, "_overloadpacket", None)) or flop_registry.get(node.target)
 
 
 def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:
@@ -156,5 +159,5 @@ def _flops(node: fx.Node, args: Any, kwargs: Any) -> float:
         products, first = _ATTENTION[packet]
         query, key = args[first : first + 2]
         return 2.0 * products * query.numel() * key.shape[-2]
-    formula = flop_registry.get(packet) or flop_registry.get(node.target)
+    formula = _formula_of(node)
     return float(formula(*args, **kwargs, out_val=node.meta["val"])) if formula else 0.0

@@ -133,35 +133,6 @@ class Chain:
     blocks: tuple[tuple[int, ...], ...]
 
 
-def chain_of_blocks(nodes: NodeGraph, blocks: Sequence[Sequence[int]]) -> Chain:
-    """Evaluate the paper's model, eqs. 1 and 2, as they stand.
-
-    Args:
-        nodes: The paper's graph.
-        blocks: Nodes of each block, first to last.
-
-    Raises:
-        ValueError: If the blocks do not hold each node once, or one of them needs a later one.
-    """
-    if sorted(node for block in blocks for node in block) != list(range(len(nodes.costs))):
-        raise ValueError("the blocks do not hold each node once")
-    lower: set[int] = set()
-    kept: set[int] = set()
-    overhead, peak = 0.0, 0
-    for block in blocks:
-        lower |= set(block)
-        if any(u not in lower for node in block for u in nodes.predecessors[node]):
-            raise ValueError(f"a block of nodes {sorted(block)[:5]}... depends on a later one: no chain of lower sets")
-        boundary = {u for u, v in nodes.edges if u in lower and v not in lower}
-        following = {v for u, v in nodes.edges if u in lower and v not in lower}
-        beside = {u for u, v in nodes.edges if v in following and u not in lower}
-        parts = (kept, block, block, following, beside)
-        peak = max(peak, sum(nodes.sizes[node] for part in parts for node in part))
-        overhead += sum(nodes.costs[node] for node in block if node not in boundary)
-        kept |= boundary
-    return Chain(overhead, peak, tuple(tuple(sorted(block)) for block in blocks))
-
-
 def all_lower_sets(nodes: NodeGraph, *, most: int = _MOST_LOWER_SETS) -> NDArray[np.bool_]:
     """Return all lower sets of a graph.
 

@@ -15,11 +15,11 @@ from rmm_linear.planning.schedule import Schedule, validate
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
+    Chain,
     LowerSetProgram,
     NodeGraph,
     all_lower_sets,
     ancestor_closures,
-    chain_of_blocks,
 )
 from rmm_linear.planning.strategies.segments import order_of_segments
 
@@ -79,6 +79,25 @@ def test_dp_equals_brute_force_on_random_graphs() -> None:
             assert memory_centric.overhead == max(overheads)
             assert max(time_centric.peak_bytes, memory_centric.peak_bytes) <= cap
         assert program.centric_plans(program.least_cap - 1) == ()
+
+
+def chain_of_blocks(nodes: NodeGraph, blocks: tuple[tuple[int, ...], ...]) -> Chain:
+    """The paper's model, eqs. 1 and 2, as they stand."""
+    assert sorted(itertools.chain(*blocks)) == list(range(len(nodes.costs)))
+    lower: set[int] = set()
+    kept: set[int] = set()
+    overhead, peak = 0.0, 0
+    for block in blocks:
+        lower |= set(block)
+        assert all(u in lower for node in block for u in nodes.predecessors[node])
+        boundary = {u for u, v in nodes.edges if u in lower and v not in lower}
+        following = {v for u, v in nodes.edges if u in lower and v not in lower}
+        beside = {u for u, v in nodes.edges if v in following and u not in lower}
+        parts = (kept, block, block, following, beside)
+        peak = max(peak, sum(nodes.sizes[node] for part in parts for node in part))
+        overhead += sum(nodes.costs[node] for node in block if node not in boundary)
+        kept |= boundary
+    return Chain(overhead, peak, tuple(tuple(sorted(block)) for block in blocks))
 
 
 def test_what_is_reported_is_what_the_returned_chain_takes() -> None:
