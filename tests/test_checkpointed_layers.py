@@ -52,7 +52,12 @@ def test_grad_input_is_exact_under_checkpointing(use_reentrant: bool, preserve_r
 
 @pytest.mark.montecarlo
 @pytest.mark.parametrize(
-    ("use_reentrant", "preserve_rng_state", "storage"), [*((*each, None) for each in VARIANTS), (False, False, "int4")]
+    ("use_reentrant", "preserve_rng_state", "storage"),
+    [
+        (False, True, None),
+        *(pytest.param(*each, None, marks=pytest.mark.grid) for each in VARIANTS if each != (False, True)),
+        pytest.param(False, False, "int4", marks=pytest.mark.grid),
+    ],
 )
 def test_weight_gradient_is_unbiased_under_checkpointing(
     use_reentrant: bool, preserve_rng_state: bool, storage: str | None

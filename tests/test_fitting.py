@@ -73,6 +73,7 @@ def test_a_step_that_fits_stays_exact(batch):
     assert _are_equal(_gradients(model, batch), expected)
 
 
+@pytest.mark.slow
 def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
     found = fit(_model(), batch, CODES)
     assert found.chosen.name == "8 bits"
@@ -89,6 +90,7 @@ def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
         assert part in card
 
 
+@pytest.mark.slow
 def test_bits_that_code_the_same_tensors_alike_are_planned_once(monkeypatch):
     planned, add = [], fitting._Trials.add
     monkeypatch.setattr(
@@ -104,6 +106,7 @@ def test_bits_that_code_the_same_tensors_alike_are_planned_once(monkeypatch):
     assert planned == ["exact", "8 bits", "4 bits"]
 
 
+@pytest.mark.slow
 def test_prices_of_codes_of_several_bits_are_those_of_each_alone():
     with torch.device("meta"):
         model, batch = _model(), (torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
@@ -227,6 +230,7 @@ def test_a_fitted_model_trains_compiled_and_runs_as_written_afterwards(batch):
     assert _are_equal(_gradients(model, batch), expected)
 
 
+@pytest.mark.slow
 def test_recomputing_and_codes_can_each_be_left_out(batch):
     assert fit(_model(), batch, "60%", allow=["recompute"]).chosen.name == "exact"
     found = fit(_model(), batch, CODES, allow=["code"])

@@ -165,7 +165,7 @@ def test_these_layers_have_one_seed(case):
     assert seeds_of(*runs(Three(), torch.randn(ROWS, WIDTH))) == expected
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.grid)])
 def test_the_mean_gradient_of_each_member_is_exact(autocast):
     model, x = Three(RMMConfig(ratio=0.5, min_rows=1)), torch.randn(100, WIDTH) + 1
     g = torch.randn(100, WIDTH) + 0.3 * x

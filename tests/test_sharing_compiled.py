@@ -98,6 +98,7 @@ def test_one_sketch_is_kept_and_one_seed(backend: str) -> None:
     assert kept_bytes(Projections(CONFIG, CONFIG, other), backend) == query_and_key + one + half - 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_roberta_layer_keeps_what_it_keeps_in_eager_mode(backend: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -209,7 +210,7 @@ def test_two_forwards_before_a_backward_have_two_sketches() -> None:
     assert not torch.equal(*found)
 
 
-@pytest.mark.parametrize("budget", [0.7, 0.5])
+@pytest.mark.parametrize("budget", [pytest.param(0.7, marks=pytest.mark.grid), 0.5])
 def test_sketches_and_a_memory_budget_add_up(budget: float) -> None:
     class Block(nn.Module):
         def __init__(self, ratio: float) -> None:

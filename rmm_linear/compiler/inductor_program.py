@@ -5,9 +5,10 @@ ops, and cut where the forward pass ends: what the forward graph returns beside 
 partitioner of torch sees the graph, for one may draw random numbers anew in the backward graph.
 
 Inductor keeps the peak of a plan because the schedule is divided into windows: the bytes in memory when a window
-begins, and all that its ops write, fit the budget together. Inside of a window Inductor fuses as it likes; it fuses
-nothing across two windows, and computes what a later window reads inside of its own window. Random ops are drawn by
-seeds, so that they can run again in the backward graph; a seed itself is drawn once, and kept.
+begins, and all that its ops write, fit the budget together; what loops alone write and read in one window, Inductor
+fuses away. Inside of a window Inductor fuses as it likes; it fuses nothing across two windows, and computes what a
+later window reads inside of its own window. Random ops are drawn by seeds, so that they can run again in the backward
+graph; a seed itself is drawn once, and kept.
 """
 
 import hashlib
@@ -130,8 +131,9 @@ def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> 
 
 
 def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are_loops: Sequence[bool]) -> list[int]:
-    """Divide a schedule into windows: the bytes when one begins, and all that it writes, are within a limit.
+    """Divide a schedule into windows: the bytes when one begins, and those that it writes, are within a limit.
 
+    A storage that loops of one window alone write and read is not counted: Inductor fuses them, and writes it nowhere.
     Of all such divisions it separates the fewest bytes that are read by a loop, and were read or written by the loop
     that touched them before: Inductor fuses the two in one window. Of equal divisions it has the fewest windows.
 
@@ -149,50 +151,69 @@ def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are
     total = sum(graph.storages[index].size_bytes for op in ops for index in op.writes)
     if total + max(op.temporary_bytes for op in ops) <= limit_bytes:
         return [1] * cut + [2] * (len(ops) - cut)
+    freed: list[list[int]] = []
+    for step in schedule.steps:
+        if step.kind == "compute":
+            freed.append([])
+        else:
+            freed[-1].append(step.target)
+    # for each computation, the bytes before it, and without those that one window of all their loops fuses away
     held_before: list[int] = []
-    sizes: list[int] = []
-    temporaries: list[int] = []
-    # for each computation, the bytes that a later loop is the next one to touch
+    least_before: list[int] = []
+    # the bytes that it writes and that are not fused away, and those that a later loop is the next one to touch
+    written: list[int] = []
     shared: list[int] = []
     last: dict[int, int] = {}
+    of_loops: dict[int, int] = {}
     live: set[int] = set()
     held = 0
     # of so many first computations: the bytes shared inside of windows, less the windows; where the last window begins
     best, starts = [(0, 0)], [0]
-    for step in schedule.steps:
-        if step.kind == "free":
-            live.remove(step.target)
-            last.pop(step.target, None)
-            held -= graph.storages[step.target].size_bytes
-            continue
-        op, place = graph.ops[step.target], len(sizes)
+    for place, op in enumerate(ops):
         held_before.append(held)
-        sizes.append(sum(graph.storages[index].size_bytes for index in op.writes))
-        temporaries.append(op.temporary_bytes)
-        held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
-        live.update(op.writes)
+        least_before.append(held)
+        written.append(sum(graph.storages[index].size_bytes for index in op.writes))
         shared.append(0)
-        for index in {*op.reads, *op.writes} if are_loops[step.target] else ():
-            if index in last and index in op.reads:
-                shared[last[index]] += graph.storages[index].size_bytes
-            last[index] = place
+        new = [index for index in op.writes if index not in live]
+        held += sum(graph.storages[index].size_bytes for index in new)
+        live.update(new)
+        if are_loops[schedule.order[place]]:
+            of_loops.update((index, place) for index in new if index not in graph.gradients)
+            for index in {*op.reads, *op.writes}:
+                if index in last and index in op.reads:
+                    shared[last[index]] += graph.storages[index].size_bytes
+                last[index] = place
+        else:
+            for index in (*op.reads, *op.writes):
+                of_loops.pop(index, None)
+        for index in freed[place]:
+            size_bytes = graph.storages[index].size_bytes
+            live.remove(index)
+            last.pop(index, None)
+            held -= size_bytes
+            if index in of_loops:
+                writer = of_loops.pop(index)
+                written[writer] -= size_bytes
+                for after in range(writer + 1, place + 1):
+                    least_before[after] -= size_bytes
         value, start = (-1, 0), place
-        inside = written = temporary = 0
+        inside = in_window = temporary = 0
         for begin in range(place, (cut if place >= cut else 0) - 1, -1):
-            written, temporary = written + sizes[begin], max(temporary, temporaries[begin])
-            if begin < place and held_before[begin] + written + temporary > limit_bytes:
+            in_window, temporary = in_window + written[begin], max(temporary, ops[begin].temporary_bytes)
+            if begin < place and least_before[begin] + in_window + temporary > limit_bytes:
                 break
             inside += shared[begin]
             before, count = best[begin]
-            if (before + inside, count - 1) > value:
+            fits = begin == place or held_before[begin] + in_window + temporary <= limit_bytes
+            if fits and (before + inside, count - 1) > value:
                 value, start = (before + inside, count - 1), begin
         best.append(value)
         starts.append(start)
-    borders, end = set(), len(sizes)
+    borders, end = set(), len(ops)
     while end:
         end = starts[end]
         borders.add(end)
-    return list(accumulate(int(place in borders) for place in range(len(sizes))))
+    return list(accumulate(int(place in borders) for place in range(len(ops))))
 
 
 def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Tensor]) -> int:

@@ -184,7 +184,7 @@ grid = partial(pytest.param, marks=pytest.mark.grid)
 @pytest.mark.parametrize(
     "case",
     [
-        *("net", "assorted", grid("blocks"), grid("sketched"), "sketched in int4", "sketched attention"),
+        *("net", grid("assorted"), grid("blocks"), grid("sketched"), grid("sketched in int4"), "sketched attention"),
         *("gpt2", grid("llama"), grid("roberta")),
     ],
 )
@@ -285,6 +285,7 @@ def test_inputs_get_gradients_and_every_output_can_be_differentiated_without_a_l
     assert runs(model) == 1
 
 
+@pytest.mark.slow
 def test_frozen_parameters_get_none():
     model = Blocks(depth=6)
     model.blocks[:3].requires_grad_(False)
@@ -502,7 +503,7 @@ def test_what_a_step_assigns_is_there_after_it():
 # Gradients that arrive at a result beside the loss
 
 
-@pytest.mark.parametrize("model", [Net(), language_model("roberta")], ids=["net", "roberta"])
+@pytest.mark.parametrize("model", [Net(), grid(language_model("roberta"))], ids=["net", "roberta"])
 def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(model):
     args, kwargs = (IMAGES, {}) if isinstance(model, Net) else ((), CASES["roberta"][3])
     reference = copy.deepcopy(model)

@@ -67,6 +67,7 @@ def test_small_graphs_are_planned_as_well_as_can_be():
     assert max(ratios) <= 1 + _ROUNDING
 
 
+@pytest.mark.slow
 def test_local_search_plans_random_graphs_nearly_as_well_as_can_be(monkeypatch):
     monkeypatch.setattr(auto, "_FEW", 0)
 

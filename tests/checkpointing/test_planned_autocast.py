@@ -65,7 +65,7 @@ def assert_same_bits(found, expected):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", [Attention, Repeated])
+@pytest.mark.parametrize("kind", [Attention, pytest.param(Repeated, marks=pytest.mark.grid)])
 def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(kind):
     model = kind()
     reference = copy.deepcopy(model)

@@ -44,6 +44,7 @@ def test_text_shows_the_blocks(folder, capsys, tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_told_in_percent_with_one_that_is_not(folder, capsys):
     assert main(["plan", folder, *OPTIONS, "--budget", "1%"]) == 2
     error = capsys.readouterr().err

@@ -114,6 +114,7 @@ def test_a_batch_that_the_model_does_not_take_is_one_line(arguments, message, fo
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_program_runs_by_itself(folder):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["kernels", *sys.path])}
     command = [sys.executable, "-m", "rmm_linear.cli", "profile", str(folder / "bare"), "--batch", "2", "--seq", "16"]

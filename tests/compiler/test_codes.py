@@ -45,8 +45,10 @@ def test_a_reading_has_the_tensor_as_its_mean_and_the_variance_of_the_closed_for
         assert (squares / draws / variance).mean() == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("cube", [0.0, 0.06])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "cube"),
+    [(4, 0.06), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 0.0), (8, 0.0), (8, 0.06)))],
+)
 def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bits, cube):
     torch.manual_seed(0)
     x = torch.randn(256, 4)

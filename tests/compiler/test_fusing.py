@@ -87,7 +87,7 @@ def test_the_fewest_bytes_are_kept_of_random_elementwise_steps(seed):
     assert kept_bytes(captured(step)) == least * SIZE
 
 
-@pytest.mark.parametrize("steps", [40, 80])
+@pytest.mark.parametrize("steps", [40, pytest.param(80, marks=pytest.mark.grid)])
 def test_of_a_long_recurrence_each_backward_loop_computes_a_short_part_again(steps):
     def step(x, first, second, third):
         h = x @ first

@@ -228,11 +228,22 @@ def test_windows_hold_all_that_their_ops_write():
         return inductor_program.windows_of(graph, Schedule.plain(graph), cut, limit_bytes, are_loops)
 
     # three storages fit; the forward pass ends there; the third is in memory when the second window begins
-    assert windows(30, 3, range(5)) == [1, 1, 1, 2, 2]
-    assert windows(20, 3, range(5)) == [1, 1, 2, 3, 4]
+    assert windows(30, 3, ()) == [1, 1, 1, 2, 2]
+    assert windows(20, 3, ()) == [1, 1, 2, 3, 4]
     # two loops that share a storage stay together, and other ops do not
     assert windows(30, 5, ()) == [1, 1, 1, 2, 2]
-    assert windows(30, 5, (2, 3)) == [1, 1, 2, 2, 3]
+    assert windows(20, 5, (2, 3)) == [1, 1, 2, 2, 3]
+    # what loops pass on to each other is written nowhere: the result of the last one alone is
+    assert windows(10, 5, range(5)) == [1] * 5
+    assert windows(20, 5, (0, 1, 2, 4)) == [1, 1, 1, 1, 2]
+
+
+def test_a_gradient_that_is_handed_over_is_written_whatever_reads_it():
+    ops = [Op(str(place), 1.0, (place - 1,) if place else (), (place,), is_backward=True) for place in range(3)]
+    storages = tuple(Storage(str(place), 10) for place in range(3))
+    for gradients, expected in (((), [1, 1, 1]), ((1,), [1, 1, 2])):
+        graph = Graph(tuple(ops), storages, outputs=(2,), gradients=gradients)
+        assert inductor_program.windows_of(graph, Schedule.plain(graph), 0, 10, [True] * 3) == expected
 
 
 def test_loops_that_read_two_computations_of_a_storage_share_nothing():

@@ -9,6 +9,7 @@ from rmm_linear.compiler import plans
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 anywhere = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
+slow_on_a_cpu = pytest.mark.gpu if torch.cuda.is_available() else pytest.mark.slow
 ROWS, LENGTH, WIDTH, HEADS, DRAWS = 4, 256, 128, 2, 24
 
 
@@ -49,7 +50,7 @@ def model_and_inputs(is_masked: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Block(is_masked).to(DEVICE), tuple(each.to(DEVICE) for each in inputs)
 
 
-@anywhere
+@slow_on_a_cpu
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_masked", [False, True], ids=["causal", "masked"])
 def test_the_mean_of_coded_gradients_is_the_gradient(is_masked, executor):

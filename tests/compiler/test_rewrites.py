@@ -129,20 +129,14 @@ CASES = {
 }
 
 
-# In these cases the same functions read codes of 8 bits and codes of 4 bits.
-VARIANTS = {
-    "layer norm without weight",
-    "layer norm without bias",
-    "RMS norm of single ops",
-    "causal attention",
-    "linear",
-}
+# A case of each kind, with the larger steps.
+QUICK = {"layer norm", "GELU", "attention", "block"}
 
 
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        pytest.param(name, bits, marks=pytest.mark.slow if bits == 8 and name in VARIANTS else ())
+        pytest.param(name, bits, marks=() if bits == 4 and name in QUICK else pytest.mark.slow)
         for name in CASES
         for bits in (8, 4)
     ],
@@ -238,11 +232,11 @@ class CutSilu(nn.Module):
     ("body", "bits"),
     [
         (FakeQuantised, 8),
-        (ConstantTimesFunction, 4),
+        pytest.param(ConstantTimesFunction, 4, marks=pytest.mark.slow),
         (OneForBoth, 4),
         (RMSOfRMS, 4),
         (ScaledRMS, 4),
-        (SigmoidGate, 4),
+        pytest.param(SigmoidGate, 4, marks=pytest.mark.slow),
         (CutSilu, 8),
     ],
     ids=lambda given: getattr(given, "__name__", given),
@@ -313,7 +307,7 @@ def small_beside_outliers():
     return model, x
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
 def test_small_inputs_beside_an_outlier_are_read_without_bias(bits):
     torch.manual_seed(0)
     model, x = small_beside_outliers()
@@ -321,6 +315,7 @@ def test_small_inputs_beside_an_outlier_are_read_without_bias(bits):
     assert is_unbiased(result, named_bias(plan, bits)), result
 
 
+@pytest.mark.slow
 def test_outliers_keep_norms_and_activations_unbiased():
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH)
@@ -384,7 +379,13 @@ def _keys_of_one_seed(x: Tensor, *, count: int) -> tuple[Tensor, ...]:
     return tuple(each.clone() for each in draw_keys(torch.full((), 7, dtype=torch.int64), count))
 
 
-@pytest.mark.parametrize("mutant", ["variance", "smoothing", "one key", "one seed", "read twice"])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        *("variance", "one key", "one seed"),
+        *(pytest.param(mutant, marks=pytest.mark.slow) for mutant in ("smoothing", "read twice")),
+    ],
+)
 def test_the_checks_see_a_mutant(monkeypatch, mutant):
     torch.manual_seed(0)
     model, x, draws = Net(nn.LayerNorm(WIDTH)), torch.randn(ROWS, WIDTH), 300
@@ -513,8 +514,13 @@ def test_few_rows_and_float64_stay_exact(rows):
         assert not plans(model)[-1].coding.coded
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_autocast"),
+    [
+        *((torch.bfloat16, True), (torch.float16, False)),
+        *(pytest.param(*each, marks=pytest.mark.grid) for each in ((torch.bfloat16, False), (torch.float16, True))),
+    ],
+)
 def test_low_precision_has_gradients_of_the_right_dtype_that_are_close(dtype, is_autocast):
     torch.manual_seed(0)
     model, x = Net(nn.Sequential(nn.LayerNorm(WIDTH), Gated()), outer=24), torch.randn(ROWS, WIDTH) / 4
@@ -609,7 +615,7 @@ def joint_graph_of(model, x, **options):
     return joint
 
 
-@pytest.mark.parametrize("body", [Attention, Block, nn.ReLU])
+@pytest.mark.parametrize("body", [Attention, pytest.param(Block, marks=pytest.mark.slow), nn.ReLU])
 def test_inserted_ops_have_the_fake_values_that_they_return(body):
     def described(value, sources):
         parts = value if isinstance(value, (tuple, list)) else [value]
@@ -645,7 +651,7 @@ def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
         assert read.target.is_view, read.target
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.grid)])
 def test_what_is_not_finite_is_not_finite_in_the_gradients(bad):
     torch.manual_seed(0)
     for body in (nn.LayerNorm(WIDTH), nn.GELU(), nn.Identity()):
@@ -769,6 +775,7 @@ class OfNoisyGradients(nn.Module):
         return functional.gelu(self.linear(sum(each(x) for each in self.gradients.values())))
 
 
+@pytest.mark.slow
 def test_a_plan_names_ops_that_bend_noisy_gradients():
     torch.manual_seed(0)
     model, x = Net(OfNoisyGradients(BENDING | LINEAR)), torch.randn(ROWS, WIDTH)

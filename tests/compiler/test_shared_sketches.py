@@ -57,7 +57,7 @@ def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:the compiled step takes")
 @pytest.mark.usefixtures("_nothing_is_compiled")
 @pytest.mark.parametrize("is_autocast", [False, True])
-@pytest.mark.parametrize("executor", ["exact", "inductor"])
+@pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> None:
     x, kept = batch(), {}
     dtype = torch.bfloat16 if is_autocast else torch.float32

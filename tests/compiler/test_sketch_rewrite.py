@@ -100,8 +100,14 @@ def is_unbiased(result):
     return all(abs(slope - 1) <= 4.5 * error and ratio <= 3 for slope, error, ratio, _ in result.values())
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize(("body", "rows"), list(zip(BODIES, SIZES, strict=True)))
+@pytest.mark.parametrize(
+    ("body", "rows", "bits"),
+    [
+        pytest.param(body, rows, bits, marks=() if bits or body == "linear" else pytest.mark.slow)
+        for body, rows in zip(BODIES, SIZES, strict=True)
+        for bits in (None, 8)
+    ],
+)
 def test_gradients_are_unbiased_for_each_parameter(body, rows, bits):
     model = Net(BODIES[body]())
     result = judge(model, compiled(model, bits=bits), batch(rows), 250)
@@ -318,8 +324,16 @@ def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
     assert is_unbiased(result), result
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_autocast"),
+    [
+        (torch.bfloat16, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.grid)
+            for each in ((torch.bfloat16, False), (torch.float16, False), (torch.float16, True))
+        ),
+    ],
+)
 def test_low_precision_has_sketches_and_gradients_of_the_right_dtype(dtype, is_autocast):
     model, x = Net(Queries()), batch(ROWS) / 4
     if not is_autocast:

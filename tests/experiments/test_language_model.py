@@ -19,6 +19,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(language_model, name, size)
 
 
+@pytest.mark.slow
 def test_runs_become_rows_once_and_the_table_has_differences_of_the_same_seeds(
     short_runs: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +55,7 @@ def test_runs_become_rows_once_and_the_table_has_differences_of_the_same_seeds(
     assert "different texts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_our_estimators_have_a_slope_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_DRAWS", 400)
     torch.manual_seed(0)

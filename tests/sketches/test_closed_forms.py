@@ -109,7 +109,7 @@ def hadamard_matrices(rows, blocks, kept):
         yield s.flatten(1)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (7, 8))])
 def test_hadamard_in_one_block(rows):
     """Orders 1, 2, 4 and 8; blocks that fill their matrix, and blocks that do not."""
     x, g = pair(rows)

@@ -234,6 +234,7 @@ def _rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_keep_what_the_first_decides(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

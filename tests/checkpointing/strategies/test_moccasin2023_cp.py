@@ -50,6 +50,7 @@ def test_fewer_runs_of_an_op_are_never_cheaper():
     assert Program(with_backward(chain([4] * 5)), 20).solve().cost == math.inf
 
 
+@pytest.mark.slow
 def test_an_op_may_run_a_third_time_where_two_are_not_enough():
     sizes, costs = [7, 7, 3, 6, 9, 6, 2, 8, 9, 2], [3.0, 9.0, 7.0, 6.0, 8.0, 1.0, 8.0, 1.0, 5.0, 7.0]
     graph = with_backward(chain(sizes, costs))

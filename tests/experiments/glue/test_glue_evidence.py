@@ -25,7 +25,9 @@ def _bootstrap(tasks: list[np.ndarray], random: np.random.Generator) -> tuple[fl
     return low, high
 
 
-@pytest.mark.parametrize(("case", "share"), [("favourable", 0.955), ("unfavourable", 0.89)])
+@pytest.mark.parametrize(
+    ("case", "share"), [("favourable", 0.955), pytest.param("unfavourable", 0.89, marks=pytest.mark.slow)]
+)
 def test_intervals_hold_the_truth_as_often_as_the_module_says(case, share):
     """Within 2 points: 4 standard errors of 4,000 draws, so that one run in 16,000 fails by chance."""
     found = [Average.of(tasks) for tasks in _draws(0.3, 0, case)]
@@ -41,7 +43,9 @@ def test_a_percentile_bootstrap_holds_the_truth_less_often(case):
     assert share < ours - 0.03
 
 
-@pytest.mark.parametrize(("case", "most"), [("favourable", 0.065), ("unfavourable", 0.1)])
+@pytest.mark.parametrize(
+    ("case", "most"), [("favourable", 0.065), pytest.param("unfavourable", 0.1, marks=pytest.mark.slow)]
+)
 def test_a_difference_of_a_margin_passes_for_none_in_one_of_ten_studies_at_most(case, most):
     small = [[values * 0.1 + 0.5 for values in tasks] for tasks in _draws(0.0, 3, case)]
     assert 0.02 < np.mean([Average.of(tasks).least_margin < 0.5 for tasks in small]) < most
