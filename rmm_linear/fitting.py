@@ -539,25 +539,19 @@ def _measured(
     loss_fn: Callable[[nn.Module, Any], Tensor] | None,
     executor: str,
 ) -> StepNoise:
-    """Measure a candidate's noise on parts of the sample: op by op, if that codes the same tensors."""
+    """Measure a candidate's noise on parts of the sample, op by op."""
     if _is_without_contents(model):
         raise _NotMeasurableError("the noise can't be measured: the weights are on the meta device, without contents")
     parts = _parts(sample)
     assert candidate.plan is not None
     whole = candidate.plan.coding.names
-    # where random numbers are drawn otherwise, the traces differ
-    for tried in dict.fromkeys(("exact", executor)):
-        step = PlannedStep(model._call_impl, model, Options(executor=tried, **candidate.options))
-        try:
-            _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
-        except CaptureError as error:
-            raise _NotMeasurableError(
-                f"the noise can't be measured: parts of the sample are refused: {error}"
-            ) from None
-        if plan.coding.names == whole:
-            break
-        step.forget()
-    else:
+    step = PlannedStep(model._call_impl, model, Options(executor=executor, **candidate.options))
+    step.group.is_compiled = False
+    try:
+        _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
+    except CaptureError as error:
+        raise _NotMeasurableError(f"the noise can't be measured: parts of the sample are refused: {error}") from None
+    if plan.coding.names != whole:
         raise _NotMeasurableError(
             f"the noise can't be measured: {len(whole)} tensors of the sample are coded or sketched, and"
             f" {len(plan.coding.names & whole)} of these in its {len(parts)} parts, which may have too few rows; pass a"

@@ -143,6 +143,7 @@ class Group:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
         plans_nothing: Whether graphs get their plain schedules, for only their captures are wanted.
+        is_compiled: Whether Inductor compiles the ops that it executes.
         loss_alone: Whether a scalar among the results is the only one that is differentiated.
         graphs: The graphs so far.
         runs: How many planned forward passes ran.
@@ -152,6 +153,7 @@ class Group:
         self.options = options
         self.on_failure = on_failure or _warn
         self.capture_only = self.plans_nothing = False
+        self.is_compiled = True
         self.loss_alone = options.loss_alone
         self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
         self.runs = 0
@@ -430,7 +432,11 @@ class PlannedGraph:
             program = program_of(capture, plan.schedule)
             return Runner(capture, program, self._module, self._take_all_gradients)
         # after what an exact program needs: Inductor takes seconds to import
-        from rmm_linear.compiler.inductor_program import measured_plain, program_within
+        from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program
+
+        if not self._group.is_compiled:
+            program = uncompiled_program(capture, plan.schedule)
+            return Runner(capture, program, self._module, self._take_all_gradients)
 
         def replan(budget_bytes: int) -> CheckpointPlan:
             return plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)

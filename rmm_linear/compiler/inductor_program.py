@@ -33,6 +33,7 @@ from rmm_linear.compiler.torch_private import (
     decompositions,
     fake_mode_of,
     is_profiled,
+    run_one_by_one,
 )
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
@@ -128,6 +129,15 @@ def compiled_program(capture: Capture, schedule: Schedule, limit_bytes: int) -> 
             node.meta["window"] = windows[_step(node)]
     _realize(joint)
     return _Halves(capture, joint, cut).program()
+
+
+def uncompiled_program(capture: Capture, schedule: Schedule) -> Program:
+    """Run the ops of a schedule that `compiled_program` compiles one by one, where compiling takes longer than they do.
+
+    Results are those of the compiled program, but for rounding and for the numbers that random ops draw.
+    """
+    cut = _cut(capture.graph, schedule)
+    return _Halves(capture, _in_order(capture, schedule, cut), cut, is_compiled=False).program()
 
 
 def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are_loops: Sequence[bool]) -> list[int]:
@@ -292,7 +302,9 @@ def _in_order(capture: Capture, schedule: Schedule, cut: int) -> fx.GraphModule:
         if not isinstance(node, fx.Node) or node in present:
             return present.get(node, node)
         assert node not in ops, f"{node} is read before it is computed"
-        key = (node, tuple(value(source) for source in node.all_input_nodes), step >= cut)
+        # one of several results is kept alone, without the others
+        is_again = step >= cut and node.target is not operator.getitem
+        key = (node, tuple(value(source) for source in node.all_input_nodes), is_again)
         if key not in views:
             views[key] = copy(node, value)
         return views[key]
@@ -359,10 +371,10 @@ def _memories(node: fx.Node) -> list[int]:
 
 
 class _Halves:
-    """Cuts the decomposed graph where the forward pass ends, and compiles both halves."""
+    """Cuts a graph where the forward pass ends, and compiles both halves, if that is wanted."""
 
-    def __init__(self, capture: Capture, joint: fx.GraphModule, cut: int) -> None:
-        self._capture, self._joint = capture, joint
+    def __init__(self, capture: Capture, joint: fx.GraphModule, cut: int, *, is_compiled: bool = True) -> None:
+        self._capture, self._joint, self._is_compiled = capture, joint, is_compiled
         nodes = list(joint.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         place_of = {node: place for place, node in enumerate(_placeholders(capture))}
@@ -443,6 +455,8 @@ class _Halves:
         output.meta["user_visible_output_idxs"] = list(range(len(ends)))
         graph.eliminate_dead_code()
         module = fx.GraphModule(self._joint, graph)
+        if not self._is_compiled:
+            return run_one_by_one(module)
         examples = [node.meta["val"] for node in inputs]
         windows = [(node.name, node.meta.get("window")) for node in graph.nodes]
         key = hashlib.sha256(repr(windows).encode()).hexdigest()

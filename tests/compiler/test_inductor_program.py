@@ -9,8 +9,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from rmm_linear import convert_linears
+from rmm_linear.checkpointing.planned import PlannedStep
 from rmm_linear.compiler import inductor_program, plans
-from rmm_linear.compiler.backend import rmm_linear
+from rmm_linear.compiler.backend import Options, rmm_linear
 from rmm_linear.errors import MissingCompilerError
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule
@@ -147,6 +148,29 @@ def test_what_autocast_leaves_in_float32_is_computed_in_float32(monkeypatch):
         loss = planned(nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention()), "100%")(torch.randn(4, 64, WIDTH)).sum()
     loss.backward()
     assert set(dtypes) == {torch.float32}
+
+
+def uncompiled(model):
+    step = PlannedStep(model._call_impl, model, Options(budget="100%"))
+    step.group.is_compiled = False
+    return step
+
+
+def test_ops_for_inductor_run_one_by_one_with_the_same_gradients(x, monkeypatch):
+    monkeypatch.setattr(inductor_program, "compile_by_inductor", None)
+    model = mlp()
+    for ours, theirs in zip(gradients(model, uncompiled(model), x), gradients(model, model, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mask_that_is_drawn_twice_from_one_seed_is_the_same_where_nothing_is_compiled():
+    model, x = nn.Dropout(0.3), torch.randn(ROWS, WIDTH, requires_grad=True)
+    step = uncompiled(model)
+    y = step(x)
+    y.sum().backward()
+    assert 0.25 < (x.grad == 0).double().mean() < 0.35
+    torch.testing.assert_close(x.grad * x, y)
+    assert not torch.equal(step(x) == 0, y == 0)
 
 
 @pytest.mark.slow
