@@ -174,12 +174,15 @@ def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are
     written: list[int] = []
     shared: list[int] = []
     last: dict[int, int] = {}
+    # the writers of storages that loops alone have written and read
     of_loops: dict[int, int] = {}
+    returned = {*graph.results, *graph.outputs, *graph.gradients}
     live: set[int] = set()
     held = 0
     # of so many first computations: the bytes shared inside of windows, less the windows; where the last window begins
     best, starts = [(0, 0)], [0]
     for place, op in enumerate(ops):
+        first = cut if place >= cut else 0
         held_before.append(held)
         least_before.append(held)
         written.append(sum(graph.storages[index].size_bytes for index in op.writes))
@@ -188,7 +191,7 @@ def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are
         held += sum(graph.storages[index].size_bytes for index in new)
         live.update(new)
         if are_loops[schedule.order[place]]:
-            of_loops.update((index, place) for index in new if index not in graph.gradients)
+            of_loops.update((index, place) for index in new if index not in returned)
             for index in {*op.reads, *op.writes}:
                 if index in last and index in op.reads:
                     shared[last[index]] += graph.storages[index].size_bytes
@@ -201,14 +204,14 @@ def windows_of(graph: Graph, schedule: Schedule, cut: int, limit_bytes: int, are
             live.remove(index)
             last.pop(index, None)
             held -= size_bytes
-            if index in of_loops:
-                writer = of_loops.pop(index)
+            writer = of_loops.pop(index, -1)
+            if writer >= first:
                 written[writer] -= size_bytes
                 for after in range(writer + 1, place + 1):
                     least_before[after] -= size_bytes
         value, start = (-1, 0), place
         inside = in_window = temporary = 0
-        for begin in range(place, (cut if place >= cut else 0) - 1, -1):
+        for begin in range(place, first - 1, -1):
             in_window, temporary = in_window + written[begin], max(temporary, ops[begin].temporary_bytes)
             if begin < place and least_before[begin] + in_window + temporary > limit_bytes:
                 break
