@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ pytest.importorskip("scipy")
 
 from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies import get_strategy
+from rmm_linear.planning.strategies import get_strategy, moccasin2023_cp
 from rmm_linear.planning.strategies.jain2020_checkmate import Program as Checkmate
 from rmm_linear.planning.strategies.moccasin2023_cp import Program
 
@@ -66,6 +67,23 @@ def test_the_hint_is_what_a_solver_without_time_returns():
     found = Program(graph, budget).solve(hint, time_limit_s=1e-3)
     assert (found.order, found.status) == (hint, "stopped")
     assert found.bound <= found.cost
+
+
+def test_all_programs_of_a_plan_share_its_time(monkeypatch):
+    asked, solved = [], Program._solved
+
+    def slowly(self, time_limit_s, deterministic_limit):
+        asked.append(time_limit_s)
+        now[0] += 7.0
+        return solved(self, 1e-3, deterministic_limit)
+
+    now = [0.0]
+    monkeypatch.setattr(moccasin2023_cp, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Program, "_solved", slowly)
+    strategy, graph = get_strategy("moccasin2023_cp"), with_backward(chain([4] * 20))
+    monkeypatch.setattr(type(strategy), "time_limit_s", 10.0)
+    strategy.plan(graph, _plain_peak(graph) // 2)
+    assert asked == [10.0, 3.0]
 
 
 def test_a_deterministic_limit_gives_the_same_plan_twice():
