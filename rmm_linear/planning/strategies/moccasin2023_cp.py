@@ -285,7 +285,7 @@ class Moccasin(Strategy):
         hint: tuple[int, ...] | None = None
         with contextlib.suppress(InfeasibleBudgetError):
             hint = Auto().plan(graph, budget_bytes).order
-        found = []
+        found: list[tuple[float, tuple[int, ...] | None]] = []
         end = time.monotonic() + self.time_limit_s
         for runs in _RUNS:
             program, left = Program(graph, budget_bytes, runs=runs), end - time.monotonic()
