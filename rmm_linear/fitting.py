@@ -547,16 +547,6 @@ def _measured(
     whole = candidate.plan.coding.names
     step = PlannedStep(model._call_impl, model, Options(executor=executor, **candidate.options))
     step.group.is_compiled = False
-    try:
-        _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
-    except CaptureError as error:
-        raise _NotMeasurableError(f"the noise can't be measured: parts of the sample are refused: {error}") from None
-    if plan.coding.names != whole:
-        raise _NotMeasurableError(
-            f"the noise can't be measured: {len(whole)} tensors of the sample are coded or sketched, and"
-            f" {len(plan.coding.names & whole)} of these in its {len(parts)} parts, which may have too few rows; pass a"
-            " larger batch"
-        )
     numbers = itertools.count()
 
     def loss_of(model: nn.Module, part: Any) -> Tensor:
@@ -567,6 +557,17 @@ def _measured(
             return _loss(model, part) if loss_fn is None else loss_fn(model, part)
 
     try:
+        try:
+            _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
+        except CaptureError as error:
+            text = f"the noise can't be measured: parts of the sample are refused: {error}"
+            raise _NotMeasurableError(text) from None
+        if plan.coding.names != whole:
+            raise _NotMeasurableError(
+                f"the noise can't be measured: {len(whole)} tensors of the sample are coded or sketched, and"
+                f" {len(plan.coding.names & whole)} of these in its {len(parts)} parts, which may have too few rows;"
+                " pass a larger batch"
+            )
         model._compiled_call_impl = step
         with torch.enable_grad():
             noise = measure_step_noise(model, parts, loss_fn=loss_of)

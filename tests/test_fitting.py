@@ -73,7 +73,6 @@ def test_a_step_that_fits_stays_exact(batch):
     assert _are_equal(_gradients(model, batch), expected)
 
 
-@pytest.mark.slow
 def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
     found = fit(_model(), batch, CODES)
     assert found.chosen.name == "8 bits"

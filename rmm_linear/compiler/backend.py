@@ -143,7 +143,7 @@ class Group:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
         plans_nothing: Whether graphs get their plain schedules, for only their captures are wanted.
-        is_compiled: Whether Inductor compiles the ops that it executes.
+        is_compiled: Whether the executor "inductor" compiles steps. If not, each op runs once, whatever the plan is.
         loss_alone: Whether a scalar among the results is the only one that is differentiated.
         graphs: The graphs so far.
         runs: How many planned forward passes ran.
@@ -435,7 +435,7 @@ class PlannedGraph:
         from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program
 
         if not self._group.is_compiled:
-            program = uncompiled_program(capture, plan.schedule)
+            program = uncompiled_program(capture)
             return Runner(capture, program, self._module, self._take_all_gradients)
 
         def replan(budget_bytes: int) -> CheckpointPlan:

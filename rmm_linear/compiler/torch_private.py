@@ -360,43 +360,5 @@ def compile_by_inductor(
         ) from error
 
 
-def run_one_by_one(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return a function that runs a graph for Inductor op by op, and compiles nothing.
-
-    Args:
-        module: The graph; changed in place: torch's own op that draws by a seed does not look at the seed.
-
-    Returns:
-        As `compile_by_inductor`. Random numbers are others than those of the compiled graph.
-    """
-    prims = require(torch.ops, "prims")
-    drawing = {
-        require(prims, "inductor_random").default: _random_by_seed,
-        require(prims, "inductor_randint").default: _randint_by_seed,
-    }
-    for node in module.graph.nodes:
-        node.target = drawing.get(node.target, node.target)
-    module.recompile()
-
-    def run(arguments: list[Any]) -> Sequence[Any]:
-        given = tuple(arguments)
-        arguments.clear()
-        found: Sequence[Any] = module(*given)
-        return found
-
-    return run
-
-
-def _random_by_seed(size: Sequence[int], seed: Tensor, mode: str, *, align_dtype: torch.dtype | None = None) -> Tensor:
-    generator = torch.Generator(seed.device).manual_seed(int(seed))
-    drawn: Tensor = getattr(torch, mode)(size, generator=generator, device=seed.device, dtype=torch.float32)
-    return drawn
-
-
-def _randint_by_seed(low: int, high: int, size: Sequence[int], seed: Tensor) -> Tensor:
-    generator = torch.Generator(seed.device).manual_seed(int(seed))
-    return torch.randint(low, high, size, generator=generator, device=seed.device)
-
-
 def _is_library(file: str) -> bool:
     return file.startswith(_FOLDER) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file)

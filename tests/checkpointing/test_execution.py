@@ -285,7 +285,6 @@ def test_inputs_get_gradients_and_every_output_can_be_differentiated_without_a_l
     assert runs(model) == 1
 
 
-@pytest.mark.slow
 def test_frozen_parameters_get_none():
     model = Blocks(depth=6)
     model.blocks[:3].requires_grad_(False)

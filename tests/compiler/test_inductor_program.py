@@ -163,7 +163,7 @@ def test_ops_for_inductor_run_one_by_one_with_the_same_gradients(x, monkeypatch)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_mask_that_is_drawn_twice_from_one_seed_is_the_same_where_nothing_is_compiled():
+def test_a_mask_of_dropout_is_the_same_in_both_passes_where_nothing_is_compiled():
     model, x = nn.Dropout(0.3), torch.randn(ROWS, WIDTH, requires_grad=True)
     step = uncompiled(model)
     y = step(x)
@@ -201,16 +201,18 @@ def test_a_missing_compiler_is_told_with_what_to_do(x, monkeypatch):
 def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monkeypatch):
     targets = []
     compiled = inductor_program.compiled_program
-    monkeypatch.setattr(inductor_program, "compiled_program", lambda *args: targets.append(args[2]) or compiled(*args))
+    monkeypatch.setattr(
+        inductor_program, "compiled_program", lambda *args, **how: targets.append(args[2]) or compiled(*args, **how)
+    )
     monkeypatch.setattr(inductor_program, "compile_by_inductor", lambda module, *_, **__: lambda args: module(*args))
     monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda capture, *_: 2**20 + 2**17)
     model = mlp()
     with pytest.warns(UserWarning, match="its budget is"):
         planned(model, 2**20)(x)
     (plan,) = plans(model)
-    assert targets[0] == 2**20
-    assert len(targets) == 3
-    assert all(after <= before - 2**17 for before, after in itertools.pairwise(targets))
+    assert targets[:2] == [2**20, 2**20]
+    assert len(targets) == 4
+    assert all(after <= before - 2**17 for before, after in itertools.pairwise(targets[1:]))
     assert plan.measured_peak_bytes > plan.budget_bytes == 2**20
 
 
@@ -243,13 +245,48 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch):
     assert plan.measured_peak_bytes == in_windows
 
 
-def test_windows_hold_all_that_their_ops_write():
+class OverRowsAndColumns(nn.Module):
+    """Inductor does not fuse a reduction of columns with the loops over rows around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.linear(x)
+        for _ in range(3):
+            h = torch.sin(h)
+            h = torch.cos(h - h.mean(0, keepdim=True))
+            h = h / (1 + h.square().mean(1, keepdim=True))
+        return x + h
+
+
+def test_a_budget_is_kept_where_loops_are_not_fused(monkeypatch):
+    tries, compile_program = [], inductor_program.compiled_program
+
+    def compiled_program(capture, schedule, limit_bytes, *, expects_fusion):
+        tries.append((schedule.order, expects_fusion))
+        return compile_program(capture, schedule, limit_bytes, expects_fusion=expects_fusion)
+
+    monkeypatch.setattr(inductor_program, "compiled_program", compiled_program)
+    torch.manual_seed(0)
+    model = nn.Sequential(OverRowsAndColumns(), OverRowsAndColumns(), nn.Linear(WIDTH, 1))
+    gradients(model, planned(model, "70%"), torch.randn(4 * ROWS, WIDTH))
+    (plan,) = plans(model)
+    # the same plan is compiled a second time
+    assert tries == [(plan.schedule.order, True), (plan.schedule.order, False)]
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_windows_hold_all_that_their_ops_write_and_loops_do_not_pass_on():
     ops = [Op(str(place), 1.0, (place - 1,) if place else (), (place,)) for place in range(5)]
     graph = Graph(tuple(ops), tuple(Storage(str(place), 10) for place in range(5)), outputs=(4,))
 
     def windows(limit_bytes, cut, loops):
         are_loops = [place in loops for place in range(5)]
-        return inductor_program.windows_of(graph, Schedule.plain(graph), cut, limit_bytes, are_loops)
+        return inductor_program.windows_of(
+            graph, Schedule.plain(graph), cut, limit_bytes, are_loops, expects_fusion=True
+        )
 
     # three storages fit; the forward pass ends there; the third is in memory when the second window begins
     assert windows(30, 3, ()) == [1, 1, 1, 2, 2]
@@ -271,14 +308,15 @@ def test_what_a_graph_returns_is_written_whatever_reads_it(is_backward):
     role = "gradients" if is_backward else "results"
     for returned, expected in (((), [1, 1, 1]), ((1,), [1, 1, 2])):
         graph = Graph(tuple(ops), storages, outputs=(2,), **{role: returned})
-        assert inductor_program.windows_of(graph, Schedule.plain(graph), cut, 10, [True] * 3) == expected
+        found = inductor_program.windows_of(graph, Schedule.plain(graph), cut, 10, [True] * 3, expects_fusion=True)
+        assert found == expected
 
 
 def test_loops_that_read_two_computations_of_a_storage_share_nothing():
     ops = Op("0", 1.0, (), (0,)), Op("1", 1.0, (0,), (1,)), Op("2", 1.0, (0,), (2,)), Op("3", 1.0, (2,), (3,))
     graph = Graph(ops, tuple(Storage(str(size), size) for size in (100, 1, 30, 1)), outputs=(1, 3))
     schedule = Schedule.from_order(graph, [0, 1, 0, 2, 3])
-    windows = inductor_program.windows_of(graph, schedule, 5, 231, [False, True, True, True])
+    windows = inductor_program.windows_of(graph, schedule, 5, 231, [False, True, True, True], expects_fusion=False)
     assert windows[3] == windows[4]
 
 

@@ -129,14 +129,14 @@ CASES = {
 }
 
 
-# A case of each kind, with the larger steps.
-QUICK = {"layer norm", "GELU", "attention", "block"}
+# A case of each kind with the larger steps, and one with 8 bits.
+QUICK = {("layer norm", 4), ("GELU", 4), ("attention", 4), ("block", 4), ("GELU", 8)}
 
 
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        pytest.param(name, bits, marks=() if bits == 4 and name in QUICK else pytest.mark.slow)
+        pytest.param(name, bits, marks=() if (name, bits) in QUICK else pytest.mark.slow)
         for name in CASES
         for bits in (8, 4)
     ],
