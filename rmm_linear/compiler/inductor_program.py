@@ -39,7 +39,7 @@ from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
 
-# How often a schedule is tightened whose measured peak is above its budget.
+# Most compilations, with all storages counted, of a step whose measured peak is above its budget.
 _MOST_TRIES = 3
 # Without a budget, peaks that differ by this factor are worth another compilation, and slower steps.
 _MUCH_MORE = 1.05
