@@ -557,11 +557,7 @@ def _measured(
             return _loss(model, part) if loss_fn is None else loss_fn(model, part)
 
     try:
-        try:
-            _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
-        except CaptureError as error:
-            text = f"the noise can't be measured: parts of the sample are refused: {error}"
-            raise _NotMeasurableError(text) from None
+        _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
         if plan.coding.names != whole:
             raise _NotMeasurableError(
                 f"the noise can't be measured: {len(whole)} tensors of the sample are coded or sketched, and"
@@ -574,6 +570,8 @@ def _measured(
         if not math.isfinite(noise.gradient_squared):
             raise _NotMeasurableError("the noise can't be measured: the gradient of the sample is not finite")
         return noise
+    except CaptureError as error:
+        raise _NotMeasurableError(f"the noise can't be measured: parts of the sample are refused: {error}") from None
     finally:
         remove_checkpointing(model)
         step.forget()

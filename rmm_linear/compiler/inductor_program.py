@@ -37,7 +37,7 @@ from rmm_linear.compiler.torch_private import (
 )
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
-from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.schedule import Schedule, frees_of_order
 
 # Most compilations, with all storages counted, of a step whose measured peak is above its budget.
 _MOST_TRIES = 3
@@ -138,9 +138,9 @@ def compiled_program(
 
 
 def uncompiled_program(capture: Capture) -> Program:
-    """Run each op of a captured step once, and compile nothing: results are those of the compiled step, to rounding.
+    """Run a captured step op by op, by no compiler.
 
-    Random ops draw other numbers than in the compiled step.
+    Gradients equal the compiled step's to rounding, but for dropout, whose masks are others.
     """
     schedule = Schedule.plain(capture.graph)
     cut = _cut(capture.graph, schedule)
@@ -177,62 +177,41 @@ def windows_of(
     total = sum(graph.storages[index].size_bytes for op in ops for index in op.writes)
     if total + max(op.temporary_bytes for op in ops) <= limit_bytes:
         return [1] * cut + [2] * (len(ops) - cut)
-    freed: list[list[int]] = []
-    for step in schedule.steps:
-        if step.kind == "compute":
-            freed.append([])
-        else:
-            freed[-1].append(step.target)
-    # the bytes before each computation; the same without storages that are not counted if their loops are in one window
-    held_before: list[int] = []
-    least_before: list[int] = []
-    # the bytes that each computation writes and that count; the bytes of storages that a loop touches after it
-    written: list[int] = []
-    shared: list[int] = []
+    # of each computation: the bytes before it, the bytes that it writes and that count, and the bytes of its storages
+    # that a loop is the next op to touch
+    held_before, written, shared = [0], [], []
     last: dict[int, int] = {}
     # the writers of storages that only loops have written and read
     writers: dict[int, int] = {}
     returned = {*graph.results, *graph.outputs, *graph.gradients}
     live: set[int] = set()
-    held = 0
     # of so many first computations: the bytes shared inside of windows, less the windows; where the last window begins
     best, starts = [(0, 0)], [0]
-    for place, op in enumerate(ops):
+    for place, (op, freed) in enumerate(zip(ops, frees_of_order(graph, schedule.order), strict=True)):
         is_loop = are_loops[schedule.order[place]]
-        held_before.append(held)
-        least_before.append(held)
-        written.append(sum(graph.storages[index].size_bytes for index in op.writes))
+        new = set(op.writes) - live
+        live |= new
+        live -= set(freed)
+        held_before.append(held_before[-1] + sum(graph.sizes[i] for i in new) - sum(graph.sizes[i] for i in freed))
+        written.append(sum(graph.sizes[index] for index in op.writes))
         shared.append(0)
-        new = [index for index in op.writes if index not in live]
-        held += sum(graph.storages[index].size_bytes for index in new)
-        live.update(new)
         if is_loop and expects_fusion:
-            writers.update((index, place) for index in new if index not in returned)
-        else:
-            for index in (*op.reads, *op.writes):
+            writers.update(dict.fromkeys(new - returned, place))
+        for index in {*op.reads, *op.writes}:
+            if not is_loop:
                 writers.pop(index, None)
-        for index in {*op.reads, *op.writes} if is_loop else ():
+                continue
             if index in last and index in op.reads:
-                shared[last[index]] += graph.storages[index].size_bytes
+                shared[last[index]] += graph.sizes[index]
             last[index] = place
-        for index in freed[place]:
-            size_bytes = graph.storages[index].size_bytes
-            live.remove(index)
+        for index in freed:
             last.pop(index, None)
-            held -= size_bytes
             if index in writers:
-                writer = writers.pop(index)
-                written[writer] -= size_bytes
-                for after in range(writer + 1, place + 1):
-                    least_before[after] -= size_bytes
-        if place + 1 == cut:
-            writers.clear()
+                written[writers.pop(index)] -= graph.sizes[index]
         value, start = (-1, 0), place
         inside = in_window = temporary = 0
         for begin in range(place, max(cut if place >= cut else 0, place + 1 - _MOST_OPS) - 1, -1):
             in_window, temporary = in_window + written[begin], max(temporary, ops[begin].temporary_bytes)
-            if begin < place and least_before[begin] + in_window + temporary > limit_bytes:
-                break
             inside += shared[begin]
             before, count = best[begin]
             fits = begin == place or held_before[begin] + in_window + temporary <= limit_bytes
