@@ -51,6 +51,10 @@ class AutocastBackwardError(RMMError, RuntimeError):
     """A planned step's backward pass was called inside of autocast, where it would compute in other dtypes."""
 
 
+class PagingError(RMMError, RuntimeError):
+    """A tensor could not be paged out, or not brought back: a disk is full, or a file has lost its contents."""
+
+
 class MissingCompilerError(RMMError, RuntimeError):
     """The executor "inductor" found no C++ compiler."""
 

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from rmm_linear.checkpointing.paging import Pager, pager_for
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.memory import SavedTensors
+from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
 from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots

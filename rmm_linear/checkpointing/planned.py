@@ -11,6 +11,7 @@ runs as it was written in eval mode, under `no_grad`, and inside of torch.func. 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -275,6 +276,7 @@ def apply_schedule(
     schedule: Schedule,
     *,
     gradients: str = "kept",
+    page_to: str | Path | None = None,
 ) -> PlannedStep:
     """Run a training step by a given schedule.
 
@@ -285,6 +287,7 @@ def apply_schedule(
         sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
         schedule: A schedule for the captured step, for instance one that was saved as JSON.
         gradients: What it was planned for; see `checkpoint_step`.
+        page_to: Where it pages tensors, if it does; see `checkpoint_step`.
 
     Returns:
         The step, to be called with batches of the sample's shapes: `loss = step(batch); loss.backward()`.
@@ -308,7 +311,9 @@ def apply_schedule(
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"schedule is a {type(schedule).__name__}; pass a Schedule (Schedule.from_json reads text)")
     refuse_planned(model)
-    planned = _step_of(model, loss_fn, Options(schedule=schedule, executor="exact", gradients=gradients))
+    planned = _step_of(
+        model, loss_fn, Options(schedule=schedule, executor="exact", gradients=gradients, page_to=page_to)
+    )
     planned.capture(*arguments_of_sample(sample))
     return planned
 
@@ -322,6 +327,7 @@ def checkpoint_step(
     strategy: str = "auto",
     costs: str = "roofline",
     gradients: str = "kept",
+    page_to: str | Path | None = None,
 ) -> PlannedStep:
     """Plan a training step, loss included, within a byte budget.
 
@@ -339,6 +345,8 @@ def checkpoint_step(
             "freed" plans for steps that leave none behind: an optimizer takes each in the backward pass
             (`register_post_accumulate_grad_hook`), or it is added to one that was there before, as in all micro-batches
             but the first.
+        page_to: A folder, or "host" for the host's memory, to which the strategy "patil2022_poet" may move tensors and
+            bring them back; None for nowhere.
 
     Returns:
         The step; call it in the place of `loss_fn(model, ...)`. Its `plans` say what was planned.
@@ -349,7 +357,7 @@ def checkpoint_step(
         ValueError: If the budget, the strategy or `gradients` is unknown, a module in the model is checkpointed
             or compiled already, or wrapped as by DistributedDataParallel.
     """
-    options = Options(budget, strategy, "exact", costs, gradients)
+    options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
     refuse_planned(model)
     planned = _step_of(model, loss_fn, options)
     planned.capture(*arguments_of_sample(sample))
@@ -364,6 +372,7 @@ def checkpoint_model(
     strategy: str = "auto",
     costs: str = "roofline",
     gradients: str = "kept",
+    page_to: str | Path | None = None,
 ) -> CheckpointPlan:
     """Plan a model's forward and backward pass within a byte budget, in place.
 
@@ -378,6 +387,7 @@ def checkpoint_model(
         strategy: One of `available_strategies()`.
         costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
         gradients: "kept" or "freed"; see `checkpoint_step`.
+        page_to: See `checkpoint_step`.
 
     Returns:
         The plan for the sample's shapes; print it. Other shapes are planned when they first occur, for the same budget.
@@ -399,7 +409,7 @@ def checkpoint_model(
         True
         >>> model(x).square().mean().backward()
     """
-    options = Options(budget, strategy, "exact", costs, gradients)
+    options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
     refuse_planned(model)
     planned = _step_of(model, None, options)
     _, plan = planned.capture(*arguments_of_sample(sample))

@@ -15,13 +15,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from rmm_linear.compiler.autocasting import autocast_as, present_autocast
+from rmm_linear.compiler.costs import page_cost
 from rmm_linear.compiler.exact_program import program_of
+from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transformed
@@ -64,6 +67,8 @@ class Options:
         sketch: The share of rows, in (0, 1), of the sketches that weight gradients of linear layers are estimated from,
             without bias: of their inputs, kept in the inputs' place where nothing else needs them, and of the
             gradients. None for products of all rows.
+        page_to: Where strategies that page may move tensors, in place of computing them again: a folder, or "host" for
+            the host's memory. Paging waits: no op runs meanwhile. None for nowhere.
     """
 
     budget: int | float | str | None = None
@@ -75,6 +80,7 @@ class Options:
     loss_alone: bool = True
     bits: Any = None
     sketch: float | None = None
+    page_to: str | Path | None = None
 
     def __post_init__(self) -> None:
         Bits.of(self.bits)
@@ -83,6 +89,10 @@ class Options:
             raise ValueError(f"executor={self.executor!r} is unknown; choose one of {', '.join(EXECUTORS)}")
         if self.gradients not in ("kept", "freed"):
             raise ValueError(f'gradients={self.gradients!r} is neither "kept" nor "freed"')
+        if self.executor == "inductor" and self.page_to is not None:
+            raise ValueError(
+                f'page_to={str(self.page_to)!r} needs executor="exact": steps that Inductor compiles page nothing'
+            )
         if self.executor == "inductor" and self.gradients == "freed":
             raise ValueError(
                 'gradients="freed" needs executor="exact": Inductor\'s backward graph returns all gradients at its end'
@@ -404,6 +414,10 @@ class PlannedGraph:
         else:
             capture = replace(capture, rewritten=None)
             self._warn_of_names(capture)
+        if options.page_to is not None:
+            device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
+            rate = page_cost(options.page_to, device, options.costs)
+            capture = replace(capture, graph=replace(capture.graph, page_cost=rate))
         plan = self._plan(capture)
         plan = replace(plan, eager_peak_bytes=capture.eager_peak_bytes, coding=capture.coding)
         if self.has_checkpoints:
@@ -429,7 +443,7 @@ class PlannedGraph:
     def _compiled(self, variant: Variant, tensors: Sequence[Tensor]) -> Runner:
         capture, plan, options = variant.capture, variant.plan, self._group.options
         if options.executor == "exact":
-            program = program_of(capture, plan.schedule)
+            program = program_of(capture, plan.schedule, options.page_to)
             return Runner(capture, program, self._module, self._take_all_gradients)
         # after what an exact program needs: Inductor takes seconds to import
         from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program

@@ -2,13 +2,16 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
+
+from rmm_linear.paging import pager_for
 
 # FLOPs that a device does in the time in which it moves a byte, and the FLOPs of a launch's time.
 _FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 150.0}
@@ -25,6 +28,9 @@ _ATTENTION = {
 _DRAW = "rmm_linear.draw_seed.default"
 _UNITS = {"roofline": "bytes moved in the same time", "flops": "flops", "bytes": "bytes", "ms": "ms", "ops": "ops"}
 _REPEATS = 3
+_MIB = 2**20
+# The time of a byte is measured with so many.
+_PAGED_BYTES = 32 * _MIB
 # What was measured: an op with arguments of the same shapes takes the same time.
 _MEASURED_MS: dict[str, float] = {}
 
@@ -83,6 +89,44 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
     return max(moved, flops / _FLOPS_PER_BYTE[kind], computed / _NUMBERS_PER_BYTE[kind]) + _LAUNCH_BYTES[kind]
 
 
+def page_cost(page_to: str | Path, device: torch.device, costs: str) -> float:
+    """Measure the time in which a byte is paged out, or back.
+
+    Args:
+        page_to: "host", or a folder; see `rmm_linear.paging.pager_for`.
+        device: Where the tensors are.
+        costs: As for `cost_of`: "ms"; or "roofline" or "bytes", in the time in which the device moves a byte.
+
+    Raises:
+        ValueError: If costs are counted in something else.
+    """
+    if costs not in ("ms", "roofline", "bytes"):
+        raise ValueError(f'costs={costs!r} are no times, which paging takes: pass "roofline", "ms" or "bytes"')
+    pager, memory = pager_for(page_to, device), torch.zeros(_PAGED_BYTES, dtype=torch.uint8, device=device)
+    try:
+        both_ms = _median_ms(lambda: pager.take(pager.put([memory])), [device])
+    finally:
+        pager.close()
+    paged_ms = both_ms / (2 * _PAGED_BYTES)
+    if costs == "ms":
+        return paged_ms
+    # a copy reads and writes
+    return paged_ms * 2 * _PAGED_BYTES / _median_ms(memory.clone, [device])
+
+
+def _median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):
+        begin = time.perf_counter()
+        run()
+        for device in devices:
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
+        times.append(1000 * (time.perf_counter() - begin))
+    # the first run warms up
+    return max(1e-6, sorted(times[1:])[_REPEATS // 2])
+
+
 def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
     key = f"{node.target} {described((args, kwargs))}"
     if key not in _MEASURED_MS:
@@ -92,18 +136,10 @@ def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
 
 def _time_of(node: fx.Node, args: Any, kwargs: Any) -> float:
     """Median time of an op, in ms."""
-    times = []
-    devices = sorted({leaf.device.index for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
+    devices = list({leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         real_args, real_kwargs = with_contents((args, kwargs))
-        for _ in range(_REPEATS + 1):
-            begin = time.perf_counter()
-            node.target(*real_args, **real_kwargs)  # type: ignore[operator]
-            for device in devices:
-                torch.cuda.synchronize(device)
-            times.append(1000 * (time.perf_counter() - begin))
-    # the first run warms up
-    return max(1e-6, sorted(times[1:])[_REPEATS // 2])
+        return _median_ms(lambda: node.target(*real_args, **real_kwargs), devices)  # type: ignore[operator]
 
 
 def described(arguments: Any) -> str:

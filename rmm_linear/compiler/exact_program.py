@@ -4,7 +4,7 @@ A recomputation is a second call of the same op, a free is an assignment of None
 and goes with its storage; one of an input goes with the pass. What the two parts share is held in a list that the
 backward part empties, so that every tensor dies at the step at which the schedule frees it. The ops are those that
 eager mode runs, in its order: outputs, gradients and buffers have the same bits. An op that draws random numbers is
-recomputed from the random state that it had.
+recomputed from the random state that it had. A storage that a schedule loads is paged out where it is computed first.
 
 The backward part hands each gradient over once no later step reads it, or the input that it belongs to: whoever takes
 the gradient may change that. It is a generator, which stops there; `rmm_linear.compiler.runner` says who goes on.
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import getitem
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, fx
 
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture
+from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.schedule import Schedule, Step, hand_over_places, validate
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -67,20 +69,30 @@ class Program:
     has_layouts: bool = False
 
 
-def program_of(capture: Capture, schedule: Schedule) -> Program:
+def program_of(capture: Capture, schedule: Schedule, page_to: str | Path | None = None) -> Program:
     """Write the code of a schedule.
+
+    Args:
+        capture: The step.
+        schedule: The schedule.
+        page_to: Where tensors are paged that the schedule loads; see `rmm_linear.paging.pager_for`.
 
     Raises:
         ScheduleError: If the schedule cannot run; see `rmm_linear.planning.schedule.validate`.
     """
     validate(capture.graph, schedule)
-    return _Writer(capture, schedule).program()
+    return _Writer(capture, schedule, page_to).program()
 
 
 class _Writer:
-    def __init__(self, capture: Capture, schedule: Schedule) -> None:
+    def __init__(self, capture: Capture, schedule: Schedule, page_to: str | Path | None) -> None:
         self._capture, self._schedule = capture, schedule
         self._globals: dict[str, Any] = {"_state": random_state, "_replay": _replay}
+        # how often each storage that is paged will be loaded
+        self._loads_left = Counter(schedule.loads(capture.graph))
+        if self._loads_left:
+            device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
+            self._globals |= {"_pager": lambda: pager_for(page_to, device), "_put": _put, "_take": _take}
         self._constants: dict[int, str] = {}
         self._kept_alive: list[Any] = []
         # the name of each value that is in memory: inputs, tangents, members of live storages
@@ -89,6 +101,8 @@ class _Writer:
         self._live: dict[int, None] = {}
         self._states: dict[int, str] = {}
         self._spent: list[str] = []
+        # names of the pages that will be loaded
+        self._pages: dict[int, str] = {}
         self._numbers = {node: number for number, node in enumerate(capture.module.graph.nodes)}
         self._storage_of = {node: index for index, members in enumerate(capture.members) for node in members}
         # names of the views that there are, and those that lie in each live storage
@@ -101,10 +115,13 @@ class _Writer:
         self._after_tangents = after_tangents(capture)
         self._gradients = self._gradients_by_storage()
         times = Counter(schedule.order)
-        self._times_left = {op: count for op, count in times.items() if count > 1 and capture.graph.ops[op].is_random}
+        ops = capture.graph.runnable
+        self._times_left = {op: count for op, count in times.items() if count > 1 and ops[op].is_random}
 
     def program(self) -> Program:
         steps, cut = self._schedule.steps, self._cut()
+        if self._loads_left:
+            self._lines.append("pager = _pager()")
         for step in steps[: cut + 1]:
             self._step(step)
         self._return_results()
@@ -208,7 +225,7 @@ class _Writer:
         read_later: set[int] = set()
         for step in steps[cut + 1 :]:
             if step.kind == "compute":
-                read_later.update(self._capture.graph.ops[step.target].reads)
+                read_later.update(self._capture.graph.runnable[step.target].reads)
         self._given_away = set(self._live) - read_later - set(self._gradients)
         self._given_away &= set(self._capture.graph.outputs)
 
@@ -219,7 +236,7 @@ class _Writer:
             if index not in self._given_away
             for node in self._capture.members[index]
         ]
-        return [*members, *self._states.values()]
+        return [*members, *self._states.values(), *(["pager"] if self._pages else []), *self._pages.values()]
 
     def _shared(self) -> tuple[int, ...]:
         """Results that lie in what is saved: the caller can write there before it is read."""
@@ -232,6 +249,9 @@ class _Writer:
         if step.kind == "free":
             del self._live[step.target]
             self._forget(step.target)
+            return
+        if step.target >= len(self._capture.graph.ops):
+            self._load(step.target - len(self._capture.graph.ops))
             return
         op, node = self._capture.graph.ops[step.target], self._capture.nodes[step.target]
         call = self._call(node)
@@ -256,6 +276,22 @@ class _Writer:
         for state in self._spent:
             self._lines.append(f"{state} = None")
         self._spent.clear()
+        for index in new:
+            if self._loads_left[index] and index not in self._pages:
+                self._pages[index] = f"p{index}"
+                self._lines.append(f"p{index} = _put(pager, [{', '.join(self._names_in(index))}])")
+
+    def _names_in(self, storage: int) -> list[str]:
+        return [self._names[node] for node in self._capture.members[storage]]
+
+    def _load(self, storage: int) -> None:
+        self._live[storage] = None
+        for member in self._capture.members[storage]:
+            self._names[member] = f"v{self._numbers[member]}"
+        self._lines.append(f"{', '.join(self._names_in(storage))}, = _take(pager, p{storage})")
+        self._loads_left[storage] -= 1
+        if not self._loads_left[storage]:
+            self._lines.append(f"{self._pages.pop(storage)} = None")
 
     def _forget(self, storage: int) -> None:
         """Let go of a storage, if it is there still."""
@@ -373,6 +409,24 @@ def after_tangents(capture: Capture) -> set[fx.Node]:
 def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     # a gradient in another layout than the sample's may have to be copied here, as in the plain pass
     return tensor.reshape(shape)
+
+
+def _put(pager: Pager, tensors: Sequence[Tensor]) -> Any:
+    """Page out the memory in which tensors lie."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
+    places = [(each.dtype, each.storage_offset(), each.shape, each.stride()) for each in tensors]
+    return pager.put([memory]), places
+
+
+def _take(pager: Pager, page: Any) -> list[Tensor]:
+    """Bring tensors back, as they lay in their memory."""
+    kept, places = page
+    (memory,) = pager.take(kept)
+    storage = memory.untyped_storage()
+    return [
+        torch.empty(0, dtype=dtype, device=memory.device).set_(storage, offset, shape, stride)
+        for dtype, offset, shape, stride in places
+    ]
 
 
 def _bernoulli(like: Tensor, p: float) -> Tensor:

@@ -11,6 +11,10 @@ leave before: each is handed over once no later op needs it. One that is an outp
 as its parameter's `.grad`; one that is not is gone, since an optimizer takes it in the backward pass, or it is added to
 a gradient that was there before.
 
+Where storages can be paged, a planner may bring one back in place of computing it again: a copy went to a file or to
+another memory when it was first computed, and a load makes it a storage again. Orders name ops by their numbers; the
+load of storage i has the number `len(ops) + i`.
+
 Nothing here needs torch: a graph can be saved as JSON, and planned elsewhere.
 """
 
@@ -84,6 +88,7 @@ class Graph:
         results: Indices of the storages that must be there when the forward pass ends, which is as soon as they are.
         cost_unit: What costs are counted in: "ms", "flops", "bytes", "ops".
         gradients: Indices of the storages that are handed over as soon as no op needs them any more; see above.
+        page_cost: Time in which a byte is paged out, or back, in `cost_unit`; None if nothing can be paged.
 
     Raises:
         ValueError: If the graph is empty or cyclic, a storage has no writer or two, a size is negative, a cost is not
@@ -97,6 +102,7 @@ class Graph:
     results: tuple[int, ...] = ()
     cost_unit: str = field(default="ops")
     gradients: tuple[int, ...] = ()
+    page_cost: float | None = None
 
     def __post_init__(self) -> None:
         if not self.ops:
@@ -196,6 +202,16 @@ class Graph:
         )
 
     @cached_property
+    def runnable(self) -> tuple[Op, ...]:
+        """What orders are made of: the ops, and then the load of each storage, in the order of the storages."""
+        rate = self.page_cost or 0.0
+        loads = (
+            Op(f"load {storage.name}", rate * storage.size_bytes, writes=(index,), kind="load")
+            for index, storage in enumerate(self.storages)
+        )
+        return (*self.ops, *loads)
+
+    @cached_property
     def writer(self) -> tuple[int, ...]:
         """Index of the op that writes each storage."""
         found = [0] * len(self.storages)
@@ -220,8 +236,8 @@ class Graph:
 
     @cached_property
     def bytes_while_running(self) -> tuple[int, ...]:
-        """What each op adds while it runs: all that it writes, again or not, and its temporaries."""
-        return tuple(op.temporary_bytes + sum(map(self.sizes.__getitem__, op.writes)) for op in self.ops)
+        """What each op or load adds while it runs: all that it writes, again or not, and its temporaries."""
+        return tuple(op.temporary_bytes + sum(map(self.sizes.__getitem__, op.writes)) for op in self.runnable)
 
     @cached_property
     def stateful(self) -> tuple[int, ...]:
@@ -249,11 +265,12 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that depend on everything but the names and the temporaries.
+        """16 hexadecimal digits that depend on everything but the names, the temporaries and the cost of paging.
 
         Temporaries of a CPU's kernels depend on the number of threads; a schedule runs whatever they are.
         """
         plain = self.to_dict()
+        del plain["page_cost"]
         for part in (*plain["ops"], *plain["storages"]):
             del part["name"]
         for op in plain["ops"]:
@@ -278,6 +295,7 @@ class Graph:
             "outputs": list(self.outputs),
             "results": list(self.results),
             "gradients": list(self.gradients),
+            "page_cost": self.page_cost,
         }
 
     @classmethod
@@ -300,6 +318,7 @@ class Graph:
                 results=tuple(plain["results"]),
                 gradients=tuple(plain["gradients"]),
                 cost_unit=plain["cost_unit"],
+                page_cost=plain.get("page_cost"),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the graph's data is incomplete or has unknown parts: {error!r}") from error
@@ -340,6 +359,8 @@ def _what_is_wrong(value: Any, kind: Any) -> str:
     if kind is float:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         return "" if is_number and 0 < value < float("inf") else "; costs are positive and finite"
+    if kind == float | None:
+        return "" if value is None else _what_is_wrong(value, float)
     if kind == tuple[int, ...]:
         return "" if isinstance(value, tuple) and all(map(_is_int, value)) else ", which is not a tuple of ints"
     return ""

@@ -95,7 +95,7 @@ class CheckpointPlan:
             while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
                 depth += 1
         kept_plain, kept = self._held(Schedule.plain(self.graph)), self._held(self.schedule)
-        times = [0] * len(self.graph.ops)
+        times = [0] * len(self.graph.runnable)
         for index in self.schedule.order:
             times[index] += 1
         blocks: dict[str, BlockPlan] = {}
@@ -152,7 +152,7 @@ class CheckpointPlan:
                 break
             else:
                 missing.discard(step.target)
-                held.update(self.graph.ops[step.target].writes)
+                held.update(self.graph.runnable[step.target].writes)
         return held
 
     def __str__(self) -> str:
@@ -176,6 +176,9 @@ class CheckpointPlan:
                 f" {self._sizes(self.budget_bytes)}; extra compute {100 * self.overhead:.1f} %; strategy"
                 f" {self.schedule.strategy}"
             )
+        if paged := set(self.schedule.loads(self.graph)):
+            sizes = self._sizes(sum(self.graph.sizes[index] for index in paged))
+            yield f"paged out and back, which the extra compute counts as well: {len(paged)} tensors, {sizes}"
         if self.least_overhead is not None:
             yield f"no plan within the budget has less than {100 * self.least_overhead:.1f} % of extra compute"
         elif self.no_bound:

@@ -40,6 +40,8 @@ def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
                 schedule = planned
     assert schedule is not None, "it was planned, or refused"
     plan = CheckpointPlan.of(graph, schedule, budget_bytes)
+    if graph.page_cost is not None:
+        return replace(plan, no_bound="the linear program knows no paging")
     try:
         extra = least_extra_cost(relaxations(graph), budget_bytes)
     except (ImportError, TimeoutError) as error:

@@ -23,7 +23,8 @@ class Step(NamedTuple):
 
     Attributes:
         kind: "compute" or "free".
-        target: The op that is computed, or the storage that is freed.
+        target: The number of the op that is computed, or of the load that runs (`Graph.runnable`); or the storage that
+            is freed.
     """
 
     kind: Literal["compute", "free"]
@@ -65,8 +66,12 @@ class Schedule:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The ops in the order in which they are computed, with repetitions."""
+        """The ops and loads in the order in which they run, with repetitions."""
         return tuple(step.target for step in self.steps if step.kind == "compute")
+
+    def loads(self, graph: Graph) -> list[int]:
+        """Return the storages that are brought back from their pages, once for each time."""
+        return [target - len(graph.ops) for target in self.order if target >= len(graph.ops)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the schedule as plain data, for JSON.
@@ -138,8 +143,9 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
     freed: list[tuple[int, ...]] = [()] * len(order)
     # from the end: storages whose present contents are read later on
     wanted = bytearray(stays)
+    ops = graph.runnable
     for position in range(len(order) - 1, -1, -1):
-        op = graph.ops[order[position]]
+        op = ops[order[position]]
         # tensors that no later op reads: results that are not wanted, inputs that it is the last to read
         gone = []
         for index in needed_at.get(position, ()):
@@ -167,7 +173,7 @@ def hand_over_places(graph: Graph, order: Sequence[int], gradients: Collection[i
     """
     found: dict[int, int] = {}
     for position, op_index in enumerate(order):
-        op = graph.ops[op_index]
+        op = graph.runnable[op_index]
         for index in op.writes:
             if index in gradients:
                 found.setdefault(index, position)
@@ -184,6 +190,20 @@ def _check_types(number: int, step: Step) -> None:
     # a bool counts as an int for Python
     if isinstance(step.target, bool) or not isinstance(step.target, int):
         raise ScheduleError(f"{where}: the target is no int", number)
+
+
+def _check_load(
+    graph: Graph, index: int, live: Collection[int], computed: Collection[int], number: int, where: str
+) -> None:
+    name = graph.storages[index].name
+    if graph.page_cost is None:
+        raise ScheduleError(f"{where}: {name!r} would be paged, and this graph has no cost of paging", number)
+    if graph.writer[index] not in computed:
+        raise ScheduleError(f"{where}: {name!r} has not been computed, and has no page", number)
+    if index in live:
+        raise ScheduleError(f"{where}: {name!r} is in memory", number)
+    if index in graph.gradients:
+        raise ScheduleError(f"{where}: {name!r} is a gradient, which is handed over and not paged", number)
 
 
 def end_of_forward(graph: Graph, order: Sequence[int]) -> int:
@@ -229,9 +249,13 @@ def validate(graph: Graph, schedule: Schedule) -> None:
                 raise ScheduleError(f"{where}: {name!r} is a result, and the forward pass has not ended", number)
             live.remove(step.target)
             continue
-        if not 0 <= step.target < len(graph.ops):
-            raise ScheduleError(f"{where}: there are {len(graph.ops)} ops", number)
-        op = graph.ops[step.target]
+        if not 0 <= step.target < len(graph.runnable):
+            raise ScheduleError(
+                f"{where}: there are {len(graph.ops)} ops, and {len(graph.storages)} loads after them", number
+            )
+        op = graph.runnable[step.target]
+        if step.target >= len(graph.ops):
+            _check_load(graph, step.target - len(graph.ops), live, computed, number, where)
         for index in op.reads:
             if index not in live:
                 state = "was freed" if graph.writer[index] in computed else "has not been computed"

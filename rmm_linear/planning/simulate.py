@@ -2,7 +2,8 @@
 
 While an op runs, memory holds what was there before, all that it writes (also what is there already, when it runs a
 second time, and what no op reads), and its temporaries. An op that draws random numbers and runs several times has the
-random state kept for it. The peak is the largest such sum. Measured peaks equal it to the byte
+random state kept for it. The peak is the largest such sum. A storage that is loaded was paged out before, once: both
+take time, and nothing runs meanwhile. Measured peaks equal it to the byte
 (`rmm_linear.compiler.exact_program` runs schedules; the tests measure with an instrument of their own).
 """
 
@@ -20,8 +21,8 @@ class Simulation:
 
     Attributes:
         peak_bytes: The most that is in memory at any time; parameters, buffers and the batch are not counted.
-        cost: Time of all computations, in the graph's unit.
-        extra_cost: Time of those that the plain program does not do.
+        cost: Time of all computations and of paging, in the graph's unit.
+        extra_cost: Time of what the plain program does not do.
         peak_step: The step at which the peak is reached first.
         live_at_peak: Storages in memory at that step, its op's results included.
         bytes_at_step: Bytes in memory during each step.
@@ -79,7 +80,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             continue
         if forward_bytes is None and forward_steps:
             forward_bytes = held
-        op = graph.ops[step.target]
+        op = graph.runnable[step.target]
+        is_load = step.target >= len(graph.ops)
         if times[step.target] > 1 and step.target not in computed:
             held += op.state_bytes
         during = held + op.temporary_bytes + sum(graph.storages[index].size_bytes for index in op.writes)
@@ -88,8 +90,10 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         bytes_at_step.append(during)
         if during > peak or not number:
             peak, peak_step, live_at_peak = during, number, tuple(sorted(live))
-        cost += op.cost
-        first_cost += 0.0 if step.target in computed else op.cost
+        is_first = step.target not in computed
+        # the first load pays for the way out as well
+        cost += (1 + (is_load and is_first)) * op.cost
+        first_cost += op.cost if is_first and not is_load else 0.0
         computed.add(step.target)
         left[step.target] -= 1
         if times[step.target] > 1 and not left[step.target]:
@@ -114,9 +118,13 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
 
     Args:
         graph: The graph.
-        order: Indices of ops, with repetitions, in an order in which they can run.
+        order: Numbers of ops and loads, with repetitions, in an order in which they can run.
     """
-    return max(bytes_of_order(graph, order), default=0), sum(graph.ops[index].cost for index in order)
+    ops = graph.runnable
+    cost = sum(ops[index].cost for index in order)
+    if graph.page_cost is not None:
+        cost += sum(ops[index].cost for index in {*order} if index >= len(graph.ops))
+    return max(bytes_of_order(graph, order), default=0), cost
 
 
 def bytes_of_order(graph: Graph, order: Sequence[int]) -> list[int]:
@@ -124,9 +132,9 @@ def bytes_of_order(graph: Graph, order: Sequence[int]) -> list[int]:
 
     Args:
         graph: The graph.
-        order: Indices of ops, with repetitions, in an order in which they can run.
+        order: Numbers of ops and loads, with repetitions, in an order in which they can run.
     """
-    ops, sizes = graph.ops, graph.sizes
+    ops, sizes = graph.runnable, graph.sizes
     times = Counter(order)
     states = {index: ops[index].state_bytes for index in graph.stateful if times[index] > 1}
     left = times.copy()

@@ -84,7 +84,7 @@ def library_version() -> str:
 
 
 def _key(graph: Graph, strategy: str) -> str:
-    return hashlib.sha256(f"{graph.fingerprint} {strategy} {library_version()}".encode()).hexdigest()
+    return hashlib.sha256(f"{graph.fingerprint} {graph.page_cost} {strategy} {library_version()}".encode()).hexdigest()
 
 
 def _name(graph: Graph, strategy: str, budget_bytes: int) -> str:

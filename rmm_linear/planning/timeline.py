@@ -35,7 +35,7 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
         if step.kind == "free":
             held[kind_of.pop(step.target)] -= graph.storages[step.target].size_bytes
             continue
-        op = graph.ops[step.target]
+        op = graph.runnable[step.target]
         temporary = op.temporary_bytes
         repeats = times[step.target] > 1
         if repeats and step.target not in computed:
@@ -50,7 +50,7 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
             elif op.is_backward:
                 kind = "backward"
             else:
-                kind = "computed again" if step.target in computed else "activations"
+                kind = "computed again" if graph.writer[index] in computed else "activations"
             kind_of[index] = kind
             held[kind] += size
         computed.add(step.target)
@@ -90,7 +90,7 @@ def draw(
     for axis, (title, graph, schedule) in zip(axes, steps, strict=False):
         times = [0.0]
         for index in schedule.order:
-            times.append(times[-1] + graph.ops[index].cost / unit)
+            times.append(times[-1] + graph.runnable[index].cost / unit)
         layers = bytes_by_kind(graph, schedule)
         below = [0.0] * len(schedule.order)
         for kind, colour in zip(KINDS, _COLOURS, strict=True):

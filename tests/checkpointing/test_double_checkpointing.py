@@ -8,8 +8,8 @@ from test_bptt import assert_same_bits, plain_loop, train
 from torch import nn
 
 from rmm_linear.checkpointing.bptt import bptt_checkpoint, step_bytes
-from rmm_linear.checkpointing.paging import FilePager, HostPager
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.paging import FilePager, HostPager
 from rmm_linear.planning.bencheikh2024_double import actions, spacing_for_bytes
 from rmm_linear.planning.bptt_plan import plain_bytes, plan_double
 from rmm_linear.planning.strategies.chain_reversal import run_actions

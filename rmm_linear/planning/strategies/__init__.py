@@ -10,6 +10,7 @@ from rmm_linear.planning.strategies import (
     kirisame2021_dtr,
     kusumoto2019_lower_sets,
     moccasin2023_cp,
+    patil2022_poet,
     steiner2022_olla,
     zhang2023_coop,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "kirisame2021_dtr",
     "kusumoto2019_lower_sets",
     "moccasin2023_cp",
+    "patil2022_poet",
     "steiner2022_olla",
     "zhang2023_coop",
 ]

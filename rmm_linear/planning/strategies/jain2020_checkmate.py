@@ -107,6 +107,7 @@ class Program:
         self._end_of_forward = max((graph.writer[index] for index in graph.results), default=-1)
         self._run = [[self._run_variable(stage, op) for op in range(stage[-1] + 1)] for stage in self._stages]
         self._kept = [self._kept_variables(number) for number in range(len(self._stages) + 1)]
+        self._loaded = [self._load_variables(number) for number in range(len(self._stages))]
         for number in range(len(self._stages)):
             self._add_stage(number)
 
@@ -134,6 +135,10 @@ class Program:
                 kept[index] = self._variable(float(stays), float(stays or number < len(self._stages)))
         return kept
 
+    def _load_variables(self, number: int) -> dict[int, int]:
+        """Variables of the storages that may be loaded when a stage begins; Checkmate pages nothing."""
+        return {}
+
     def _add(self, terms: Sequence[tuple[int, float]], lower: float = 0, upper: float = math.inf) -> None:
         row: dict[int, float] = {}
         for variable, factor in terms:
@@ -147,8 +152,9 @@ class Program:
         changes: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         for index, places in self._readers(number).items():
             writer, size = graph.writer[index], graph.sizes[index] / self._unit_bytes
+            there = [(each[index], 1.0) for each in (kept, self._loaded[number]) if index in each]
             if index in kept:
-                self._add([(kept[index], 1), (run[writer], 1), (after[index], -1)])
+                self._add([*there, (run[writer], 1), (after[index], -1)])
             follows = after[index]
             for place in reversed(places):
                 stays = self._variable(0, 1)
@@ -158,13 +164,14 @@ class Program:
                 follows = stays
             changes[writer].append((follows, size))
             if index in kept:
-                changes[writer].append((kept[index], -size))
+                changes[writer] += [(variable, -size) for variable, _ in there]
                 for place in graph.readers[index]:
                     if place < count:
-                        self._add([(run[writer], 1), (kept[index], 1), (run[place], -1)])
+                        self._add([(run[writer], 1), *there, (run[place], -1)])
         self._add_gradients(number)
         used = self._variable(0, math.inf)
-        held = [(variable, graph.sizes[index] / self._unit_bytes) for index, variable in kept.items()]
+        there_first = (*kept.items(), *self._loaded[number].items())
+        held = [(variable, graph.sizes[index] / self._unit_bytes) for index, variable in there_first]
         self._add([*held, (used, -1)], 0, 0)
         for op, change in enumerate(changes):
             bytes_while_running = graph.bytes_while_running[op] / self._unit_bytes
@@ -210,10 +217,8 @@ class Program:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         objective = numpy.zeros(len(self._lower))
-        for variables in self._run:
-            for op, variable in enumerate(variables):
-                objective[variable] = 0 if least_peak else self._graph.ops[op].cost / self._graph.cost
-        objective[self._peak] = float(least_peak)
+        for variable, cost in {self._peak: 1.0}.items() if least_peak else self._costs():
+            objective[variable] = cost
         upper = numpy.array(self._upper)
         upper[self._peak] = budget_bytes / self._unit_bytes
         constraint = LinearConstraint(self._matrix, *([row[side] for row in self._rows] for side in (1, 2)))
@@ -225,16 +230,28 @@ class Program:
             options={"mip_rel_gap": 1e-6, **{name: limit for name, limit in limits.items() if limit is not None}},
         )
 
+    def _costs(self) -> Iterator[tuple[int, float]]:
+        """Yield what variables cost, of the plain program's cost."""
+        for variables in self._run:
+            for op, variable in enumerate(variables):
+                yield variable, self._graph.ops[op].cost / self._graph.cost
+
+    def _price(self, order: Sequence[int]) -> tuple[int, float]:
+        """Peak and cost of an order."""
+        return peak_and_cost(self._graph, order)
+
     def _orders(self, runs: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """Orders of what runs in each stage: as the program has it, and each op just before it is read."""
+        """Orders of what runs in each stage: as the program has it, and each op and load just before it is read."""
         late: list[int] = []
+        count = len(self._graph.ops)
         for stage, ops in zip(self._stages, runs, strict=True):
             missing = set(ops)
             for last in (*stage, *ops):
                 waiting = [last]
                 while waiting:
                     op = waiting[-1]
-                    needed = {self._graph.writer[index] for index in self._graph.ops[op].reads} & missing
+                    reads = self._graph.runnable[op].reads
+                    needed = {each for index in reads for each in (self._graph.writer[index], count + index)} & missing
                     if op in missing and needed:
                         waiting += sorted(needed)
                     elif waiting.pop() in missing:
@@ -258,24 +275,38 @@ class Program:
             return math.inf if found.status == _INFEASIBLE else 0.0, []
         orders: dict[tuple[int, ...], None] = {}
         for threshold in _THRESHOLDS:
-            kept = [{i for i, at in each.items() if found.x[at] > threshold} for each in self._kept]
-            orders.update(dict.fromkeys(self._orders(self._least_runs(kept))))
+            kept, loaded = (
+                [{i for i, at in each.items() if found.x[at] > threshold} for each in variables]
+                for variables in (self._kept, self._loaded)
+            )
+            for missing_is_loaded in (False, True):
+                runs = self._least_runs(kept, loaded, missing_is_loaded)
+                orders.update(dict.fromkeys(self._orders(runs)))
         return max(found.fun, 1) * self._graph.cost, list(orders)
 
-    def _least_runs(self, kept: Sequence[set[int]]) -> list[list[int]]:
-        """The fewest ops of each stage that compute what it needs and what is kept after it."""
+    def _least_runs(
+        self, kept: Sequence[set[int]], loaded: Sequence[set[int]], missing_is_loaded: bool
+    ) -> list[list[int]]:
+        """The loads of each stage, and the fewest ops that compute what else it needs, and what is kept after it."""
         ops, writer = self._graph.ops, self._graph.writer
         runs = []
         for number, stage in enumerate(self._stages):
-            there = kept[number].union(i for i in self._kept[number] if not ops[writer[i]].is_recomputable)
+            there = kept[number].union(
+                i for i in self._kept[number] if not ops[writer[i]].is_recomputable and i not in loaded[number]
+            )
+            loads = loaded[number] - there
+            there |= loads
             again = set(stage)
             waiting = [*kept[number + 1], *(index for op in stage for index in ops[op].reads)]
             while waiting:
                 index = waiting.pop()
+                if missing_is_loaded and index in self._loaded[number] and index not in there:
+                    loads.add(index)
+                    there.add(index)
                 if index not in there and writer[index] not in again:
                     again.add(writer[index])
                     waiting += ops[writer[index]].reads
-            runs.append(sorted(again))
+            runs.append([*(len(ops) + index for index in sorted(loads)), *sorted(again)])
         return runs
 
     def solve(self, budget_bytes: int, *, time_limit_s: float = 20.0, node_limit: int | None = None) -> Solution:
@@ -313,13 +344,17 @@ class Program:
             if excess <= 0:
                 break
             allowed -= excess + _TOLERANCE * self._unit_bytes
-        judged = [(*peak_and_cost(self._graph, order), order) for order in orders]
+        judged = [(*self._price(order), order) for order in orders]
         fitting = [(cost, order) for peak, cost, order in judged if peak <= budget_bytes]
         least, best = min(fitting, default=(math.inf, None))
         return Solution(least, best, bound, status)
 
     def _orders_of(self, solved: Any) -> list[tuple[int, ...]]:
-        return self._orders([[op for op, at in enumerate(run) if solved.x[at] > 0.5] for run in self._run])
+        runs = []
+        for run, loaded in zip(self._run, self._loaded, strict=True):
+            loads = [len(self._graph.ops) + index for index, at in loaded.items() if solved.x[at] > 0.5]
+            runs.append([*loads, *(op for op, at in enumerate(run) if solved.x[at] > 0.5)])
+        return self._orders(runs)
 
     def leanest(self, time_limit_s: float = 20.0) -> tuple[int, ...]:
         """Return the order of the least peak that is found."""
@@ -375,10 +410,11 @@ class Checkmate(Strategy):
 
     name: ClassVar[str] = "jain2020_checkmate"
     time_limit_s: ClassVar[float] = 20.0
+    program: ClassVar[type[Program]] = Program
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
         """Propose the best plan for some parts of the plain peak."""
-        program = Program(graph)
+        program = self.program(graph)
         for budget_bytes in _ladder(graph, _BUDGETS):
             found = program.solve(budget_bytes, time_limit_s=self.time_limit_s)
             if found.order is None:
@@ -388,7 +424,7 @@ class Checkmate(Strategy):
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
         """Return the cheapest schedule that the solver finds."""
-        program = Program(graph)
+        program = self.program(graph)
         order = program.solve(checked_budget(budget_bytes), time_limit_s=self.time_limit_s).order
         order = program.leanest(self.time_limit_s) if order is None else order
         return choose(graph, [Proposal(*peak_and_cost(graph, order), order)], budget_bytes, self.name)

@@ -81,6 +81,12 @@ class TestMoccasin2023(StrategyContract):
 
 
 @pytest.mark.slow
+class TestPatil2022(TestJain2020Checkmate):
+    def make(self):
+        return get_strategy("patil2022_poet")
+
+
+@pytest.mark.slow
 class TestSteiner2022(StrategyContract):
     small = True
 

@@ -1,12 +1,15 @@
 """Pagers move tensors out of the memory in which they were made, to the host's or to a file, and back."""
 
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from rmm_linear.errors import PagingError
 
 
 class Pager(Protocol):
@@ -50,13 +53,21 @@ class FilePager:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._folder, self._file = folder, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
 
     def put(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, torch.device]]:
         kept = []
         for tensor in tensors:
             kept.append((self._file.seek(0, 2), torch.empty_like(tensor, device="meta"), tensor.device))
-            self._file.write(_bytes_of(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy().tobytes())
+            memory = _bytes_of(tensor.detach().resolve_conj().resolve_neg().cpu())
+            try:
+                self._file.write(memory.numpy().data)
+            except OSError as error:
+                raise PagingError(
+                    f"{memory.numel()} bytes can't be written to {self._folder}: {error}; name another folder, or allow"
+                    " more memory"
+                ) from error
         return kept
 
     def take(self, kept: list[tuple[int, Tensor, torch.device]]) -> list[Tensor]:
@@ -65,9 +76,8 @@ class FilePager:
             tensor = torch.empty_like(like, device="cpu")
             memory = _bytes_of(tensor)
             self._file.seek(place)
-            content = bytearray(self._file.read(len(memory)))
-            if content:
-                memory.copy_(torch.frombuffer(content, dtype=torch.uint8))
+            if self._file.readinto(memory.numpy().data) < memory.numel():
+                raise PagingError(f"a file in {self._folder} has lost what was written to it: run the step again")
             found.append(tensor.to(device))
         return found
 
@@ -77,12 +87,12 @@ class FilePager:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a tensor, in the layout that `torch.empty_like` gives it."""
-    dense = torch.empty_like(tensor).copy_(tensor) if tensor.numel() else tensor
-    own = tensor if dense.stride() == tensor.stride() else dense
+    is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    own = tensor if is_dense else torch.empty_like(tensor).copy_(tensor)
     return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
 
 
-def pager_for(page_to: str | Path, device: torch.device) -> Pager:
+def pager_for(page_to: str | Path | None, device: torch.device) -> Pager:
     """Return a pager.
 
     Args:
@@ -92,6 +102,8 @@ def pager_for(page_to: str | Path, device: torch.device) -> Pager:
     Raises:
         ValueError: If the host's memory is asked for of tensors that are in it, or there is no such folder.
     """
+    if page_to is None:
+        raise ValueError('tensors are paged, and page_to=None says not where to: pass "host", or a folder')
     if page_to == "host":
         if device.type == "cpu":
             raise ValueError('page_to="host": the tensors are in the host\'s memory already; pass a folder')

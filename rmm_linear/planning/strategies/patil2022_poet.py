@@ -1,0 +1,98 @@
+"""POET: Patil et al. 2022, "Training Tiny Transformers on Edge Devices by Rematerialization and Paging" (2207.07697).
+
+Checkmate's integer program (`rmm_linear.planning.strategies.jain2020_checkmate`) with one more way to have a tensor: it
+is paged out to a secondary storage, and loaded when it is needed. To Checkmate's variables come
+
+    L(t, i)      storage i is loaded when stage t begins; it was computed in an earlier stage
+    P(i)         storage i is paged out, which it is at once when it is computed first
+
+and S(t, i) + L(t, i), which is at most 1, takes the place of S(t, i) wherever that says that a storage is there.
+
+**How the paper's model is mapped.** The paper minimises energy under a limit of the step's time, in a budget of bytes.
+Here an op's energy is its time times a power, and that of paging is its time times another: `page_weight` is the second
+power over the first, `most_cost` the limit. With a weight of 1 and no limit the least time is sought, as all strategies
+do. Paging takes time: `Graph.page_cost` a byte and direction. The paper's program leaves it out of the step's time;
+here nothing runs while a tensor is paged, so that a device that overlaps both takes less. The paper chooses the stage
+in which a tensor is paged out; a tensor that was paged out at once is loaded as well as one that was paged out later.
+Tensors of the forward pass are paged, but for results, which belong to the caller.
+
+A graph without a cost of paging pages nothing, and has Checkmate's plans.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.base import register
+from rmm_linear.planning.strategies.jain2020_checkmate import Checkmate, Program
+
+
+class PagingProgram(Program):
+    """POET's program of one graph.
+
+    Args:
+        graph: The graph.
+        page_weight: What a unit of time costs in which something is paged, over one in which an op runs.
+        most_cost: The most that ops and paging may take, in the graph's unit of time.
+
+    Raises:
+        ImportError: If scipy, which solves it, is not installed.
+        ValueError: If the graph has more than 2500 ops.
+    """
+
+    def __init__(self, graph: Graph, *, page_weight: float = 1.0, most_cost: float = math.inf) -> None:
+        self._page_weight, self._most_cost = page_weight, most_cost
+        self._paged: dict[int, int] = {}
+        super().__init__(graph)
+        if most_cost < math.inf:
+            self._add(list(self._times()), -math.inf, most_cost / graph.cost)
+
+    def _load_variables(self, number: int) -> dict[int, int]:
+        graph, loaded = self._graph, {}
+        stays = {*graph.outputs, *graph.results}
+        for index, kept in self._kept[number].items():
+            is_wanted = graph.page_cost is not None and number < len(self._stages)
+            if is_wanted and index not in stays and not graph.ops[graph.writer[index]].is_backward:
+                loaded[index] = self._variable(0, 1, is_integral=True)
+                if index not in self._paged:
+                    self._paged[index] = self._variable(0, 1)
+                self._add([(self._paged[index], 1), (loaded[index], -1)])
+                self._add([(kept, 1), (loaded[index], 1)], -math.inf, 1)
+        return loaded
+
+    def _times(self, page_weight: float = 1.0) -> Iterator[tuple[int, float]]:
+        yield from super()._costs()
+        for variables in (*self._loaded, self._paged):
+            for index, variable in variables.items():
+                yield variable, page_weight * self._page_time(index) / self._graph.cost
+
+    def _costs(self) -> Iterator[tuple[int, float]]:
+        return self._times(self._page_weight)
+
+    def _page_time(self, index: int) -> float:
+        return self._graph.runnable[len(self._graph.ops) + index].cost
+
+    def _price(self, order: Sequence[int]) -> tuple[int, float]:
+        peak_bytes, cost = peak_and_cost(self._graph, order)
+        of_ops = sum(self._graph.ops[op].cost for op in order if op < len(self._graph.ops))
+        # the limit is in the solver's program with its tolerance
+        is_late = cost > self._most_cost * (1 + 1e-6)
+        return peak_bytes, math.inf if is_late else of_ops + self._page_weight * (cost - of_ops)
+
+
+@register
+class Poet(Checkmate):
+    """Patil et al. 2022: the integer program, solved anew for each budget.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from rmm_linear.planning.generators import chain, with_backward
+        >>> graph = replace(with_backward(chain([4] * 5)), page_cost=0.01)
+        >>> round(PagingProgram(graph).solve(20).cost / graph.cost, 3)
+        1.016
+    """
+
+    name: ClassVar[str] = "patil2022_poet"
+    program: ClassVar[type[Program]] = PagingProgram

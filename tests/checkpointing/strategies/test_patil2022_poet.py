@@ -1,0 +1,155 @@
+"""POET against all orders that have its stages and loads; energy, a limit of time, and what is never paged."""
+
+import heapq
+import math
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.contract import large_graphs
+from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.planning.schedule import validate
+from rmm_linear.planning.simulate import peak_and_cost, simulate
+from rmm_linear.planning.strategies import get_strategy
+from rmm_linear.planning.strategies.jain2020_checkmate import Program
+from rmm_linear.planning.strategies.patil2022_poet import PagingProgram
+
+
+def _cheapest_of_stages(graph, budget):
+    """Dijkstra over (stage, op, what is in memory, what has a page): loads, then earlier ops, then the own one."""
+    sizes, ops = graph.sizes, graph.ops
+    end = max((graph.writer[index] for index in graph.results), default=-1)
+    stays = {*graph.outputs, *graph.results}
+    waiting, best = [(0.0, 0, -1, 0, 0)], {(0, -1, 0, 0): 0.0}
+    while waiting:
+        cost, stage, op, live, paged = heapq.heappop(waiting)
+        if stage == len(ops):
+            return cost
+        if cost > best[stage, op, live, paged]:
+            continue
+        held = sum(size for index, size in enumerate(sizes) if live >> index & 1)
+        ways = []
+        if op < 0:
+            ways.append((cost, stage, 0, live, paged))
+            for index, size in enumerate(sizes):
+                is_forward = not ops[graph.writer[index]].is_backward
+                if is_forward and index not in stays and graph.writer[index] < stage and not live >> index & 1:
+                    time = size * graph.page_cost * (1 if paged >> index & 1 else 2)
+                    if held + size <= budget:
+                        ways.append((cost + time, stage, op, live | 1 << index, paged | 1 << index))
+        else:
+            if op < stage:
+                ways.append((cost, stage, op + 1, live, paged))
+            is_possible = all(live >> index & 1 for index in ops[op].reads) and (op == stage or ops[op].is_recomputable)
+            if is_possible and held + graph.bytes_while_running[op] <= budget:
+                after = live | sum(1 << index for index in ops[op].writes)
+                place = (stage, op + 1) if op < stage else (stage + 1, -1)
+                ways.append((cost + ops[op].cost, *place, after, paged))
+        for index in range(len(sizes)):
+            may_go = index not in graph.outputs and (index not in graph.results or stage > end)
+            if live >> index & 1 and may_go:
+                ways.append((cost, stage, op, live & ~(1 << index), paged))
+        for way in ways:
+            if way[0] < best.get(way[1:], math.inf):
+                best[way[1:]] = way[0]
+                heapq.heappush(waiting, way)
+    return None
+
+
+def _fixed(graph):
+    """The same graph, whose ops run once each."""
+    return replace(graph, ops=tuple(replace(op, is_recomputable=False) for op in graph.ops))
+
+
+_CHAIN = with_backward(chain([4, 2, 7, 1], [3.0, 1.0, 4.0, 1.0]))
+_SMALL = {
+    "chain": replace(_CHAIN, page_cost=0.3),
+    "chain, paging is dear": replace(_CHAIN, page_cost=3.0),
+    "chain, nothing runs twice": replace(_fixed(_CHAIN), page_cost=0.3),
+    "U": replace(with_backward(u_shape(2, size=2)), page_cost=0.1),
+    "star": replace(with_backward(star(2)), page_cost=0.2),
+    "random": replace(with_backward(random_layers(4, seed=2)), page_cost=0.05),
+}
+
+
+@pytest.mark.parametrize("graph", _SMALL.values(), ids=_SMALL)
+def test_no_order_of_its_stages_and_loads_is_cheaper(graph):
+    program = PagingProgram(graph)
+    plain = peak_and_cost(graph, range(len(graph.ops)))[0]
+    for budget in range(plain // 2, plain + 1):
+        found, best = program.solve(budget), _cheapest_of_stages(graph, budget)
+        assert found.status == ("infeasible" if best is None else "optimal")
+        assert found.cost == pytest.approx(math.inf if best is None else best)
+        if found.order is not None:
+            peak_bytes, cost = peak_and_cost(graph, found.order)
+            assert peak_bytes <= budget
+            assert cost == pytest.approx(found.cost)
+
+
+_SIX = with_backward(chain([5, 1, 8, 3, 2, 6], [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]))
+_SIX_PEAK = peak_and_cost(_SIX, range(len(_SIX.ops)))[0]
+
+
+def test_paging_meets_budgets_that_computing_again_does_not():
+    graph = replace(_fixed(_SIX), page_cost=0.01)
+    with pytest.raises(InfeasibleBudgetError):
+        get_strategy("jain2020_checkmate").plan(graph, _SIX_PEAK * 9 // 10)
+    schedule = get_strategy("patil2022_poet").plan(graph, _SIX_PEAK * 9 // 10)
+    taken = simulate(graph, schedule)
+    assert taken.peak_bytes <= _SIX_PEAK * 9 // 10
+    paged = schedule.loads(graph)
+    assert len(set(paged)) == len(paged) > 0
+    assert taken.extra_cost == pytest.approx(sum(2 * 0.01 * graph.sizes[index] for index in paged))
+
+
+def test_energy_decides_between_paging_and_computing_again():
+    graph, budget = replace(_SIX, page_cost=0.3), _SIX_PEAK * 9 // 10
+    cheap, dear = (PagingProgram(graph, page_weight=weight).solve(budget) for weight in (0.1, 100.0))
+    paged = [[number - len(graph.ops) for number in found.order if number >= len(graph.ops)] for found in (cheap, dear)]
+    assert paged[0]
+    assert not paged[1]
+    # energy is counted in the power of ops
+    assert dear.cost == pytest.approx(Program(_SIX).solve(budget).cost)
+    of_ops = sum(graph.ops[number].cost for number in cheap.order if number < len(graph.ops))
+    of_pages = sum(graph.sizes[index] for index in (*paged[0], *set(paged[0])))
+    assert cheap.cost == pytest.approx(of_ops + 0.1 * 0.3 * of_pages)
+
+
+def test_a_limit_of_time_costs_energy():
+    graph, budget = replace(_SIX, page_cost=2.0), _SIX_PEAK * 9 // 10
+    free = PagingProgram(graph, page_weight=0.01).solve(budget)
+    time = peak_and_cost(graph, free.order)[1]
+    limited = PagingProgram(graph, page_weight=0.01, most_cost=time - 1).solve(budget)
+    assert limited.status == "optimal"
+    assert peak_and_cost(graph, limited.order)[1] <= time - 1
+    assert limited.cost > free.cost
+    assert PagingProgram(graph, most_cost=graph.cost).solve(budget).status == "infeasible"
+
+
+def test_large_graphs_are_rounded_within_the_budget():
+    graph = replace(dict(large_graphs())["chain of 53"], page_cost=0.001)
+    plain = peak_and_cost(graph, range(len(graph.ops)))[0]
+    _, orders = PagingProgram(graph).relaxed(plain // 2, 20.0)
+    fitting = [order for order in orders if peak_and_cost(graph, order)[0] <= plain // 2]
+    assert any(max(order) >= len(graph.ops) for order in fitting)
+
+
+def test_results_outputs_and_gradients_are_never_paged():
+    graph = replace(with_backward(chain([5, 1, 8, 3])), page_cost=1e-6)
+    loads = {index for variables in PagingProgram(graph)._loaded for index in variables}
+    assert loads
+    assert loads.isdisjoint({*graph.results, *graph.outputs, *graph.gradients})
+    for proposal in get_strategy("patil2022_poet").frontier(graph):
+        schedule = get_strategy("patil2022_poet").plan(graph, proposal.peak_bytes)
+        validate(graph, schedule)
+
+
+def test_without_a_cost_of_paging_its_plans_are_those_of_checkmate():
+    graph = with_backward(chain([4, 2, 7, 1, 3]))
+    budget = peak_and_cost(graph, range(len(graph.ops)))[0] * 9 // 10
+    assert get_strategy("patil2022_poet").plan(graph, budget).order == (
+        get_strategy("jain2020_checkmate").plan(graph, budget).order
+    )

@@ -1,0 +1,226 @@
+"""Schedules that page: simulated, run op by op to files, and refused where they can't run."""
+
+import copy
+import errno
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from rmm_linear.checkpointing import (
+    PlannedStep,
+    Schedule,
+    Step,
+    apply_schedule,
+    capture,
+    checkpoint_model,
+    simulate,
+    validate,
+)
+from rmm_linear.compiler.backend import Options
+from rmm_linear.errors import PagingError, ScheduleError
+from rmm_linear.planning.generators import chain, with_backward
+from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.simulate import bytes_of_order, peak_and_cost
+from rmm_linear.planning.timeline import bytes_by_kind
+from tests.checkpointing.measured_peak import MeasuredPeak
+
+_CHAIN = replace(with_backward(chain([4, 2, 7, 1])), page_cost=0.5)
+_OPS = len(_CHAIN.ops)
+# the second op's storage goes after the forward pass, and comes back for its reader
+_LOADED = (*range(6), _OPS + 1, *range(6, _OPS))
+
+
+def test_what_paging_takes():
+    schedule = Schedule.from_order(_CHAIN, _LOADED)
+    taken, plain = simulate(_CHAIN, schedule), simulate(_CHAIN, Schedule.plain(_CHAIN))
+    assert schedule.loads(_CHAIN) == [1]
+    # out and back
+    assert taken.extra_cost == pytest.approx(2 * 0.5 * 2)
+    assert taken.cost == pytest.approx(plain.cost + taken.extra_cost)
+    assert taken.forward_bytes == plain.forward_bytes - 2
+    assert peak_and_cost(_CHAIN, _LOADED) == (taken.peak_bytes, pytest.approx(taken.cost))
+    # twice back, once out
+    again = (*range(5), _OPS + 1, 5, _OPS + 1, *range(6, _OPS))
+    assert peak_and_cost(_CHAIN, again)[1] == pytest.approx(plain.cost + 3 * 0.5 * 2)
+    assert simulate(_CHAIN, Schedule.from_order(_CHAIN, again)).extra_cost == pytest.approx(3 * 0.5 * 2)
+    kinds = bytes_by_kind(_CHAIN, schedule)
+    assert [sum(column) for column in zip(*kinds.values(), strict=True)] == bytes_of_order(_CHAIN, _LOADED)
+    assert max(kinds["computed again"]) == 2
+
+
+def test_graphs_that_page_survive_json_and_keep_their_fingerprint():
+    assert Graph.from_json(_CHAIN.to_json()) == _CHAIN
+    assert _CHAIN.fingerprint == replace(_CHAIN, page_cost=None).fingerprint
+    schedule = Schedule.from_order(_CHAIN, _LOADED)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    for wrong in (0.0, -1.0, float("inf"), "fast"):
+        with pytest.raises(ValueError, match="page_cost"):
+            replace(_CHAIN, page_cost=wrong)
+
+
+@pytest.mark.parametrize(
+    ("graph", "steps", "message"),
+    [
+        (replace(_CHAIN, page_cost=None), [Step("compute", _OPS)], "no cost of paging"),
+        (_CHAIN, [Step("compute", _OPS)], "has not been computed, and has no page"),
+        (_CHAIN, [Step("compute", 0), Step("compute", _OPS)], "is in memory"),
+        (_CHAIN, [Step("compute", 1000)], "loads after them"),
+    ],
+    ids=["no cost", "no page", "there already", "no such load"],
+)
+def test_loads_that_cannot_run_are_refused(graph, steps, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(graph, Schedule(tuple(steps), graph.fingerprint))
+
+
+class _Block(nn.Module):
+    """Dropout, views, attention, and ops with several results."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        return self.block(x).square().mean()
+
+
+def _schedule_that_pages_all(graph):
+    """Page every storage of the forward pass that the backward pass reads, and load it just before it is read."""
+    ends = {*graph.results, *graph.outputs}
+    order, loaded = [*range(graph.forward_count)], set()
+    for op in range(graph.forward_count, len(graph.ops)):
+        for index in dict.fromkeys(graph.ops[op].reads):
+            is_forward = graph.writer[index] < graph.forward_count
+            if is_forward and index not in ends and index not in loaded:
+                order.append(len(graph.ops) + index)
+                loaded.add(index)
+        order.append(op)
+    return Schedule.from_order(graph, order)
+
+
+def _run(step, model, x):
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(1)
+    loss = step(x)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+class _Paged(NamedTuple):
+    model: nn.Module
+    x: torch.Tensor
+    expected: list[torch.Tensor]
+    graph: Graph
+    schedule: Schedule
+    step: PlannedStep
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def paged(tmp_path_factory):
+    torch.manual_seed(0)
+    model, x, folder = _Block(), torch.randn(4, 24, 16), tmp_path_factory.mktemp("pages")
+    expected = _run(model, model, x)
+    graph = replace(capture(model, (x,)).graph, page_cost=1.0)
+    schedule = _schedule_that_pages_all(graph)
+    step = apply_schedule(model, None, x, schedule, page_to=folder)
+    return _Paged(model, x, expected, graph, schedule, step, folder)
+
+
+def test_a_step_whose_activations_are_all_paged_has_the_bits_of_eager_mode_and_the_simulated_peak(paged):
+    graph, schedule = paged.graph, paged.schedule
+    taken = simulate(graph, schedule)
+    assert taken.forward_bytes <= 64
+    assert taken.forward_bytes < simulate(graph, Schedule.plain(graph)).forward_bytes / 100
+    runs = paged.step.planned_runs
+    assert all(map(torch.equal, _run(paged.step, paged.model, paged.x), paged.expected))
+    assert paged.step.planned_runs == runs + 1
+    for parameter in paged.model.parameters():
+        parameter.grad = None
+    with MeasuredPeak() as measured:
+        paged.step(paged.x).backward()
+    # what kernels hold for themselves is no storage
+    without = replace(graph, ops=tuple(replace(op, temporary_bytes=0) for op in graph.ops))
+    assert simulate(without, schedule).peak_bytes <= measured.peak <= taken.peak_bytes
+    assert not list(paged.folder.iterdir())
+
+
+def test_a_full_disk_is_told_and_the_next_step_runs(paged, monkeypatch):
+    made = tempfile.TemporaryFile
+
+    class Full:
+        def __init__(self, **options):
+            self._file = made(**options)
+            self.close, self.seek = self._file.close, self._file.seek
+
+        def write(self, _):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = [parameter.clone() for parameter in paged.model.parameters()]
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", Full)
+        with pytest.raises(PagingError, match=rf"can't be written to {paged.folder}.*No space left"):
+            paged.step(paged.x)
+    assert all(map(torch.equal, before, paged.model.parameters()))
+    assert all(map(torch.equal, _run(paged.step, paged.model, paged.x), paged.expected))
+
+
+def test_a_page_that_was_lost_is_told(paged, monkeypatch):
+    files, made = [], tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: files.append(made(**options)) or files[-1])
+    loss = paged.step(paged.x)
+    files[-1].truncate(16)
+    with pytest.raises(PagingError, match="has lost what was written"):
+        loss.backward()
+
+
+def test_a_schedule_that_pages_needs_a_place(paged):
+    with pytest.raises(ScheduleError, match="no cost of paging"):
+        apply_schedule(paged.model, None, paged.x, paged.schedule)
+
+
+def test_poet_pages_a_model_within_a_budget(tmp_path, monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.setattr("rmm_linear.compiler.backend.page_cost", lambda *_: 0.1)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.GELU())]
+    model, x = nn.Sequential(*layers, nn.Linear(32, 1)), torch.randn(256, 32)
+    plain = copy.deepcopy(model)
+    plan = checkpoint_model(model, x, budget="65%", strategy="patil2022_poet", page_to=tmp_path)
+    assert plan.graph.page_cost == 0.1
+    assert plan.peak_bytes <= 0.65 * plan.plain.peak_bytes
+    assert plan.schedule.loads(plan.graph)
+    assert "paged out and back" in str(plan)
+    assert "no bound of other plans is known: the linear program knows no paging" in str(plan)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_to": "nowhere"}, 'neither "host" nor a folder'),
+        ({"page_to": "host"}, 'page_to="host": the tensors are in the host'),
+        ({"page_to": ".", "costs": "flops"}, "costs='flops' are no times"),
+    ],
+    ids=["no folder", "host", "no times"],
+)
+def test_places_and_costs_that_page_nothing_are_refused(options, message):
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=message):
+        checkpoint_model(model, torch.randn(2, 4), budget="100%", **options)
+    assert model._compiled_call_impl is None
+
+
+def test_steps_that_inductor_compiles_page_nothing(tmp_path):
+    with pytest.raises(ValueError, match='page_to=.*needs executor="exact"'):
+        Options(budget="50%", page_to=tmp_path)
