@@ -1,4 +1,4 @@
-"""Plan captured steps, and run nothing: `python -m experiments.checkpointing.plans {strategies,bounds,growth,arenas}`.
+"""Plan captured steps, and run nothing: `python -m experiments.checkpointing.plans KIND`.
 
 Each model is captured at its published size without contents, which takes no memory.
 
@@ -9,6 +9,7 @@ Each model is captured at its published size without contents, which takes no me
 - `arenas`: the least arenas of two online policies, DTR and Coop, which evict in one arena in the order of addresses,
   for arenas of 1.5 down to .025 of the plain peak: an arena that is met does not mean that larger ones are. And the
   arena that OLLA's best-fit addresses of the plain program take.
+- `energy`: time and energy of POET's plans on the devices of devices.csv, and of paging and of computing again alone.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import Parser, add_models, chosen, exit_status
+from experiments.command_line import HarnessError, Parser, add_models, chosen, exit_status
 from experiments.provenance import origin
-from experiments.rows import write_rows
+from experiments.rows import read_rows, write_rows
 from rmm_linear.checkpointing import Graph, available_strategies, capture, get_strategy
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.generators import chain, u_shape, with_backward
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.strategies.jain2020_checkmate import Program
+from rmm_linear.planning.strategies.patil2022_poet import PagingProgram
 from rmm_linear.planning.strategies.steiner2022_olla import arena_for, lifetimes
 from rmm_linear.planning.strategies.zhang2023_coop import CoopRun, DtrInArena, least_arena
 
@@ -37,6 +40,8 @@ from .report import (
     ARENAS_FILE,
     BOUNDS_FILE,
     BOUNDS_PERCENTS,
+    ENERGY_FILE,
+    ENERGY_PERCENTS,
     FRONTIERS_FILE,
     GROWTH_FILE,
     GROWTH_PERCENTS,
@@ -49,9 +54,20 @@ _ALL_OTHERS = "auto"
 _CHAINS, _US, _LAYERS = (100, 1000, 10_000, 100_000), (100, 1000, 10_000), (12, 48)
 
 
-def _captured(workload: Workload, shape: Shape) -> Graph:
+DEVICES = Path(__file__).parent / "devices.csv"
+_OF_DEVICES = (
+    "flops_per_s",
+    "memory_bytes_per_s",
+    "watts",
+    "page_out_bytes_per_s",
+    "page_in_bytes_per_s",
+    "page_watts",
+)
+
+
+def _captured(workload: Workload, shape: Shape, costs: str = "roofline") -> Graph:
     with workload.without_contents(shape) as (model, batch):
-        return capture(model, kwargs=batch, step=workload.step).graph
+        return capture(model, kwargs=batch, step=workload.step, costs=costs).graph
 
 
 def _plain_bytes(graph: Graph) -> int:
@@ -121,6 +137,50 @@ def arenas(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
     yield row | {"free_at_failure": None, "scan_s": round(time.perf_counter() - began, 1)}
 
 
+def read_devices(path: Path = DEVICES) -> list[dict[str, Any]]:
+    """Read device profiles.
+
+    Raises:
+        HarnessError: If a column is missing, or a number is none that is more than 0.
+    """
+    devices = read_rows(path, needed=("device", *_OF_DEVICES, "source"), command="who knows the device")
+    for device in devices:
+        for name in _OF_DEVICES:
+            if not isinstance(device[name], float | int) or device[name] <= 0:
+                raise HarnessError(f"{path}: {device['device']!r} has {name}={device[name]}; write a number above 0")
+    return devices
+
+
+def energy(workload: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
+    """Plan for each device: by paging and computing again, by either alone, each for the least energy."""
+    flops, moved = (_captured(workload, workload.shapes["published"], costs) for costs in ("flops", "bytes"))
+    plain_bytes = _plain_bytes(graph)
+    for device in read_devices():
+        ops = tuple(
+            replace(op, cost=max(op.cost / device["flops_per_s"], other.cost / device["memory_bytes_per_s"]))
+            for op, other in zip(flops.ops, moved.ops, strict=True)
+        )
+        rate = (1 / device["page_out_bytes_per_s"] + 1 / device["page_in_bytes_per_s"]) / 2
+        both = replace(graph, ops=ops, cost_unit="s", page_cost=rate)
+        once = replace(both, ops=tuple(replace(op, is_recomputable=False) for op in ops))
+        weight = device["page_watts"] / device["watts"]
+        ways: dict[str, Program] = {
+            "POET": PagingProgram(both, page_weight=weight),
+            "paging alone": PagingProgram(once, page_weight=weight),
+            "computing again alone": Program(both),
+        }
+        for way, program in ways.items():
+            for percent in ENERGY_PERCENTS:
+                began = time.perf_counter()
+                found = program.solve(plain_bytes * percent // 100)
+                row = {"ops": len(ops), "plain_peak_bytes": plain_bytes, "device": device["device"], "way": way}
+                row |= {"budget_percent": percent, "status": found.status, "time": None, "energy": None}
+                if found.order is not None:
+                    row["time"] = round(peak_and_cost(both, found.order)[1] / both.cost, 4)
+                    row["energy"] = round(found.cost / both.cost, 4)
+                yield row | {"planning_s": round(time.perf_counter() - began, 1)}
+
+
 def _growing_graphs() -> Iterator[tuple[str, Graph]]:
     for ops in _CHAINS:
         draw = random.Random(0)
@@ -149,6 +209,7 @@ _OF_MODELS: dict[str, tuple[str, Callable[[Workload, Graph], Iterator[dict[str, 
     "strategies": (FRONTIERS_FILE, strategies),
     "bounds": (BOUNDS_FILE, bounds),
     "arenas": (ARENAS_FILE, arenas),
+    "energy": (ENERGY_FILE, energy),
 }
 
 

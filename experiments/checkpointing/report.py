@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
 # of plans.py
 FRONTIERS_FILE, BOUNDS_FILE, GROWTH_FILE, ARENAS_FILE = "frontiers.csv", "bounds.csv", "growth.csv", "arenas.csv"
+ENERGY_FILE = "energy.csv"
 # of steps.py
 EAGER_FILE, COMPILED_FILE, CODES_FILE, CODES_CUDA_FILE = "eager.csv", "compiled.csv", "codes.csv", "codes-cuda.csv"
 NOISE_FILE = "codes_noise.csv"
@@ -37,12 +38,13 @@ EXACT, INDUCTOR = "planned, exact", "planned, inductor"
 SPREAD = "spread"
 BOUNDS_PERCENTS = (80, 60, 40, 25, 15)
 GROWTH_PERCENTS = (75, 50, 25)
+ENERGY_PERCENTS = (80, 60, 40)
 Row = dict[str, Any]
 Rows = Sequence[Row]
 _GB = 1e9
 _BUDGETS = (80, 60, 40, 20)
 # planners that ran on a few models alone; a table of their own shows them
-_SOLVERS = ("jain2020", "kirisame2021", "moccasin2023", "steiner2022", "zhang2023")
+_SOLVERS = ("jain2020", "kirisame2021", "moccasin2023", "patil2022", "steiner2022", "zhang2023")
 # Steps of a process whose eager step takes this many times the fastest one were not timed alone.
 _STEADY = 1.15
 # of the plain step: a forward pass is about a third of it
@@ -151,6 +153,21 @@ def growth_table(folder: Path) -> str:
         cells = lines.setdefault((row["model"], row["ops"]), [row["model"], f"{row['ops']:,}"])
         cells.append(f"{row['seconds']:.1f} s ({extra})")
     return table(["graph", "ops", *(f"budget {each} %" for each in GROWTH_PERCENTS)], lines.values())
+
+
+def energy_table(folder: Path) -> str:
+    """Return time and energy over the plain step's, within parts of its peak: a line a model, device and way."""
+    lines = []
+    for model, rows in by_model(read_rows(folder / ENERGY_FILE)).items():
+        keys = dict.fromkeys((row["device"], row["way"]) for row in rows)
+        for device, way in keys:
+            own = {row["budget_percent"]: row for row in rows if (row["device"], row["way"]) == (device, way)}
+            cells = (
+                "-" if row["time"] is None else f"{row['time']:.3f}, {row['energy']:.3f}"
+                for row in (own[percent] for percent in ENERGY_PERCENTS)
+            )
+            lines.append([model, device, way, *cells])
+    return table(["model", "device", "way", *(f"at {each} %: time, energy" for each in ENERGY_PERCENTS)], lines)
 
 
 def arenas_table(folder: Path) -> str:
@@ -368,7 +385,7 @@ def size_of(row: Row) -> tuple[int, int]:
 def origins(folder: Path) -> str:
     """Say which commits, versions and hardware the rows of this README.md are of."""
     lines = []
-    for name in (FRONTIERS_FILE, EAGER_FILE, ARENAS_FILE):
+    for name in (FRONTIERS_FILE, EAGER_FILE, ARENAS_FILE, ENERGY_FILE):
         models: dict[tuple[Any, ...], list[str]] = {}
         for row in read_rows(folder / name):
             key = tuple(row[name] for name in ("rmm_linear", "commit", "torch", "hardware"))
@@ -387,6 +404,7 @@ MAKERS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "solvers": (FRONTIERS_FILE, solvers_table),
     "published": (FRONTIERS_FILE, published_table),
     "arenas": (ARENAS_FILE, arenas_table),
+    "energy": (ENERGY_FILE, energy_table),
     "baselines": (EAGER_FILE, eager_table),
     "compiled": (COMPILED_FILE, compiled_block),
     "origins": (EAGER_FILE, origins),

@@ -5,6 +5,7 @@ where scipy is installed, from what a linear program would keep within these (`r
 """
 
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import ClassVar
@@ -65,7 +66,8 @@ class Auto(Strategy):
         peaks = {order: peak_and_cost(graph, order)[0] for order in dict.fromkeys((plain, *starts))}
         near = sorted(peaks, key=lambda order: abs(peaks[order] - budget_bytes))
         enough = graph.cost * (1 + _ENOUGH) + bound
-        best = search.best_of(near, _most_work(graph), enough)
+        # an infinite bound proves that no order fits
+        best = search.best_of(near, _most_work(graph), enough) if bound < math.inf else None
         if best is None:
             lean = [plain, *sorted(peaks, key=peaks.__getitem__)[:_MOST_LEAN]]
             found = [_leaner(graph, order) for order in dict.fromkeys(lean)]
@@ -112,7 +114,7 @@ def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...
     with contextlib.suppress(ImportError, TimeoutError):
         programs, entries = relaxations(graph), 0
         bound = least_extra_cost(programs, budget_bytes)
-        for place, kept in enumerate(crossing):
+        for place, kept in enumerate(crossing if bound < math.inf else ()):
             for program in programs[: 1 if place else 2]:
                 for part in _PARTS:
                     entries += program.entries
