@@ -21,6 +21,7 @@ A graph without a cost of paging pages nothing, and has Checkmate's plans.
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
@@ -61,6 +62,16 @@ class PagingProgram(Program):
                 self._add([(self._paged[index], 1), (loaded[index], -1)])
                 self._add([(kept, 1), (loaded[index], 1)], -math.inf, 1)
         return loaded
+
+    def relaxed(self, budget_bytes: float, time_limit_s: float) -> tuple[float, list[tuple[int, ...]]]:
+        """Solve the program without integrality, and round it; Checkmate's rounded orders are proposed as well."""
+        bound, orders = super().relaxed(budget_bytes, time_limit_s)
+        without = self._without_paging.relaxed(budget_bytes, time_limit_s)[1] if self._paged and orders else []
+        return bound, list(dict.fromkeys((*orders, *without)))
+
+    @cached_property
+    def _without_paging(self) -> Program:
+        return Program(self._graph)
 
     def _times(self, page_weight: float = 1.0) -> Iterator[tuple[int, float]]:
         yield from super()._costs()
