@@ -106,13 +106,10 @@ class ValidRows:
         assert self._count is not None
         return self._count
 
-    @property
-    def index(self) -> Tensor | None:
-        """Numbers of the valid rows of the flattened input, shape (count,), int32; None if all rows are valid."""
-        return self.index_on(self.mask.device)
-
     def index_on(self, device: torch.device, keep_tokens: tuple[int, ...] = ()) -> Tensor | None:
-        """Return `index` on a device, rows of `keep_tokens` first; layers on one device share one tensor.
+        """Return the numbers of the valid rows of the flattened input, (count,), int32; None if all rows are valid.
+
+        Rows of `keep_tokens` come first; layers on one device share one tensor.
 
         Raises:
             ValueError: If no row is valid, or another number than the one given.
@@ -212,8 +209,6 @@ class _Scope:
         # shapes of inputs that asked, and whether any fitted
         self.asked: list[tuple[int, ...]] = []
         self.fitted = False
-        # the one around it
-        self.outer: _Scope | None = None
 
     def rows_of(self, x: Tensor) -> ValidRows | None:
         rows = self.rows
@@ -363,18 +358,17 @@ class MaskHook:
             rows = _announced.scopes[-1].rows
         else:
             rows = self._rows(module, mask)
-        scope = _Scope(rows, memory=memory, of_memory=self._rows(module, of_memory), owner=module)
-        scope.outer = _announced.scopes[-1] if _announced.scopes else None
-        _announced.scopes.append(scope)
+        _announced.scopes.append(_Scope(rows, memory=memory, of_memory=self._rows(module, of_memory), owner=module))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Take it back; a forward hook that is always called."""
         # always called: `before` may have raised
         if _announced.scopes and _announced.scopes[-1].owner is module:
             scope = _announced.scopes.pop()
-            if scope.outer is not None and scope.outer.rows is scope.rows and not torch.compiler.is_compiling():
-                scope.outer.fitted |= scope.fitted
-                scope.outer.asked += scope.asked
+            outer = _announced.scopes[-1] if _announced.scopes else None
+            if outer is not None and outer.rows is scope.rows and not torch.compiler.is_compiling():
+                outer.fitted |= scope.fitted
+                outer.asked += scope.asked
 
     def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = self._places.get(name)

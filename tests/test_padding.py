@@ -680,10 +680,11 @@ class TestValidRows:
             count = int((mask != 0).sum())
             found, expected = ValidRows(mask, count=count), ValidRows(mask)
             assert found.count == expected.count == count
-            assert (found.index is None) == (expected.index is None)
-            if found.index is not None:
-                assert torch.equal(found.index, expected.index)
-                assert found.index.dtype == torch.int32
+            index, expected_index = found.index_on(mask.device), expected.index_on(mask.device)
+            assert (index is None) == (expected_index is None)
+            if index is not None:
+                assert torch.equal(index, expected_index)
+                assert index.dtype == torch.int32
 
     def test_a_collators_count_is_taken_over_by_the_models_hook(self) -> None:
         model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())

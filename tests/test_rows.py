@@ -91,7 +91,7 @@ def test_places_among_the_tokens_that_are_valid(mask):
         # the sequence of one token has no two: another row is kept in its stead
         assert expected <= set(kept)
         assert len(set(kept) - expected) == layout.kept - len(expected) <= 1
-        assert sorted(kept + rest) == rows.index.tolist()
+        assert sorted(kept + rest) == rows.index_on(mask.device).tolist()
         assert rest == sorted(rest)
         assert index.dtype == torch.int32
     # one tensor for all layers
@@ -185,7 +185,7 @@ def test_the_closed_form_is_the_variance_of_the_draws(x, g, mask, storage, skip,
     config = RMMConfig(ratio=0.4, storage=storage, min_rows=1, keep_tokens=(0,), skip_padding=skip)
     g = g * mask.unsqueeze(-1) if skip else g
     g[:, 0] *= 5
-    index = ValidRows(mask).index if skip else None
+    index = ValidRows(mask).index_on(mask.device) if skip else None
     known = gradient_noise(x, g, config, index=index, draws=64).sketch_variance
     measured = measure_sketch_variance(x, g, config, index=index, draws=draws)
     assert abs(measured.value - known) <= 5 * measured.standard_error + 0.01 * known
@@ -259,7 +259,7 @@ def test_a_model_is_converted_measured_and_profiled(mask):
 
 
 def test_profiled_options_are_those_of_gradient_noise(x, g, mask):
-    index, g = ValidRows(mask).index, g * mask.unsqueeze(-1)
+    index, g = ValidRows(mask).index_on(mask.device), g * mask.unsqueeze(-1)
     configs = [
         RMMConfig(ratio=ratio, storage=storage, min_rows=1, keep_tokens=tokens, skip_padding=skip)
         for ratio, storage, tokens, skip in itertools.product(
