@@ -28,12 +28,12 @@ def adapters_of(module: nn.Module) -> Iterator[nn.Module]:
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        current_groups().enter(layer_input(args, kwargs))
+        current_groups.enter(layer_input(args, kwargs))
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
     if not torch.compiler.is_compiling():
-        current_groups().leave(layer_input(args, kwargs))
+        current_groups.leave(layer_input(args, kwargs))
 
 
 def watch_adapted_layers(model: nn.Module) -> None:

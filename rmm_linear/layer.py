@@ -57,7 +57,7 @@ class SketchedLayer(nn.Module):
         if config.share_sketch:
             # weakly: a group lives as long as its input
             key = config, None if valid is None else weakref.ref(valid)
-            shared = current_groups().find(input, self, key, compute_dtype(input))
+            shared = current_groups.find(input, self, key, compute_dtype(input))
         return linear(
             x,
             weight,

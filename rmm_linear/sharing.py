@@ -38,15 +38,12 @@ _COPY = "ToCopyBackward0"
 
 
 class SharedSketch:
-    """A seed, and the tensors that the first member of a group made of the input with it.
-
-    Attributes:
-        seed: The first member's seed; None before.
-    """
+    """A seed, and the tensors that the first member of a group made of the input with it."""
 
     __slots__ = ("__weakref__", "_parts", "seed")
 
     def __init__(self) -> None:
+        # the first member's; None before
         self.seed: Tensor | None = None
         # tensors of the kept rows, and of the sketch
         self._parts: list[tuple[weakref.ref[Tensor], ...]] | None = None
@@ -142,8 +139,8 @@ def _forget(inputs: dict[int, _Input], gone: _Input) -> None:
         del inputs[gone.place]
 
 
-class InputGroups:
-    """Finds the layers that are called with the same tensor."""
+class InputGroups(threading.local):
+    """Finds the layers that a thread calls with the same tensor: `DataParallel` runs its replicas in threads."""
 
     def __init__(self) -> None:
         # by id: a tensor's own comparison is element by element
@@ -203,16 +200,4 @@ class InputGroups:
         return x
 
 
-class _Current(threading.local):
-    """This thread's groups: `DataParallel` runs its replicas in threads."""
-
-    def __init__(self) -> None:
-        self.groups = InputGroups()
-
-
-_current = _Current()
-
-
-def current_groups() -> InputGroups:
-    """Return this thread's groups."""
-    return _current.groups
+current_groups = InputGroups()

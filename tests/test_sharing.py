@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, revert_linears, valid_rows
 from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.memory import SavedTensors, measure_kept_bytes, profile
-from rmm_linear.sharing import _current
+from rmm_linear.sharing import current_groups
 from rmm_linear.sketches.contract import assert_unbiased
 from rmm_linear.variance import AdaptiveRatios, allocate_ratios, profile_noise
 
@@ -245,12 +245,12 @@ def test_nothing_grows_over_a_thousand_steps():
     model = Three(RMMConfig(ratio=0.25, min_rows=1))
     static = torch.randn(8, WIDTH)
     gc.collect()
-    before = len(_current.groups)
+    before = len(current_groups)
     for step in range(1000):
         model(static if step % 2 else torch.randn(8, WIDTH)).sum().backward()
-    assert len(_current.groups) <= before + 1
+    assert len(current_groups) <= before + 1
     del static
-    assert len(_current.groups) == before
+    assert len(current_groups) == before
 
 
 def test_a_sketch_is_freed_with_its_graph():
@@ -265,7 +265,7 @@ def test_a_sketch_is_freed_with_its_graph():
     # x is alive, and nothing with it
     assert len(references) >= 2
     assert all(reference.expired() for reference in references)
-    ((group, _),) = _current.groups._inputs[id(x)].groups.values()
+    ((group, _),) = current_groups._inputs[id(x)].groups.values()
     assert group() is None
 
 
@@ -329,7 +329,7 @@ def test_groups_of_masks_that_are_gone_are_dropped():
         mask = torch.arange(64).expand(4, 64) < length
         with valid_rows(mask):
             sum(layer(x) for layer in layers)[mask].sum().backward()
-    assert len(_current.groups._inputs[id(x)].groups) <= 2
+    assert len(current_groups._inputs[id(x)].groups) <= 2
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -498,7 +498,7 @@ def test_hooks_on_adapted_layers_come_and_go():
     assert sketches(copies, lowered()) == one()
     with pytest.raises(ValueError, match="input features"):
         model(torch.randn(3, 5))
-    assert not _current.groups._given
+    assert not current_groups._given
     convert_linears(model, ratio=0.5)
     assert [len(each._forward_pre_hooks) for each in model.adapted] == [1, 1, 1]
     revert_linears(model)
@@ -510,7 +510,7 @@ def test_groups_of_copies_keep_no_graph_alive():
     gc.collect()
     gc.disable()
     try:
-        before = len(_current.groups)
+        before = len(current_groups)
         for ends in (lambda y: y.sum().backward(), lambda y: None):
             references = []
             with torch.autograd.graph.saved_tensors_hooks(
@@ -520,7 +520,7 @@ def test_groups_of_copies_keep_no_graph_alive():
                 y = model(torch.exp(x))
             ends(y)
             del y
-            assert len(_current.groups) == before
+            assert len(current_groups) == before
             own = {x.untyped_storage()._cdata} | {weight.untyped_storage()._cdata for weight in model.parameters()}
             assert all(reference.expired() for reference in references if reference.cdata not in own)
     finally:

@@ -138,7 +138,7 @@ class LayerProbe:
         if not trains or x.is_nested or x.layout != torch.strided or is_free_to_keep(x, compute_dtype(x)):
             return
         self._seen.add(name)
-        first = current_groups().first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None
+        first = current_groups.first_reader(x, compute_dtype(x)) if layer.rmm_config.share_sketch else None
         if isinstance(first, SketchedLayer) and first in self._names:
             self.groups[name] = self._names[first]
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None
