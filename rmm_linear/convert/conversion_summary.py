@@ -12,7 +12,7 @@ from rmm_linear.convert.conversion import LEFT_EXACT
 from rmm_linear.convert.matching import LinearLayer, linear_layers, other_modules
 from rmm_linear.convertible import why_not
 from rmm_linear.layer import SketchedLayer, features
-from rmm_linear.names import pattern
+from rmm_linear.names import aligned, pattern
 
 # Rows at which `summary` states a layer's bytes per row: sketches round to whole rows of a block.
 _SUMMARY_ROWS = 4096
@@ -153,13 +153,6 @@ def _note(layer: LinearLayer, model: nn.Module, *, frozen: bool) -> str:
     if frozen:
         notes.append("frozen weight: keeps no input")
     return "; ".join(notes)
-
-
-def aligned(table: list[tuple[str, ...]]) -> list[str]:
-    """Lay a table out in columns, with a rule below its first row; one text a line."""
-    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
-    rows = [table[0], tuple("-" * width for width in widths), *table[1:]]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
 
 def describe(config: RMMConfig | None) -> str:

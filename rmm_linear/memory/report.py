@@ -12,7 +12,7 @@ and says what any configuration would leave, to the byte, before a layer is conv
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from rmm_linear.byte_sizes import unit_for
 from rmm_linear.config import RMMConfig
-from rmm_linear.names import pattern
+from rmm_linear.names import aligned, pattern
 
 # What a linear layer's product keeps its input as, by the operations that it may be made of.
 INPUT_ROLES = ("mat1", "self", "input")
@@ -273,7 +273,7 @@ def _op_lines(report: MemoryReport) -> list[str]:
     rows = [("kept by", unit.name, "%", "storages")]
     for op, size in shown:
         rows.append((op, unit.of(size), f"{100 * size / max(1, report.total_bytes):.1f}", str(counts[op])))
-    return _aligned(rows, words=(0,))
+    return aligned(rows, numbers=(1, 2, 3), has_rule=False)
 
 
 def _layer_lines(report: MemoryReport) -> list[str]:
@@ -305,7 +305,7 @@ def _layer_lines(report: MemoryReport) -> list[str]:
         rows.append((names, count, str(times), unit.of(size), unit.of(freed), why))
     if len(found) > 2 * _PRINTED:
         rows.append((f"{len(found) - 2 * _PRINTED} more", "", "", "", "", ""))
-    return _aligned(rows, words=(0, 5))
+    return aligned(rows, numbers=(1, 2, 3, 4), has_rule=False)
 
 
 def _units(report: MemoryReport) -> list[list[LinearCall]]:
@@ -343,18 +343,6 @@ def _merged(names: list[str]) -> str:
         segments[differ[0]] = f"{{{', '.join(columns[differ[0]])}}}"
         return ".".join(segments)
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], *, words: Collection[int]) -> list[str]:
-    """Lay a table out; columns that hold words begin at the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _is_linear_input(keeper: Keeper, names: Collection[str]) -> bool:

@@ -18,8 +18,8 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.convert import aligned, describe
-from rmm_linear.names import listed
+from rmm_linear.convert import describe
+from rmm_linear.names import aligned, listed
 from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]
