@@ -28,7 +28,6 @@ LEFT_EXACT = "_rmm_left_exact"
 # (FSDP2's class, base, new base) -> the same class with the new base
 _SHARDED_CLASSES: dict[tuple[type, type, type], type] = {}
 
-DEFAULT_RATIO = 0.5
 # a layer, and the configuration that it is to have, or None for an exact one
 Planned = tuple[LinearLayer, RMMConfig | None]
 
@@ -82,7 +81,7 @@ def convert_linears(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    default = _resolve_config(ratio, config)
+    default = config_for(ratio, config)
     selection = Selection(target_modules, exclude_modules, overrides or {})
     found, others = list(linear_layers(model)), list(other_modules(model))
     matched = _matched(model, selection, found, others)
@@ -241,9 +240,10 @@ def revert_linears(model: nn.Module) -> nn.Module:
     return model
 
 
-def _resolve_config(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
+def config_for(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
+    """Return the configuration that two options stand for, of which one may be given."""
     if config is None:
-        return RMMConfig(ratio=DEFAULT_RATIO if ratio is None else ratio)
+        return RMMConfig() if ratio is None else RMMConfig(ratio=ratio)
     if ratio is not None:
         raise ValueError(f"both ratio={ratio!r} and config are given; pass config=config.replace(ratio={ratio!r})")
     if not isinstance(config, RMMConfig):

@@ -29,6 +29,7 @@ from rmm_linear.checkpointing.planned import PlannedStep, is_planned, refuse_pla
 from rmm_linear.compiler.backend import Options
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears
+from rmm_linear.convert.conversion import config_for
 from rmm_linear.fitting import Fit, checked_noise
 from rmm_linear.integrations.fitted_loss import FittedLoss
 from rmm_linear.memory import MeasuredSaving
@@ -178,13 +179,10 @@ class RMMCallback(TrainerCallback):
         self._options = None if compile is None else Options.of(compile)
         self._sketches = any((ratio is not None, config is not None, convert_kwargs))
         self._sketches |= self._options is None and fit is None
-        if ratio is not None and config is not None:
-            raise ValueError(f"both ratio={ratio!r} and config are given; pass config=config.replace(ratio={ratio!r})")
-        if ratio is not None:
-            config, ratio = RMMConfig(ratio=ratio), None
+        config = config_for(ratio, config)
         if not isinstance(monitor, int) or monitor < 0:
             raise ValueError(f"monitor={monitor!r} is not a number of steps; pass one, True (50) or False")
-        self._convert_kwargs = {"config": config if config is not None else RMMConfig(), **convert_kwargs}
+        self._convert_kwargs = {"config": config, **convert_kwargs}
         self._sample = sample
         self._every = (_EVERY if fit is None else _EVERY_FIT) if monitor is True else int(monitor)
         self._adapts = budget is not None or noise_target is not None
