@@ -14,47 +14,27 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rmm_linear_kernels import random
+# "as" with the same name: other modules import these from here
+from rmm_linear_kernels import random as random
 from rmm_linear_kernels.hadamard import reference as _hadamard
-from rmm_linear_kernels.hadamard.reference import hadamard_dense, hadamard_order
-from rmm_linear_kernels.interpreter import IS_INTERPRETED
+from rmm_linear_kernels.hadamard.reference import hadamard_dense as hadamard_dense
+from rmm_linear_kernels.hadamard.reference import hadamard_order as hadamard_order
+from rmm_linear_kernels.interpreter import IS_INTERPRETED as IS_INTERPRETED
 from rmm_linear_kernels.low_bit import cpu as _low_bit_on_cpu
 from rmm_linear_kernels.low_bit import reference as _low_bit
-from rmm_linear_kernels.low_bit.reference import BITS as STORAGE_BITS
-from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE, packed_width, rounding_variance
+from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE as SCALE_DTYPE
+from rmm_linear_kernels.low_bit.reference import packed_width as packed_width
+from rmm_linear_kernels.low_bit.reference import rounding_variance as rounding_variance
 from rmm_linear_kernels.projection import reference as _projection
-from rmm_linear_kernels.projection.reference import projection_dense
-
-__all__ = [
-    "CHOICES",
-    "ENVIRONMENT",
-    "IS_INTERPRETED",
-    "KERNELS",
-    "KERNELS_FOLDER",
-    "SCALE_DTYPE",
-    "STORAGE_BITS",
-    "chosen",
-    "estimate",
-    "hadamard_dense",
-    "hadamard_order",
-    "kernel_status",
-    "packed_width",
-    "product_dtype",
-    "projected_grad_weight",
-    "projection_dense",
-    "random",
-    "rounding_variance",
-    "run",
-    "use_kernels",
-]
+from rmm_linear_kernels.projection.reference import projection_dense as projection_dense
 
 ENVIRONMENT = "RMM_LINEAR_KERNELS"
+STORAGE_BITS = _low_bit.BITS
 CHOICES = ("auto", "triton", "torch")
 # Kernel -> the folder of `rmm_linear_kernels` whose kernel.py has its launcher.
 KERNELS = {
@@ -122,9 +102,7 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
     def __enter__(self) -> None:
         """Nothing is left to do."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Go back to the choice before."""
         _state.choice = self._before
 
@@ -173,11 +151,7 @@ def _unusable(device: int) -> str | None:
 def run(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a kernel where it can run, and its reference where it cannot or fails; the device of x and its dtype decide.
 
-    Args:
-        name: A key of `KERNELS`.
-        x: First argument of the kernel.
-        *args: More arguments, as the reference has them.
-        **kwargs: More arguments.
+    `name` is a key of `KERNELS`, and the arguments are the reference's.
 
     Raises:
         ValueError: If Triton is forced, and cannot run.
@@ -249,10 +223,7 @@ def _warn(reason: str) -> None:
 def projected_grad_weight(g: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     """Return the weight's gradient of a dense projection by the cheaper order of products, in plain torch.
 
-    See `rmm_linear_kernels.projection.reference`.
-
-    Returns:
-        None where the sketch of g has a kernel.
+    None where the sketch of g has a kernel. `rmm_linear_kernels.projection.reference` has the arguments.
     """
     if torch._C._is_any_autocast_enabled() and not g.is_meta:
         with torch.autocast(device_type=g.device.type, enabled=False):
