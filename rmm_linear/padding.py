@@ -41,7 +41,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -292,9 +291,7 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
         self._entered.append(scope)
         _announced.scopes.append(scope)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         scope = self._entered.pop()
         # a forward that was broken off may have left scopes above it
         del _announced.scopes[_announced.scopes.index(scope) :]

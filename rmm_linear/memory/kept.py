@@ -10,7 +10,6 @@ is not kept, and not counted. Under `torch.compile` the hooks see what the compi
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -71,11 +70,7 @@ class StorageSet:
 
 
 def own_tensors(exclude: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of modules, and tensors themselves.
-
-    Raises:
-        ValueError: If an element is neither a module nor a tensor.
-    """
+    """Yield the parameters and buffers of modules, and tensors themselves; a ValueError for anything else."""
     for item in exclude:
         if isinstance(item, Tensor):
             yield item
@@ -156,11 +151,9 @@ class SavedTensors:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__(kind, error, traceback)
+            self._hooks.__exit__(*error)
             self._hooks = None
 
     def __repr__(self) -> str:
@@ -168,31 +161,23 @@ class SavedTensors:
 
 
 class WatchedModules(SavedTensors):
-    """SavedTensors that also sees modules of a model run, by `_before` and `_after`, their forward hooks."""
+    """SavedTensors that also sees modules of a model run, by hooks on their forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._model = model
         self._handles: list[RemovableHandle] = []
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        raise NotImplementedError
-
-    def _watch(self, modules: Iterable[nn.Module]) -> None:
+    def _watch(self, modules: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]) -> None:
         for module in modules:
-            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*error)
 
 
 def measure_kept_bytes(

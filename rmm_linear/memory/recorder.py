@@ -177,7 +177,7 @@ class _Recorder(WatchedModules):
             for module in self._names
             if is_linear_layer(module)
         }
-        self._watch(self._names)
+        self._watch(self._names, self._before, self._after)
         return self
 
     def report(self) -> MemoryReport:

@@ -165,5 +165,6 @@ class MeasuredSaving(WatchedModules):
     def __enter__(self) -> "MeasuredSaving":
         super().__enter__()
         self._reset()
-        self._watch(layer for layer in self._model.modules() if isinstance(layer, SketchedLayer))
+        layers = [layer for layer in self._model.modules() if isinstance(layer, SketchedLayer)]
+        self._watch(layers, self._before, self._after)
         return self
