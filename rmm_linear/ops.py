@@ -51,17 +51,12 @@ def data_parallel_rank() -> int:
     return 0
 
 
-# Added to the rank that seeds depend on.
 _added_rank = ContextVar("added_rank", default=0)
 
 
 @contextmanager
 def ranked_higher(by: int) -> Iterator[None]:
-    """Draw seeds as a process of a higher rank would: other ones, from the same random state.
-
-    Args:
-        by: Added to the process's own rank.
-    """
+    """Draw seeds as a process of a rank that is higher `by` so much would: other ones, from the same random state."""
     token = _added_rank.set(by)
     try:
         yield

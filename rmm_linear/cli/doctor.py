@@ -39,12 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """Check this machine.
-
-    Returns:
-        One screen of text, and the exit status: 1 if a kernel fails, differs from plain torch by more than rounding, or
-        is asked for by force and cannot run.
-    """
+    """Return a screen of text, and 1 if a kernel fails, differs by more than rounding, or is forced and cannot run."""
     device = _device(options.device)
     status, calls = kernel_status(device), _calls(device, _DTYPES[options.dtype])
     checks = [_checked(name, call, status[name]) for name, call in calls.items()]

@@ -41,11 +41,7 @@ def _number_or_max(text: str) -> int | str:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """Run the command with these options.
-
-    Raises:
-        ValueError: If the model or an option is not usable, or no way fits the budget.
-    """
+    """Run the command with these options; an error says what to put right."""
     check_model_options(options)
     noise, budget = checked_noise(options.noise), Budget.of(options.budget)
     if options.batch == LARGEST and budget.is_relative:

@@ -29,12 +29,7 @@ def add_model_options(
 
 
 def check_model_options(options: argparse.Namespace) -> None:
-    """Refuse a path that leads nowhere, numbers below 1, and a figure that can't be drawn: at once, without a hub.
-
-    Raises:
-        ValueError: If an option is not usable.
-        ImportError: If there is to be a figure, and matplotlib is not installed.
-    """
+    """Refuse a path that leads nowhere, numbers below 1, and a figure that can't be drawn: at once, without a hub."""
     name = options.model
     is_path = name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
     if is_path and not Path(name).exists():
@@ -61,11 +56,7 @@ def _refuse_figure(path: Path) -> None:
 
 @contextlib.contextmanager
 def hf_models() -> Iterator[ModuleType]:
-    """Load what makes models, which takes seconds; meanwhile transformers and its hub tell errors alone.
-
-    Raises:
-        ImportError: If transformers is not installed.
-    """
+    """Load what makes models, which takes seconds; meanwhile transformers and its hub tell errors alone."""
     models = importlib.import_module("rmm_linear.integrations.hf_models")
     with contextlib.ExitStack() as stack:
         for package, variable in (("transformers", "TRANSFORMERS_VERBOSITY"), ("huggingface_hub", "HF_HUB_VERBOSITY")):

@@ -33,11 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """Run the command with these options.
-
-    Raises:
-        ValueError: If the model or an option is not usable.
-    """
+    """Run the command with these options; an error says what to put right."""
     check_model_options(options)
     try:
         ratios = [float(ratio) for ratio in options.ratio.split(",")]

@@ -18,11 +18,7 @@ from rmm_linear.fitting import Fit, cautious_ratio, fit
 class FittedLoss:
     """A trainer's `compute_loss` that fits the model to its first batch, and to later ones that have no plan.
 
-    Args:
-        trainer: The trainer; `remove` gives its own loss back.
-        model: The model that it trains.
-        options: Options of `fit`.
-        every: The noise is measured at each batch of so many; 0 for never.
+    `options` are those of `fit`. The noise is measured at each batch of so many as `every` says; at none for 0.
 
     Attributes:
         fitted: What was chosen; None before the first batch.
@@ -35,14 +31,15 @@ class FittedLoss:
         self._loss_of: Any = trainer.compute_loss
         self._model, self._options, self._every, self._batches, self._has_told = model, options, every, 0, False
         self._attributes = vars(trainer)
-        self._restored = {name: self._attributes[name] for name in ("compute_loss",) if name in self._attributes}
+        self._own_loss = self._attributes.get("compute_loss")
         self._attributes["compute_loss"] = self
 
     def remove(self) -> None:
         """Give the trainer its own loss back."""
         if self._attributes.get("compute_loss") is self:
             del self._attributes["compute_loss"]
-            self._attributes.update(self._restored)
+            if self._own_loss is not None:
+                self._attributes["compute_loss"] = self._own_loss
 
     def __call__(self, model: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """Compute the trainer's loss, fit the model before if it has to be."""
