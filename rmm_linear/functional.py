@@ -44,7 +44,7 @@ from rmm_linear import ops
 from rmm_linear.config import RMMConfig, config_of
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
-from rmm_linear.producers import is_free_to_keep
+from rmm_linear.producers import flattened, is_free_to_keep
 from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
 
@@ -335,21 +335,9 @@ def _check(
 
 def _is_column_major(x: Tensor) -> bool:
     """Tell whether autograd takes x, flattened to (rows, in) without a copy, for a matrix stored by columns."""
-    # It asks for strides of (1, rows), which a single row may have as well.
-    if x.dim() == 2:
-        return x.stride() == (1, x.shape[0])
-    rows = x.numel() // max(1, x.shape[-1])
-    if rows == 1:
-        # flattened, its strides are (in, 1) times that of its numbers
-        return x.shape[-1] == 1 and x.stride(-1) == 1
-    if x.stride(-1) != rows:
-        return False
-    distance = 1
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size != 1 and stride != distance:
-            return False
-        distance *= size
-    return True
+    matrix = flattened(x)
+    # autograd asks for these strides, which a single row may have as well
+    return matrix is not None and matrix.stride() == (1, matrix.shape[0])
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
