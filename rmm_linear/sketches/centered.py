@@ -16,16 +16,14 @@ from torch import Tensor
 from rmm_linear.sketches.base import SavedSketch, Sketch, Stored, accumulate_dtype
 
 
-def centred(g: Tensor) -> Tensor:
-    """Return g - 1 mean^T in float32 (float64 for float64), which is sketched in the place of g."""
-    wide = g.to(accumulate_dtype(g.dtype))
-    return wide - wide.mean(0) if g.shape[0] else wide
+def column_means(y: Tensor) -> Tensor:
+    """Return the column means of y (rows, features) in float32 (float64 for float64)."""
+    return y.sum(0, dtype=accumulate_dtype(y.dtype)) / max(1, y.shape[0])
 
 
-def centred_input(x: Tensor) -> Tensor:
-    """Return x - 1 mean^T in float32 (float64 for float64), which is sketched in the place of x."""
-    compute = accumulate_dtype(x.dtype)
-    return x.to(compute) - x.sum(0, dtype=compute) / max(1, x.shape[0])
+def centred(y: Tensor) -> Tensor:
+    """Return y - 1 mean^T in float32 (float64 for float64), which is sketched in the place of x or g."""
+    return y.to(accumulate_dtype(y.dtype)) - column_means(y)
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Centered(Sketch):
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
         assert mean is None
-        mean = x.sum(0, dtype=accumulate_dtype(x.dtype)) / max(1, x.shape[0])
+        mean = column_means(x)
         return SavedSketch(seed, (*self.inner.compress(x, seed, mean=mean).tensors, mean))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
@@ -81,11 +79,11 @@ class Centered(Sketch):
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the inner sketch's closed form on x - 1 mu^T and g - 1 nu^T."""
-        return self.inner.variance(centred_input(x), centred(g))
+        return self.inner.variance(centred(x), centred(g))
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Return the inner sketch's S for x - 1 mu^T."""
-        return self.inner.dense(centred_input(x), seeds)
+        return self.inner.dense(centred(x), seeds)
 
 
 def _without_mean(saved: SavedSketch) -> SavedSketch:

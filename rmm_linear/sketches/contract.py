@@ -44,7 +44,7 @@ from rmm_linear.config import config_around
 from rmm_linear.functional import linear
 from rmm_linear.memory import SavedTensors
 from rmm_linear.sketches.base import Sketch, accumulate_dtype
-from rmm_linear.sketches.centered import Centered, centred_input
+from rmm_linear.sketches.centered import Centered, centred
 
 FALSE_ALARM = 1e-6
 """False-alarm rate of each randomised comparison, or family of them, by the normal approximation."""
@@ -280,7 +280,7 @@ class SketchContract:
         """
         if not isinstance(sketch, Centered) or x.shape[0] == 0:
             return x, g, None
-        return centred_input(x), g - g.mean(0), torch.outer(g.sum(0), x.mean(0))
+        return centred(x), g - g.mean(0), torch.outer(g.sum(0), x.mean(0))
 
     # Step 1: in every draw the two verbs do what S says.
 

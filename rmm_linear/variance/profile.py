@@ -22,7 +22,7 @@ from rmm_linear.layer import SketchedLayer
 from rmm_linear.memory.unchanged import drop_gradients, unchanged
 from rmm_linear.rows import sequences_of
 from rmm_linear.sketches import Centered, LowBit, Sketch
-from rmm_linear.sketches.centered import centred, centred_input
+from rmm_linear.sketches.centered import centred
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
 from rmm_linear.variance.gradient_noise import _rows, dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe, _read_as
@@ -87,7 +87,7 @@ def _of_family(x: Tensor, g: Tensor, members: Sequence[Sketch]) -> list[float]:
     """The closed forms: of the sketches without their storages, and of what these add."""
     ranks = [max(1, sketch.rank(x.shape[0])) for sketch in members]
     if isinstance(members[0], Centered):
-        x, g = centred_input(x), centred(g)
+        x, g = centred(x), centred(g)
     inner = [sketch.inner if isinstance(sketch, Centered) else sketch for sketch in members]
     low_bit = [sketch for sketch in inner if isinstance(sketch, LowBit)]
     plain = [sketch.inner for sketch in low_bit] or inner
