@@ -81,6 +81,16 @@ def _nan_if_not_finite(norms: Tensor) -> Tensor:
     return norms.new_ones(()).masked_fill_(norms.isfinite().all().logical_not(), torch.nan)
 
 
+def _variance_of_draws(x: Tensor, g: Tensor, weights: Tensor, draws: int) -> Tensor:
+    """(sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / draws, with p_i = weights_i / sum(weights)."""
+    sums, weights = gradient_sums(x, g), weights.double()
+    products = sums.x_rows * sums.g_rows
+    # A row of weight 0 is a zero row: its product is 0 as well.
+    weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
+    # rounding may leave a little less than nothing
+    return (weighted.sum() - sums.gradient_squared).clamp(min=0) / draws
+
+
 def _targets(fractions: Tensor, total: Tensor) -> Tensor:
     """Uniform numbers below a total, int64."""
     return torch.minimum((fractions * total.to(torch.float64)).to(torch.int64), (total - 1).clamp(min=0))
@@ -196,13 +206,7 @@ class CRS(ColumnRowSampling):
         rows = x.shape[0]
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        weights = integer_weights(row_norms(x, None)).double()
-        sums = gradient_sums(x, g)
-        products = sums.x_rows * sums.g_rows
-        # A row of weight 0 is a zero row: its product is 0 as well.
-        weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
-        # rounding may leave a little less than nothing
-        return (weighted.sum() - sums.gradient_squared).clamp(min=0) / self.rank(rows)
+        return _variance_of_draws(x, g, integer_weights(row_norms(x, None)), self.rank(rows))
 
 
 @register
@@ -234,9 +238,4 @@ class WTACRS(ColumnRowSampling):
         kept = int(size)
         if kept == rank:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        rest, weights = order[kept:], weights[kept:].double()
-        sums = gradient_sums(x[rest], g[rest])
-        products = sums.x_rows * sums.g_rows
-        weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
-        # rounding may leave a little less than nothing
-        return (weighted.sum() - sums.gradient_squared).clamp(min=0) / (rank - kept)
+        return _variance_of_draws(x[order[kept:]], g[order[kept:]], weights[kept:], rank - kept)
