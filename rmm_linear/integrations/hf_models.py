@@ -15,11 +15,10 @@ try:
     import huggingface_hub
     import transformers
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModel
 except ImportError as error:
     raise ImportError('models by name need transformers: pip install "rmm-linear[hf]"') from error
 
-_FALLBACK = "AutoModel"
 # The hub's own client tries for much longer.
 _PATIENCE_S = 5
 # What configurations call the number of layers of a stack.
@@ -54,13 +53,9 @@ def build_model(
         if hasattr(config, stack):
             setattr(config, stack, layers)
     names = [each for each in (getattr(config, "architectures", None) or []) if hasattr(transformers, each)]
+    make = getattr(transformers, names[0])._from_config if names else AutoModel.from_config
     with torch.device(device):
-        model = (
-            getattr(transformers, names[0])._from_config(config, dtype=dtype)
-            if names
-            else getattr(transformers, _FALLBACK).from_config(config, dtype=dtype)
-        )
-    assert isinstance(model, nn.Module)
+        model: nn.Module = make(config, dtype=dtype)
     return model.train()
 
 
@@ -72,14 +67,10 @@ def _config(name: str, changes: dict[str, Any]) -> Any:
         if Path(name).exists():
             raise
     try:
-        _head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE_S)
+        get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE_S)
     except Exception as error:
         raise OSError(f"the hub can't be reached ({error}), and {name!r} is not in its cache") from error
     return AutoConfig.from_pretrained(name, **changes)
-
-
-def _head(url: str, *, timeout: float) -> None:
-    get_session().head(url, timeout=timeout)
 
 
 def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cpu") -> dict[str, Tensor]:

@@ -60,11 +60,12 @@ def test_a_mistake_is_one_line_before_transformers_is_loaded(arguments, message,
 def test_a_hub_that_cannot_be_reached_is_told_soon(folder, monkeypatch, capsys):
     asked = []
 
-    def unreachable(url, **options):
-        asked.append(options["timeout"])
-        raise OSError("no route to host")
+    class Unreachable:
+        def head(self, url, *, timeout):
+            asked.append(timeout)
+            raise OSError("no route to host")
 
-    monkeypatch.setattr("rmm_linear.integrations.hf_models._head", unreachable)
+    monkeypatch.setattr("rmm_linear.integrations.hf_models.get_session", Unreachable)
     begin = time.monotonic()
     assert main(["profile", "some-org/some-model"]) == 2
     assert time.monotonic() - begin < 5
