@@ -232,11 +232,8 @@ class RMMCallback(TrainerCallback):
         self._convert(model, args)
         self._stop_measuring()
         self.kept_bytes = self.exact_bytes = self.promised_bytes = None
-        if self._options is not None:
-            self._plan(model, args, self._options)
-            return
-        if self._fit_options is not None:
-            self._fit_when_trained(model, args, self._fit_options)
+        if self._options is not None or self._fit_options is not None:
+            self._plan(model, args)
             return
         is_in_plan = is_planned(model)
         is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1 or is_in_plan
@@ -366,26 +363,21 @@ class RMMCallback(TrainerCallback):
             states = _callback_states(state)[_STATE_KEY] = _MadeWhenSaved()
             states.make = self._state
 
-    def _plan(self, model: nn.Module, args: TrainingArguments, options: Options) -> None:
-        """Let the model's calls run by plan."""
-        _refuse_compiled("compile", args)
-        if self.planned is not None and model._compiled_call_impl is self.planned:
-            # the training before failed on its way
-            return
-        refuse_planned(model)
-        self._planned = PlannedStep(model._call_impl, model, options, fullgraph=False)
-        model._compiled_call_impl = self._planned
-
-    def _fit_when_trained(self, model: nn.Module, args: TrainingArguments, options: Mapping[str, Any]) -> None:
-        """Let the trainer's first loss plan the model's calls."""
-        _refuse_compiled("fit", args)
-        if args.world_size > 1:
+    def _plan(self, model: nn.Module, args: TrainingArguments) -> None:
+        """Let the model's calls run by plan: with `fit`, by one that the trainer's first loss makes."""
+        if args.torch_compile or args.n_gpu > 1:
+            raise ValueError(
+                f"{'fit' if self._options is None else 'compile'} plans the model's calls, which torch_compile=True"
+                " compiles in another way, and DataParallel makes from copies: leave out one of them, or train with one"
+                " process a device"
+            )
+        trainer = _trainer_of(self)
+        if self._fit_options is not None and args.world_size > 1:
             raise ValueError(
                 f"fit plans for one process, and {args.world_size} train together: call rmm_linear.fit(model, batch,"
                 " ...) in a process of its own, and pass its `options` to all of them: RMMCallback(compile=options)"
             )
-        trainer = _trainer_of(self)
-        if trainer is None:
+        if self._fit_options is not None and trainer is None:
             raise ValueError("fit needs a Trainer, whose batches it sees; elsewhere call rmm_linear.fit(model, batch)")
         if self.planned is not None and model._compiled_call_impl is self.planned:
             # the training before failed on its way
@@ -393,7 +385,11 @@ class RMMCallback(TrainerCallback):
         if self._loss is not None:
             self._loss.remove()
         refuse_planned(model)
-        self._loss = FittedLoss(trainer, model, options, self._every)
+        if self._options is not None:
+            self._planned = PlannedStep(model._call_impl, model, self._options, fullgraph=False)
+            model._compiled_call_impl = self._planned
+        elif self._fit_options is not None and trainer is not None:
+            self._loss = FittedLoss(trainer, model, self._fit_options, self._every)
 
     def _convert(self, model: nn.Module, args: TrainingArguments) -> None:
         if not self._sketches or (self._converted is not None and self._converted() is model):
@@ -440,14 +436,6 @@ class RMMCallback(TrainerCallback):
             + ". Leave such layers exact (exclude_modules), or lower the ratio",
             UserWarning,
             stacklevel=2,
-        )
-
-
-def _refuse_compiled(option: str, args: TrainingArguments) -> None:
-    if args.torch_compile or args.n_gpu > 1:
-        raise ValueError(
-            f"{option} plans the model's calls, which torch_compile=True compiles in another way, and DataParallel"
-            " makes from copies: leave out one of them, or train with one process a device"
         )
 
 
