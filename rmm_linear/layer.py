@@ -141,9 +141,6 @@ def _make_conv1d() -> type[SketchedLayer]:
 
         Parameters, state_dict and output are those of `Conv1D`: weight (in, out), bias (out,). Otherwise it is to
         `Conv1D` what `RMMLinear` is to `nn.Linear`.
-
-        Attributes:
-            rmm_config: How the layer sketches; may be replaced at any time.
         """
 
         weight: nn.Parameter

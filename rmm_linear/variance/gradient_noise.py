@@ -25,8 +25,6 @@ from rmm_linear.rows import kept_first, layout_of, split
 from rmm_linear.sketches.closed_forms import gradient_sums, product, product_dtype, row_squares
 from rmm_linear.sketches.low_bit import with_draws
 
-# How far ||estimate - G||^2 of one draw lies from the next one's is seen from this many.
-_LEAST_DRAWS = 2
 # Inputs of so many dimensions or more have sequences; others have rows alone.
 _SEQUENCE_DIMENSIONS = 3
 
@@ -166,14 +164,14 @@ def measure_sketch_variance(
     Raises:
         ValueError: If shapes do not fit or `draws` is below 2.
     """
-    if draws < _LEAST_DRAWS:
-        raise ValueError(f"draws={draws} leave no standard error; pass at least {_LEAST_DRAWS}")
+    if draws < 2:
+        raise ValueError(f"draws={draws} leave no standard error; pass at least 2")
     shape = x.shape
     x, g = _rows(x, g)
     sketched_x, sketched_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index)
     if not config.sketches(x.shape[0] if index is None else index.numel(), kept):
         return Measured(0.0, 0.0, draws)
-    exact = _product(sketched_x, sketched_g)
+    exact = sketched_g.double().t() @ sketched_x.double()
     generator = torch.Generator().manual_seed(seed)
     errors = torch.empty(draws, dtype=torch.float64)
     for draw in range(draws):
@@ -214,7 +212,3 @@ def _squared_norm(x: Tensor, g: Tensor) -> float:
     if rows * (features + outputs) < features * outputs:
         return float((product(x, x.t()).double() * product(g, g.t())).sum())
     return float(product(g.t(), x).double().square().sum())
-
-
-def _product(x: Tensor, g: Tensor) -> Tensor:
-    return g.double().t() @ x.double()

@@ -8,7 +8,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -32,17 +31,6 @@ def is_compiled(model: nn.Module) -> bool:
         getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
         for module in model.modules()
     )
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A layer's input, from its forward to its backward pass."""
-
-    layer: SketchedLayer
-    x: Tensor
-    # of x, to notice changes in place; None where x counts none
-    version: int | None
-    index: Tensor | None
 
 
 class _Hook:
@@ -107,7 +95,8 @@ class LayerProbe:
         self._measure = measure
         self._handles: list[RemovableHandle] = []
         self._seen: set[str] = set()
-        self._held: dict[str, _Held] = {}
+        # by name, from forward to backward pass: input, its version (None where it counts none), and rows
+        self._held: dict[str, tuple[Tensor, int | None, Tensor | None]] = {}
 
     def watch(self, names: Iterable[str]) -> None:
         """Begin a step in which these layers, by their names in `layers`, and no others are measured."""
@@ -142,18 +131,20 @@ class LayerProbe:
         if isinstance(first, SketchedLayer) and first in self._names:
             self.groups[name] = self._names[first]
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None
-        index = rows.index_on(x.device) if rows is not None else None
-        version = None if x.is_inference() else x._version
-        self._held[name] = _Held(layer, x.detach(), version, index)
+        index = None if rows is None else rows.index_on(x.device)
+        self._held[name] = x.detach(), None if x.is_inference() else x._version, index
         # The hook knows no tensor: a graph that lives on would keep it alive.
         self._handles.append(output.register_hook(_Hook(self._with_gradient, name)))
 
     def _with_gradient(self, name: str, g: Tensor) -> None:
-        held = self._held.pop(name, None)
-        if held is None or (held.version is not None and held.x._version != held.version):
+        if name not in self._held:
+            return
+        x, version, index = self._held.pop(name)
+        # changed in place since
+        if version is not None and x._version != version:
             return
         with torch.no_grad():
-            self._measure(name, held.layer, held.x, g.detach(), held.index)
+            self._measure(name, self.layers[name], x, g.detach(), index)
 
 
 @contextmanager

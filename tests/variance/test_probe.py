@@ -134,7 +134,7 @@ def test_only_the_watched_inputs_stay_alive(x):
     recorder.probe.watch(["1.down"])
     loss = network(x).sum()
     gc.collect()
-    held = recorder.probe._held["1.down"].x
+    held = recorder.probe._held["1.down"][0]
     assert [reference() is not None for reference in alive] == [False, True]
     loss.backward()
     del held, loss
