@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
+from sketch_contract import assert_unbiased
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear
-from rmm_linear.sketches.contract import assert_unbiased
 
 CONFIG = RMMConfig(ratio=0.5, min_rows=1)
 VARIANTS = list(itertools.product((True, False), (True, False)))

@@ -14,7 +14,7 @@ NEEDS = {"rmm_linear.integrations.hf_trainer": "transformers"}
 
 def modules():
     names = [info.name for info in pkgutil.walk_packages(rmm_linear.__path__, "rmm_linear.")]
-    return ["rmm_linear", *names]
+    return ["rmm_linear", *names, "sketch_contract"]
 
 
 @pytest.mark.parametrize("name", modules())

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from sketch_contract import assert_unbiased
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -22,7 +23,6 @@ from rmm_linear import (
 from rmm_linear.functional import linear
 from rmm_linear.memory import MeasuredSaving, SavedTensors
 from rmm_linear.padding import RowsCheck, ValidRows, current_valid_rows
-from rmm_linear.sketches.contract import assert_unbiased
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from sketch_contract import assert_unbiased
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -16,7 +17,6 @@ from rmm_linear.functional import linear
 from rmm_linear.memory import MeasuredSaving, SavedTensors, measure_kept_bytes
 from rmm_linear.padding import ValidRows
 from rmm_linear.rows import Layout, layout_of, sequences_of, split
-from rmm_linear.sketches.contract import assert_unbiased
 from rmm_linear.variance import gradient_noise, measure_sketch_variance, profile_noise
 from rmm_linear.variance.profile import layer_options
 

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from sketch_contract import assert_unbiased
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,6 @@ from rmm_linear import RMMConfig, RMMLinear, convert_linears, revert_linears, va
 from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.memory import SavedTensors, measure_kept_bytes, profile
 from rmm_linear.sharing import current_groups
-from rmm_linear.sketches.contract import assert_unbiased
 from rmm_linear.variance import AdaptiveRatios, allocate_ratios, profile_noise
 
 ROWS, WIDTH = 256, 32

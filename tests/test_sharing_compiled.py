@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sketch_contract import assert_unbiased
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears
 from rmm_linear.memory import SavedTensors
-from rmm_linear.sketches.contract import assert_unbiased
 
 ROWS, WIDTH = 256, 32
 CONFIG = RMMConfig(ratio=0.25, center=False)

@@ -66,8 +66,8 @@ def exact_grad_weight(g: Tensor, x: Tensor) -> Tensor:
 class Sketch(ABC):
     """A random compression of the rows of x that lets g^T x be estimated without bias.
 
-    Subclasses set `name`, under which `RMMConfig(sketch=...)` finds them, and prove themselves by a subclass of
-    `rmm_linear.sketches.contract.SketchContract`.
+    Subclasses set `name`, under which `RMMConfig(sketch=...)` finds them. `tests/contracts/sketch_contract.py` of this
+    project has the test that each of them has to pass.
 
     Attributes:
         ratio: Rows kept over rows, in (0, 1].

@@ -8,8 +8,8 @@ from math import comb
 
 import pytest
 import torch
+from sketch_contract import FALSE_ALARM, z_bound
 
-from rmm_linear.sketches.contract import FALSE_ALARM, z_bound
 from rmm_linear_kernels.philox import reference as philox
 
 SEEDS = (0, 1, -1, 42, 0x299F31D0A4093822, -(1 << 63), (1 << 63) - 1, 1 << 32, 0xFFFFFFFF, -(1 << 32))

@@ -1,8 +1,7 @@
 """Marks the randomised checks that test classes inherit from the contract."""
 
 import pytest
-
-from rmm_linear.sketches.contract import SketchContract
+from sketch_contract import SketchContract
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from sketch_contract import FALSE_ALARM, assert_unbiased, z_bound
 
 from rmm_linear import RMMConfig, available_sketches
 from rmm_linear.functional import linear
-from rmm_linear.sketches.contract import FALSE_ALARM, assert_unbiased, z_bound
 
 EXACT = torch.randn(12, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 

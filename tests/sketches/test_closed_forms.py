@@ -10,9 +10,9 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from sketch_contract import structured_pair
 
 from rmm_linear.sketches import SKETCHES, Centered
-from rmm_linear.sketches.contract import structured_pair
 
 Outcomes = Iterator[tuple[float, torch.Tensor]]
 

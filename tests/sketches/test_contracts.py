@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sketch_contract import SketchContract
 
 from rmm_linear.sketches import (
     CRS,
@@ -15,7 +16,6 @@ from rmm_linear.sketches import (
     Rademacher,
     RowsWithoutReplacement,
 )
-from rmm_linear.sketches.contract import SketchContract
 
 
 class Centring:

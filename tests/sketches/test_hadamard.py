@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from sketch_contract import draw_estimates, draw_products, structured_pair, z_bound
 
 from rmm_linear.sketches import Hadamard
-from rmm_linear.sketches.contract import draw_estimates, draw_products, structured_pair, z_bound
 from rmm_linear_kernels.hadamard.reference import (
     POLYNOMIALS,
     columns_of_words,

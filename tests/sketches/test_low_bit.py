@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from sketch_contract import Estimates, SketchContract, assert_unbiased
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
 from rmm_linear.functional import linear
 from rmm_linear.memory import measure_kept_bytes
 from rmm_linear.sketches import STORAGES, Centered, Hadamard, LowBit, available_sketches
-from rmm_linear.sketches.contract import Estimates, SketchContract, assert_unbiased
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize
 
 

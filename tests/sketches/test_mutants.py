@@ -6,6 +6,7 @@ columns with replacement, no signs, or signs shared by its blocks: all of them u
 
 import pytest
 import torch
+from sketch_contract import SketchContract
 
 from rmm_linear.sketches import (
     CRS,
@@ -19,7 +20,6 @@ from rmm_linear.sketches import (
 )
 from rmm_linear.sketches.base import accumulate_dtype
 from rmm_linear.sketches.closed_forms import gradient_sums
-from rmm_linear.sketches.contract import SketchContract
 from rmm_linear.sketches.row_sampling import integer_weights, row_norms
 from rmm_linear_kernels.hadamard.reference import hadamard_entries, hadamard_order
 from rmm_linear_kernels.philox.reference import (

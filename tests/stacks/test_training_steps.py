@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from sketch_contract import assert_unbiased
 from tiny_models import CONFIG, Batch, Step, batch_of, llama, relative_error, roberta, sketched_weights, train_step
 
 from rmm_linear import convert_linears
 from rmm_linear.memory import SavedTensors
-from rmm_linear.sketches.contract import assert_unbiased
 
 # how blocks are checkpointed: not at all, or with this use_reentrant
 PLAIN, NON_REENTRANT, REENTRANT = None, False, True

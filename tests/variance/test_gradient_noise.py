@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from sketch_contract import structured_pair
 from torch import Tensor
 
 from rmm_linear import RMMConfig, available_sketches
 from rmm_linear.sketches import STORAGES
-from rmm_linear.sketches.contract import structured_pair
 from rmm_linear.variance import gradient_noise, measure_sketch_variance, paper_quantities
 from rmm_linear.variance.gradient_noise import _squared_norm
 

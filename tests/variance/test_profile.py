@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 from captured import captured
+from sketch_contract import structured_pair
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, available_sketches, convert_linears
 from rmm_linear.padding import valid_rows
 from rmm_linear.sketches import STORAGES
-from rmm_linear.sketches.contract import structured_pair
 from rmm_linear.variance import gradient_noise
 from rmm_linear.variance.profile import ProfileBuilder, layer_options, profile_noise
 
