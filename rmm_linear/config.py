@@ -1,6 +1,5 @@
 """RMMConfig: everything that decides how a layer sketches its input, in one frozen, validated object."""
 
-import itertools
 import json
 import uuid
 from dataclasses import dataclass, field, fields, replace
@@ -24,9 +23,8 @@ _RECIPES: dict[str, dict[str, Any]] = {
 }
 # Begins the keys whose configurations depend on more than this library's code and their own text.
 _THIS_PROCESS = uuid.uuid4().hex
-# Configurations that their text does not make again: of subclasses, and around sketches outside the registry.
+# Configurations that their text does not make again: those of subclasses.
 _OTHERS: dict[str, "RMMConfig"] = {}
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -176,14 +174,6 @@ class RMMConfig:
 def config_of(key: str) -> RMMConfig:
     """Return the configuration whose `graph_key` this is."""
     return _OTHERS.get(key) or RMMConfig.from_dict(json.loads(key.partition(" ")[2]))
-
-
-def config_around(sketch: Sketch) -> RMMConfig:
-    """Return a configuration around a sketch, which need not be in the registry, for inputs of any row count."""
-    config = RMMConfig(ratio=sketch.ratio, min_rows=1, storage="int8" if sketch.ratio == 1 else None)
-    object.__setattr__(config, "sketch_object", sketch)
-    object.__setattr__(config, "graph_key", f"{_THIS_PROCESS}/{next(_numbers)}")
-    return _OTHERS.setdefault(config.graph_key, config)
 
 
 def _checked_tokens(tokens: object) -> tuple[int, ...]:

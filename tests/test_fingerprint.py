@@ -9,7 +9,7 @@ import pytest
 
 from rmm_linear import RMMConfig
 from rmm_linear import fingerprint as sources
-from rmm_linear.config import config_around, config_of
+from rmm_linear.config import config_of
 from rmm_linear.sketches import SKETCHES
 from rmm_linear.sketches.hadamard import Hadamard
 
@@ -67,9 +67,3 @@ def test_a_subclass_is_found_by_its_key() -> None:
     config = Half(ratio=0.25)
     assert config_of(config.graph_key) is config
     assert config.graph_key != RMMConfig(ratio=0.25).graph_key
-
-
-def test_a_sketch_outside_the_registry_is_found_by_its_key() -> None:
-    config = config_around(OfSomebody(ratio=0.5))
-    assert isinstance(config_of(config.graph_key).sketch_object, OfSomebody)
-    assert config.graph_key != config_around(OfSomebody(ratio=0.5)).graph_key

@@ -30,6 +30,7 @@ with the number of draws that would do. So these are caught, whatever the sketch
 The module needs torch alone, and pytest only to collect the subclasses.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from statistics import NormalDist
@@ -40,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rmm_linear.config import config_around
+from rmm_linear.config import _OTHERS, RMMConfig
 from rmm_linear.functional import linear
 from rmm_linear.memory import SavedTensors
 from rmm_linear.sketches.base import Sketch, accumulate_dtype
@@ -56,6 +57,7 @@ _ROUNDING = 1e-12
 # Rows and ratio of the fine check of E[S S^T] = I.
 _FINE = (12, 0.75)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_numbers = itertools.count()
 
 
 def z_bound(comparisons: int = 1, false_alarm: float = FALSE_ALARM) -> float:
@@ -129,6 +131,14 @@ def assert_unbiased(
     )
     standard_error = along.std().item() / draws**0.5
     _require_power(standard_error, bias / 6, draws, f"a bias of {bias:.1%} at 6 standard errors")
+
+
+def config_around(sketch: Sketch) -> RMMConfig:
+    """Return a configuration around a sketch, which need not be in the registry, for inputs of any row count."""
+    config = RMMConfig(ratio=sketch.ratio, min_rows=1, storage="int8" if sketch.ratio == 1 else None)
+    object.__setattr__(config, "sketch_object", sketch)
+    object.__setattr__(config, "graph_key", f"contract/{next(_numbers)}")
+    return _OTHERS.setdefault(config.graph_key, config)
 
 
 def _z_score(mean: Tensor, variance: Tensor, draws: int, rounding: Tensor | float) -> Tensor:
