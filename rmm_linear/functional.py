@@ -166,11 +166,8 @@ def linear(
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    if x.dtype != dtype:
-        x = x.to(dtype)
-    is_transformed = torch._C._are_functorch_transforms_active()
-    if is_transformed:
-        _refuse_mapped(x)
+    x = x.to(dtype)
+    _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
         made = _compressed(x.detach(), seed, config, layout, index, valid_rows)
@@ -253,7 +250,7 @@ def _compressed(
     """The kept tensors of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
-    rest = x if x.dim() == 2 else _flat(x)
+    rest = _flat(x)
     if layout.kept or index is not None:
         kept, rest = split(rest, layout, index)
         if layout.kept:

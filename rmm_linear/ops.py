@@ -22,7 +22,6 @@ from rmm_linear.sketches.base import SavedSketch, accumulate_dtype, exact_grad_w
 _RANK_STRIDE = 0x9E3779B97F4A7C15
 # The largest number is never drawn: a range ends before its end.
 _FROM, _TO = -(1 << 63), (1 << 63) - 1
-_HAS_PROCESS_GROUPS = torch.distributed.is_available()
 
 
 def _define(schema: str, *, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -46,7 +45,7 @@ def _define(schema: str, *, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Calla
 
 def data_parallel_rank() -> int:
     """Return this process's rank, 0 without an initialised process group."""
-    if _HAS_PROCESS_GROUPS and torch.distributed.is_initialized():
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return 0
 

@@ -160,20 +160,18 @@ class ValidRows:
                     " one token"
                 )
         else:
-            self._check_count(valid, self._count)
+            is_right = valid.sum() == self._count
+            if valid.device.type == "cuda":
+                torch._assert_async(is_right)
+            elif not is_right:
+                raise ValueError(
+                    f"count={self._count}, but the mask marks {int(valid.sum())} rows valid; pass the mask's number"
+                )
         # in order, and without a device sync
         order = torch.argsort((~valid).to(torch.uint8), stable=True)
         left_out = order[self._count :].to(device, torch.int32)
         self._left_out[device] = left_out, torch.full((), left_out.shape[0], dtype=torch.int32, device=device)
         return self._index.setdefault(device, order[: self._count].to(device, torch.int32))
-
-    @staticmethod
-    def _check_count(valid: Tensor, count: int) -> None:
-        right = valid.sum() == count
-        if valid.device.type == "cuda":
-            torch._assert_async(right)
-        elif not right:
-            raise ValueError(f"count={count}, but the mask marks {int(valid.sum())} rows valid; pass the mask's number")
 
 
 def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
