@@ -23,10 +23,9 @@ from rmm_linear.rows import sequences_of
 
 
 class MeasuredSaving(WatchedModules):
-    """Count what one forward keeps, and what it would have kept with exact layers, whoever else holds it.
+    """Count what one forward of a model keeps, and what it would have kept with exact layers, whoever else holds it.
 
-    Args:
-        model: A model with sketched layers, in training mode and not compiled.
+    The model has sketched layers, is in training mode and not compiled.
 
     Attributes:
         promised_bytes: Sum over the calls of the layers of what each saves of its own input.

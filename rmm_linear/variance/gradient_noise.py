@@ -21,12 +21,9 @@ import torch
 from torch import Tensor
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.rows import kept_first, layout_of, split
+from rmm_linear.rows import kept_first, layout_of, sequences_of, split
 from rmm_linear.sketches.closed_forms import gradient_sums, product, product_dtype, row_squares
 from rmm_linear.sketches.low_bit import with_draws
-
-# Inputs of so many dimensions or more have sequences; others have rows alone.
-_SEQUENCE_DIMENSIONS = 3
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def gradient_noise(
     """
     shape = x.shape
     x, g = _rows(x, g)
-    count = shape[0] if len(shape) >= _SEQUENCE_DIMENSIONS and x.numel() else 0
+    count = shape[0] if sequences_of(shape) and x.numel() else 0
     squares = _sum_of_squared_norms(x, g, count) if count else 0.0
     sketched_x, sketched_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index)
     if not kept:

@@ -67,9 +67,6 @@ class LayerProbe:
         layers: The sketched layers by name.
         groups: Layer -> the first of the layers that were called with its input, for layers that share sketches and
             have been watched.
-
-    Raises:
-        ValueError: If the model is compiled, or has no sketched layer.
     """
 
     layers: Mapping[str, SketchedLayer]
