@@ -5,7 +5,6 @@ from hooks on all modules, and which operation keeps it, and as what, from the g
 tensors calls the same hooks backwards. No backward pass runs. What was found makes a `MemoryReport` (`report.py`).
 """
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -189,8 +188,6 @@ class _Recorder(WatchedModules):
         copies: dict[int, int] = {}
         for pack in self.packs:
             keeper, number = pack.keeper, pack.call
-            if number is not None and not keeper.role:
-                keeper = replace(keeper, role=self._guessed_role(keeper, self.calls[number]))
             for key in pack.storages:
                 keepers[place[key]].append(keeper)
                 devices[place[key]] = pack.device
@@ -216,17 +213,6 @@ class _Recorder(WatchedModules):
                 for number, call in enumerate(self.calls)
             ),
         )
-
-    @staticmethod
-    def _guessed_role(keeper: Keeper, call: _Call) -> str:
-        """Of a tensor whose node does not lead to what the model returned."""
-        weight = features(call.module)
-        own: Any = call.module.weight
-        # another dtype than the parameter's: a copy
-        if keeper.dtype != _name_of(own.dtype) and keeper.shape in (weight, weight[::-1]):
-            return _WEIGHT_ROLES[0]
-        is_input = keeper.shape[-1:] == weight[:1] and math.prod(keeper.shape) == call.known.rows * weight[0]
-        return INPUT_ROLES[0] if is_input and call.trains else ""
 
     @staticmethod
     def _status(call: _Call, number: int, inputs: dict[int, int | None]) -> str:
