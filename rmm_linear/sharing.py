@@ -149,9 +149,6 @@ class InputGroups(threading.local):
         # inputs of the adapted layers that are running, the innermost last, and their versions
         self._given: list[tuple[Tensor, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._inputs)
-
     def enter(self, x: object) -> None:
         """Take note that a module runs whose layers may be called with copies of its input."""
         if isinstance(x, Tensor) and not x.is_inference():

@@ -65,9 +65,6 @@ class StorageSet:
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._references
 
-    def __len__(self) -> int:
-        return len(self._references)
-
 
 def own_tensors(exclude: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
     """Yield the parameters and buffers of modules, and tensors themselves; a ValueError for anything else."""
@@ -157,7 +154,7 @@ class SavedTensors:
             self._hooks = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(bytes={self.bytes}, storages={len(self._kept)})"
+        return f"{type(self).__name__}(bytes={self.bytes}, storages={len(self._kept.sizes)})"
 
 
 class WatchedModules(SavedTensors):
