@@ -166,7 +166,8 @@ def linear(
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    x = x.to(dtype)
+    if x.dtype != dtype:
+        x = x.to(dtype)
     _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
@@ -332,6 +333,9 @@ def _check(
 
 def _is_column_major(x: Tensor) -> bool:
     """Tell whether autograd takes x, flattened to (rows, in) without a copy, for a matrix stored by columns."""
+    if x.dim() > 2 and x.shape[-1] > 1 and x.is_contiguous():
+        # without the calls of a view
+        return False
     matrix = flattened(x)
     # autograd asks for these strides, which a single row may have as well
     return matrix is not None and matrix.stride() == (1, matrix.shape[0])
