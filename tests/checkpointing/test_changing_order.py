@@ -4,9 +4,9 @@ import random
 from dataclasses import replace
 
 import pytest
+from strategy_contract import large_graphs, tiny_graphs
 
 from rmm_linear.planning.changing_order import ChangingOrder
-from rmm_linear.planning.contract import large_graphs, tiny_graphs
 from rmm_linear.planning.generators import chain
 from rmm_linear.planning.simulate import bytes_of_order
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from strategy_contract import large_graphs
 from torch import nn
 
 from rmm_linear.checkpointing import Schedule, capture, checkpoint_model, get_strategy, simulate
@@ -13,7 +14,6 @@ from rmm_linear.compiler import backend
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning import planner, stored_plans
 from rmm_linear.planning.budget import Budget
-from rmm_linear.planning.contract import large_graphs
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.stored_plans import store_plan, stored_plan
 from rmm_linear.planning.strategies.auto import Auto

@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from rmm_linear.planning.contract import large_graphs, tiny_graphs
+from strategy_contract import large_graphs, tiny_graphs
+
 from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, simulate

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("scipy")
 
+from strategy_contract import large_graphs
+
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.contract import large_graphs
 from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.schedule import validate
 from rmm_linear.planning.simulate import peak_and_cost, simulate

@@ -1,8 +1,8 @@
 """Every strategy passes the contract."""
 
 import pytest
+from strategy_contract import StrategyContract
 
-from rmm_linear.planning.contract import StrategyContract
 from rmm_linear.planning.strategies import available_strategies, get_strategy
 
 

@@ -4,9 +4,9 @@ import itertools
 import random
 
 import pytest
+from strategy_contract import StrategyContract
 
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.contract import StrategyContract
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule, Step
 from rmm_linear.planning.simulate import peak_and_cost

@@ -5,8 +5,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from strategy_contract import large_graphs
 
-from rmm_linear.planning.contract import large_graphs
 from rmm_linear.planning.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Storage
 from rmm_linear.planning.schedule import Schedule
