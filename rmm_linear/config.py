@@ -140,7 +140,7 @@ class RMMConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # anew, of the knobs that it has: one that was pickled before there were others
-        self.__init__(**{name: state[name] for name in _knobs() if name in state})  # type: ignore[misc]
+        self.__init__(**{name: state[name] for name in _knobs(self) if name in state})  # type: ignore[misc]
 
     def replace(self, **changes: Any) -> "RMMConfig":
         """Return a copy with some knobs changed."""
@@ -148,7 +148,7 @@ class RMMConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the knobs by name, ready for JSON: a dictionary that `from_dict` takes back."""
-        values = {name: getattr(self, name) for name in _knobs()}
+        values = {name: getattr(self, name) for name in _knobs(self)}
         return values | {"keep_tokens": list(self.keep_tokens)}
 
     @classmethod
@@ -189,5 +189,5 @@ def _checked_tokens(tokens: object) -> tuple[int, ...]:
     return found
 
 
-def _knobs() -> list[str]:
-    return [knob.name for knob in fields(RMMConfig) if knob.init]
+def _knobs(config: RMMConfig) -> list[str]:
+    return [knob.name for knob in fields(config) if knob.init]

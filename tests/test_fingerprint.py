@@ -1,8 +1,10 @@
 """The text by which torch finds compiled graphs on disk changes with the code that they were made by."""
 
+import copy
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -61,9 +63,14 @@ def test_a_configuration_is_what_its_key_says(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_subclass_is_found_by_its_key() -> None:
+    @dataclass(frozen=True)
     class Half(RMMConfig):
-        """Keeps its methods."""
+        """Keeps its methods, and has a knob of its own."""
 
-    config = Half(ratio=0.25)
+        extra: int = 0
+
+    config, other = Half(ratio=0.25, extra=1), Half(ratio=0.25, extra=2)
     assert config_of(config.graph_key) is config
+    assert config_of(other.graph_key) is other
+    assert copy.copy(config) == config
     assert config.graph_key != RMMConfig(ratio=0.25).graph_key

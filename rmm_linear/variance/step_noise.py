@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rmm_linear.compiler.autocasting import autocast_as
 from rmm_linear.memory.unchanged import unchanged
-from rmm_linear.variance.gradient_noise import Measured
+from rmm_linear.variance.gradient_noise import Measured, _ratio
 
 _LEAST_BATCHES = 4
 
@@ -43,12 +43,12 @@ class StepNoise:
     @property
     def relative_variance(self) -> float:
         """The step's variance over the squared gradient."""
-        return self.step.value / self.gradient_squared
+        return _ratio(self.step.value, self.gradient_squared)
 
     @property
     def noise_ratio(self) -> float:
         """The step's variance over the minibatch's."""
-        return self.step.value / self.minibatch.value
+        return _ratio(self.step.value, self.minibatch.value)
 
 
 def measure_step_noise(
