@@ -53,7 +53,11 @@ class FilePager:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._file = folder, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._folder = folder
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        except OSError as error:
+            raise PagingError(f"{folder} takes no file: {error}; name another folder") from error
         weakref.finalize(self, self._file.close)
 
     def put(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, torch.device]]:
