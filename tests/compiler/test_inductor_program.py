@@ -29,7 +29,7 @@ class Block(nn.Module):
         return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
-def mlp(blocks=4, p=0.0):
+def mlp(blocks=2, p=0.0):
     torch.manual_seed(0)
     return nn.Sequential(*(Block(p) for _ in range(blocks)), nn.Linear(WIDTH, 1))
 
@@ -66,12 +66,14 @@ def x():
     return torch.randn(ROWS, WIDTH)
 
 
-@pytest.mark.parametrize("budgets", [("70%",), pytest.param(("100%", "85%", "70%", "60%"), marks=pytest.mark.slow)])
-def test_gradients_are_those_of_eager_mode_and_the_measured_peak_is_within_the_budget(x, budgets):
-    expected = gradients(eager := mlp(), eager, x)
+@pytest.mark.parametrize(
+    ("blocks", "budgets"), [(1, ("95%",)), pytest.param(4, ("100%", "85%", "70%", "60%"), marks=pytest.mark.slow)]
+)
+def test_gradients_are_those_of_eager_mode_and_the_measured_peak_is_within_the_budget(x, blocks, budgets):
+    expected = gradients(eager := mlp(blocks), eager, x)
     peaks = []
     for budget in budgets:
-        model = mlp()
+        model = mlp(blocks)
         step = planned(model, budget)
         torch.testing.assert_close(gradients(model, step, x), expected, rtol=1e-4, atol=1e-7)
         (plan,) = plans(model)
@@ -87,8 +89,8 @@ def test_gradients_are_those_of_eager_mode_and_the_measured_peak_is_within_the_b
 
 @pytest.mark.slow
 def test_dropout_draws_the_numbers_of_torch_compile_once(x):
-    expected = gradients(compiled := mlp(p=0.5), torch.compile(compiled), x)
-    model = mlp(p=0.5)
+    expected = gradients(compiled := mlp(4, p=0.5), torch.compile(compiled), x)
+    model = mlp(4, p=0.5)
     torch.testing.assert_close(gradients(model, planned(model, "70%"), x), expected, rtol=1e-4, atol=1e-7)
     assert any(count > 1 for count in _times(plans(model)[0])), "no op is computed twice: the test shows nothing"
 
@@ -106,9 +108,9 @@ def test_no_random_op_is_in_a_backward_graph(x, monkeypatch):
 
     monkeypatch.setattr(inductor_program, "compile_by_inductor", compile_nothing)
     model = convert_linears(mlp(p=0.5), ratio=0.5)
-    planned(model, "75%")(x).square().mean().backward()
+    planned(model, "80%")(x).square().mean().backward()
     drawn = [name for name in graphs[False] if "inductor_seeds" in name or "draw_seed" in name]
-    assert len(drawn) == 1 + 9, "one vector of seeds for dropout, and a seed for each of nine sketches"
+    assert len(drawn) == 1 + 5, "one vector of seeds for dropout, and a seed for each of five sketches"
     assert not [name for name in graphs[True] if "inductor_seeds" in name or "draw_seed" in name]
 
 
@@ -116,8 +118,8 @@ def test_no_random_op_is_in_a_backward_graph(x, monkeypatch):
 @pytest.mark.montecarlo
 def test_sketched_gradients_are_unbiased_for_each_parameter(x):
     """Slope of the mean gradient on the exact one, of 400 draws: |z| < 4.5 for 18 parameters, false alarm 1e-4."""
-    exact = gradients(eager := mlp(), eager, x)[1:]
-    model = convert_linears(mlp(), ratio=0.5)
+    exact = gradients(eager := mlp(4), eager, x)[1:]
+    model = convert_linears(mlp(4), ratio=0.5)
     step = planned(model, "75%")
     draws = [gradients(model, step, x, seed=seed)[1:] for seed in range(400)]
     assert not torch.equal(draws[0][2], draws[1][2]), "the model is not sketched: the test shows nothing"
@@ -195,7 +197,7 @@ def test_a_missing_compiler_is_told_with_what_to_do(x, monkeypatch):
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", none)
     with pytest.raises(MissingCompilerError, match='executor="exact"'):
-        planned(mlp(), "100%")(x)
+        planned(nn.Linear(WIDTH, 1), "100%")(x)
 
 
 def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monkeypatch):
@@ -205,15 +207,15 @@ def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monk
         inductor_program, "compiled_program", lambda *args, **how: targets.append(args[2]) or compiled(*args, **how)
     )
     monkeypatch.setattr(inductor_program, "compile_by_inductor", lambda module, *_, **__: lambda args: module(*args))
-    monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda capture, *_: 2**20 + 2**17)
-    model = mlp()
+    monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda capture, *_: budget + excess)
+    model, budget, excess = mlp(), 3 * 2**18, 2**16
     with pytest.warns(UserWarning, match="its budget is"):
-        planned(model, 2**20)(x)
+        planned(model, budget)(x)
     (plan,) = plans(model)
-    assert targets[:2] == [2**20, 2**20]
+    assert targets[:2] == [budget, budget]
     assert len(targets) == 4
-    assert all(after <= before - 2**17 for before, after in itertools.pairwise(targets[1:]))
-    assert plan.measured_peak_bytes > plan.budget_bytes == 2**20
+    assert all(after <= before - excess for before, after in itertools.pairwise(targets[1:]))
+    assert plan.measured_peak_bytes > plan.budget_bytes == budget
 
 
 class Shared(nn.Module):
@@ -221,7 +223,7 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.bias = nn.Parameter(torch.zeros(ROWS, WIDTH))
 
     def forward(self, x):
@@ -237,7 +239,7 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch):
     )
     torch.manual_seed(0)
     model, x = Shared(), torch.randn(8 * ROWS, WIDTH)
-    gradients(model, torch.compile(model, backend=rmm_linear, options={"bits": 8}), x)
+    gradients(model, torch.compile(model, backend=rmm_linear, options={"bits": {"norm": 8}}), x)
     (plan,) = plans(model)
     free, in_windows = measured
     assert free > 1.5 * plan.peak_bytes
@@ -248,20 +250,22 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch):
 class OverRowsAndColumns(nn.Module):
     """Inductor does not fuse a reduction of columns with the loops over rows around it."""
 
-    def __init__(self):
+    def __init__(self, count):
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.count = nn.Linear(WIDTH, WIDTH), count
 
     def forward(self, x):
         h = self.linear(x)
-        for _ in range(3):
+        for _ in range(self.count):
             h = torch.sin(h)
             h = torch.cos(h - h.mean(0, keepdim=True))
             h = h / (1 + h.square().mean(1, keepdim=True))
         return x + h
 
 
-def test_a_budget_is_kept_where_loops_are_not_fused(monkeypatch):
+# Inductor takes 1 % more than the first budget, and 45 % more than the second one
+@pytest.mark.parametrize(("count", "budget"), [(2, 550_000), pytest.param(3, "70%", marks=pytest.mark.slow)])
+def test_a_budget_is_kept_where_loops_are_not_fused(monkeypatch, count, budget):
     tries, compile_program = [], inductor_program.compiled_program
 
     def compiled_program(capture, schedule, limit_bytes, *, expects_fusion):
@@ -270,8 +274,8 @@ def test_a_budget_is_kept_where_loops_are_not_fused(monkeypatch):
 
     monkeypatch.setattr(inductor_program, "compiled_program", compiled_program)
     torch.manual_seed(0)
-    model = nn.Sequential(OverRowsAndColumns(), OverRowsAndColumns(), nn.Linear(WIDTH, 1))
-    gradients(model, planned(model, "70%"), torch.randn(4 * ROWS, WIDTH))
+    model = nn.Sequential(OverRowsAndColumns(count), OverRowsAndColumns(count), nn.Linear(WIDTH, 1))
+    gradients(model, planned(model, budget), torch.randn(4 * ROWS, WIDTH))
     (plan,) = plans(model)
     # the same plan is compiled a second time
     assert tries == [(plan.schedule.order, True), (plan.schedule.order, False)]
