@@ -1,0 +1,71 @@
+"""Tables of the comparisons of memory and checkpointing: they say what the committed results say."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+for package in ("transformers", "datasets", "matplotlib"):
+    pytest.importorskip(package)
+
+from experiments.blocks import filled
+from experiments.checkpointing import instruments, report
+from experiments.memory import report as memory_report
+from experiments.rows import read_rows, write_rows
+
+
+def test_attention_of_a_cpu_counts_as_that_of_a_gpu() -> None:
+    query, key = torch.randn(2, 4, 16, 8, requires_grad=True), torch.randn(2, 4, 24, 8, requires_grad=True)
+    # two products forward, five backward
+    flops = instruments.flops_of(lambda: F.scaled_dot_product_attention(query, key, key).sum().backward())
+    assert flops == 7 * 2 * (2 * 4 * 16 * 24 * 8)
+
+
+def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: Path) -> None:
+    config = json.dumps({"num_hidden_layers": 2, "hidden_size": 64})
+    eager = {"model": "roberta", "method": "eager", "batch": 8, "size": 64, "config": config, "precision": "float32"}
+    eager |= {"hardware": "a GPU", "torch": "2.11", "saved_bytes": 100, "peak_bytes": 120, "activation_peak_bytes": 90}
+    eager |= {"step_s": 2.0, "eager_step_s": 2.0, "kernels_s": 1.0, "error": 0.0, "mean_error": 0.0, "draws": 1}
+    eager |= {"eager_kernels_s": 1.0}
+    planned = eager | {"method": "budget 60%", "step_s": 3.0, "kernels_s": 0.9, "activation_peak_bytes": 45}
+    nothing = dict.fromkeys(("peak_bytes", "activation_peak_bytes", "saved_bytes", "step_s", "kernels_s"))
+    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, eager | nothing | {"method": "budget 9%"}])
+    table = report.codes_table(tmp_path)
+    assert "| way | step time | in kernels | saved for the backward pass |" in table
+    assert "| budget 60% | 1.50 | 0.90 | 100 % | 50 % |" in table
+    assert "| budget 9% | no plan |  |  |  |  |" in table
+    # step times of processes whose eager steps differ say nothing
+    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_step_s": 2.5}])
+    assert "| budget 60% | - | 0.90 | 100 % | 50 % |" in report.codes_table(tmp_path)
+    # another process ran this way, and the kernels of its eager step took longer
+    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_kernels_s": 2.0}])
+    assert "| budget 60% | 1.50 | 0.45 | 100 % | 50 % |" in report.codes_table(tmp_path)
+    # rows of two GPUs stand in two tables
+    other = [row | {"hardware": "another GPU", "kernels_s": 0.5, "eager_kernels_s": 0.5} for row in (eager, planned)]
+    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, *other])
+    assert "| budget 60% | 1.50 | 1.00 | 100 % | 50 % |" in report.codes_table(tmp_path)
+
+
+def test_the_committed_readme_is_what_the_results_say() -> None:
+    text = report.README.read_text()
+    assert filled(text, report.blocks(report.RESULTS)) == text
+
+
+def test_every_committed_plan_that_ran_exactly_left_the_same_gradients_to_rounding() -> None:
+    rows = [row for row in read_rows(report.RESULTS / report.COMPILED_FILE) if row["method"] == report.EXACT]
+    assert len({row["model"] for row in rows}) == 5
+    assert all(row["same_gradients"] or row["error"] < 1e-5 for row in rows if row["peak_bytes"] is not None)
+
+
+def test_every_committed_prediction_is_what_was_measured(tmp_path: Path) -> None:
+    shutil.copy(memory_report.RESULTS / memory_report.FILE, tmp_path)
+    assert memory_report.write_report(tmp_path).startswith("| of exact | roberta-base |")
+    assert (tmp_path / "figure.png").stat().st_size > 0
+    predicted = [
+        row for row in read_rows(memory_report.RESULTS / memory_report.FILE) if row["predicted_bytes"] is not None
+    ]
+    assert len({row["model"] for row in predicted}) == 7
+    assert [row["predicted_bytes"] for row in predicted] == [row["kept_bytes"] for row in predicted]
