@@ -73,7 +73,7 @@ class Assorted(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self, width=16, depth=4, drop=0.1):
+    def __init__(self, width=16, depth=3, drop=0.1):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -153,7 +153,7 @@ def schedules(graph, case):
     if case == "net":
         yield Schedule.plain(graph)
     count = graph.forward_count
-    for length in (3, 17) if case == "net" else (11,):
+    for length in (3,) if case == "net" else (11,):
         segments = [list(range(start, min(start + length, count))) for start in range(0, count, length)]
         yield Schedule.from_order(graph, order_of_segments(graph, segments))
 
@@ -177,7 +177,7 @@ def assert_same_gradients(model, reference):
         assert theirs.grad is None or torch.equal(theirs.grad, ours.grad), name
 
 
-# `make test` runs one each of: buffers, writes in place, sketches, attention
+# `make test` runs one of buffers and writes in place, and one of sketches and attention; tests/stacks plans models
 grid = partial(pytest.param, marks=pytest.mark.grid)
 
 
@@ -185,7 +185,7 @@ grid = partial(pytest.param, marks=pytest.mark.grid)
     "case",
     [
         *("net", grid("assorted"), grid("blocks"), grid("sketched"), grid("sketched in int4"), "sketched attention"),
-        *("gpt2", grid("llama"), grid("roberta")),
+        *(grid("gpt2"), grid("llama"), grid("roberta")),
     ],
 )
 def test_bits_and_bytes_are_as_promised(case):
@@ -225,17 +225,24 @@ def inputs_of(captured, model, x):
     return [tensors[name] for name in captured.names]
 
 
+@pytest.fixture(scope="module")
+def chain():
+    """A model, its input, and its captured step."""
+    torch.manual_seed(0)
+    layers = [layer for width in (24, 8, 16, 4) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
+    model, x = nn.Sequential(*layers), torch.randn(64, 12)
+    model(x)
+    return model, x, capture(model, (x,), step=lambda model, x: model(x).square().mean())
+
+
 @pytest.mark.parametrize("strategy", available_strategies())
-def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch):
+def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch, chain):
     # its best plan until then
     monkeypatch.setattr(jain2020_checkmate.Checkmate, "time_limit_s", 0.5)
     monkeypatch.setattr(moccasin2023_cp.Moccasin, "time_limit_s", 0.2)
-    torch.manual_seed(0)
-    layers = [layer for width in (24, 8, 16, 4) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
-    model, x, one = nn.Sequential(*layers), torch.randn(64, 12), torch.ones(())
-    model(x)
-    captured = capture(model, (x,), step=lambda model, x: model(x).square().mean())
+    (model, x, captured), one = chain, torch.ones(())
     reference = copy.deepcopy(model)
+    reference.zero_grad()
     torch.manual_seed(1)
     reference(x).square().mean().backward()
     frontier = get_strategy(strategy).frontier(captured.graph)
@@ -286,13 +293,13 @@ def test_inputs_get_gradients_and_every_output_can_be_differentiated_without_a_l
 
 
 def test_frozen_parameters_get_none():
-    model = Blocks(depth=6)
-    model.blocks[:3].requires_grad_(False)
+    model = Blocks()
+    model.blocks[:1].requires_grad_(False)
     step = checkpoint_step(model, mean_square, (X, TARGET), budget="90%", strategy="chen2016_sqrt")
     step(X, TARGET).backward()
     assert step.planned_runs == 1
-    assert all(parameter.grad is None for parameter in model.blocks[:3].parameters())
-    assert all(parameter.grad is not None for parameter in model.blocks[3:].parameters())
+    assert all(parameter.grad is None for parameter in model.blocks[:1].parameters())
+    assert all(parameter.grad is not None for parameter in model.blocks[1:].parameters())
     model.requires_grad_(True)
     trained = simulate(graph := capture(model, (X, TARGET), step=mean_square).graph, Schedule.plain(graph))
     assert step.plans[0].plain.peak_bytes < trained.peak_bytes
@@ -363,7 +370,7 @@ class Steps(nn.Module):
 
 
 def test_views_are_made_once_a_pass_and_go_with_their_storages():
-    model, x = Steps(), torch.randn(20, 4)
+    model, x = Steps(), torch.randn(10, 4)
     captured = capture(model, (x,))
     count = captured.graph.forward_count
     segments = [list(range(first, min(first + count // 5, count))) for first in range(0, count, count // 5)]
@@ -381,9 +388,9 @@ def test_views_are_made_once_a_pass_and_go_with_their_storages():
             loss.backward(one)
         assert measured.peak == simulate(captured.graph, schedule).peak_bytes
         assert_same_gradients(model, reference)
-        # 20 parts in one call, forward and, where the order recomputes, backward
+        # 10 parts in one call, forward and, where the order recomputes, backward
         assert calls[torch.ops.aten.unbind.int] <= 2
-        assert calls[torch.ops.aten.split.Tensor] <= 2 * 20
+        assert calls[torch.ops.aten.split.Tensor] <= 2 * 10
         del loss
 
 
@@ -570,7 +577,7 @@ def test_a_plan_prints_what_it_keeps_by_block():
     plan = checkpoint_model(Blocks(), X, budget="70%", strategy="chen2016_sqrt")
     text = str(plan)
     assert "budget" in text
-    assert "blocks.3" in text
+    assert "blocks.2" in text
     blocks = plan.by_block()
     assert sum(block.plain_bytes for block in blocks.values()) == plan.plain.forward_bytes
     kept = sum(block.kept_bytes for block in blocks.values())

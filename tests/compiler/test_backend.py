@@ -157,10 +157,10 @@ def test_the_graphs_of_a_model_that_breaks_share_a_budget_in_bytes(budget):
 
 def test_one_graph_has_a_plan_for_each_length():
     model, options = Net(), exact("100%", strategy="chen2016_sqrt")
-    batches = [X[:rows].clone() for rows in (64, 48, 40, 32, 24, 48, 64)]
+    batches = [X[:rows].clone() for rows in (64, 48, 40, 48, 64)]
     assert_trains_as(copy.deepcopy(model), torch.compile(model, backend="rmm_linear", options=options), model, batches)
     # of the first length, one that is static and one for changing lengths
-    assert len(plans(model)) == 6
+    assert len(plans(model)) == 4
     assert len(backend._groups[id(options)][2].graphs) == 2
     assert runs(options) == len(batches)
 
@@ -192,7 +192,7 @@ def test_where_there_is_nothing_to_differentiate_or_transforms_are_active_no_pla
 
 def test_second_derivatives_are_refused():
     model = Net()
-    loss = torch.compile(model, backend="rmm_linear", options=exact())(X)
+    loss = torch.compile(model, backend="rmm_linear", options=exact("100%"))(X)
     with pytest.raises(DoubleBackwardError, match="create_graph=True"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 

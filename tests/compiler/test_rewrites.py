@@ -467,14 +467,19 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "executor"), [(torch.float32, "exact"), (torch.float32, "inductor"), (torch.bfloat16, "exact")]
+    ("dtype", "executor"),
+    [
+        (torch.float32, "exact"),
+        (torch.float32, "inductor"),
+        (torch.bfloat16, "exact"),
+    ],
 )
 def test_relu_keeps_a_bit_an_element_and_its_gradient_is_exact(dtype, executor):
     torch.manual_seed(0)
     model, rows = Masked().to(dtype), 2 * ROWS - 3
     x, weights = torch.randn(2, rows, WIDTH, dtype=dtype)
     x[0], x[1, 0], weights[2, 0] = 0, math.nan, math.nan
-    for size in (rows, rows - 1):
+    for size in (rows, rows - 1) if executor == "exact" else (rows,):
         found = []
         for run in (model, compiled(model, executor, bits=8)):
             model.zero_grad()
@@ -502,11 +507,10 @@ def test_the_result_of_relu_is_freed_by_its_mask_and_the_code_of_a_linear_layers
         )
 
 
-@pytest.mark.parametrize("rows", [1, 100])
-def test_few_rows_and_float64_stay_exact(rows):
+def test_few_rows_and_float64_stay_exact():
     torch.manual_seed(0)
     for model, x in (
-        (Net(nn.LayerNorm(WIDTH)), torch.randn(rows, WIDTH)),
+        *((Net(nn.LayerNorm(WIDTH)), torch.randn(rows, WIDTH)) for rows in (1, 100)),
         (Net(nn.GELU()).double(), torch.randn(ROWS, WIDTH).double()),
     ):
         exact, run = gradients(model, model, x), compiled(model, bits=4)
@@ -840,7 +844,7 @@ def test_memory_that_two_codes_serve_is_freed_once():
 
 def test_shapes_may_change_and_a_budget_comes_on_top():
     torch.manual_seed(0)
-    model = Net(nn.Sequential(nn.LayerNorm(WIDTH), Gated()), outer=24)
+    model = Net(nn.LayerNorm(WIDTH))
     run = compiled(model, bits=8, budget="100%")
     for rows in (256, 300, 256):
         x = torch.randn(rows, WIDTH)
@@ -850,6 +854,8 @@ def test_shapes_may_change_and_a_budget_comes_on_top():
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans(model))
 
 
+# test_codes.py compiles the codes alone, and the mask of a ReLU is compiled above
+@pytest.mark.slow
 def test_inductor_reads_the_same_codes():
     torch.manual_seed(0)
     model, x = Net(nn.Sequential(nn.LayerNorm(WIDTH), Gated()), outer=24), torch.randn(ROWS, WIDTH)

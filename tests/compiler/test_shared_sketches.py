@@ -56,7 +56,7 @@ def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 # op by op, Inductor's ops take what they would not if they were fused
 @pytest.mark.filterwarnings("ignore:the compiled step takes")
 @pytest.mark.usefixtures("_nothing_is_compiled")
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("is_autocast", [pytest.param(False, marks=pytest.mark.grid), True])
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> None:
     x, kept = batch(), {}
@@ -77,7 +77,11 @@ def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> N
     assert kept[False] - kept[True] == 2 * CONFIG.saved_bytes(ROWS, WIDTH, dtype)
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_tokens": (0,)}, {"keep_tokens": (0,), "storage": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"keep_tokens": (0,)}, marks=pytest.mark.grid), {"keep_tokens": (0,), "storage": "int8"}],
+    ids=str,
+)
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_a_plan_keeps_what_eager_mode_keeps(is_autocast: bool, options: dict[str, Any]) -> None:
     config = CONFIG.replace(ratio=0.5, **options)
