@@ -246,20 +246,24 @@ class Lowered(nn.Module):
         return torch.tanh(first.float()) * y + self.layers[1](y).float()
 
 
-# one that recomputes and merges what is alike, one that does neither
+OPTIONS = ({}, {"keep_tokens": (0,)}, {"storage": "int8", "center": True})
+# all options where it recomputes and merges what is alike, with and without autocast; and one where it does neither
+QUICK = [(True, each, 0.3, True) for each in OPTIONS] + [(False, OPTIONS[2], 0.3, True), (True, OPTIONS[0], 1.0, False)]
+
+
 @pytest.mark.parametrize(
-    ("budget", "merge"),
+    ("autocast", "options", "budget", "merge"),
     [
-        (0.3, True),
-        (1.0, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.grid)
-            for case in ((1.0, True), (0.6, True), (0.1, True), (0.3, False))
-        ),
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.grid)
+        for case in (
+            (autocast, options, *memory)
+            for autocast in (False, True)
+            for options in OPTIONS
+            for memory in ((0.3, True), (1.0, False), (1.0, True), (0.6, True), (0.1, True), (0.3, False))
+        )
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"keep_tokens": (0,)}, {"storage": "int8", "center": True}], ids=str)
-@pytest.mark.parametrize("autocast", [False, True])
 def test_a_seed_is_drawn_once_whatever_is_recomputed(
     autocast: bool, options: dict[str, object], budget: float, merge: bool
 ) -> None:

@@ -8,10 +8,10 @@ transformers = pytest.importorskip("transformers")
 from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 
-def make_model(dropout=0.0, attention="sdpa"):
+def make_model(dropout=0.0, attention="sdpa", layers=2):
     torch.manual_seed(1)
     config = RobertaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=50, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=40, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
         attn_implementation=attention,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def test_nothing_to_round(kind, shape, device):
 @pytest.mark.parametrize("kind", SOME_KINDS)
 def test_the_groups_of_the_library(kind, device):
     group = 1024 // reference.BITS[kind]
-    check_quantize(uneven(group + 3, 5).to(device), None, kind=kind, group=group)
+    check_quantize(uneven(group + 3, 3).to(device), None, kind=kind, group=group)
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
