@@ -142,13 +142,16 @@ def test_tensors_are_coded_computed_again_or_kept_as_is_fastest(batch):
     assert [tensor.name for tensor in plans(model)[0].coding.coded] == names
 
 
-def test_without_noise_the_gradients_are_those_of_eager_mode(batch):
+def test_without_noise_the_gradients_are_those_of_eager_mode_and_the_options_run_the_same_plan_elsewhere(batch):
     model = _model()
     expected = _gradients(copy.deepcopy(model), batch)
     found = fit(model, batch, "60%", noise=0, executor="exact")
     assert found.chosen.name == "exact"
     assert found.plan.planned.extra_cost > 0
     assert _are_equal(_gradients(model, batch), expected)
+    other = _model()
+    torch.compile(other, backend=rmm_linear, options=json.loads(found.to_json()))(*batch).backward()
+    assert plans(other)[0].schedule == found.plan.schedule
 
 
 @pytest.mark.slow
@@ -205,14 +208,6 @@ def test_noise_and_budget_that_exclude_each_other_are_told(batch):
     with pytest.raises(InfeasibleBudgetError, match=r"noisier than noise=1e-12.*exact gradients take"):
         fit(model, batch, budget, noise=1e-12)
     assert not is_planned(model)
-
-
-def test_the_options_run_the_same_plan_elsewhere(batch):
-    found = fit(_model(), batch, "50%", executor="exact", noise=0)
-    model = _model()
-    step = torch.compile(model, backend=rmm_linear, options=json.loads(found.to_json()))
-    step(*batch).backward()
-    assert plans(model)[0].schedule == found.plan.schedule
 
 
 @pytest.mark.slow
@@ -373,7 +368,7 @@ def test_a_model_in_eval_mode_is_refused(batch):
 
 def test_a_planned_model_is_refused(batch):
     model = _model()
-    checkpoint_model(model, batch, budget="80%")
+    checkpoint_model(model, batch, budget="100%")
     with pytest.raises(ValueError, match="checkpointed already"):
         fit(model, batch, "50%")
 

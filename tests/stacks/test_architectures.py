@@ -70,7 +70,8 @@ def test_the_bytes_kept_are_those_predicted(kind):
     ],
 )
 def test_no_op_behind_a_code_is_taken_for_one_that_is_not_linear_in_gradients(kind):
-    model = kind()
+    # a block has all the ops that a model has
+    model = kind(layers=1) if kind in (roberta, llama) else kind()
     torch._dynamo.reset()
     torch.compile(model, backend="rmm_linear", options={"bits": 8, "executor": "exact"})(**batch_of(kind))
     (plan,) = plans(model)

@@ -24,13 +24,13 @@ COMPILE = {**PLAN, "executor": "exact"}
 
 
 def planned(kind) -> nn.Module:
-    model = kind()
+    model = kind(layers=1)
     checkpoint_model(model, batch_of(kind), **PLAN)
     return model
 
 
 @pytest.fixture(scope="module")
-def planned_roberta() -> nn.Module:
+def planned_roberta(layers=1) -> nn.Module:
     """To be looked at: a plan takes a second."""
     return planned(roberta)
 
@@ -53,7 +53,7 @@ def assert_same_training(plain: nn.Module, model: nn.Module) -> None:
 
 
 def test_a_planned_model_keeps_its_forward(planned_roberta):
-    assert inspect.signature(planned_roberta.forward) == inspect.signature(roberta().forward)
+    assert inspect.signature(planned_roberta.forward) == inspect.signature(roberta(layers=1).forward)
     assert inspect.ismethod(planned_roberta.forward)
     assert "forward" not in vars(planned_roberta)
 
@@ -90,10 +90,10 @@ def trained_by_transformers(
 )
 def test_steps_of_a_trainer_of_transformers_run_by_plan(tmp_path, name, by_callback):
     options = TRAININGS[name]
-    plain = trained_by_transformers(roberta(), tmp_path, **options)
+    plain = trained_by_transformers(roberta(layers=1), tmp_path, **options)
     callback = RMMCallback(compile=COMPILE) if by_callback else None
     model = trained_by_transformers(
-        roberta() if by_callback else planned(roberta),
+        roberta(layers=1) if by_callback else planned(roberta),
         tmp_path,
         [callback] if by_callback else [],
         resume=name == "resumed",
@@ -108,7 +108,7 @@ def test_steps_of_a_trainer_of_transformers_run_by_plan(tmp_path, name, by_callb
 
 @pytest.mark.slow
 def test_the_callback_sketches_planned_models_as_compiled_ones(tmp_path):
-    compiled = roberta()
+    compiled = roberta(layers=1)
     # layers of a compiled model share draws in an order of their own
     compiled.compile(backend="eager")
     with pytest.warns(UserWarning, match="not measured under torch.compile"):
@@ -118,7 +118,7 @@ def test_the_callback_sketches_planned_models_as_compiled_ones(tmp_path):
     assert planned_runs(model) == 2
     assert_same_training(compiled, model)
     callback = RMMCallback(config=CONFIG, compile=COMPILE)
-    assert_same_training(compiled, trained_by_transformers(roberta(), tmp_path, [callback]))
+    assert_same_training(compiled, trained_by_transformers(roberta(layers=1), tmp_path, [callback]))
     assert callback.planned.planned_runs == 2
 
 
@@ -131,7 +131,7 @@ def test_the_callback_tells_that_no_step_ran_by_plan(tmp_path):
 
     callback = RMMCallback(compile=COMPILE)
     with pytest.warns(UserWarning, match="no training step ran by plan: something calls the model's forward method"):
-        trained_by_transformers(roberta(), tmp_path, [callback], kind=CallsForward)
+        trained_by_transformers(roberta(layers=1), tmp_path, [callback], kind=CallsForward)
     assert callback.planned.planned_runs == 0
 
 
@@ -145,7 +145,7 @@ def test_a_model_that_is_planned_or_compiled_is_refused_when_training_begins(tmp
     with pytest.raises(ValueError, match="checkpointed already"):
         trained_by_transformers(planned_roberta, tmp_path, [callback])
     with pytest.raises(ValueError, match="which torch_compile=True compiles in another way"):
-        trained_by_transformers(roberta(), tmp_path, [callback], torch_compile=True)
+        trained_by_transformers(roberta(layers=1), tmp_path, [callback], torch_compile=True)
 
 
 @pytest.mark.parametrize("options", [{"monitor": True}, {"noise_target": 0.1}])
@@ -163,7 +163,7 @@ def test_steps_under_accelerate_in_bf16_run_by_plan_and_leave_autocast_off(order
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     trained = []
     for is_planned_one in (False, True):
-        model = gpt2()
+        model = gpt2(layers=1)
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
         if is_planned_one and order == "before prepare":
             checkpoint_model(model, batch_of(gpt2), **PLAN)
@@ -203,13 +203,13 @@ def test_steps_under_trl_run_by_plan_in_the_parts_that_its_loss_leaves(tmp_path,
         ).train()
         return model
 
-    plain, model = train(gpt2()), planned(gpt2)
+    plain, model = train(gpt2(layers=1)), planned(gpt2)
     with pytest.warns(UserWarning, match="no longer one graph, and its parts are planned one by one: .*out="):
         assert_same_training(plain, train(model))
     # two graphs a step
     assert planned_runs(model) == 4
     callback = RMMCallback(compile=COMPILE)
-    assert_same_training(plain, train(gpt2(), [callback]))
+    assert_same_training(plain, train(gpt2(layers=1), [callback]))
     assert callback.planned.planned_runs == 4
 
 
@@ -220,7 +220,7 @@ def test_adapters_of_peft_are_trained_by_plan_while_they_are_switched_and_merged
     def train(plan: bool):
         torch.manual_seed(2)
         config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["query", "value"])
-        model = peft.get_peft_model(roberta(), config)
+        model = peft.get_peft_model(roberta(layers=1), config)
         model.add_adapter("other", config)
         model.train()
         if plan:
@@ -247,7 +247,7 @@ def test_adapters_of_peft_are_trained_by_plan_while_they_are_switched_and_merged
 
 
 def test_copies_of_a_planned_model_run_as_written_with_weights_of_their_own():
-    plain, model = roberta(), planned(roberta)
+    plain, model = roberta(layers=1), planned(roberta)
     average, expected = AveragedModel(model), AveragedModel(plain)
     for each, ema in ((plain, expected), (model, average)):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)

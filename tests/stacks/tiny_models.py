@@ -1,4 +1,4 @@
-"""Models of two layers, made on the spot without dropout, their batches, and one training step of them."""
+"""Models of few layers, made on the spot without dropout, their batches, and one training step of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ SEQUENCES, LENGTH, VOCABULARY = 4, 40, 64
 Batch = dict[str, Tensor]
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, use_cache=False, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
     )  # fmt: skip
@@ -28,18 +28,18 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-def roberta() -> nn.Module:
+def roberta(layers: int = 2) -> nn.Module:
     config = transformers.RobertaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
     )  # fmt: skip
     torch.manual_seed(1)
     return transformers.RobertaForSequenceClassification(config).train()
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int = 2) -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, use_cache=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(1)
