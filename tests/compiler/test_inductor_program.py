@@ -201,19 +201,24 @@ def test_a_missing_compiler_is_told_with_what_to_do(x, monkeypatch):
 
 
 def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monkeypatch):
-    targets = []
-    compiled = inductor_program.compiled_program
-    monkeypatch.setattr(
-        inductor_program, "compiled_program", lambda *args, **how: targets.append(args[2]) or compiled(*args, **how)
-    )
+    tries, compile_program = [], inductor_program.compiled_program
+
+    def compiled_program(capture, schedule, limit_bytes, *, expects_fusion):
+        tries.append((schedule.order, limit_bytes, expects_fusion))
+        return compile_program(capture, schedule, limit_bytes, expects_fusion=expects_fusion)
+
+    monkeypatch.setattr(inductor_program, "compiled_program", compiled_program)
     monkeypatch.setattr(inductor_program, "compile_by_inductor", lambda module, *_, **__: lambda args: module(*args))
     monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda capture, *_: budget + excess)
     model, budget, excess = mlp(), 3 * 2**18, 2**16
     with pytest.warns(UserWarning, match="its budget is"):
         planned(model, budget)(x)
     (plan,) = plans(model)
-    assert targets[:2] == [budget, budget]
-    assert len(targets) == 4
+    orders, targets, expects_fusion = zip(*tries, strict=True)
+    # the same plan is compiled a second time, with all storages counted
+    assert orders[0] == orders[1]
+    assert targets[:2] == (budget, budget)
+    assert expects_fusion == (True, False, False, False)
     assert all(after <= before - excess for before, after in itertools.pairwise(targets[1:]))
     assert plan.measured_peak_bytes > plan.budget_bytes == budget
 
@@ -250,22 +255,21 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch):
 class OverRowsAndColumns(nn.Module):
     """Inductor does not fuse a reduction of columns with the loops over rows around it."""
 
-    def __init__(self, count):
+    def __init__(self):
         super().__init__()
-        self.linear, self.count = nn.Linear(WIDTH, WIDTH), count
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         h = self.linear(x)
-        for _ in range(self.count):
+        for _ in range(3):
             h = torch.sin(h)
             h = torch.cos(h - h.mean(0, keepdim=True))
             h = h / (1 + h.square().mean(1, keepdim=True))
         return x + h
 
 
-# Inductor takes 1 % more than the first budget, and 45 % more than the second one
-@pytest.mark.parametrize(("count", "budget"), [(2, 550_000), pytest.param(3, "70%", marks=pytest.mark.slow)])
-def test_a_budget_is_kept_where_loops_are_not_fused(monkeypatch, count, budget):
+@pytest.mark.slow
+def test_a_budget_is_kept_where_loops_are_not_fused(monkeypatch):
     tries, compile_program = [], inductor_program.compiled_program
 
     def compiled_program(capture, schedule, limit_bytes, *, expects_fusion):
@@ -274,8 +278,8 @@ def test_a_budget_is_kept_where_loops_are_not_fused(monkeypatch, count, budget):
 
     monkeypatch.setattr(inductor_program, "compiled_program", compiled_program)
     torch.manual_seed(0)
-    model = nn.Sequential(OverRowsAndColumns(count), OverRowsAndColumns(count), nn.Linear(WIDTH, 1))
-    gradients(model, planned(model, budget), torch.randn(4 * ROWS, WIDTH))
+    model = nn.Sequential(OverRowsAndColumns(), OverRowsAndColumns(), nn.Linear(WIDTH, 1))
+    gradients(model, planned(model, "70%"), torch.randn(4 * ROWS, WIDTH))
     (plan,) = plans(model)
     # the same plan is compiled a second time
     assert tries == [(plan.schedule.order, True), (plan.schedule.order, False)]

@@ -83,6 +83,8 @@ def write_row(study: Study, file: str, run: RunSettings) -> None:
         lines.write(json.dumps(row) + "\n")
 
 
+# test_glue_runs.py interrupts a run without groups and monitor
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_demo")
 def test_a_grouped_and_monitored_run_resumes_to_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
