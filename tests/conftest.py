@@ -10,8 +10,6 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A plan that is found on disk would hide what a test is about.
 os.environ["RMM_LINEAR_PLANS"] = "off"
-# Inductor tries a processor's instructions with a C++ compiler, in each process and in each new folder of its cache.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch

@@ -168,8 +168,12 @@ def test_a_full_disk_is_told_and_the_next_step_runs(paged, monkeypatch):
         patched.setattr(tempfile, "TemporaryFile", Full)
         with pytest.raises(PagingError, match=rf"can't be written to {paged.folder}.*No space left"):
             paged.step(paged.x)
+
+    def refused(**_):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
     with monkeypatch.context() as patched:
-        patched.setattr(tempfile, "TemporaryFile", lambda **_: Path("/nowhere/at/all").open("w+b"))
+        patched.setattr(tempfile, "TemporaryFile", refused)
         with pytest.raises(PagingError, match=f"{paged.folder} takes no file"):
             paged.step(paged.x)
     assert all(map(torch.equal, before, paged.model.parameters()))

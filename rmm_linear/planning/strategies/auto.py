@@ -33,8 +33,8 @@ _WORK, _MOST_WORK = 30_000, 40_000_000
 _ENOUGH = 0.001
 # Orders of the least peaks that are made leaner where none could be fitted.
 _MOST_LEAN = 2
-# A lean order is made leaner by this part of its peak at a time, and at the end byte by byte, within a third of the work
-# of a search: more lowered the peaks of twelve steps by 0.1 % at most.
+# A lean order is made leaner by this part of its peak at a time, and at the end byte by byte, within a third of the
+# work of a search: more work lowered the peaks of twelve steps by 0.1 % at most.
 _STEP, _LEAN_WORK = 0.02, 3
 
 
