@@ -143,7 +143,7 @@ def read_devices(path: Path = DEVICES) -> list[dict[str, Any]]:
     Raises:
         HarnessError: If a column is missing, or a number is none that is more than 0.
     """
-    devices = read_rows(path, needed=("device", *_OF_DEVICES, "source"), command="who knows the device")
+    devices = read_rows(path, needed=("device", *_OF_DEVICES, "source"), command="an editor")
     for device in devices:
         for name in _OF_DEVICES:
             if not isinstance(device[name], float | int) or device[name] <= 0:
