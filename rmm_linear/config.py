@@ -98,7 +98,7 @@ class RMMConfig:
         code = fingerprint(SKETCHES[self.sketch]) or _THIS_PROCESS
         if of is not RMMConfig:
             code = f"{_THIS_PROCESS}/{of.__module__}/{of.__qualname__}"
-        object.__setattr__(self, "graph_key", f"{code} {json.dumps(self.to_dict())}")
+        object.__setattr__(self, "graph_key", f"{code} {json.dumps(self.to_dict(), default=repr)}")
         if of is not RMMConfig:
             _OTHERS[self.graph_key] = self
 

@@ -44,7 +44,7 @@ from rmm_linear import ops
 from rmm_linear.config import RMMConfig, config_of
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
-from rmm_linear.producers import flattened, is_free_to_keep
+from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
 
@@ -168,7 +168,9 @@ def linear(
         return F.linear(x, weight, bias)
     if x.dtype != dtype:
         x = x.to(dtype)
-    _refuse_mapped(x)
+    is_transformed = torch._C._are_functorch_transforms_active()
+    if is_transformed:
+        _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
         made = _compressed(x.detach(), seed, config, layout, index, valid_rows)
@@ -251,7 +253,7 @@ def _compressed(
     """The kept tensors of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
-    rest = _flat(x)
+    rest = x if x.dim() == 2 else _flat(x)
     if layout.kept or index is not None:
         kept, rest = split(rest, layout, index)
         if layout.kept:
@@ -333,12 +335,21 @@ def _check(
 
 def _is_column_major(x: Tensor) -> bool:
     """Tell whether autograd takes x, flattened to (rows, in) without a copy, for a matrix stored by columns."""
-    if x.dim() > 2 and x.shape[-1] > 1 and x.is_contiguous():
-        # without the calls of a view
+    # It asks for strides of (1, rows), which a single row may have as well.
+    if x.dim() == 2:
+        return x.stride() == (1, x.shape[0])
+    rows = x.numel() // max(1, x.shape[-1])
+    if rows == 1:
+        # flattened, its strides are (in, 1) times that of its numbers
+        return x.shape[-1] == 1 and x.stride(-1) == 1
+    if x.stride(-1) != rows:
         return False
-    matrix = flattened(x)
-    # autograd asks for these strides, which a single row may have as well
-    return matrix is not None and matrix.stride() == (1, matrix.shape[0])
+    distance = 1
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size != 1 and stride != distance:
+            return False
+        distance *= size
+    return True
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -55,7 +55,7 @@ _added_rank = ContextVar("added_rank", default=0)
 
 @contextmanager
 def ranked_higher(by: int) -> Iterator[None]:
-    """Draw seeds as a process of a rank that is higher `by` so much would: other ones, from the same random state."""
+    """Draw the seeds that a process with a rank higher by `by` would draw from the same random state."""
     token = _added_rank.set(by)
     try:
         yield

@@ -2,7 +2,8 @@
 
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,40 +51,54 @@ class FilePager:
 
     Args:
         folder: The folder of the file.
+
+    Raises:
+        PagingError: If no file can be made there; of `put` and `take`, if the disk is full, or the file has lost its
+            contents.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        except OSError as error:
-            raise PagingError(f"{folder} takes no file: {error}; name another folder") from error
+        self._folder, self._end = folder, 0
+        with self._told("takes no file"):
+            # without a buffer: what is written is written, or told at once
+            self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
 
     def put(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, torch.device]]:
         kept = []
         for tensor in tensors:
-            kept.append((self._file.seek(0, 2), torch.empty_like(tensor, device="meta"), tensor.device))
-            memory = _bytes_of(tensor.detach().resolve_conj().resolve_neg().cpu())
-            try:
-                self._file.write(memory.numpy().data)
-            except OSError as error:
-                raise PagingError(
-                    f"{memory.numel()} bytes can't be written to {self._folder}: {error}; name another folder, or allow"
-                    " more memory"
-                ) from error
+            left = _bytes_of(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy().data
+            kept.append((self._end, torch.empty_like(tensor, device="meta"), tensor.device))
+            with self._told(f"takes no {left.nbytes} bytes more"):
+                self._file.seek(self._end)
+                while left:
+                    count = self._file.write(left)
+                    self._end, left = self._end + count, left[count:]
         return kept
 
     def take(self, kept: list[tuple[int, Tensor, torch.device]]) -> list[Tensor]:
         found = []
         for place, like, device in kept:
             tensor = torch.empty_like(like, device="cpu")
-            memory = _bytes_of(tensor)
-            self._file.seek(place)
-            if self._file.readinto(memory.numpy().data) < memory.numel():
-                raise PagingError(f"a file in {self._folder} has lost what was written to it: run the step again")
+            left = _bytes_of(tensor).numpy().data
+            with self._told("can't be read"):
+                self._file.seek(place)
+                while left:
+                    count = self._file.readinto(left)
+                    if not count:
+                        raise PagingError(
+                            f"a file in {self._folder} has lost what was written to it: run the step again"
+                        )
+                    left = left[count:]
             found.append(tensor.to(device))
         return found
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PagingError(f"page_to: {self._folder} {what}: {error}; name another folder") from error
 
     def close(self) -> None:
         self._file.close()
@@ -112,7 +127,7 @@ def pager_for(page_to: str | Path | None, device: torch.device) -> Pager:
         if device.type == "cpu":
             raise ValueError('page_to="host": the tensors are in the host\'s memory already; pass a folder')
         return HostPager()
-    folder = Path(page_to)
+    folder = Path(page_to).expanduser()
     if not folder.is_dir():
         raise ValueError(f'page_to={str(page_to)!r} is neither "host" nor a folder that exists')
     return FilePager(folder)

@@ -12,7 +12,6 @@ backward pass, if it is given one: the same bytes, more noise, more work. Of ReL
 and there a sketch does pay.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -59,17 +58,19 @@ def is_free_to_keep(x: Tensor, dtype: torch.dtype, *, in_graph: bool = False) ->
     if x.dtype != dtype:
         return False
     producer = keeping_producer(x)
-    return producer is not None and not (in_graph and producer in _NOT_IN_GRAPHS) and flattened(x) is not None
+    return producer is not None and not (in_graph and producer in _NOT_IN_GRAPHS) and flattens_in_place(x)
 
 
-def flattened(x: Tensor) -> Tensor | None:
-    """Return x as F.linear views it, (rows, features); None where it makes a copy, and keeps that."""
-    if x.dim() == _MATRIX:
-        return x
+def flattens_in_place(x: Tensor) -> bool:
+    """Tell whether F.linear can view a tensor as (rows, features); it makes a copy otherwise, and keeps that."""
+    if x.dim() <= _MATRIX or x.is_contiguous():
+        return True
     try:
-        return x.detach().view(math.prod(x.shape[:-1]), x.shape[-1])
-    except RuntimeError:
-        return None
+        x.detach().view(-1, x.shape[-1])
+    except (RuntimeError, ValueError):
+        # fake tensors raise a ValueError
+        return False
+    return True
 
 
 def keeping_producer(x: Tensor) -> str | None:

@@ -62,6 +62,25 @@ def test_one_frame_over_twenty_steps_and_at_most_two_over_five_lengths(sketch: s
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("of_images", [lambda x: x, torch.relu], ids=["as it is", "after ReLU"])
+def test_an_input_that_has_no_view_as_a_matrix_is_compiled(of_images: Callable[[Tensor], Tensor]) -> None:
+    # as patches of images reach a Transformer
+    network, images = _network(CONFIG), torch.randn(2, 16, 4, 4, requires_grad=True)
+
+    def run(images: Tensor) -> Tensor:
+        return network(of_images(images).flatten(2).transpose(1, 2))
+
+    results = []
+    for each in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        network.zero_grad()
+        torch.manual_seed(5)
+        output = each(images)
+        output.square().sum().backward()
+        results.append([output.detach(), *(parameter.grad.clone() for parameter in network.parameters())])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("storage", "ratio"),
     [

@@ -14,6 +14,7 @@ Each model is captured at its published size without contents, which takes no me
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -146,7 +147,7 @@ def read_devices(path: Path = DEVICES) -> list[dict[str, Any]]:
     devices = read_rows(path, needed=("device", *_OF_DEVICES, "source"), command="an editor")
     for device in devices:
         for name in _OF_DEVICES:
-            if not isinstance(device[name], float | int) or device[name] <= 0:
+            if not isinstance(device[name], float | int) or not 0 < device[name] < math.inf:
                 raise HarnessError(f"{path}: {device['device']!r} has {name}={device[name]}; write a number above 0")
     return devices
 

@@ -89,10 +89,8 @@ class Options:
             raise ValueError(f"executor={self.executor!r} is unknown; choose one of {', '.join(EXECUTORS)}")
         if self.gradients not in ("kept", "freed"):
             raise ValueError(f'gradients={self.gradients!r} is neither "kept" nor "freed"')
-        if self.executor == "inductor" and self.page_to is not None:
-            raise ValueError(
-                f'page_to={str(self.page_to)!r} needs executor="exact": steps that Inductor compiles page nothing'
-            )
+        if self.page_to is not None:
+            self._check_paging()
         if self.executor == "inductor" and self.gradients == "freed":
             raise ValueError(
                 'gradients="freed" needs executor="exact": Inductor\'s backward graph returns all gradients at its end'
@@ -100,6 +98,18 @@ class Options:
         if self.schedule is None and self.budget is not None:
             Budget.of(self.budget)
             get_strategy(self.strategy)
+
+    def _check_paging(self) -> None:
+        given = f"page_to={self.page_to!r}"
+        if not isinstance(self.page_to, (str, Path)) or not str(self.page_to):
+            raise ValueError(f'{given} is neither "host" nor a folder')
+        if self.executor == "inductor":
+            raise ValueError(f'{given} needs executor="exact": steps that Inductor compiles page nothing')
+        if self.schedule is None and (self.budget is None or not get_strategy(self.strategy).pages):
+            raise ValueError(
+                f'{given} needs a budget and a strategy that pages, such as "patil2022_poet":'
+                f" strategy={self.strategy!r} pages nothing"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> "Options":

@@ -1,5 +1,6 @@
 """What an op costs, from the shapes of its tensors."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -89,8 +90,11 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
     return max(moved, flops / _FLOPS_PER_BYTE[kind], computed / _NUMBERS_PER_BYTE[kind]) + _LAUNCH_BYTES[kind]
 
 
+@functools.cache
 def page_cost(page_to: str | Path, device: torch.device, costs: str) -> float:
-    """Measure the time in which a byte is paged out, or back.
+    """Measure the time in which a byte is paged out, or back, once in each process.
+
+    Of a file, it is mostly that of the operating system's cache: pages of more than the free memory take longer.
 
     Args:
         page_to: "host", or a folder; see `rmm_linear.paging.pager_for`.

@@ -236,7 +236,8 @@ class _Writer:
             if index not in self._given_away
             for node in self._capture.members[index]
         ]
-        return [*members, *self._states.values(), *(["pager"] if self._pages else []), *self._pages.values()]
+        pager = ["pager"] if any(self._loads_left.values()) else []
+        return [*members, *self._states.values(), *pager, *self._pages.values()]
 
     def _shared(self) -> tuple[int, ...]:
         """Results that lie in what is saved: the caller can write there before it is read."""

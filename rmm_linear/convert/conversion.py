@@ -241,7 +241,7 @@ def revert_linears(model: nn.Module) -> nn.Module:
 
 
 def config_for(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
-    """Return the configuration that two options stand for, of which one may be given."""
+    """Return the configuration of the options `ratio` and `config`; a ValueError if both are given."""
     if config is None:
         return RMMConfig() if ratio is None else RMMConfig(ratio=ratio)
     if ratio is not None:

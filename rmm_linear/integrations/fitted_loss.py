@@ -18,7 +18,7 @@ from rmm_linear.fitting import Fit, cautious_ratio, fit
 class FittedLoss:
     """A trainer's `compute_loss` that fits the model to its first batch, and to later ones that have no plan.
 
-    `options` are those of `fit`. The noise is measured at each batch of so many as `every` says; at none for 0.
+    `options` are those of `fit`. The noise is measured every `every` batches, never if `every` is 0.
 
     Attributes:
         fitted: What was chosen; None before the first batch.

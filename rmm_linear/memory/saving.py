@@ -18,7 +18,7 @@ from rmm_linear.functional import compute_dtype
 from rmm_linear.layer import SketchedLayer, layer_input
 from rmm_linear.memory.kept import StorageSet, WatchedModules, storages_of
 from rmm_linear.padding import current_valid_rows
-from rmm_linear.producers import flattened, is_free_to_keep
+from rmm_linear.producers import flattens_in_place, is_free_to_keep
 from rmm_linear.rows import sequences_of
 
 
@@ -142,7 +142,7 @@ class MeasuredSaving(WatchedModules):
     def _expect_input(self, x: Tensor, dtype: torch.dtype) -> None:
         # A cast, or the copy that flattening a strided input takes, belongs to this call alone: three layers with one
         # input make three of them.
-        if dtype != x.dtype or flattened(x) is None:
+        if dtype != x.dtype or not flattens_in_place(x):
             self._fresh_bytes += x.numel() * dtype.itemsize
             return
         for storage in storages_of(x):

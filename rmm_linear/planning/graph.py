@@ -203,7 +203,7 @@ class Graph:
 
     @cached_property
     def runnable(self) -> tuple[Op, ...]:
-        """What orders are made of: the ops, and then the load of each storage, in the order of the storages."""
+        """The ops, and after them the load of each storage: numbers of orders count these."""
         rate = self.page_cost or 0.0
         loads = (
             Op(f"load {storage.name}", rate * storage.size_bytes, writes=(index,), kind="load")

@@ -71,6 +71,13 @@ class CheckpointPlan:
         """Extra time over the plain step's, by the graph's costs."""
         return self.planned.overhead
 
+    @property
+    def paging_overhead(self) -> float:
+        """Time of paging over the plain step's; it is a part of `overhead`."""
+        loads = self.schedule.loads(self.graph)
+        paged = sum(self.graph.sizes[index] for index in (*loads, *set(loads)))
+        return paged * (self.graph.page_cost or 0.0) / self.graph.cost
+
     def with_gradients_freed(self) -> "CheckpointPlan":
         """Judge the same computations in steps that leave no gradient of a parameter behind.
 
@@ -131,12 +138,19 @@ class CheckpointPlan:
         lines = [
             f"peak beside weights, optimizer and batch: {self._sizes(self.plain.peak_bytes, taken)}",
             f"gradients: {'exact' if is_exact else 'estimates, unbiased but for what is named below'}",
-            f"computed twice: {100 * self.overhead:.1f} % of the step's work",
+            f"computed twice: {100 * (self.overhead - self.paging_overhead):.1f} % of the step's work",
+            *self._paging(),
             *([f"weight gradients of converted linear layers from {sketched} sketches"] if sketched else []),
             *self.coding.lines(self._unit),
         ]
         head = f"## Training memory\n\nSteps were planned by rmm_linear {library_version()}:\n"
         return "\n".join([head, *(f"- {line}" for line in lines)])
+
+    def _paging(self) -> Iterator[str]:
+        if paged := set(self.schedule.loads(self.graph)):
+            sizes = self._sizes(sum(self.graph.sizes[index] for index in paged))
+            time = f"{100 * self.paging_overhead:.1f} % of the plain step's time"
+            yield f"paged out and back: {len(paged)} tensors, {sizes}; {time}"
 
     def _is_sketch(self, index: int) -> bool:
         return _is_sketch(self.graph.ops[self.graph.writer[index]])
@@ -173,12 +187,11 @@ class CheckpointPlan:
             share = 100 * self.peak_bytes / max(1, self.plain.peak_bytes)
             yield (
                 f"peak {self._sizes(self.plain.peak_bytes, self.peak_bytes)} ({share:.1f} %), budget"
-                f" {self._sizes(self.budget_bytes)}; extra compute {100 * self.overhead:.1f} %; strategy"
+                f" {self._sizes(self.budget_bytes)}; extra compute"
+                f" {100 * (self.overhead - self.paging_overhead):.1f} %; strategy"
                 f" {self.schedule.strategy}"
             )
-        if paged := set(self.schedule.loads(self.graph)):
-            sizes = self._sizes(sum(self.graph.sizes[index] for index in paged))
-            yield f"paged out and back, which the extra compute counts as well: {len(paged)} tensors, {sizes}"
+        yield from self._paging()
         if self.least_overhead is not None:
             yield f"no plan within the budget has less than {100 * self.least_overhead:.1f} % of extra compute"
         elif self.no_bound:

@@ -197,7 +197,7 @@ def _check_load(
 ) -> None:
     name = graph.storages[index].name
     if graph.page_cost is None:
-        raise ScheduleError(f"{where}: {name!r} would be paged, and this graph has no cost of paging", number)
+        raise ScheduleError(f"{where}: {name!r} would be paged, and page_to names no place for pages", number)
     if graph.writer[index] not in computed:
         raise ScheduleError(f"{where}: {name!r} has not been computed, and has no page", number)
     if index in live:

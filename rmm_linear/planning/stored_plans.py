@@ -10,6 +10,7 @@ there.
 import contextlib
 import hashlib
 import importlib.metadata
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -84,7 +85,9 @@ def library_version() -> str:
 
 
 def _key(graph: Graph, strategy: str) -> str:
-    return hashlib.sha256(f"{graph.fingerprint} {graph.page_cost} {strategy} {library_version()}".encode()).hexdigest()
+    # the time of a byte is measured anew in each process
+    paging = "" if graph.page_cost is None else f" pages {round(math.log2(graph.page_cost))}"
+    return hashlib.sha256(f"{graph.fingerprint}{paging} {strategy} {library_version()}".encode()).hexdigest()
 
 
 def _name(graph: Graph, strategy: str, budget_bytes: int) -> str:

@@ -88,9 +88,12 @@ def draw(
     axes = figure.subplots(1, panels, squeeze=False)[0]
     unit = steps[0][1].cost
     for axis, (title, graph, schedule) in zip(axes, steps, strict=False):
-        times = [0.0]
+        times, paged = [0.0], set[int]()
         for index in schedule.order:
-            times.append(times[-1] + graph.runnable[index].cost / unit)
+            # the first load stands for the way out as well
+            ways = 2 if index >= len(graph.ops) and index not in paged else 1
+            paged.add(index)
+            times.append(times[-1] + ways * graph.runnable[index].cost / unit)
         layers = bytes_by_kind(graph, schedule)
         below = [0.0] * len(schedule.order)
         for kind, colour in zip(KINDS, _COLOURS, strict=True):

@@ -3,6 +3,7 @@
 import copy
 import errno
 import os
+import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_graphs_that_page_survive_json_and_keep_their_fingerprint():
 @pytest.mark.parametrize(
     ("graph", "steps", "message"),
     [
-        (replace(_CHAIN, page_cost=None), [Step("compute", _OPS)], "no cost of paging"),
+        (replace(_CHAIN, page_cost=None), [Step("compute", _OPS)], "page_to names no place"),
         (_CHAIN, [Step("compute", _OPS)], "has not been computed, and has no page"),
         (_CHAIN, [Step("compute", 0), Step("compute", _OPS)], "is in memory"),
         (_CHAIN, [Step("compute", 1000)], "loads after them"),
@@ -153,29 +154,24 @@ def test_a_step_whose_activations_are_all_paged_has_the_bits_of_eager_mode_and_t
 
 
 def test_a_full_disk_is_told_and_the_next_step_runs(paged, monkeypatch):
-    made = tempfile.TemporaryFile
-
-    class Full:
-        def __init__(self, **options):
-            self._file = made(**options)
-            self.close, self.seek = self._file.close, self._file.seek
-
-        def write(self, _):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def refused(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before = [parameter.clone() for parameter in paged.model.parameters()]
     with monkeypatch.context() as patched:
-        patched.setattr(tempfile, "TemporaryFile", Full)
-        with pytest.raises(PagingError, match=rf"can't be written to {paged.folder}.*No space left"):
-            paged.step(paged.x)
-
-    def refused(**_):
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    with monkeypatch.context() as patched:
         patched.setattr(tempfile, "TemporaryFile", refused)
-        with pytest.raises(PagingError, match=f"{paged.folder} takes no file"):
+        with pytest.raises(PagingError, match=f"page_to: {paged.folder} takes no file: .*No space left"):
             paged.step(paged.x)
+    resource = pytest.importorskip("resource")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # the first tensors are small, and a buffer would hold them
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(PagingError, match=f"page_to: {paged.folder} takes no [0-9]+ bytes more"):
+            paged.step(paged.x)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
     assert all(map(torch.equal, before, paged.model.parameters()))
     assert all(map(torch.equal, _run(paged.step, paged.model, paged.x), paged.expected))
 
@@ -189,8 +185,26 @@ def test_a_page_that_was_lost_is_told(paged, monkeypatch):
         loss.backward()
 
 
+def test_a_step_whose_backward_pass_alone_pages_has_the_bits_of_eager_mode(paged):
+    graph = paged.graph
+    stays = {*graph.outputs, *graph.gradients}
+    order, loads = [], 0
+    for op in range(len(graph.ops)):
+        for index in dict.fromkeys(graph.ops[op].reads):
+            # the last of several readers loads it
+            is_again = len(graph.readers[index]) > 1 and graph.readers[index][-1] == op
+            if is_again and graph.writer[index] >= graph.forward_count and index not in stays:
+                order.append(len(graph.ops) + index)
+                loads += 1
+        order.append(op)
+    assert loads
+    schedule = Schedule.from_order(graph, order)
+    step = apply_schedule(paged.model, None, paged.x, schedule, page_to=paged.folder)
+    assert all(map(torch.equal, _run(step, paged.model, paged.x), paged.expected))
+
+
 def test_a_schedule_that_pages_needs_a_place(paged):
-    with pytest.raises(ScheduleError, match="no cost of paging"):
+    with pytest.raises(ScheduleError, match="page_to names no place"):
         apply_schedule(paged.model, None, paged.x, paged.schedule)
 
 
@@ -217,15 +231,18 @@ def test_poet_pages_a_model_within_a_budget(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"page_to": "nowhere"}, 'neither "host" nor a folder'),
+        ({"page_to": ""}, "page_to='' is neither"),
+        ({"page_to": 5}, "page_to=5 is neither"),
         ({"page_to": "host"}, 'page_to="host": the tensors are in the host'),
         ({"page_to": ".", "costs": "flops"}, "costs='flops' are no times"),
+        ({"page_to": ".", "strategy": "auto"}, "strategy='auto' pages nothing"),
     ],
-    ids=["no folder", "host", "no times"],
+    ids=["no folder", "empty", "a number", "host", "no times", "a strategy that pages nothing"],
 )
 def test_places_and_costs_that_page_nothing_are_refused(options, message):
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=message):
-        checkpoint_model(model, torch.randn(2, 4), budget="100%", **options)
+        checkpoint_model(model, torch.randn(2, 4), budget="100%", **({"strategy": "patil2022_poet"} | options))
     assert model._compiled_call_impl is None
 
 

@@ -70,7 +70,9 @@ class Auto(Strategy):
         # an infinite bound proves that no order fits
         best = search.best_of(near, _most_work(graph), enough) if bound < math.inf else None
         if best is None:
-            lean = [plain, *sorted(peaks, key=peaks.__getitem__)[:_MOST_LEAN]]
+            lean = sorted(peaks, key=peaks.__getitem__)[:_MOST_LEAN]
+            # a budget that is proven to be too small is not searched for: one order tells the least
+            lean = [plain, *lean] if bound < math.inf else lean[:1]
             found = [_leaner(graph, order) for order in dict.fromkeys(lean)]
             least_bytes, best = min((peak_and_cost(graph, order)[0], order) for order in found)
             if least_bytes > budget_bytes:

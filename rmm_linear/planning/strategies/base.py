@@ -39,10 +39,12 @@ class Strategy(ABC):
     Attributes:
         name: Its name in the registry: the paper's first author, year, and method.
         claims_optimal: Whether no order of the kind that the paper considers is better.
+        pages: Whether orders may load what was paged out.
     """
 
     name: ClassVar[str]
     claims_optimal: ClassVar[bool] = False
+    pages: ClassVar[bool] = False
 
     @abstractmethod
     def orders(self, graph: Graph) -> Iterable[Sequence[int]]:

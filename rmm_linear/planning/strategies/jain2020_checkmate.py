@@ -56,6 +56,8 @@ _BUDGETS, _BUDGETS_ROUNDED = 5, 20
 # The solver's tolerance is 1e-6 of the plain peak. A plan that exceeds its budget, by this or by random states, is
 # sought again that much lower.
 _TOLERANCE, _ATTEMPTS = 4e-6, 2
+# of sums of costs, relative
+_ROUNDING = 1e-5
 # scipy's number for it
 _INFEASIBLE = 2
 
@@ -231,7 +233,7 @@ class Program:
         )
 
     def _costs(self) -> Iterator[tuple[int, float]]:
-        """Yield what variables cost, of the plain program's cost."""
+        """Yield the costs of variables, of the plain program's cost."""
         for variables in self._run:
             for op, variable in enumerate(variables):
                 yield variable, self._graph.ops[op].cost / self._graph.cost
@@ -321,9 +323,10 @@ class Program:
             The best plan that was found until then. After Ctrl-C it is the best rounded one: HiGHS has no way to hand
             over what it has, and runs on in a thread until the time limit.
         """
-        cost, (bound, orders) = self._graph.cost, self.relaxed(budget_bytes, time_limit_s)
+        plain_cost, (bound, orders) = self._graph.cost, self.relaxed(budget_bytes, time_limit_s)
         for part in _SLACKS:
-            if bound == math.inf or any(peak_and_cost(self._graph, order)[0] <= budget_bytes for order in orders):
+            priced = map(self._price, orders)
+            if bound == math.inf or any(peak <= budget_bytes and cost < math.inf for peak, cost in priced):
                 break
             orders += self.relaxed(part * budget_bytes, time_limit_s)[1]
         status = "infeasible" if bound == math.inf else "stopped"
@@ -335,7 +338,7 @@ class Program:
                 break
             if allowed == budget_bytes:
                 status = {0: "optimal", _INFEASIBLE: "infeasible"}.get(solved.status, "stopped")
-                bound = math.inf if status == "infeasible" else max(bound, (solved.mip_dual_bound or 0) * cost)
+                bound = math.inf if status == "infeasible" else max(bound, (solved.mip_dual_bound or 0) * plain_cost)
             if solved.x is None:
                 break
             found = self._orders_of(solved)
@@ -345,8 +348,11 @@ class Program:
                 break
             allowed -= excess + _TOLERANCE * self._unit_bytes
         judged = [(*self._price(order), order) for order in orders]
-        fitting = [(cost, order) for peak, cost, order in judged if peak <= budget_bytes]
+        fitting = [(cost, order) for peak, cost, order in judged if peak <= budget_bytes and cost < math.inf]
         least, best = min(fitting, default=(math.inf, None))
+        if best is not None and (status == "infeasible" or least < bound * (1 - _ROUNDING)):
+            # an order that is none of the program's
+            status, bound = "stopped", min(bound, least)
         return Solution(least, best, bound, status)
 
     def _orders_of(self, solved: Any) -> list[tuple[int, ...]]:

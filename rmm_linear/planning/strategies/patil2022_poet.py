@@ -6,7 +6,7 @@ is paged out to a secondary storage, and loaded when it is needed. To Checkmate'
     L(t, i)      storage i is loaded when stage t begins; it was computed in an earlier stage
     P(i)         storage i is paged out, which it is at once when it is computed first
 
-and S(t, i) + L(t, i), which is at most 1, takes the place of S(t, i) wherever that says that a storage is there.
+and S(t, i) + L(t, i), which is at most 1, takes the place of S(t, i) where that says that a storage is in memory.
 
 **How the paper's model is mapped.** The paper minimises energy under a limit of the step's time, in a budget of bytes.
 Here an op's energy is its time times a power, and that of paging is its time times another: `page_weight` is the second
@@ -15,6 +15,10 @@ do. Paging takes time: `Graph.page_cost` a byte and direction. The paper's progr
 here nothing runs while a tensor is paged, so that a device that overlaps both takes less. The paper chooses the stage
 in which a tensor is paged out; a tensor that was paged out at once is loaded as well as one that was paged out later.
 Tensors of the forward pass are paged, but for results, which belong to the caller.
+
+Loads of a stage of several ops (graphs of more than 80) all come at its beginning in the program. In one of the orders
+that are proposed, each comes just before its tensor is read: that order may fit, or cost less, where the program has no
+solution.
 
 A graph without a cost of paging pages nothing, and has Checkmate's plans.
 """
@@ -65,8 +69,10 @@ class PagingProgram(Program):
 
     def relaxed(self, budget_bytes: float, time_limit_s: float) -> tuple[float, list[tuple[int, ...]]]:
         """Solve the program without integrality, and round it; Checkmate's rounded orders are proposed as well."""
-        bound, orders = super().relaxed(budget_bytes, time_limit_s)
-        without = self._without_paging.relaxed(budget_bytes, time_limit_s)[1] if self._paged and orders else []
+        if not self._paged:
+            return super().relaxed(budget_bytes, time_limit_s)
+        bound, orders = super().relaxed(budget_bytes, time_limit_s / 2)
+        _, without = self._without_paging.relaxed(budget_bytes, time_limit_s / 2)
         return bound, list(dict.fromkeys((*orders, *without)))
 
     @cached_property
@@ -106,4 +112,5 @@ class Poet(Checkmate):
     """
 
     name: ClassVar[str] = "patil2022_poet"
+    pages: ClassVar[bool] = True
     program: ClassVar[type[Program]] = PagingProgram
