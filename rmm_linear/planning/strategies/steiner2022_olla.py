@@ -240,8 +240,8 @@ def _started(cp_model: Any, time_limit_s: float, deterministic_limit: float | No
     solver.parameters.max_time_in_seconds = time_limit_s
     if deterministic_limit is not None:
         solver.parameters.max_deterministic_time = deterministic_limit
-    solver.parameters.num_workers = 8
-    solver.parameters.interleave_search = True
+    # several workers find another one of equally good orders each time, also where they wait for each other
+    solver.parameters.num_workers = 8 if deterministic_limit is None else 1
     return solver
 
 
