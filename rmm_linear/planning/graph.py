@@ -203,7 +203,7 @@ class Graph:
 
     @cached_property
     def runnable(self) -> tuple[Op, ...]:
-        """The ops, and after them the load of each storage: numbers of orders count these."""
+        """The ops, and after them the load of each storage; orders number them so."""
         rate = self.page_cost or 0.0
         loads = (
             Op(f"load {storage.name}", rate * storage.size_bytes, writes=(index,), kind="load")
