@@ -9,7 +9,7 @@ from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
 
 # The kinds, from the bottom of the figure to its top.
-KINDS = ("results and gradients", "activations", "computed again", "backward", "temporary")
+KINDS = ("results and gradients", "activations", "computed or loaded again", "backward", "temporary")
 _COLOURS = ("#9aa5b1", "#4477aa", "#ee7733", "#88ccaa", "#dddddd")
 _MIB = 2**20
 
@@ -50,7 +50,7 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
             elif op.is_backward:
                 kind = "backward"
             else:
-                kind = "computed again" if graph.writer[index] in computed else "activations"
+                kind = "computed or loaded again" if graph.writer[index] in computed else "activations"
             kind_of[index] = kind
             held[kind] += size
         computed.add(step.target)
