@@ -45,8 +45,9 @@ ALLOWED = {
     "byte_sizes": set(),
     # plans are made of plain data: no torch
     "planning": {"byte_sizes", "errors"},
-    "compiler": {"planning", "memory", "config", "errors"},
-    "checkpointing": {"compiler", "planning", "memory", "errors"},
+    "paging": {"errors"},
+    "compiler": {"planning", "memory", "config", "paging", "errors"},
+    "checkpointing": {"compiler", "planning", "memory", "paging", "errors"},
     "fitting": {"byte_sizes", "checkpointing", "compiler", "errors", "ops", "planning", "variance"},
 }
 # these sit on the public interface and may import all of it

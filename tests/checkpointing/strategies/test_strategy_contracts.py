@@ -81,7 +81,10 @@ class TestMoccasin2023(StrategyContract):
 
 
 @pytest.mark.slow
-class TestPatil2022(TestJain2020Checkmate):
+class TestPatil2022(StrategyContract):
+    small = True
+    claims_optimal = TestJain2020Checkmate.claims_optimal
+
     def make(self):
         return get_strategy("patil2022_poet")
 
