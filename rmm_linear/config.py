@@ -23,7 +23,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
 }
 # Begins the keys whose configurations depend on more than this library's code and their own text.
 _THIS_PROCESS = uuid.uuid4().hex
-# Configurations that their text does not make again: those of subclasses.
+# Instances of subclasses by their keys: `RMMConfig.from_dict` makes instances of the base class.
 _OTHERS: dict[str, "RMMConfig"] = {}
 
 

@@ -62,7 +62,7 @@ def test_one_frame_over_twenty_steps_and_at_most_two_over_five_lengths(sketch: s
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("of_images", [lambda x: x, torch.relu], ids=["as it is", "after ReLU"])
+@pytest.mark.parametrize("of_images", [lambda x: x, torch.relu], ids=["leaf", "ReLU"])
 def test_an_input_that_has_no_view_as_a_matrix_is_compiled(of_images: Callable[[Tensor], Tensor]) -> None:
     # as patches of images reach a Transformer
     network, images = _network(CONFIG), torch.randn(2, 16, 4, 4, requires_grad=True)

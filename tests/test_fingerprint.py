@@ -65,7 +65,7 @@ def test_a_configuration_is_what_its_key_says(monkeypatch: pytest.MonkeyPatch) -
 def test_a_subclass_is_found_by_its_key() -> None:
     @dataclass(frozen=True)
     class Half(RMMConfig):
-        """Keeps its methods, and has a knob of its own."""
+        """Adds a field."""
 
         extra: int = 0
 

@@ -18,7 +18,8 @@ from rmm_linear.fitting import Fit, cautious_ratio, fit
 class FittedLoss:
     """A trainer's `compute_loss` that fits the model to its first batch, and to later ones that have no plan.
 
-    `options` are those of `fit`. The noise is measured every `every` batches, never if `every` is 0.
+    `options` are the arguments of `fit`. `every` is the number of batches from one measurement of the noise to the
+    next; 0 measures none.
 
     Attributes:
         fitted: What was chosen; None before the first batch.

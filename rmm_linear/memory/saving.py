@@ -23,7 +23,7 @@ from rmm_linear.rows import sequences_of
 
 
 class MeasuredSaving(WatchedModules):
-    """Count what one forward of a model keeps, and what it would have kept with exact layers, whoever else holds it.
+    """Count the bytes that one forward pass of a model keeps, and the bytes that it would keep with exact layers.
 
     The model has sketched layers, is in training mode and not compiled.
 

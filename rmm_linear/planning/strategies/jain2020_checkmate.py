@@ -289,7 +289,7 @@ class Program:
     def _least_runs(
         self, kept: Sequence[set[int]], loaded: Sequence[set[int]], missing_is_loaded: bool
     ) -> list[list[int]]:
-        """The loads of each stage, and the fewest ops that compute what else it needs, and what is kept after it."""
+        """Return the loads of each stage, and the fewest ops that compute the other storages that it reads or keeps."""
         ops, writer = self._graph.ops, self._graph.writer
         runs = []
         for number, stage in enumerate(self._stages):

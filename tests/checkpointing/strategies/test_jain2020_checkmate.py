@@ -1,6 +1,5 @@
 """Checkmate's program against all orders that have its stages; its rounding, limits and bounds."""
 
-import heapq
 import math
 import os
 import signal
@@ -12,6 +11,7 @@ import pytest
 
 pytest.importorskip("scipy")
 
+from cheapest_of_stages import cheapest_of_stages
 from strategy_contract import large_graphs, tiny_graphs
 
 from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
@@ -19,37 +19,6 @@ from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, simulate
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.jain2020_checkmate import Program, _stages
-
-
-def _cheapest_of_stages(graph, budget):
-    """Dijkstra over (stage, op, what is in memory): earlier ops run again, in order, before the one of the stage."""
-    sizes, ops = graph.sizes, graph.ops
-    end = max((graph.writer[index] for index in graph.results), default=-1)
-    waiting, best = [(0.0, 0, 0, 0)], {(0, 0, 0): 0.0}
-    while waiting:
-        cost, stage, op, live = heapq.heappop(waiting)
-        if stage == len(ops):
-            return cost
-        if cost > best[stage, op, live]:
-            continue
-        ways = []
-        if op < stage:
-            ways.append((cost, stage, op + 1, live))
-        if all(live >> index & 1 for index in ops[op].reads) and (op == stage or ops[op].is_recomputable):
-            held = sum(size for index, size in enumerate(sizes) if live >> index & 1)
-            if held + graph.bytes_while_running[op] <= budget:
-                after = live | sum(1 << index for index in ops[op].writes)
-                ways.append((cost + ops[op].cost, *((stage, op + 1) if op < stage else (stage + 1, 0)), after))
-        for index in range(len(sizes)):
-            may_go = index not in graph.outputs and (index not in graph.results or stage > end)
-            if live >> index & 1 and may_go:
-                ways.append((cost, stage, op, live & ~(1 << index)))
-        for way in ways:
-            if way[0] < best.get(way[1:], math.inf):
-                best[way[1:]] = way[0]
-                heapq.heappush(waiting, way)
-    return None
-
 
 _SMALL = {
     "chain": with_backward(chain([4, 2, 7, 1, 3], [3.0, 1.0, 4.0, 1.0, 5.0])),
@@ -65,7 +34,7 @@ def test_no_order_of_its_stages_is_cheaper(graph):
     program = Program(graph)
     plain = peak_and_cost(graph, range(len(graph.ops)))[0]
     for budget in range(plain // 2, plain + 1):
-        found, best = program.solve(budget), _cheapest_of_stages(graph, budget)
+        found, best = program.solve(budget), cheapest_of_stages(graph, budget)
         assert found.status == ("infeasible" if best is None else "optimal")
         assert found.cost == pytest.approx(math.inf if best is None else best)
         assert found.bound == pytest.approx(found.cost, rel=1e-5)
@@ -148,5 +117,5 @@ def test_no_order_of_its_stages_is_cheaper_on_random_graphs(seed):
     graph = with_backward(graph) if seed % 4 else graph
     program, plain = Program(graph), peak_and_cost(graph, range(len(graph.ops)))[0]
     for budget in (plain - 1, plain * 9 // 10, plain * 8 // 10, plain * 7 // 10):
-        found, best = program.solve(budget), _cheapest_of_stages(graph, budget)
+        found, best = program.solve(budget), cheapest_of_stages(graph, budget)
         assert found.cost == pytest.approx(math.inf if best is None else best)

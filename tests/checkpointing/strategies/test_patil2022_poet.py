@@ -1,6 +1,5 @@
 """POET against all orders that have its stages and loads; energy, a limit of time, and what is never paged."""
 
-import heapq
 import math
 from dataclasses import replace
 
@@ -8,6 +7,7 @@ import pytest
 
 pytest.importorskip("scipy")
 
+from cheapest_of_stages import cheapest_of_stages
 from strategy_contract import large_graphs
 
 from rmm_linear.errors import InfeasibleBudgetError
@@ -17,47 +17,6 @@ from rmm_linear.planning.simulate import peak_and_cost, simulate
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.jain2020_checkmate import Program
 from rmm_linear.planning.strategies.patil2022_poet import PagingProgram
-
-
-def _cheapest_of_stages(graph, budget):
-    """Dijkstra over (stage, op, what is in memory, what has a page): loads, then earlier ops, then the own one."""
-    sizes, ops = graph.sizes, graph.ops
-    end = max((graph.writer[index] for index in graph.results), default=-1)
-    stays = {*graph.outputs, *graph.results}
-    waiting, best = [(0.0, 0, -1, 0, 0)], {(0, -1, 0, 0): 0.0}
-    while waiting:
-        cost, stage, op, live, paged = heapq.heappop(waiting)
-        if stage == len(ops):
-            return cost
-        if cost > best[stage, op, live, paged]:
-            continue
-        held = sum(size for index, size in enumerate(sizes) if live >> index & 1)
-        ways = []
-        if op < 0:
-            ways.append((cost, stage, 0, live, paged))
-            for index, size in enumerate(sizes):
-                is_forward = not ops[graph.writer[index]].is_backward
-                if is_forward and index not in stays and graph.writer[index] < stage and not live >> index & 1:
-                    time = size * graph.page_cost * (1 if paged >> index & 1 else 2)
-                    if held + size <= budget:
-                        ways.append((cost + time, stage, op, live | 1 << index, paged | 1 << index))
-        else:
-            if op < stage:
-                ways.append((cost, stage, op + 1, live, paged))
-            is_possible = all(live >> index & 1 for index in ops[op].reads) and (op == stage or ops[op].is_recomputable)
-            if is_possible and held + graph.bytes_while_running[op] <= budget:
-                after = live | sum(1 << index for index in ops[op].writes)
-                place = (stage, op + 1) if op < stage else (stage + 1, -1)
-                ways.append((cost + ops[op].cost, *place, after, paged))
-        for index in range(len(sizes)):
-            may_go = index not in graph.outputs and (index not in graph.results or stage > end)
-            if live >> index & 1 and may_go:
-                ways.append((cost, stage, op, live & ~(1 << index), paged))
-        for way in ways:
-            if way[0] < best.get(way[1:], math.inf):
-                best[way[1:]] = way[0]
-                heapq.heappush(waiting, way)
-    return None
 
 
 def _fixed(graph):
@@ -81,7 +40,7 @@ def test_no_order_of_its_stages_and_loads_is_cheaper(graph):
     program = PagingProgram(graph)
     plain = peak_and_cost(graph, range(len(graph.ops)))[0]
     for budget in range(plain // 2, plain + 1):
-        found, best = program.solve(budget), _cheapest_of_stages(graph, budget)
+        found, best = program.solve(budget), cheapest_of_stages(graph, budget)
         assert found.status == ("infeasible" if best is None else "optimal")
         assert found.cost == pytest.approx(math.inf if best is None else best)
         if found.order is not None:
