@@ -56,7 +56,7 @@ _BUDGETS, _BUDGETS_ROUNDED = 5, 20
 # The solver's tolerance is 1e-6 of the plain peak. A plan that exceeds its budget, by this or by random states, is
 # sought again that much lower.
 _TOLERANCE, _ATTEMPTS = 4e-6, 2
-# of sums of costs, relative
+# Relative error of sums of costs.
 _ROUNDING = 1e-5
 # scipy's number for it
 _INFEASIBLE = 2
@@ -351,7 +351,7 @@ class Program:
         fitting = [(cost, order) for peak, cost, order in judged if peak <= budget_bytes and cost < math.inf]
         least, best = min(fitting, default=(math.inf, None))
         if best is not None and (status == "infeasible" or least < bound * (1 - _ROUNDING)):
-            # an order that is none of the program's
+            # the program does not contain this order
             status, bound = "stopped", min(bound, least)
         return Solution(least, best, bound, status)
 

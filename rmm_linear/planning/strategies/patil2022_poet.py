@@ -1,7 +1,7 @@
 """POET: Patil et al. 2022, "Training Tiny Transformers on Edge Devices by Rematerialization and Paging" (2207.07697).
 
-Checkmate's integer program (`rmm_linear.planning.strategies.jain2020_checkmate`) with one more way to have a tensor: it
-is paged out to a secondary storage, and loaded when it is needed. To Checkmate's variables come
+Checkmate's integer program (`rmm_linear.planning.strategies.jain2020_checkmate`), in which a tensor may also be paged
+out to a secondary storage, and loaded before an op reads it. To Checkmate's variables come
 
     L(t, i)      storage i is loaded when stage t begins; it was computed in an earlier stage
     P(i)         storage i is paged out, which it is at once when it is computed first
@@ -57,9 +57,8 @@ class PagingProgram(Program):
     def _load_variables(self, number: int) -> dict[int, int]:
         graph, loaded = self._graph, {}
         stays = {*graph.outputs, *graph.results}
-        for index, kept in self._kept[number].items():
-            is_wanted = graph.page_cost is not None and number < len(self._stages)
-            if is_wanted and index not in stays and not graph.ops[graph.writer[index]].is_backward:
+        for index, kept in self._kept[number].items() if graph.page_cost is not None else ():
+            if index not in stays and not graph.ops[graph.writer[index]].is_backward:
                 loaded[index] = self._variable(0, 1, is_integral=True)
                 if index not in self._paged:
                     self._paged[index] = self._variable(0, 1)
