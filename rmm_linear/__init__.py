@@ -12,6 +12,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.convert import ConversionSummary, convert_linears, revert_linears, summary
 from rmm_linear.errors import DoubleBackwardError, PaddingGradientError, RMMError, TracingError
 from rmm_linear.layer import RMMLinear, SketchedLayer
+from rmm_linear.norm_cache import NormCache
 from rmm_linear.padding import valid_rows
 from rmm_linear.sketches import Sketch, available_sketches
 
@@ -24,6 +25,7 @@ __version__ = "0.2.0"
 __all__ = [
     "ConversionSummary",
     "DoubleBackwardError",
+    "NormCache",
     "PaddingGradientError",
     "RMMCallback",
     "RMMConfig",

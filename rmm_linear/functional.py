@@ -27,6 +27,7 @@ What happens where:
     producers         says whether the operation that made x keeps it anyway: the layer then keeps x itself
     padding           says which rows carry no gradient, and are left out of x and of g; one of them stands for all
     rows              says which rows are kept beside the sketch of the others
+    norm_cache        remembers the norms of g of the epoch before, by which rows may be sampled
     sharing           finds layers that read the same x, which keep one sketch of it
     _compiled         the same for compilers, which see one operator
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
@@ -43,10 +44,12 @@ from torch import Tensor
 from rmm_linear import ops
 from rmm_linear.config import RMMConfig, config_of
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
+from rmm_linear.norm_cache import RowNorms
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
 from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
+from rmm_linear.sketches.row_sampling import ColumnRowSampling
 
 
 class _Kept(NamedTuple):
@@ -55,8 +58,8 @@ class _Kept(NamedTuple):
     config: RMMConfig
     features: int
     layout: Layout
-    # looks at the gradient of rows that are left out
-    check: Look | None
+    # what the backward pass shows its gradient to
+    looks: tuple[Look, ...]
     shared: SharedSketch | None
     # rows that are not left out, the ones that are kept beside the sketch first; None for all rows
     valid: Tensor | None
@@ -86,6 +89,7 @@ def linear(
     valid_rows: ValidRows | None = None,
     rows_check: RowsCheck | None = None,
     shared: SharedSketch | None = None,
+    row_norms: RowNorms | None = None,
 ) -> Tensor:
     """Apply a linear map whose weight gradient is estimated from a sketch of `x` (Bershatsky et al. 2022, sec. 2).
 
@@ -127,6 +131,7 @@ def linear(
             only if `valid_rows` asks for it.
         shared: The group of layers that keep one sketch of `x`, made by the first of them; a seed that is given is the
             group's. None for a sketch of its own. Not used by a compiler, which finds out by itself.
+        row_norms: Norms by which a row-sampling sketch draws (see `rmm_linear.norm_cache`). Not used by a compiler.
 
     Returns:
         Shape (..., out).
@@ -173,11 +178,13 @@ def linear(
         _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
-        made = _compressed(x.detach(), seed, config, layout, index, valid_rows)
+        known = None if row_norms is None else row_norms.known
+        made = _compressed(x.detach(), seed, config, layout, index, valid_rows, known)
         if shared is not None:
             shared.remember(seed, *made)
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
-    kept = _Kept(config, x.shape[-1], layout, check, shared, index, seed, *made)
+    looks = *(() if check is None else (check,)), *(() if row_norms is None else (row_norms.look,))
+    kept = _Kept(config, x.shape[-1], layout, looks, shared, index, seed, *made)
     return _SketchedLinear.apply(x, weight, bias, *kept.flattened())
 
 
@@ -235,7 +242,7 @@ def _sketched_linear(
     if mask is not None:
         number, times = drawn_row(mask, seed)
         left_out = number, _flat(x.detach()).index_select(0, number), times
-    kept = _Kept(config, x.shape[-1], layout, None, None, None, seed, left_out, beside, sketch)
+    kept = _Kept(config, x.shape[-1], layout, (), None, None, seed, left_out, beside, sketch)
     return _SketchedLinear.apply(x, weight, bias, *kept.flattened())
 
 
@@ -248,7 +255,13 @@ torch.library.impl("rmm_linear::sketched_linear", "CompositeImplicitAutograd")(_
 
 
 def _compressed(
-    x: Tensor, seed: Tensor, config: RMMConfig, layout: Layout, index: Tensor | None, valid_rows: ValidRows | None
+    x: Tensor,
+    seed: Tensor,
+    config: RMMConfig,
+    layout: Layout,
+    index: Tensor | None,
+    valid_rows: ValidRows | None,
+    gradient_norms: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], ...]:
     """The kept tensors of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()
@@ -261,7 +274,11 @@ def _compressed(
         if index is not None and valid_rows is not None:
             number, times = valid_rows.one_left_out(seed)
             left_out = number, _flat(x).index_select(0, number), times
-    return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key))
+    sketch = config.sketch_object
+    if gradient_norms is None or not isinstance(sketch, ColumnRowSampling):
+        return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key))
+    _, norms = split(gradient_norms.unsqueeze(1), layout, index)
+    return left_out, beside, sketch.compress(rest, seed, gradient_norms=norms.squeeze(1)).tensors
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -431,14 +448,14 @@ def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
 def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
     """Those of x, weight and bias, None where they are not wanted."""
     weight, valid, seed, *tensors = ctx.saved_tensors
-    config, features, layout, check, shared, left_out, beside = ctx.kept
+    config, features, layout, looks, shared, left_out, beside = ctx.kept
     beside += left_out
     parts = [tuple(part) for part in (tensors[:left_out], tensors[left_out:beside], tensors[beside:])]
-    kept = _Kept(config, features, layout, check, shared, valid, seed, *parts)
+    kept = _Kept(config, features, layout, looks, shared, valid, seed, *parts)
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
     rows_of_g = _flat(g)
-    if check is not None:
-        check(rows_of_g, valid)
+    for look in looks:
+        look(rows_of_g, valid)
     grad_input = grad_weight = grad_bias = None
     if need_weight:
         grad_weight, grad_bias = _weight_gradient(kept, rows_of_g, need_bias, ctx.weight_dtype)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rmm_linear.config import RMMConfig
 from rmm_linear.errors import TracingError
 from rmm_linear.functional import compute_dtype, linear
+from rmm_linear.norm_cache import current_norms
 from rmm_linear.padding import RowsCheck, current_valid_rows
 from rmm_linear.sharing import current_groups
 
@@ -66,6 +67,7 @@ class SketchedLayer(nn.Module):
             valid_rows=valid,
             rows_check=self._rows_check if valid is not None else None,
             shared=shared,
+            row_norms=current_norms(self, input),
         )
 
     def _describe_config(self) -> str:

@@ -59,8 +59,8 @@ _OTHER_SEQUENCES = (
     "pixel_values", "image", "images", "inputs", "input_features", "input_values",
 )  # fmt: skip
 _MASK_DIMENSIONS = 2
-# Checks a gradient, shape (rows, out), given the numbers of the rows that were kept.
-Look = Callable[[Tensor, Tensor], None]
+# Looks at a gradient, shape (rows, out), given the numbers of the rows that were kept; None for all.
+Look = Callable[[Tensor, Any], None]
 
 
 class ValidRows:

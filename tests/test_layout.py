@@ -29,8 +29,9 @@ ALLOWED = {
     "producers": set(),
     "names": set(),
     "padding": {"rows", "errors"},
-    "functional": {"sketches", "config", "rows", "sharing", "producers", "padding", "ops", "errors"},
-    "layer": {"functional", "config", "sharing", "padding", "errors"},
+    "norm_cache": {"sketches", "config", "padding"},
+    "functional": {"sketches", "config", "rows", "sharing", "producers", "padding", "norm_cache", "ops", "errors"},
+    "layer": {"functional", "config", "sharing", "padding", "norm_cache", "errors"},
     "adapters": {"layer", "padding", "sharing"},
     "convertible": {"layer"},
     "memory": {
@@ -123,6 +124,8 @@ def test_only_the_integrations_and_the_layer_import_transformers():
         "rmm_linear/integrations/fitted_loss.py",
         "rmm_linear/integrations/hf_trainer.py",
         "rmm_linear/integrations/hf_models.py",
+        "rmm_linear/integrations/norm_cache_callback.py",
+        "rmm_linear/integrations/replaced_loss.py",
     }
 
 

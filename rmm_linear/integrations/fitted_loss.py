@@ -13,9 +13,10 @@ from transformers import Trainer
 from rmm_linear.checkpointing.planned import remove_checkpointing
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.fitting import Fit, cautious_ratio, fit
+from rmm_linear.integrations.replaced_loss import ReplacedLoss
 
 
-class FittedLoss:
+class FittedLoss(ReplacedLoss):
     """A trainer's `compute_loss` that fits the model to its first batch, and to later ones that have no plan.
 
     `options` are the arguments of `fit`. `every` is the number of batches from one measurement of the noise to the
@@ -29,18 +30,8 @@ class FittedLoss:
     def __init__(self, trainer: Trainer, model: nn.Module, options: Mapping[str, Any], every: int) -> None:
         self.fitted: Fit | None = None
         self.noise: float | None = None
-        self._loss_of: Any = trainer.compute_loss
         self._model, self._options, self._every, self._batches, self._has_told = model, options, every, 0, False
-        self._attributes = vars(trainer)
-        self._own_loss = self._attributes.get("compute_loss")
-        self._attributes["compute_loss"] = self
-
-    def remove(self) -> None:
-        """Give the trainer its own loss back."""
-        if self._attributes.get("compute_loss") is self:
-            del self._attributes["compute_loss"]
-            if self._own_loss is not None:
-                self._attributes["compute_loss"] = self._own_loss
+        super().__init__(trainer)
 
     def __call__(self, model: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """Compute the trainer's loss, fit the model before if it has to be."""

@@ -304,7 +304,7 @@ class RMMCallback(TrainerCallback):
         values = self._values()
         if not values or not _TRAINING_LOGS.intersection(logs):
             return
-        trainer = _trainer_of(self)
+        trainer = trainer_of(self)
         if trainer is None:
             # Something else than a Trainer drives its callbacks: what is added here reaches those that come later.
             logs.update(values)
@@ -371,7 +371,7 @@ class RMMCallback(TrainerCallback):
                 " compiles in another way, and DataParallel makes from copies: leave out one of them, or train with one"
                 " process a device"
             )
-        trainer = _trainer_of(self)
+        trainer = trainer_of(self)
         if self._fit_options is not None and args.world_size > 1:
             raise ValueError(
                 f"fit plans for one process, and {args.world_size} train together: call rmm_linear.fit(model, batch,"
@@ -509,7 +509,7 @@ def _begin_file(path: Path, step: int, *, is_first: bool) -> None:
     whole.replace(path)
 
 
-def _trainer_of(callback: TrainerCallback) -> Trainer | None:
+def trainer_of(callback: TrainerCallback) -> Trainer | None:
     """Return the trainer that is calling this callback.
 
     A trainer does not pass itself to its callbacks, and what a callback adds to `logs` reaches neither the log history

@@ -16,6 +16,9 @@ Importance sampling runs on integer weights: w_i = round(2**40 * norm_i / max no
 zero (fewer bits beyond 2**22 rows, so that the sum fits). The probabilities are then exactly p_i = w_i / sum(w), an
 int64 cumulative sum is deterministic on every device (a float one on CUDA is not), and the scales use the very p_i that
 the draws have, so that the rounding costs no bias.
+
+With norms of the gradient's rows, which `rmm_linear.norm_cache` remembers from the epoch before, rows are drawn by the
+products ||x_i|| c_i, for which WTA-CRS was published; see `sampling_norms`.
 """
 
 from abc import abstractmethod
@@ -33,6 +36,8 @@ _WEIGHT_BITS = 40
 _SUM_BITS = 62
 # Elements of x that are widened at a time.
 _SLAB_ELEMENTS = 1 << 20
+# Part of the probabilities that follows ||x_i|| alone, whatever the norms of the gradient's rows were.
+_OWN_SHARE = 0.1
 
 
 def gather_rows(
@@ -62,6 +67,27 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
     slabs = x.split(max(1, _SLAB_ELEMENTS // x.shape[1]))
     wide = (slab.double() if mean is None else slab.double() - mean.double() for slab in slabs)
     return torch.cat([torch.linalg.vector_norm(slab, dim=1) for slab in wide])
+
+
+def sampling_norms(x: Tensor, mean: Tensor | None, gradient_norms: Tensor | None) -> Tensor:
+    """Return what rows are drawn in proportion to, shape (rows,), float64: ||x_i||, or 0.9 ||x_i|| c_i + 0.1 ||x_i||.
+
+    Both terms of the sum are divided by their totals. c_i (rows,) is a norm that the gradient's row had before: the
+    less it has changed, the smaller the variance. The estimate is unbiased whatever c_i is, since a row with a norm
+    keeps a tenth of the probability that it had without c_i (a defensive mixture, Hesterberg 1995, "Weighted Average
+    Importance Sampling and Defensive Mixture Distributions"). Where c_i is negative or not finite it is not known, and
+    taken for the mean of the others.
+    """
+    norms = row_norms(x, mean)
+    if gradient_norms is None:
+        return norms
+    known = gradient_norms.to(torch.float64)
+    is_known = known.isfinite() & (known >= 0)
+    average = torch.where(is_known, known, 0).sum() / is_known.sum().clamp(min=1)
+    products = norms * torch.where(is_known, known, average)
+    total = products.sum()
+    mixed = (1 - _OWN_SHARE) * products * norms.sum() + _OWN_SHARE * norms * total
+    return torch.where(total > 0, mixed, norms)
 
 
 def integer_weights(norms: Tensor) -> Tensor:
@@ -155,12 +181,14 @@ class ColumnRowSampling(Sketch):
         kept = (self.rank(rows),)
         return *super().stored(rows, features, dtype), (kept, torch.int32), (kept, accumulate_dtype(dtype))
 
-    def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
+    def compress(
+        self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None, gradient_norms: Tensor | None = None
+    ) -> SavedSketch:
         rank = self.rank(x.shape[0])
         if rank == 0:
             empty = (x.new_empty(shape, dtype=dtype) for shape, dtype in self.stored(0, x.shape[1], x.dtype))
             return SavedSketch(seed, tuple(empty))
-        index, squared = self.sample(row_norms(x, mean), seed, rank=rank)
+        index, squared = self.sample(sampling_norms(x, mean, gradient_norms), seed, rank=rank)
         index = index.to(torch.int32)
         rows = gather_rows(x, index, mean, dtype=x.dtype)
         return SavedSketch(seed, (rows, index, squared.to(accumulate_dtype(x.dtype))))
@@ -201,12 +229,13 @@ class CRS(ColumnRowSampling):
         index = torch.searchsorted(ends, _targets(backend.random.fractions(seeds, rank), total), right=True)
         return index, factor * total.to(torch.float64) / (rank * weights[index].to(torch.float64))
 
-    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+    def variance(self, x: Tensor, g: Tensor, *, gradient_norms: Tensor | None = None) -> Tensor:
         """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r."""
         rows = x.shape[0]
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        return _variance_of_draws(x, g, integer_weights(row_norms(x, None)), self.rank(rows))
+        weights = integer_weights(sampling_norms(x, None, gradient_norms))
+        return _variance_of_draws(x, g, weights, self.rank(rows))
 
 
 @register
@@ -229,12 +258,12 @@ class WTACRS(ColumnRowSampling):
         drawn = (rank - size).clamp(min=1).to(torch.float64) * weights[position].to(torch.float64).clamp(min=1)
         return order[position], factor * torch.where(keep, 1.0, tail.to(torch.float64) / drawn)
 
-    def variance(self, x: Tensor, g: Tensor) -> Tensor:
+    def variance(self, x: Tensor, g: Tensor, *, gradient_norms: Tensor | None = None) -> Tensor:
         """Return the drawn part's variance; see the module's docstring."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        order, weights, _, size = winners(integer_weights(row_norms(x, None)), rank=rank)
+        order, weights, _, size = winners(integer_weights(sampling_norms(x, None, gradient_norms)), rank=rank)
         kept = int(size)
         if kept == rank:
             return torch.zeros((), dtype=torch.float64, device=x.device)

@@ -1,0 +1,22 @@
+"""A callable that stands in for a trainer's `compute_loss`, for callbacks that must know of each batch."""
+
+from typing import Any
+
+from transformers import Trainer
+
+
+class ReplacedLoss:
+    """Takes the place of a trainer's `compute_loss`, which subclasses call as `self._loss_of`, until `remove`."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loss_of: Any = trainer.compute_loss
+        self._attributes = vars(trainer)
+        self._own_loss = self._attributes.get("compute_loss")
+        self._attributes["compute_loss"] = self
+
+    def remove(self) -> None:
+        """Give the trainer its own loss back."""
+        if self._attributes.get("compute_loss") is self:
+            del self._attributes["compute_loss"]
+            if self._own_loss is not None:
+                self._attributes["compute_loss"] = self._own_loss
