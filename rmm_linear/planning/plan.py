@@ -85,7 +85,8 @@ class CheckpointPlan:
         an optimizer takes in the backward pass.
         """
         graph = self.graph.with_gradients_freed()
-        schedule = Schedule.from_order(graph, self.schedule.order, strategy=self.schedule.strategy)
+        made = self.schedule
+        schedule = Schedule.from_order(graph, made.order, strategy=made.strategy, proof=made.proof)
         return CheckpointPlan.of(graph, schedule, self.budget_bytes)
 
     def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
@@ -192,6 +193,8 @@ class CheckpointPlan:
                 f" {self.schedule.strategy}"
             )
         yield from self._paging()
+        if self.schedule.proof:
+            yield f"{self.schedule.strategy}: {self.schedule.proof}"
         if self.least_overhead is not None:
             yield f"no plan within the budget has less than {100 * self.least_overhead:.1f} % of extra compute"
         elif self.no_bound:

@@ -38,15 +38,17 @@ class Schedule:
     Attributes:
         steps: The steps, in order.
         graph: Fingerprint of the graph that they belong to.
-        strategy: Who made it.
+        strategy: Name of the strategy that made it.
+        proof: A sentence on what the strategy's solver proved; empty for strategies without one.
     """
 
     steps: tuple[Step, ...]
     graph: str
     strategy: str = ""
+    proof: str = ""
 
     @classmethod
-    def from_order(cls, graph: Graph, order: Iterable[int], *, strategy: str = "") -> "Schedule":
+    def from_order(cls, graph: Graph, order: Iterable[int], *, strategy: str = "", proof: str = "") -> "Schedule":
         """Make a schedule that frees each storage as early as the order of computations allows.
 
         Returns:
@@ -57,7 +59,7 @@ class Schedule:
         for op, freed in zip(order, frees_of_order(graph, order), strict=True):
             steps.append(Step("compute", op))
             steps.extend(Step("free", index) for index in freed)
-        return cls(tuple(steps), graph.fingerprint, strategy)
+        return cls(tuple(steps), graph.fingerprint, strategy, proof)
 
     @classmethod
     def plain(cls, graph: Graph) -> "Schedule":
@@ -83,6 +85,7 @@ class Schedule:
             "version": _VERSION,
             "graph": self.graph,
             "strategy": self.strategy,
+            "proof": self.proof,
             "steps": [[step.kind, step.target] for step in self.steps],
         }
 
@@ -98,15 +101,15 @@ class Schedule:
             raise ValueError(f"this is no schedule of version {_VERSION}: pass what Schedule.to_dict returned")
         try:
             steps = tuple(Step(kind, target) for kind, target in plain["steps"])
-            graph, strategy = plain["graph"], plain["strategy"]
+            graph, strategy, proof = plain["graph"], plain["strategy"], plain.get("proof", "")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the schedule's data is incomplete: {error!r}") from error
-        for name, value in (("graph", graph), ("strategy", strategy)):
+        for name, value in (("graph", graph), ("strategy", strategy), ("proof", proof)):
             if not isinstance(value, str):
                 raise ValueError(f"the schedule has {name}={value!r}, which is no text")
         for number, step in enumerate(steps):
             _check_types(number, step)
-        return cls(steps, graph, strategy)
+        return cls(steps, graph, strategy, proof)
 
     def to_json(self) -> str:
         """Return the schedule as JSON.

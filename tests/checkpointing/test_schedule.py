@@ -128,6 +128,7 @@ def test_a_step_of_another_type_is_named(target):
         ({"steps": 5}, "incomplete"),
         ({"graph": 5}, "graph=5, which is no text"),
         ({"strategy": None}, "strategy=None, which is no text"),
+        ({"proof": 1}, "proof=1, which is no text"),
     ],
 )
 def test_data_of_another_kind_is_refused(change, message):

@@ -86,14 +86,15 @@ class Strategy(ABC):
         return choose(graph, self.frontier(graph), budget_bytes, self.name)
 
 
-def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strategy: str) -> Schedule:
+def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strategy: str, proof: str = "") -> Schedule:
     """Return the cheapest proposal that fits a budget, as a schedule: for several budgets on one frontier.
 
     Args:
         graph: The graph.
         frontier: What `Strategy.frontier` returned.
         budget_bytes: The most that may be in memory at any time.
-        strategy: Who made the frontier.
+        strategy: Name of the strategy that made the frontier.
+        proof: A sentence on what its solver proved.
 
     Returns:
         The schedule.
@@ -112,7 +113,7 @@ def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strate
             least_bytes=least,
         )
     best = min(fitting, key=lambda proposal: (proposal.cost, proposal.peak_bytes))
-    return Schedule.from_order(graph, best.order, strategy=strategy)
+    return Schedule.from_order(graph, best.order, strategy=strategy, proof=proof)
 
 
 def checked_budget(budget_bytes: int) -> int:

@@ -77,6 +77,15 @@ class Solution(NamedTuple):
     bound: float
     status: str
 
+    def proof(self, plain_cost: float) -> str:
+        """Say what the solver proved, in parts of the cost of the plain program; nothing where it found no plan."""
+        if self.order is None:
+            return ""
+        if self.status == "optimal":
+            return "its program has no plan with less extra compute"
+        least = 100 * max(0.0, self.bound / plain_cost - 1)
+        return f"its program has no plan with less than {least:.1f} % of extra compute"
+
 
 class Program:
     """Checkmate's program of one graph.
@@ -431,9 +440,10 @@ class Checkmate(Strategy):
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
         """Return the cheapest schedule that the solver finds."""
         program = self.program(graph)
-        order = program.solve(checked_budget(budget_bytes), time_limit_s=self.time_limit_s).order
-        order = program.leanest(self.time_limit_s) if order is None else order
-        return choose(graph, [Proposal(*peak_and_cost(graph, order), order)], budget_bytes, self.name)
+        found = program.solve(checked_budget(budget_bytes), time_limit_s=self.time_limit_s)
+        order = program.leanest(self.time_limit_s) if found.order is None else found.order
+        proposal = Proposal(*peak_and_cost(graph, order), order)
+        return choose(graph, [proposal], budget_bytes, self.name, found.proof(graph.cost))
 
 
 @register

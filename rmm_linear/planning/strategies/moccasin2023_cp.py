@@ -31,6 +31,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.constraint_solver import constraint_programs, search
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
@@ -58,17 +59,17 @@ class Program:
         budget_bytes: The most that may be in memory at any time.
         runs: C, the most runs of an op.
 
+    Attributes:
+        is_interrupted: Whether Ctrl-C has ended a search.
+
     Raises:
         ImportError: If OR-tools, which solves it, is not installed.
     """
 
     def __init__(self, graph: Graph, budget_bytes: int, *, runs: int = 2) -> None:
-        try:
-            from ortools.sat.python import cp_model
-        except ImportError as error:
-            raise ImportError("Moccasin needs OR-tools: pip install rmm-linear[plan]") from error
-        self._graph, self._budget, self._cp = graph, budget_bytes, cp_model
-        self._model = cp_model.CpModel()
+        self._graph, self._budget, self._cp = graph, budget_bytes, constraint_programs("Moccasin")
+        self._model = self._cp.CpModel()
+        self.is_interrupted = False
         self._end = _event(0, len(graph.ops))
         again = [op.is_recomputable and not op.is_backward for op in graph.ops]
         fixed = {*graph.outputs, *graph.results, *graph.freed}
@@ -198,7 +199,8 @@ class Program:
             self._add_hint(order)
         self._model.add(self._excess == 0)
         self._model.minimize(self._cost)
-        status, order = self._solved(max(0.0, end - time.monotonic()), deterministic_limit)
+        left_s = 0.0 if self.is_interrupted else max(0.0, end - time.monotonic())
+        status, order = self._solved(left_s, deterministic_limit)
         bound = math.inf if status == "infeasible" else self._graph.cost * (1 + max(0.0, self._bound) / _PARTS_OF_COST)
         orders = [tuple(each) for each in (order, hint) if each is not None]
         judged = [(*peak_and_cost(self._graph, each), each) for each in orders]
@@ -215,26 +217,20 @@ class Program:
         return self._solved(time_limit_s, deterministic_limit)[1] or tuple(range(len(self._graph.ops)))
 
     def _solved(self, time_limit_s: float, deterministic_limit: float | None) -> tuple[str, tuple[int, ...] | None]:
-        solver = self._cp.CpSolver()
-        solver.parameters.max_time_in_seconds = time_limit_s
-        if deterministic_limit is not None:
-            solver.parameters.max_deterministic_time = deterministic_limit
-        solver.parameters.num_workers = 8
+        limits: dict[str, Any] = {"time_limit_s": time_limit_s, "deterministic_limit": deterministic_limit}
         # workers that wait for each other find the same plan each time
-        solver.parameters.interleave_search = True
-        status = solver.solve(self._model)
-        self._bound = solver.best_objective_bound
-        if status == self._cp.INFEASIBLE:
-            return "infeasible", None
-        if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
-            return "stopped", None
+        found = search(self._cp, self._model, num_workers=8, interleave_search=True, **limits)
+        solver, self._bound = found.solver, found.solver.best_objective_bound
+        self.is_interrupted |= found.is_interrupted
+        if found.status in ("infeasible", "nothing"):
+            return "infeasible" if found.status == "infeasible" else "stopped", None
         runs = [
             (solver.value(start), op)
             for op in range(len(self._graph.ops))
             for start, active in zip(self._start[op], self._active[op], strict=True)
             if solver.value(active)
         ]
-        return "optimal" if status == self._cp.OPTIMAL else "stopped", tuple(op for _, op in sorted(runs))
+        return "optimal" if found.status == "optimal" else "stopped", tuple(op for _, op in sorted(runs))
 
 
 @register
@@ -259,16 +255,17 @@ class Moccasin(Strategy):
         """Propose the best plan for some parts of the plain peak."""
         plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
         for part in range(_BUDGETS - 1, 0, -1):
-            order = self._order(graph, max(1, plain_bytes * part // _BUDGETS))
+            order = self._solution(graph, max(1, plain_bytes * part // _BUDGETS)).order
             if order is None:
                 break
             yield order
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
         """Return the cheapest schedule that the solver finds."""
-        order = self._order(graph, checked_budget(budget_bytes))
-        orders = self._leanest(graph) if order is None else [order]
-        return choose(graph, [Proposal(*peak_and_cost(graph, each), each) for each in orders], budget_bytes, self.name)
+        found = self._solution(graph, checked_budget(budget_bytes))
+        orders = self._leanest(graph) if found.order is None else [found.order]
+        proposals = [Proposal(*peak_and_cost(graph, each), each) for each in orders]
+        return choose(graph, proposals, budget_bytes, self.name, found.proof(graph.cost))
 
     def _leanest(self, graph: Graph) -> list[tuple[int, ...]]:
         orders = [
@@ -281,18 +278,20 @@ class Moccasin(Strategy):
             orders.append(Auto().plan(graph, error.least_bytes).order)
         return orders
 
-    def _order(self, graph: Graph, budget_bytes: int) -> tuple[int, ...] | None:
+    def _solution(self, graph: Graph, budget_bytes: int) -> Solution:
+        """The cheapest plan of both programs, and the bound and status of the last, which allows the most."""
         hint: tuple[int, ...] | None = None
         with contextlib.suppress(InfeasibleBudgetError):
             hint = Auto().plan(graph, budget_bytes).order
-        found: list[tuple[float, tuple[int, ...] | None]] = []
+        found: list[Solution] = []
         end = time.monotonic() + self.time_limit_s
         for runs in _RUNS:
             program, left = Program(graph, budget_bytes, runs=runs), end - time.monotonic()
             if found and left <= 0:
                 break
             solution = program.solve(hint, time_limit_s=max(0.0, left), deterministic_limit=self.deterministic_limit)
-            found.append((solution.cost, solution.order))
-            if solution.status == "optimal":
+            found.append(solution)
+            if solution.status == "optimal" or program.is_interrupted:
                 break
-        return min(found, key=lambda each: each[0])[1]
+        best = min(found, key=lambda each: each.cost)
+        return found[-1]._replace(cost=best.cost, order=best.order)

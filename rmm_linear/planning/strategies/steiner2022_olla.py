@@ -16,8 +16,9 @@ variables' domains. The plain program's order, and best-fit addresses, are what 
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
+from rmm_linear.planning.constraint_solver import constraint_programs, search
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import frees_of_order
 from rmm_linear.planning.simulate import peak_and_cost
@@ -67,8 +68,8 @@ def least_peak_order(
     Raises:
         ImportError: If OR-tools, which solves the program, is not installed.
     """
-    cp_model = _solver()
-    model, count = cp_model.CpModel(), len(graph.ops)
+    programs = constraint_programs("OLLA")
+    model, count = programs.CpModel(), len(graph.ops)
     before = _before(graph)
     after = [sum(earlier >> op & 1 for earlier in before) for op in range(count)]
     places = [model.new_int_var(before[op].bit_count(), count - 1 - after[op], f"place {op}") for op in range(count)]
@@ -103,11 +104,15 @@ def least_peak_order(
     peak = model.new_int_var(0, plain_bytes, "peak")
     model.add_cumulative(intervals, heights, peak)
     model.minimize(peak)
-    solver = _started(cp_model, time_limit_s, deterministic_limit)
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    # several workers find another one of equally good orders each time, also where they wait for each other
+    workers = 8 if deterministic_limit is None else 1
+    found = search(
+        programs, model, time_limit_s=time_limit_s, deterministic_limit=deterministic_limit, num_workers=workers
+    )
+    if found.status not in ("optimal", "found"):
         return plain
-    found = tuple(sorted(plain, key=lambda op: int(solver.value(places[op]))))
-    return min(plain, found, key=lambda order: peak_and_cost(graph, order)[0])
+    order = tuple(sorted(plain, key=lambda op: int(found.solver.value(places[op]))))
+    return min(plain, order, key=lambda order: peak_and_cost(graph, order)[0])
 
 
 def _edges(graph: Graph) -> list[list[int]]:
@@ -172,8 +177,8 @@ def arena_for(alive: Sequence[Lifetime], *, time_limit_s: float = 20.0) -> Arena
     best = min((_best_fit(alive, key) for key in _KEYS), key=lambda arena: arena.size_bytes)
     if best.size_bytes == least or not time_limit_s:
         return best._replace(is_optimal=best.size_bytes == least)
-    cp_model = _solver()
-    model = cp_model.CpModel()
+    programs = constraint_programs("OLLA")
+    model = programs.CpModel()
     top = model.new_int_var(least, best.size_bytes, "top")
     across, along, addresses = [], [], []
     for number, each in enumerate(alive):
@@ -185,12 +190,11 @@ def arena_for(alive: Sequence[Lifetime], *, time_limit_s: float = 20.0) -> Arena
         addresses.append(address)
     model.add_no_overlap_2d(across, along)
     model.minimize(top)
-    solver = _started(cp_model, time_limit_s)
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    found = search(programs, model, time_limit_s=time_limit_s, num_workers=8)
+    if found.status not in ("optimal", "found"):
         return best
-    found = tuple(int(solver.value(address)) for address in addresses)
-    return Arena(int(solver.value(top)), found, status == cp_model.OPTIMAL)
+    placed = tuple(int(found.solver.value(address)) for address in addresses)
+    return Arena(int(found.solver.value(top)), placed, found.status == "optimal")
 
 
 def _most_at_once(alive: Sequence[Lifetime]) -> int:
@@ -225,24 +229,6 @@ def _best_fit(alive: Sequence[Lifetime], key: Callable[[Lifetime], tuple[int, in
         placed.append((address_of[number], address_of[number] + own.size_bytes, own))
     size = max((end for _, end, _ in placed), default=0)
     return Arena(size, tuple(address_of[number] for number in range(len(alive))), is_optimal=False)
-
-
-def _solver() -> Any:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ImportError("OLLA needs OR-tools: pip install rmm-linear[plan]") from error
-    return cp_model
-
-
-def _started(cp_model: Any, time_limit_s: float, deterministic_limit: float | None = None) -> Any:
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit_s
-    if deterministic_limit is not None:
-        solver.parameters.max_deterministic_time = deterministic_limit
-    # several workers find another one of equally good orders each time, also where they wait for each other
-    solver.parameters.num_workers = 8 if deterministic_limit is None else 1
-    return solver
 
 
 @register

@@ -15,10 +15,11 @@ from cheapest_of_stages import cheapest_of_stages
 from strategy_contract import large_graphs, tiny_graphs
 
 from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, simulate
 from rmm_linear.planning.strategies import get_strategy
-from rmm_linear.planning.strategies.jain2020_checkmate import Program, _stages
+from rmm_linear.planning.strategies.jain2020_checkmate import Program, Solution, _stages
 
 _SMALL = {
     "chain": with_backward(chain([4, 2, 7, 1, 3], [3.0, 1.0, 4.0, 1.0, 5.0])),
@@ -55,6 +56,26 @@ def test_a_solver_that_is_stopped_returns_a_plan_and_a_bound():
     assert one == other
     assert peak_and_cost(graph, one.order)[0] <= budget
     assert graph.cost < one.bound <= one.cost
+
+
+@pytest.mark.parametrize("name", ["jain2020_checkmate", "patil2022_poet", "moccasin2023_cp"])
+def test_a_plan_says_what_its_solver_proved(name):
+    if name == "moccasin2023_cp":
+        pytest.importorskip("ortools")
+    graph = with_backward(chain([4] * 6))
+    budget = peak_and_cost(graph, range(12))[0] * 8 // 10
+    schedule = Schedule.from_json(get_strategy(name).plan(graph, budget).to_json())
+    assert schedule.proof == "its program has no plan with less extra compute"
+    assert f"\n{name}: {schedule.proof}\n" in str(CheckpointPlan.of(graph, schedule, budget))
+
+
+def test_a_stopped_solver_proves_its_bound():
+    text = "its program has no plan with less than 12.5 % of extra compute"
+    assert Solution(cost=10.0, order=(0,), bound=9.0, status="stopped").proof(plain_cost=8.0) == text
+    assert "less than 0.0 %" in Solution(cost=10.0, order=(0,), bound=0.0, status="stopped").proof(plain_cost=8.0)
+    assert Solution(cost=math.inf, order=None, bound=0.0, status="stopped").proof(plain_cost=8.0) == ""
+    # of other strategies nothing is said
+    assert get_strategy("auto").plan(_SMALL["chain"], 24).proof == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

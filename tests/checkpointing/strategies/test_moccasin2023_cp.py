@@ -1,7 +1,12 @@
 """Moccasin's constraint program: as cheap as Checkmate's if ops may run often enough; its limits, hints and bounds."""
 
 import math
+import os
+import signal
 import sys
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +89,27 @@ def test_all_programs_of_a_plan_share_its_time(monkeypatch):
     monkeypatch.setattr(type(strategy), "time_limit_s", 10.0)
     strategy.plan(graph, _plain_peak(graph) // 2)
     assert asked == [10.0, 3.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals, and where Linux tells of them")
+def test_ctrl_c_ends_the_search_and_python_keeps_its_signal(monkeypatch):
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("Python interrupts the main thread alone")
+    strategy, graph = get_strategy("moccasin2023_cp"), with_backward(chain([4, 2, 7, 1, 3] * 8))
+    monkeypatch.setattr(type(strategy), "deterministic_limit", None)
+    budget = _plain_peak(graph) * 6 // 10
+    # while `auto` looks for the hint, Ctrl-C is an error as everywhere
+    hint = get_strategy("auto").plan(graph, budget)
+    monkeypatch.setattr(moccasin2023_cp, "Auto", lambda: SimpleNamespace(plan=lambda *_: hint))
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    found = strategy.plan(graph, budget)
+    assert 2.0 <= time.monotonic() - began < 30.0
+    assert peak_and_cost(graph, found.order)[0] <= budget
+    assert found.proof.startswith("its program has no plan with less than ")
+    # OR-tools' own handler would have left none: the next Ctrl-C would kill the process, with all that it has trained
+    caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+    assert int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1
 
 
 def test_a_deterministic_limit_gives_the_same_plan_twice():
