@@ -134,27 +134,35 @@ class Subject:
         tokenizer = self._prepared.tokenizer
         longest = min(_LONGEST, tokenizer.model_max_length)
         self._pad = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=longest)
-
-    def train(self, steps: int) -> None:
-        """Train with exact layers at a constant rate, on shuffled batches that are padded to their own longest."""
-        settings, size = self.settings, self.settings.batch_size
-        optimizer = torch.optim.AdamW(
+        settings = self.settings
+        self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.epsilon,
             weight_decay=settings.weight_decay,
         )
-        generator, order = torch.Generator().manual_seed(settings.seed), []
-        for step in range(steps):
-            if len(order) < size:
-                order = torch.randperm(len(self._split), generator=generator).tolist()
-            rows, order = order[:size], order[size:]
-            torch.manual_seed(settings.seed + 1 + step)
+        self._generator, self._order = torch.Generator().manual_seed(settings.seed), list[int]()
+        self._steps = 0
+
+    @property
+    def epoch(self) -> int:
+        """Steps of an epoch."""
+        return len(self._split) // self.settings.batch_size
+
+    def train(self, steps: int) -> None:
+        """Train on with exact layers at a constant rate, on shuffled batches that are padded to their own longest."""
+        settings, size = self.settings, self.settings.batch_size
+        for _ in range(steps):
+            if len(self._order) < size:
+                self._order = torch.randperm(len(self._split), generator=self._generator).tolist()
+            rows, self._order = self._order[:size], self._order[size:]
+            self._steps += 1
+            torch.manual_seed(settings.seed + self._steps)
             self.model(**self._prepared.collate([self._split[row] for row in rows])).loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
     def capture(self, number: int) -> Captured:
         """Take x and g of the layers that `convert_linears` converts from a batch of the split in its own order."""

@@ -1,0 +1,103 @@
+"""Measure what norms of the epoch before are worth to WTA-CRS: `python -m experiments.glue.cached_norms --help`.
+
+A model is trained for an epoch with exact layers, and once more. One batch is taken before and after the second epoch:
+x and g of each linear layer, padding left out. A layer's noise is E||estimate - g^T x||^2 / ||g^T x||^2 in closed form,
+of WTA-CRS that draws rows by the input alone, by the norms of g that the same samples had an epoch before
+(`rmm_linear.NormCache`), and by those of the same step, which nothing can know; and of the hadamard sketch.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.blocks import table
+from experiments.command_line import Parser, exit_status
+from experiments.glue.sketch_noise import Subject
+from experiments.provenance import origin
+from experiments.rows import read_rows, write_rows
+from rmm_linear import RMMConfig
+from rmm_linear.sketches import WTACRS
+from rmm_linear.variance import gradient_noise
+
+FILE = Path(__file__).parent / "results" / "cached_norms.csv"
+TASKS = ("mrpc", "stsb", "rte")
+RATIOS = (0.1, 0.3)
+HADAMARD, ALONE, BEFORE, NOW = "hadamard", "the input alone", "the epoch before", "the same step"
+
+
+def noises(subject: Subject, steps: int) -> Iterator[dict[str, Any]]:
+    """Train for twice as many steps, and compute the noise of each way to draw, mean over the layers."""
+    subject.train(steps)
+    before = subject.capture(0)
+    subject.train(steps)
+    now = subject.capture(0)
+    index = now.index
+    for ratio in RATIOS:
+        found: dict[str, list[float]] = {}
+        for name, (x, g) in now.layers.items():
+            old, new = before.layers[name][1].flatten(0, 1)[index], g.flatten(0, 1)[index]
+            rows = x.flatten(0, 1)[index]
+            # as a cache holds them
+            norms = {ALONE: None, BEFORE: _norms(old).bfloat16(), NOW: _norms(new)}
+            squared = float((new.double().t() @ rows.double()).square().sum())
+            for way, known in norms.items():
+                variance = WTACRS(ratio=ratio).variance(rows, new, gradient_norms=known)
+                found.setdefault(way, []).append(float(variance) / squared)
+            noise = gradient_noise(rows, new, RMMConfig(ratio=ratio, center=False))
+            found.setdefault(HADAMARD, []).append(noise.relative_variance)
+        for way, values in found.items():
+            yield {"ratio": ratio, "way": way, "relative_variance": statistics.fmean(values), "layers": len(values)}
+
+
+def _norms(g: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(g, dim=1)
+
+
+def cached_norms_table(path: Path = FILE) -> str:
+    """Return the committed rows as a table: a row for each ratio and way, a column for each task."""
+    rows = read_rows(path)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    found = {(row["ratio"], row["way"], row["task"]): row["relative_variance"] for row in rows}
+    lines = [
+        [f"{ratio:g}", way, *(f"{found[ratio, way, task]:.3g}" for task in tasks)]
+        for ratio, way in dict.fromkeys((row["ratio"], row["way"]) for row in rows)
+    ]
+    first = rows[0]
+    steps = ", ".join(f"{task} {epoch}" for task, epoch in {row["task"]: row["steps"] for row in rows}.items())
+    head = (
+        f"Relative variance of weight gradients in {first['model']}, mean of {first['layers']} layers, a batch of 32"
+        f" after two epochs (steps of one: {steps}), commit {first['commit']}:"
+    )
+    return f"{head}\n\n{table(['ratio', 'rows drawn by the norms of', *tasks], lines)}"
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = Parser(prog="python -m experiments.glue.cached_norms", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="a folder that from_pretrained reads, a hub name, or demo")
+    parser.add_argument("--data", required=True, help="a folder in the official GLUE layout, hub or demo")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, help=f"whose batches (default: {' '.join(TASKS)})")
+    parser.add_argument("--output", type=Path, default=FILE, help="results file (default: the committed one)")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for task in options.tasks:
+        subject = Subject(task, options.model, options.data)
+        last = {"model": Path(options.model).name, **origin()}
+        rows += [{"task": task, "steps": subject.epoch, **row, **last} for row in noises(subject, subject.epoch)]
+        write_rows(options.output, rows)
+    print(cached_norms_table(options.output))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
+    return exit_status(lambda: _run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
