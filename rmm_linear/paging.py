@@ -112,11 +112,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def pager_for(page_to: str | Path | None, device: torch.device) -> Pager:
-    """Return a pager.
-
-    Args:
-        page_to: "host", or a folder.
-        device: Where the tensors are.
+    """Return a pager to "host", or to a folder, for tensors on a device.
 
     Raises:
         ValueError: If the host's memory is asked for of tensors that are in it, or there is no such folder.

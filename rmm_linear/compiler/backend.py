@@ -179,12 +179,7 @@ class Group:
         self.runs = 0
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> "PlannedGraph":
-        """Take a graph of Dynamo over.
-
-        Args:
-            module: The graph.
-            inputs: Example inputs; not used, for the graph is captured when it first runs.
-        """
+        """Take a graph of Dynamo over. The example inputs are not used: it is captured when it first runs."""
         graph = PlannedGraph(module, self)
         self.graphs.add(graph)
         _all_graphs.add(graph)
@@ -343,11 +338,7 @@ class PlannedGraph:
         return tuple(variant.runner(arguments))
 
     def belongs_to(self, target: Any) -> bool:
-        """Tell whether the graph is of a model or function.
-
-        Args:
-            target: See `plans`.
-        """
+        """Tell whether the graph is of a model or function; see `plans`."""
         if isinstance(target, nn.Module):
             own = {id(parameter) for parameter in target.parameters()}
             return any(id(parameter) in own for parameter in self._parameters.values())

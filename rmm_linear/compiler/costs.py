@@ -37,13 +37,7 @@ _MEASURED_MS: dict[str, float] = {}
 
 
 def unit_of(costs: str) -> str:
-    """Return the unit of a way of pricing.
-
-    Args:
-        costs: See `cost_of`.
-
-    Returns:
-        For `Graph.cost_unit`.
+    """Return the unit of a way of pricing, for `Graph.cost_unit`; see `cost_of`.
 
     Raises:
         ValueError: If there is no such way.
@@ -54,16 +48,13 @@ def unit_of(costs: str) -> str:
 
 
 def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
-    """Price one op.
+    """Price one op: more than 0, in `unit_of(costs)`.
 
     Args:
         loop: Nodes that are computed in one loop, with fake tensors as values; only the last one's is written.
         costs: "roofline" (the longest one of moving its bytes, doing its FLOPs and computing its numbers, and a
             launch), "flops" (1 for ops that do none), "bytes" (that it moves), "ms" (it runs here, on zeros and random
             numbers, and is timed; ops alike are timed once), or "ops" (1).
-
-    Returns:
-        Its cost, more than 0, in `unit_of(costs)`.
     """
     unit_of(costs)
     if costs == "ops":
@@ -94,15 +85,11 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
 def page_cost(page_to: str | Path, device: torch.device, costs: str) -> float:
     """Measure the time in which a byte is paged out, or back, once in each process.
 
-    Of a file, it is mostly that of the operating system's cache: pages of more than the free memory take longer.
-
-    Args:
-        page_to: "host", or a folder; see `rmm_linear.paging.pager_for`.
-        device: Where the tensors are.
-        costs: As for `cost_of`: "ms"; or "roofline" or "bytes", in the time in which the device moves a byte.
+    Of a file, it is mostly that of the operating system's cache: pages of more than the free memory take longer. Costs
+    of "roofline" and "bytes" count it in the time in which the device moves a byte.
 
     Raises:
-        ValueError: If costs are counted in something else.
+        ValueError: If costs are counted in something else than these and "ms".
     """
     if costs not in ("ms", "roofline", "bytes"):
         raise ValueError(f'costs={costs!r} are no times, which paging takes: pass "roofline", "ms" or "bytes"')
@@ -149,8 +136,7 @@ def _time_of(node: fx.Node, args: Any, kwargs: Any) -> float:
 def described(arguments: Any) -> str:
     """Tell what the time and the memory of an op depend on.
 
-    Returns:
-        Shapes, layouts, dtypes and devices of the tensors, and the other values.
+    These are shapes, layouts, dtypes and devices of the tensors, and the other values.
     """
     leaves = pytree.tree_leaves(arguments)
     return str([(*leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if _is(leaf) else leaf for leaf in leaves])
@@ -159,8 +145,7 @@ def described(arguments: Any) -> str:
 def with_contents(arguments: Any) -> Any:
     """Replace fake tensors by real ones of the same shapes and layouts.
 
-    Returns:
-        The same with random numbers; zeros where numbers are whole, which are valid as indices and masks.
+    They hold random numbers; zeros where numbers are whole, which are valid as indices and masks.
     """
 
     def contents(leaf: Any) -> Any:

@@ -70,12 +70,7 @@ class Program:
 
 
 def program_of(capture: Capture, schedule: Schedule, page_to: str | Path | None = None) -> Program:
-    """Write the code of a schedule.
-
-    Args:
-        capture: The step.
-        schedule: The schedule.
-        page_to: Where tensors are paged that the schedule loads; see `rmm_linear.paging.pager_for`.
+    """Write the code of a schedule; storages that it loads are paged to `page_to`, see `rmm_linear.paging.pager_for`.
 
     Raises:
         ScheduleError: If the schedule cannot run; see `rmm_linear.planning.schedule.validate`.
@@ -435,11 +430,7 @@ def _bernoulli(like: Tensor, p: float) -> Tensor:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Return the state of a device's default generator.
-
-    Returns:
-        The state, in new memory of the CPU.
-    """
+    """Return the state of a device's default generator, in new memory of the CPU."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
@@ -449,12 +440,7 @@ def hidden_random_state(device: torch.device) -> bytes:
 
 
 def set_random_state(state: Tensor | bytes, device: torch.device) -> None:
-    """Set the state of a device's default generator.
-
-    Args:
-        state: What `random_state` or `hidden_random_state` returned.
-        device: The device.
-    """
+    """Set the state of a device's default generator to what `random_state` or `hidden_random_state` returned."""
     if isinstance(state, bytes):
         state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     if device.type == "cpu":

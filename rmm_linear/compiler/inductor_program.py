@@ -53,15 +53,12 @@ def program_within(
 ) -> tuple[CheckpointPlan, Program]:
     """Compile a plan, measure its peak, and plan again where the peak is above the budget.
 
-    Args:
-        capture: A captured step.
-        plan: Its plan.
-        inputs: The step's inputs, with which the peak is measured; they are not written into.
-        replan: Plans for fewer bytes.
+    The peak is measured with the step's inputs, which are not written into. Where the user's profiler runs, or the step
+    communicates, it is not measured.
 
     Returns:
         The first plan whose measured peak is within the budget, or the one whose peak is the least (with a warning),
-        and its program. Where the user's profiler runs, or the step communicates, the peak is not measured.
+        and its program.
 
     Raises:
         MissingCompilerError: If Inductor finds no C++ compiler.
@@ -95,15 +92,7 @@ def measured_plain(capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tens
     """Compile a step without a budget, and measure its peak: Inductor is free in all that it fuses.
 
     Where it takes much more than the plan says, for it has fused ops that lie far apart, the step is compiled again in
-    windows of the plan's own peak, which take 2 or 3 % longer.
-
-    Args:
-        capture: A captured step.
-        plan: Its plain plan.
-        inputs: As for `program_within`.
-
-    Returns:
-        The plan, with the measured peak, and its program.
+    windows of the plan's own peak, which take 2 or 3 % longer. The plan that is returned has the measured peak.
     """
     if not _is_measurable(capture):
         return plan, compiled_program(capture, plan.schedule, sys.maxsize)
@@ -229,8 +218,7 @@ def windows_of(
 def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Tensor]) -> int:
     """Run a program once, forward and backward, and measure its peak; nothing of the caller's changes.
 
-    Returns:
-        The most bytes in memory at any time beside the inputs and the gradients of the results.
+    It is the most that is in memory at any time beside the inputs and the gradients of the results.
     """
     tangents = [None if node is None else _zeros_like(tensors_of(node)[0]) for node in capture.tangents]
 

@@ -58,11 +58,7 @@ def spacing_for_bytes(budget_bytes: int, steps: int, sizes: StepBytes) -> tuple[
 
 
 def check(host_every: int, local_every: int) -> None:
-    """Refuse spacings that are none.
-
-    Raises:
-        ValueError: If one is no positive int, or the first no multiple of the second.
-    """
+    """Refuse spacings that are no positive ints, or of which the first is no multiple of the second."""
     for name, value in (("host_every", host_every), ("local_every", local_every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is no positive int; pass a number of steps")

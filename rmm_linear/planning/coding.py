@@ -34,9 +34,8 @@ class Bits:
     def of(cls, given: Any) -> "Bits":
         """Read the option `bits`.
 
-        Args:
-            given: 8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; None for exact. The dict may
-                have "only", a list of names of tensors: others stay exact.
+        8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; None for exact. The dict may have "only", a
+        list of names of tensors: others stay exact.
 
         Raises:
             ValueError: If it is something else.
@@ -62,10 +61,7 @@ class Bits:
 
 
 def sketch_ratio(given: Any) -> float | None:
-    """Read the option `sketch`.
-
-    Args:
-        given: The share of rows that a sketch has, in (0, 1); None for exact weight gradients.
+    """Read the option `sketch`: the share of rows that a sketch has, in (0, 1); None for exact weight gradients.
 
     Raises:
         ValueError: If it is something else.
@@ -200,11 +196,7 @@ class Coding:
         return sum(tensor.code_bytes for tensor in self.coded)
 
     def lines(self, unit: Unit) -> Iterator[str]:
-        """Yield lines of a report.
-
-        Args:
-            unit: The unit of sizes.
-        """
+        """Yield lines of a report, with sizes in a unit."""
         if self.sketched:
             kept = [tensor for tensor in self.sketched if tensor.is_kept]
             before = unit.of(sum(tensor.tensor_bytes for tensor in kept))

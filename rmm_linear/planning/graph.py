@@ -279,11 +279,7 @@ class Graph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the graph as plain data, for JSON.
-
-        Returns:
-            What `from_dict` takes.
-        """
+        """Return the graph as plain data, for JSON and `from_dict`."""
         return {
             "version": _VERSION,
             "cost_unit": self.cost_unit,
@@ -324,20 +320,12 @@ class Graph:
             raise ValueError(f"the graph's data is incomplete or has unknown parts: {error!r}") from error
 
     def to_json(self) -> str:
-        """Return the graph as JSON.
-
-        Returns:
-            What `from_json` takes.
-        """
+        """Return the graph as JSON, for `from_json`."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> "Graph":
-        """Make a graph of JSON.
-
-        Args:
-            text: What `to_json` returned.
-        """
+        """Make a graph of what `to_json` returned."""
         return cls.from_dict(json.loads(text))
 
 

@@ -47,14 +47,7 @@ class Simulation:
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
-    """Run a schedule without computing anything.
-
-    Args:
-        graph: The graph.
-        schedule: A schedule for it.
-
-    Returns:
-        Peak, cost and timeline.
+    """Run a schedule without computing anything, and return its peak, cost and timeline.
 
     Raises:
         ScheduleError: If the schedule cannot run; see `validate`.
@@ -114,12 +107,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 
 
 def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
-    """Return what `simulate` would for `Schedule.from_order`, faster and without a check: for planners' loops.
-
-    Args:
-        graph: The graph.
-        order: Numbers of ops and loads, with repetitions, in an order in which they can run.
-    """
+    """Return what `simulate` would for `Schedule.from_order`, faster and without a check: for planners' loops."""
     ops = graph.runnable
     cost = sum(ops[index].cost for index in order)
     if graph.page_cost is not None:
@@ -128,12 +116,7 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
 
 
 def bytes_of_order(graph: Graph, order: Sequence[int]) -> list[int]:
-    """Return the bytes in memory during each computation of an order, without a check.
-
-    Args:
-        graph: The graph.
-        order: Numbers of ops and loads, with repetitions, in an order in which they can run.
-    """
+    """Return the bytes in memory during each computation of an order of ops and loads, without a check."""
     ops, sizes = graph.runnable, graph.sizes
     times = Counter(order)
     states = {index: ops[index].state_bytes for index in graph.stateful if times[index] > 1}

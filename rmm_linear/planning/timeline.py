@@ -15,14 +15,9 @@ _MIB = 2**20
 
 
 def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
-    """Say what is in memory while each op of a schedule runs.
+    """Say what is in memory while each op of a schedule runs: for each of `KINDS`, the bytes at every computation.
 
-    Args:
-        graph: The graph.
-        schedule: A schedule for it that can run.
-
-    Returns:
-        For each of `KINDS`, the bytes at every computation; they add up to the simulator's.
+    They add up to the simulator's.
     """
     kind_of: dict[int, str] = {}
     held = dict.fromkeys(KINDS, 0)

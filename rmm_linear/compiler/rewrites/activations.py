@@ -189,12 +189,7 @@ class Activation(Rewrite):
 
 
 def candidates(step: Step, bits: int) -> Iterator[Activation]:
-    """Find elementwise functions whose input can be coded.
-
-    Args:
-        step: The step.
-        bits: Bits of the codes.
-    """
+    """Find elementwise functions whose input can be coded in so many bits."""
     # a function that 4 bits would bias is read from 8
     limits = [_Limits(each) for each in (4, 8) if each >= bits]
     members: dict[fx.Node, list[fx.Node]] = {}

@@ -60,12 +60,7 @@ class Softmax(Rewrite):
 
 
 def candidates(step: Step, bits: int) -> Iterator[Softmax]:
-    """Find softmaxes whose backward ops can read codes.
-
-    Args:
-        step: The step.
-        bits: Bits of the codes.
-    """
+    """Find softmaxes whose backward ops can read codes."""
     for read in step.reads:
         node, dim = read.reader, read.reader.args[2] if len(read.reader.args) > 2 else None
         if node.target is not aten._softmax_backward_data.default or read.source is not node.args[1]:

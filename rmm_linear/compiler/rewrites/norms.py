@@ -30,12 +30,7 @@ _UNARY = {aten.mul.Scalar, aten.div.Scalar, aten.neg.default, aten._to_copy.defa
 
 
 def candidates(step: Step, bits: int) -> Iterator[Rewrite]:
-    """Find norms whose backward passes can read codes.
-
-    Args:
-        step: The step.
-        bits: Bits of the codes.
-    """
+    """Find norms whose backward passes can read codes."""
     for read in step.reads:
         if read.reader.target is aten.native_layer_norm_backward.default and read.source is read.reader.args[1]:
             norm = _layer_norm(step, read, bits)

@@ -43,13 +43,9 @@ def is_linear(read: Read) -> bool:
 
 
 def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collection[fx.Node]) -> Iterator[Linear]:
-    """Find tensors that could have codes of their own.
+    """Find tensors that could have codes of their own for these reads.
 
-    Args:
-        step: The step.
-        reads: The reads to be served.
-        bits: Bits of the codes.
-        repeated: Backward ops of attention, whose forward op runs again on what is read.
+    `repeated` are backward ops of attention, whose forward op runs again on what is read.
     """
     found: dict[fx.Node, list[Read]] = {}
     for read in reads:

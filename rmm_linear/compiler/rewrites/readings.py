@@ -70,30 +70,14 @@ class Readings:
         self._codes.clear()
 
     def codes_of(self, node: fx.Node) -> frozenset[Code] | None:
-        """Return the codes that a tensor is read from.
-
-        Args:
-            node: The tensor.
-
-        Returns:
-            The codes; None if it can't be read.
-        """
+        """Return the codes that a tensor is read from; None if it can't be read."""
         if node not in self._codes:
             self._codes[node] = None
             self._codes[node] = self._found(node)
         return self._codes[node]
 
     def read(self, node: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
-        """Compute a tensor from codes, once: before the first op that reads it.
-
-        Args:
-            node: The tensor.
-            editor: What changes the graph.
-            before: The op that reads it; ops come in the order of the graph.
-
-        Returns:
-            The node that replaces it.
-        """
+        """Compute a tensor from codes, once: before its first reader, for ops come in the order of the graph."""
         if node in self.provided:
             if node not in self._read:
                 self._read[node] = self.provided[node].read(editor, before)

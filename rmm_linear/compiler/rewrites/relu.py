@@ -52,11 +52,7 @@ class Relu(Rewrite):
 
 
 def candidates(step: Step) -> Iterator[Relu]:
-    """Find gradients of ReLU.
-
-    Args:
-        step: The step.
-    """
+    """Find gradients of ReLU."""
     for read in step.reads:
         if read.reader.target is not aten.threshold_backward.default or read.reader.args[1:] != (read.source, 0):
             continue

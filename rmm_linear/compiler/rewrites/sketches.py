@@ -108,14 +108,7 @@ class Sketch:
 
 
 def sketches(step: Step, chosen: Choice, parameters: Collection[fx.Node], ratio: float) -> list[Sketch]:
-    """Find weight gradients that are worth a sketch.
-
-    Args:
-        step: The step.
-        chosen: Its codes, and what they serve.
-        parameters: Placeholders of the parameters.
-        ratio: Rows of a sketch over rows.
-    """
+    """Find weight gradients that are worth a sketch of such a ratio, beside the codes that are chosen."""
     config = RMMConfig.from_recipe("fast", ratio=ratio, min_rows=_FEWEST_ROWS)
     served = set(chosen.served)
     groups: dict[Any, list[Read]] = {}

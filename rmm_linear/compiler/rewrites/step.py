@@ -80,11 +80,7 @@ class Step:
         return next(node.meta["val"].fake_mode for node in self.number if hasattr(node.meta.get("val"), "fake_mode"))
 
     def memories(self, source: fx.Node) -> frozenset[fx.Node]:
-        """Return the nodes of the forward pass whose memory must be kept if the backward pass reads a tensor exactly.
-
-        Args:
-            source: The tensor.
-        """
+        """Return the nodes of the forward pass whose memory is kept if the backward pass reads a tensor exactly."""
         if source not in self._memories:
             base = self.base[source]
             if base.op != "call_function" or base in self._kept_anyway:
@@ -121,8 +117,7 @@ class Step:
     def bent(self, readers: Collection[fx.Node]) -> Iterator[fx.Node]:
         """Yield ops that are not linear in noisy gradients that they read, so that their results are biased.
 
-        Args:
-            readers: Ops that read codes, where noise comes in.
+        The readers are ops that read codes, where noise comes in.
         """
         noisy = set(readers)
         for node in self.number:

@@ -48,9 +48,8 @@ class StepBytes(NamedTuple):
 def crossing_bytes(graph: Graph) -> list[int]:
     """Return what a cut of the forward ops costs: the bytes that it makes wait for the backward pass.
 
-    Returns:
-        For each place p from 0 to the number of forward ops: bytes of the storages that an op before p writes and a
-        forward op from p on reads. What stays in any case (outputs, what must not be computed twice) is not counted.
+    For each place p from 0 to the number of forward ops: bytes of the storages that an op before p writes and a forward
+    op from p on reads. What stays in any case (outputs, what must not be computed twice) is not counted.
     """
     always = crossing_storages(graph, [range(graph.forward_count)])
     change = [0] * (graph.forward_count + 1)
@@ -68,11 +67,7 @@ def crossing_bytes(graph: Graph) -> list[int]:
 
 
 def written_bytes(graph: Graph) -> list[int]:
-    """Return what each forward op writes for the backward pass.
-
-    Returns:
-        Bytes of the storages that each forward op writes and a backward op reads.
-    """
+    """Return the bytes of the storages that each forward op writes and a backward op reads."""
     return [
         sum(
             graph.storages[index].size_bytes
@@ -127,15 +122,9 @@ def segments_of_cuts(count: int, cuts: Sequence[int]) -> list[range]:
 
 
 def some_counts(most: int, *, all_up_to: int, number: int) -> list[int]:
-    """Return the counts from 1 to `most`, or some of them, a constant factor apart.
+    """Return the counts from 1 to `most`, rising, or some of them if there are more than `all_up_to`.
 
-    Args:
-        most: The largest.
-        all_up_to: If there are not more than that, all of them.
-        number: How many else, about.
-
-    Returns:
-        Counts, rising; 1 and `most` among them.
+    Those are about `number`, a constant factor apart, 1 and `most` among them.
     """
     if most <= all_up_to:
         return list(range(1, most + 1))

@@ -55,10 +55,7 @@ class Checkpoints(NamedTuple):
 
 
 def least_sum(sizes: Sequence[int]) -> Checkpoints:
-    """Minimise the bytes of all checkpoints plus the largest segment's, in O(n^3).
-
-    Args:
-        sizes: Bytes of each layer, at least 0. The last layer is a checkpoint.
+    """Minimise the bytes of all checkpoints plus the largest segment's, in O(n^3); the last layer is a checkpoint.
 
     Raises:
         ValueError: If there is no layer, or a size is negative.
@@ -78,12 +75,9 @@ def least_sum(sizes: Sequence[int]) -> Checkpoints:
 
 
 def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> Checkpoints:
-    """Choose the cheapest checkpoints under a cap on the bytes between them, in O(n).
+    """Choose the cheapest checkpoints under a cap on the bytes between them, neither counted, in O(n).
 
-    Args:
-        sizes: Bytes of each layer, at least 0.
-        prices: What it costs to keep each layer, at least 0; the last layer is a checkpoint.
-        cap: Most bytes between two checkpoints, neither counted.
+    `prices` are what it costs to keep each layer; the last layer is a checkpoint.
 
     Raises:
         ValueError: If there is no layer, sizes and prices are not of one length, or something is negative.
@@ -115,26 +109,19 @@ def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> 
 
 
 def least_peak(sizes: Sequence[int], *, gradients: Gradients = "both") -> Checkpoints:
-    """Minimise the peak of the backward pass over a chain, in O(n).
+    """Minimise the peak of the backward pass over a chain, in O(n): return M(0), and checkpoints that reach it.
 
     Of two candidates j < j' for the checkpoint after i, j' is worth looking at only if M(j') < M(j), for U grows with
     j. So candidates stand in a queue, M falling from left to right. As i falls, U grows, and the best candidate, where
     M and U meet, only moves left: the right end of the queue goes once its neighbour is as good, and never comes back.
+    The first and the last layer are checkpoints.
 
     Examples:
         >>> [least_peak([1] * n, gradients="one").bytes_needed for n in (100, 400, 1600)]
         [16, 30, 59]
 
-    Args:
-        sizes: Bytes of each layer, at least 0. The first and the last layer are checkpoints.
-        gradients: Whether a gradient and the one that it is made from take room of their own ("both"), or one is
-            written over the other ("one"). See the module.
-
-    Returns:
-        M(0), and checkpoints that reach it.
-
     Raises:
-        ValueError: If there is no layer, a size is negative, or `gradients` is neither.
+        ValueError: If there is no layer, a size is negative, or `gradients` is neither of the module's two.
     """
     _check(sizes)
     if gradients not in ("both", "one"):

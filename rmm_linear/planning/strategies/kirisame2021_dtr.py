@@ -185,11 +185,7 @@ class OnlineRun:
             self._released_after[op].append(index)
 
     def run(self) -> bool:
-        """Run all ops.
-
-        Returns:
-            Whether the budget was kept, in reasonable time.
-        """
+        """Run all ops; tell whether the budget was kept, in reasonable time."""
         for op, released in enumerate(self._released_after):
             if not self._compute(op):
                 return False

@@ -58,15 +58,12 @@ class NodeGraph:
 
     @classmethod
     def of_forward(cls, graph: Graph) -> "NodeGraph":
-        """Make the paper's graph of the forward ops of a training graph.
+        """Make the paper's graph of the forward ops of a training graph, its nodes in an order in which they can run.
 
         An op whose results are read by one later forward op alone belongs to that op's node: nothing is gained by
         keeping it without the other. A node is as large as what others read of it. What must not be computed twice
         costs nothing again. Random ops keep their order, and come before the last result. Without a backward pass, each
         op is a node of its own, all of which a backward pass might read.
-
-        Returns:
-            The paper's graph; its nodes are numbered in an order in which they can run.
         """
         count = graph.forward_count
         has_backward = count < len(graph.ops)
@@ -134,17 +131,10 @@ class Chain:
 
 
 def all_lower_sets(nodes: NodeGraph, *, most: int = _MOST_LOWER_SETS) -> NDArray[np.bool_]:
-    """Return all lower sets of a graph.
-
-    Args:
-        nodes: The paper's graph.
-        most: The number of them at which to give up.
-
-    Returns:
-        One row a lower set, one column a node; the smaller ones first, the empty one among them.
+    """Return all lower sets of a graph: a row each, a column a node; the smaller ones first, the empty one too.
 
     Raises:
-        ValueError: If there are more.
+        ValueError: If there are more than `most`.
     """
     needs = [sum(1 << u for u in set(before)) for before in nodes.predecessors]
     # by the largest node of the set: each one is found once, from the set without it
@@ -162,8 +152,7 @@ def all_lower_sets(nodes: NodeGraph, *, most: int = _MOST_LOWER_SETS) -> NDArray
 def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return the lower sets of the approximate program: none, all, and the ancestors of each node with itself.
 
-    Returns:
-        One row a lower set, one column a node; the smaller ones first.
+    The rows and columns are those of `all_lower_sets`.
     """
     count = len(nodes.costs)
     rows = np.zeros((count + 2, count), dtype=bool)
@@ -259,13 +248,9 @@ class LowerSetProgram:
         return bool(np.isfinite(least[-1]))
 
     def centric_plans(self, cap: int) -> tuple[Chain, ...]:
-        """Return the time-centric and the memory-centric plan below a cap.
+        """Return the time-centric and the memory-centric plan for which eq. 2 gives `cap` bytes at most.
 
-        Args:
-            cap: B, the most that eq. 2 may give, in bytes.
-
-        Returns:
-            Both, or one if they are the same; none if the cap is below `least_cap`.
+        There is one if they are the same, and none if the cap is below `least_cap`.
         """
         memory, before = self._states(cap)
         levels = np.flatnonzero(np.isfinite(memory[-1]))
@@ -340,11 +325,7 @@ class _LowerSets(Strategy):
 
     @abstractmethod
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the lower sets that the program looks at.
-
-        Returns:
-            One row a lower set, the smaller ones first, the empty one and all nodes among them.
-        """
+        """Return the lower sets to look at, as `all_lower_sets` does; the empty one and all nodes are among them."""
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
         """Propose the time-centric and the memory-centric plan of each cap."""
@@ -368,11 +349,7 @@ class Kusumoto2019Exact(_LowerSets):
     name: ClassVar[str] = "kusumoto2019_exact"
 
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return all lower sets.
-
-        Raises:
-            ValueError: If there are too many.
-        """
+        """Return all lower sets; a ValueError if there are too many."""
         return all_lower_sets(nodes)
 
 
@@ -383,11 +360,7 @@ class Kusumoto2019Approximate(_LowerSets):
     name: ClassVar[str] = "kusumoto2019_approximate"
 
     def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the ancestors of each node.
-
-        Raises:
-            ValueError: If there are too many.
-        """
+        """Return the ancestors of each node; a ValueError if there are too many."""
         if len(nodes.costs) > _MOST_LOWER_SETS:
             raise ValueError(
                 f"the graph has {len(nodes.costs)} nodes, and the approximate program goes to {_MOST_LOWER_SETS}"

@@ -57,12 +57,9 @@ class Arena(NamedTuple):
 def least_peak_order(
     graph: Graph, *, time_limit_s: float = 20.0, deterministic_limit: float | None = None
 ) -> tuple[int, ...]:
-    """Return an order of the ops, each once, with the least peak that is found.
+    """Return an order of the ops, each once, with the least peak that is found within two limits.
 
-    Args:
-        graph: The graph.
-        time_limit_s: Seconds.
-        deterministic_limit: The solver's own measure of work; unlike a time, it gives the same order each time.
+    The deterministic limit is the solver's own measure of work; unlike a time, it gives the same order each time.
 
     Raises:
         ImportError: If OR-tools, which solves the program, is not installed.
@@ -137,12 +134,7 @@ def _before(graph: Graph) -> list[int]:
 
 
 def lifetimes(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
-    """Say what an order has in memory, and when.
-
-    Args:
-        graph: The graph.
-        order: Indices of ops, with repetitions.
-    """
+    """Say what an order of ops, with repetitions, has in memory, and when."""
     found, since = [], dict[int, int]()
     for place, (op, freed) in enumerate(zip(order, frees_of_order(graph, order), strict=True)):
         written = graph.ops[op].writes
@@ -159,11 +151,7 @@ def lifetimes(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
 
 
 def arena_for(alive: Sequence[Lifetime], *, time_limit_s: float = 20.0) -> Arena:
-    """Give addresses to lifetimes, in as small an arena as is found.
-
-    Args:
-        alive: Lifetimes.
-        time_limit_s: Seconds, for the solver; 0 for best-fit addresses alone.
+    """Give addresses to lifetimes, in as small an arena as is found; with a limit of 0 s, best-fit addresses alone.
 
     Raises:
         ImportError: If OR-tools, which solves the program, is not installed, and best-fit addresses need it.

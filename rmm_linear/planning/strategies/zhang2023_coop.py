@@ -51,16 +51,7 @@ class Arena:
         self.blocks = [Block(size_bytes, None)]
 
     def place(self, owner: int, size_bytes: int, *, is_low: bool) -> bool:
-        """Place a storage at the near end of the first hole that fits.
-
-        Args:
-            owner: The storage.
-            size_bytes: Its size.
-            is_low: Whether holes are tried from the low end.
-
-        Returns:
-            Whether there is such a hole.
-        """
+        """Place a storage at the near end of the first hole that fits, seen from either end; tell whether one does."""
         places = range(len(self.blocks))
         for place in places if is_low else reversed(places):
             hole = self.blocks[place]
@@ -81,14 +72,9 @@ class Arena:
         self.blocks[first:last] = [Block(sum(block.size_bytes for block in self.blocks[first:last]), None)]
 
     def cheapest_window(self, size_bytes: int, price: Callable[[int], float | None]) -> list[int] | None:
-        """Return neighbours that make one hole when they are evicted.
+        """Return the storages of the cheapest window that makes a hole of so many bytes; None if none is large enough.
 
-        Args:
-            size_bytes: The least size of the hole.
-            price: The price of evicting a storage; None if that can't be.
-
-        Returns:
-            The storages of the cheapest window; None if no window is large enough.
+        `price` is the price of evicting a storage, or None if that can't be.
         """
         best: tuple[float, list[int]] | None = None
         window: list[tuple[Block, float]] = []
