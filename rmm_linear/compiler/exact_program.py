@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.paging import Pager, pager_for
-from rmm_linear.planning.schedule import Schedule, Step, hand_over_places, validate
+from rmm_linear.planning.schedule import Schedule, Step, end_of_forward, hand_over_places, validate
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _LITERALS = (int, bool, str, type(None))
@@ -114,7 +114,10 @@ class _Writer:
         self._times_left = {op: count for op, count in times.items() if count > 1 and ops[op].is_random}
 
     def program(self) -> Program:
-        steps, cut = self._schedule.steps, self._cut()
+        steps = self._schedule.steps
+        computations = [number for number, step in enumerate(steps) if step.kind == "compute"]
+        # the step that computes the last result
+        cut = computations[end_of_forward(self._capture.graph, self._schedule.order)]
         if self._loads_left:
             self._lines.append("pager = _pager()")
         for step in steps[: cut + 1]:
@@ -193,17 +196,6 @@ class _Writer:
         read = frozenset(place for place, node in enumerate(self._capture.inputs) if node in self._read)
         self._read.clear()
         return Part(tuple(handed_over), read)
-
-    def _cut(self) -> int:
-        """The step that computes the last result."""
-        graph = self._capture.graph
-        missing = {graph.writer[index] for index in graph.results}
-        for number, step in enumerate(self._schedule.steps):
-            if step.kind == "compute":
-                missing.discard(step.target)
-                if not missing:
-                    return number
-        raise AssertionError("validate lets no such schedule pass")
 
     def _function(self, signature: str) -> str:
         return "\n    ".join([f"def {signature}:", *self._lines])

@@ -37,7 +37,7 @@ from rmm_linear.compiler.torch_private import (
 )
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
-from rmm_linear.planning.schedule import Schedule, frees_of_order
+from rmm_linear.planning.schedule import Schedule, end_of_forward, frees_of_order
 
 # Most compilations, with all storages counted, of a step whose measured peak is above its budget.
 _MOST_TRIES = 3
@@ -115,7 +115,7 @@ def compiled_program(
     capture: Capture, schedule: Schedule, limit_bytes: int, *, expects_fusion: bool = False
 ) -> Program:
     """Compile a schedule."""
-    cut = _cut(capture.graph, schedule)
+    cut = end_of_forward(capture.graph, schedule.order) + 1
     are_loops = [not is_product(node) for node in capture.nodes]
     windows = windows_of(capture.graph, schedule, cut, limit_bytes, are_loops, expects_fusion=expects_fusion)
     joint = _decomposed(_in_order(capture, schedule, cut))
@@ -132,7 +132,7 @@ def uncompiled_program(capture: Capture) -> Program:
     Gradients equal the compiled step's to rounding, but for dropout, whose masks are others.
     """
     schedule = Schedule.plain(capture.graph)
-    cut = _cut(capture.graph, schedule)
+    cut = end_of_forward(capture.graph, schedule.order) + 1
     return _Halves(capture, _in_order(capture, schedule, cut), cut, is_compiled=False).program()
 
 
@@ -258,16 +258,6 @@ def _peak(profile: Any, device_type: str) -> int:
 
 def _zeros_like(fake: Tensor) -> Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
-
-
-def _cut(graph: Graph, schedule: Schedule) -> int:
-    """How many computations the forward pass has: until the last result is there."""
-    missing = {graph.writer[index] for index in graph.results}
-    for position, op in enumerate(schedule.order):
-        missing.discard(op)
-        if not missing:
-            return position + 1
-    raise AssertionError("validate lets no such schedule pass")
 
 
 def _in_order(capture: Capture, schedule: Schedule, cut: int) -> fx.GraphModule:

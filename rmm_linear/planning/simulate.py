@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.schedule import Schedule, frees_of_order, validate
+from rmm_linear.planning.schedule import Schedule, end_of_forward, frees_of_order, validate
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     bytes_at_step = []
     cost = first_cost = 0.0
     computed: set[int] = set()
-    missing = {graph.writer[index] for index in graph.results}
-    missing_at_first = bool(missing)
-    forward_steps = 0 if missing else len(schedule.steps)
+    computations = [number for number, step in enumerate(schedule.steps) if step.kind == "compute"]
+    end = end_of_forward(graph, schedule.order)
+    forward_steps = len(schedule.steps) if end < 0 else computations[end] + 1
     forward_bytes: int | None = None
     for number, step in enumerate(schedule.steps):
         if step.kind == "free":
@@ -71,7 +71,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             held -= graph.storages[step.target].size_bytes
             bytes_at_step.append(held)
             continue
-        if forward_bytes is None and forward_steps:
+        if forward_bytes is None and number >= forward_steps:
             forward_bytes = held
         op = graph.runnable[step.target]
         is_load = step.target >= len(graph.ops)
@@ -91,9 +91,6 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         left[step.target] -= 1
         if times[step.target] > 1 and not left[step.target]:
             held -= op.state_bytes
-        if missing:
-            missing.discard(step.target)
-            forward_steps = 0 if missing else number + 1
     return Simulation(
         peak_bytes=peak,
         cost=cost,
@@ -102,7 +99,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         live_at_peak=live_at_peak,
         bytes_at_step=tuple(bytes_at_step),
         forward_steps=forward_steps,
-        forward_bytes=held if forward_bytes is None or not missing_at_first else forward_bytes,
+        forward_bytes=held if forward_bytes is None else forward_bytes,
     )
 
 
