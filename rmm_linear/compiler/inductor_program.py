@@ -313,8 +313,7 @@ def _decomposed(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def _step(node: fx.Node) -> int:
-    step: int = node.meta["custom"][_STEP]
-    return step
+    return node.meta["custom"][_STEP]
 
 
 def _functional_copy(gradient: Tensor, like: Tensor) -> Tensor:

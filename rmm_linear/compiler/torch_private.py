@@ -246,8 +246,7 @@ def fake_tensor(mode: Any, like: Tensor, memory: torch.UntypedStorage, offset: i
     elements = torch.empty(0, dtype=like.dtype, device="meta").set_(memory, offset, like.shape, like.stride())
     # torch makes a storage larger that is too small
     assert memory.nbytes() == size_bytes
-    made: Tensor = require(torch._subclasses, "FakeTensor")(mode, elements, like.device)
-    return made
+    return require(torch._subclasses, "FakeTensor")(mode, elements, like.device)
 
 
 def compile_by_inductor(

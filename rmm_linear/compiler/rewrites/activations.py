@@ -170,7 +170,7 @@ class Activation(Rewrite):
     def _read(
         self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function, slope: float
     ) -> fx.Node:
-        found: fx.Node = editor.insert(
+        return editor.insert(
             _read,
             *self.code.sources,
             *gradient,
@@ -185,7 +185,6 @@ class Activation(Rewrite):
             terms=self.terms,
             dtype=result.meta["val"].dtype,
         )
-        return found
 
 
 def candidates(step: Step, bits: int) -> Iterator[Activation]:

@@ -114,10 +114,9 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, dropout: float, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    found: tuple[Tensor, Tensor] = op(
+    return op(
         query, key, value, dropout, is_causal, attn_mask=mask[0] if mask else None, scale=scale
     )
-    return found
 
 
 def _softmax_backward(

@@ -111,7 +111,7 @@ class Code:
 
     def read(self, editor: Editor, before: fx.Node) -> fx.Node:
         """Read the tensor from its code, in its own dtype and layout."""
-        found: fx.Node = editor.insert(
+        return editor.insert(
             _decode,
             *self.sources,
             before=before,
@@ -120,7 +120,6 @@ class Code:
             shape=self.shape,
             bits=self.bits,
         )
-        return found
 
     @property
     def node_bytes(self) -> int:

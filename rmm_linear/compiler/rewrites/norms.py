@@ -75,7 +75,7 @@ class LayerNorm(Rewrite):
     def _output(self, editor: Editor, before: fx.Node) -> fx.Node:
         weight, bias = self.norm.args[2:4]
         given = [each for each in (weight, bias) if isinstance(each, fx.Node)]
-        found: fx.Node = editor.insert(
+        return editor.insert(
             _output,
             *self.code.sources,
             *given,
@@ -86,7 +86,6 @@ class LayerNorm(Rewrite):
             bits=self.code.bits,
             has_weight=weight is not None,
         )
-        return found
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Replace the backward op."""
@@ -149,8 +148,7 @@ class RMSNorm(Rewrite):
     def _input(self, editor: Editor, before: fx.Node) -> fx.Node:
         normalised = self.code.read(editor, before)
         where: Any = {"before": before, "block_of": self.x, "is_backward": True}
-        found: fx.Node = editor.insert(_quotient, normalised, self.scale, dtype=self.x.meta["val"].dtype, **where)
-        return found
+        return editor.insert(_quotient, normalised, self.scale, dtype=self.x.meta["val"].dtype, **where)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Read the input; from the second product, subtract what the errors of both have in common."""

@@ -138,8 +138,7 @@ class Readings:
     def _dropped(self, dropout: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
         mask = next(each for each in dropout.users if each.args[1] == 1)
         x, p = self.read(node_at(dropout, 0), editor, before), dropout.args[1]
-        found: fx.Node = editor.insert(_dropped, x, mask, before=before, block_of=dropout, is_backward=True, p=p)
-        return found
+        return editor.insert(_dropped, x, mask, before=before, block_of=dropout, is_backward=True, p=p)
 
     def _is_at_hand(self, source: fx.Node, node: fx.Node) -> bool:
         """Tell whether a tensor is there in the backward pass, or can be kept for hardly any bytes."""

@@ -177,8 +177,7 @@ def size_bytes(node: fx.Node) -> int:
 
 def shape_of(node: fx.Node) -> torch.Size:
     """Return the shape of a node that is a tensor."""
-    shape: torch.Size = node.meta["val"].shape
-    return shape
+    return node.meta["val"].shape
 
 
 def ancestors(step: Step, node: fx.Node) -> Iterator[fx.Node]:
