@@ -170,21 +170,9 @@ class Activation(Rewrite):
     def _read(
         self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function, slope: float
     ) -> fx.Node:
-        return editor.insert(
-            _read,
-            *self.code.sources,
-            *gradient,
-            before=before,
-            block_of=result,
-            is_backward=True,
-            function=function,
-            slope=slope,
-            shape=self.code.shape,
-            bits=self.code.bits,
-            cube=self.code.cube,
-            terms=self.terms,
-            dtype=result.meta["val"].dtype,
-        )
+        where: Any = {"before": before, "block_of": result, "is_backward": True}
+        how = {**self.code.how, "cube": self.code.cube, "terms": self.terms, "dtype": result.meta["val"].dtype}
+        return editor.insert(_read, *self.code.sources, *gradient, function=function, slope=slope, **how, **where)
 
 
 def candidates(step: Step, bits: int) -> Iterator[Activation]:

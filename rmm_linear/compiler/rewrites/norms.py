@@ -56,17 +56,9 @@ class LayerNorm(Rewrite):
     def encode(self, editor: Editor) -> None:
         """Write the code of x^."""
         mean, rstd = _part(self.norm, 1), _part(self.norm, 2)
-        self.code.parts = editor.insert(
-            _encode_normalised,
-            node_at(self.norm, 0),
-            mean,
-            rstd,
-            self.code.key,
-            before=max(mean, rstd).next,
-            block_of=self.norm,
-            shape=self.code.shape,
-            bits=self.code.bits,
-        )
+        where: Any = {"before": max(mean, rstd).next, "block_of": self.norm}
+        x, key = node_at(self.norm, 0), self.code.key
+        self.code.parts = editor.insert(_encode_normalised, x, mean, rstd, key, **self.code.how, **where)
 
     def provided(self) -> dict[fx.Node, Provided]:
         """The norm's output."""
@@ -75,33 +67,16 @@ class LayerNorm(Rewrite):
     def _output(self, editor: Editor, before: fx.Node) -> fx.Node:
         weight, bias = self.norm.args[2:4]
         given = [each for each in (weight, bias) if isinstance(each, fx.Node)]
-        return editor.insert(
-            _output,
-            *self.code.sources,
-            *given,
-            before=before,
-            block_of=self.norm,
-            is_backward=True,
-            shape=self.code.shape,
-            bits=self.code.bits,
-            has_weight=weight is not None,
-        )
+        where: Any = {"before": before, "block_of": self.norm, "is_backward": True}
+        options = {"has_weight": weight is not None, **self.code.how}
+        return editor.insert(_output, *self.code.sources, *given, **options, **where)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Replace the backward op."""
         weight = [node_at(reader, 5)] if reader.args[5] is not None else []
-        results = editor.insert(
-            _layer_norm_backward,
-            node_at(reader, 0),
-            node_at(reader, 4),
-            *self.code.sources,
-            *weight,
-            before=reader,
-            block_of=reader,
-            is_backward=True,
-            shape=self.code.shape,
-            bits=self.code.bits,
-        )
+        where: Any = {"before": reader, "block_of": reader, "is_backward": True}
+        sources = (node_at(reader, 0), node_at(reader, 4), *self.code.sources, *weight)
+        results = editor.insert(_layer_norm_backward, *sources, **self.code.how, **where)
         for user in list(reader.users):
             editor.replace(user, results[user.args[1]])
 

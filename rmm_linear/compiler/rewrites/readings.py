@@ -8,7 +8,7 @@ that is small beside what follows from it is kept and read as it is, if it has a
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -86,18 +86,13 @@ class Readings:
             self._read[node] = self._dropped(node_at(node, 0), editor, before)
         if node not in self._read:
             made = {each: self.read(each, editor, before) for each in self._coded_sources(node)}
+            where: Any = {"before": before, "block_of": node, "is_backward": True}
             if node.target in _VIEWS:
                 # what is read may be laid out otherwise
-                self._read[node] = editor.insert(
-                    _reshaped,
-                    made[node_at(node, 0)],
-                    before=before,
-                    block_of=node,
-                    is_backward=True,
-                    shape=tuple(shape_of(node)),
-                )
+                shape = tuple(shape_of(node))
+                self._read[node] = editor.insert(_reshaped, made[node_at(node, 0)], shape=shape, **where)
             else:
-                self._read[node] = editor.copy(node, made, before=before, block_of=node, is_backward=True)
+                self._read[node] = editor.copy(node, made, **where)
         return self._read[node]
 
     def _found(self, node: fx.Node) -> frozenset[Code] | None:
