@@ -140,10 +140,7 @@ def read_joint_graph(
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
         NothingToTrainError: If no result can be differentiated.
-        ValueError: If `gradients` is something else.
     """
-    if gradients not in ("kept", "freed"):
-        raise ValueError(f'gradients={gradients!r} is neither "kept" nor "freed"')
     options: dict[str, Any] = {"loss_alone": loss_alone, "draws_by_seeds": for_inductor}
     traced = trace(module, arguments, **options)
     kinds = {tensor.device.type for tensor in traced.inputs}
@@ -188,26 +185,22 @@ def read_joint_graph(
     return read(bits, sketch)
 
 
+@dataclass(eq=False)
 class _Reading:
     """Turns the joint graph of torch into ours."""
 
-    def __init__(
-        self,
-        traced: Traced,
-        are_parameters: Sequence[bool],
-        costs: str,
-        *,
-        for_inductor: bool,
-        frees_gradients: bool,
-        has_same_backward: Callable[[Autocast], bool],
-        rewritten: Callable[[Bits, float | None], Capture],
-        bits: Bits,
-        sketch: float | None,
-    ) -> None:
-        self._bits, self._sketch, self._rewritten = bits, sketch, rewritten
-        self._traced, self._joint, self._are_parameters = traced, traced.joint, are_parameters
-        self._for_inductor = for_inductor
-        self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
+    traced: Traced
+    are_parameters: Sequence[bool]
+    costs: str
+    for_inductor: bool
+    frees_gradients: bool
+    has_same_backward: Callable[[Autocast], bool]
+    rewritten: Callable[[Bits, float | None], Capture]
+    bits: Bits
+    sketch: float | None
+
+    def __post_init__(self) -> None:
+        self._joint = self.traced.joint
         # memory of the fake tensors -> index of the storage; None for memory outside of the budget
         self._storage_of: dict[int, int | None] = {}
         self._storages: list[Storage] = []
@@ -227,19 +220,19 @@ class _Reading:
         self._refuse_unknown(placeholders, (PlainAOTInput, TangentAOTInput), "takes")
         self._refuse_sparse()
         coding = Coding()
-        parameters = [node for node, is_one in zip(inputs, self._are_parameters, strict=True) if is_one]
-        if self._bits != _EXACT:
-            cast_again(self._joint, list(tangents.values()), self._traced.blocks, parameters)
-        if self._bits != _EXACT or self._sketch is not None:
+        parameters = [node for node, is_one in zip(inputs, self.are_parameters, strict=True) if is_one]
+        if self.bits != _EXACT:
+            cast_again(self._joint, list(tangents.values()), self.traced.blocks, parameters)
+        if self.bits != _EXACT or self.sketch is not None:
             coding = code_step(
-                self._joint, list(tangents.values()), self._traced.blocks, self._bits, parameters, self._sketch
+                self._joint, list(tangents.values()), self.traced.blocks, self.bits, parameters, self.sketch
             )
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
         self._make_dense(output, inputs, count)
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
-        differentiable = self._traced.differentiable
+        differentiable = self.traced.differentiable
         if not any(differentiable):
             raise NothingToTrainError
         results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
@@ -261,7 +254,7 @@ class _Reading:
                 stacklevel=3,
             )
         updated = {inputs[place] for place, _ in updates}
-        if self._for_inductor:
+        if self.for_inductor:
             self._loop_of = fuse(self._joint, tangents.values(), updated)
         graph, loops = self._graph(results, gradients, updates, updated)
         graph = self._with_gradients(graph, loops, inputs, gradients)
@@ -273,15 +266,15 @@ class _Reading:
             inputs=inputs,
             tangents=tuple(tangents.get(place) for place in range(len(differentiable))),
             results=results,
-            has_gradient=self._traced.has_gradient,
+            has_gradient=self.traced.has_gradient,
             gradients=gradients,
             updates=updates,
-            names=self._traced.names,
-            returned=self._traced.returned,
+            names=self.traced.names,
+            returned=self.traced.returned,
             module=self._joint,
-            has_same_backward=self._has_same_backward,
+            has_same_backward=self.has_same_backward,
             coding=coding,
-            rewritten=self._rewritten,
+            rewritten=self.rewritten,
         )
 
     def _refuse_sparse(self) -> None:
@@ -292,7 +285,7 @@ class _Reading:
                     " (`torch.manual_seed`), or outside of the step, and pass the numbers as an argument"
                 )
             if any(tensor.layout is not torch.strided for tensor in tensors_of(node)):
-                name = self._traced.blocks[node]
+                name = self.traced.blocks[node]
                 raise CaptureError(
                     f"{name or 'the step'!r} has a sparse gradient, whose memory a plan can't follow: sparse = False"
                     " makes it a dense one, or checkpoint the parts after it one by one"
@@ -300,12 +293,12 @@ class _Reading:
 
     def _refuse_trained(self, updated: Sequence[int]) -> None:
         for place in updated:
-            if not self._traced.inputs[place].requires_grad:
+            if not self.traced.inputs[place].requires_grad:
                 continue
-            if not self._are_parameters[place]:
+            if not self.are_parameters[place]:
                 raise CaptureError("the step writes into an argument that is differentiated: write into a copy of it")
             raise CaptureError(
-                f"the step writes into parameter {self._traced.names[place]!r}, which is trained: do so before the"
+                f"the step writes into parameter {self.traced.names[place]!r}, which is trained: do so before the"
                 " step, in place and under torch.no_grad(). For nn.Embedding(max_norm=...) that is max_norm = None and"
                 " `torch.embedding_renorm_(embedding.weight, ids, max_norm, norm_type)`"
             )
@@ -385,16 +378,16 @@ class _Reading:
             fresh = self._fresh(node)
             if not fresh and tensors_of(node):
                 continue
-            temporary = self._write(node, fresh) + (_row_bytes(node) if self._for_inductor else 0)
+            temporary = self._write(node, fresh) + (_row_bytes(node) if self.for_inductor else 0)
             loops.append([*inlined.get(node, ()), node])
             ops.append(self._op(loops[-1], tuple(fresh.values()), temporary, is_backward, updated))
-        if self._traced.has_contents:
+        if self.traced.has_contents:
             own = workspace_bytes([loop[-1] for loop in loops])
             ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
         # what is returned is the caller's from then on; new buffers are only there to be copied
         outputs = self._indices([*results, *(node for node in gradients if node is not None)])
         at_forward_end = self._indices([*results, *(node for _, node in updates)])
-        graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self._costs))
+        graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self.costs))
         return graph, loops
 
     def _with_gradients(
@@ -415,7 +408,7 @@ class _Reading:
             memories = _memories_read(loop)
             held_back = set().union(*(gradients_of[memory] for memory in memories if memory in gradients_of))
             ops.append(replace(op, holds_back=tuple(sorted(held_back))))
-        pairs = list(zip(self._are_parameters, gradients, strict=True))
+        pairs = list(zip(self.are_parameters, gradients, strict=True))
         # gradients of other arguments wait for the op that made the argument, or are the caller's
         others = set(self._indices(gradient for is_one, gradient in pairs if gradient is not None and not is_one))
         of_parameters = self._indices(gradient for is_one, gradient in pairs if gradient is not None and is_one)
@@ -423,7 +416,7 @@ class _Reading:
             index for index in of_parameters if index not in others and graph.ops[graph.writer[index]].is_backward
         )
         graph = _with_biases_together(replace(graph, ops=tuple(ops), gradients=handed_over))
-        return graph.with_gradients_freed() if self._frees_gradients else graph
+        return graph.with_gradients_freed() if self.frees_gradients else graph
 
     def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         found = (self._storage_of[tensor.untyped_storage()._cdata] for node in nodes for tensor in tensors_of(node))
@@ -488,11 +481,11 @@ class _Reading:
         state_bytes = _state_bytes(node) if is_random else 0
         # seeds and the like are smaller than the random state that a second computation would need
         is_worth_it = not is_random or (
-            not self._for_inductor and sum(self._storages[index].size_bytes for index in writes) > state_bytes
+            not self.for_inductor and sum(self._storages[index].size_bytes for index in writes) > state_bytes
         )
         return Op(
             name=node.name,
-            cost=cost_of(loop, self._costs),
+            cost=cost_of(loop, self.costs),
             reads=tuple(index for memory in read if (index := self._storage_of[memory]) is not None),
             writes=writes,
             temporary_bytes=temporary_bytes,
@@ -503,7 +496,7 @@ class _Reading:
             and not (reads_updated and target not in _UPDATES_BUFFERS),
             is_random=is_random,
             state_bytes=state_bytes,
-            block=self._traced.blocks.get(node, node.meta.get("block", "")),
+            block=self.traced.blocks.get(node, node.meta.get("block", "")),
             kind=name.removesuffix(".default"),
         )
 
