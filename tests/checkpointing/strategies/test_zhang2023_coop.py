@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from strategy_contract import large_graphs
 
+from experiments.checkpointing.arenas import DtrInArena, least_arena
 from rmm_linear.planning.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Storage
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
 from rmm_linear.planning.strategies.kirisame2021_dtr import budgets_to_try
-from rmm_linear.planning.strategies.zhang2023_coop import Arena, Block, CoopRun, DtrInArena, least_arena
+from rmm_linear.planning.strategies.zhang2023_coop import Arena, Block, CoopRun
 
 
 def _filled(draw, size=60):
