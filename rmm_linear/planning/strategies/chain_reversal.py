@@ -10,7 +10,7 @@ back from whatever is there: a poor choice of cuts costs time and memory, which 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -43,6 +43,34 @@ class StepBytes(NamedTuple):
 
     state_bytes: int
     internal_bytes: int
+
+
+def unfolded(steps: int, slots: int, choose: Callable[[int, int], tuple[int, int]]) -> Iterator[Action]:
+    """Write the schedule that follows from a choice for each length of a chain and number of free slots.
+
+    `choose` tells how many steps run before something is kept, 0 if nothing is; and how many slots that takes if it is
+    an internal state, 0 for a state, which takes one.
+    """
+    # a stack and no recursion: a chain may be longer than Python's stack
+    waiting: list[Action | tuple[int, int, int]] = [(0, steps, slots)]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Action):
+            yield item
+            continue
+        start, length, free = item
+        if not length:
+            continue
+        ahead, internal = choose(length, free)
+        rest = (start + ahead, length - ahead, free - (internal or 1))
+        if not ahead:
+            yield from (Action("reverse", start + step) for step in reversed(range(length)))
+        elif internal:
+            yield Action("store", start + ahead - 1)
+            waiting += [(start, ahead - 1, free), Action("reverse", start + ahead - 1), rest]
+        else:
+            yield Action("hold", start + ahead)
+            waiting += [(start, ahead, free), Action("release", start + ahead), rest]
 
 
 def crossing_bytes(graph: Graph) -> list[int]:

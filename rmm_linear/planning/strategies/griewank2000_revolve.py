@@ -23,6 +23,7 @@ from rmm_linear.planning.strategies.chain_reversal import (
     order_of_actions,
     segments_of_cuts,
     some_counts,
+    unfolded,
 )
 
 _ALL_UP_TO = 12
@@ -74,24 +75,7 @@ def revolve(steps: int, slots: int) -> Iterator[Action]:
         ValueError: If there is less than one step or snapshot.
     """
     _check(steps, slots)
-    # a stack and no recursion: a chain may be longer than Python's stack
-    waiting: list[Action | tuple[int, int, int]] = [(0, steps, slots)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Action):
-            yield item
-            continue
-        start, length, free = item
-        if length == 1 or free == 1:
-            yield from (Action("reverse", start + step) for step in reversed(range(length)))
-            continue
-        ahead = split(length, free)
-        yield Action("hold", start + ahead)
-        waiting += [
-            (start, ahead, free),
-            Action("release", start + ahead),
-            (start + ahead, length - ahead, free - 1),
-        ]
+    return unfolded(steps, slots, lambda length, free: (split(length, free) if min(length, free) > 1 else 0, 0))
 
 
 def _check(steps: int, slots: int, *, least: int = 1) -> None:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.base import Strategy, register
-from rmm_linear.planning.strategies.chain_reversal import Action, order_of_actions, some_counts
+from rmm_linear.planning.strategies.chain_reversal import Action, order_of_actions, some_counts, unfolded
 from rmm_linear.planning.strategies.griewank2000_revolve import chains_of
 
 Kind = Literal["hsm", "ism", "msm"]
@@ -166,33 +166,13 @@ def actions(table: Table, steps: int, memory: int) -> Iterator[Action]:
             f"steps={steps}, memory={memory} is not in the table, which goes from 1 to {most_steps} steps and from"
             f" {least} to {most_memory} of memory"
         )
-    waiting: list[Action | tuple[int, int, int]] = [(0, steps, memory)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Action):
-            yield item
-            continue
-        start, length, free = item
-        if not length:
-            continue
+
+    def choose(length: int, free: int) -> tuple[int, int]:
         ahead = int(table.split[free, length])
-        if not ahead:
-            yield from (Action("reverse", start + step) for step in reversed(range(length)))
-        elif table.keeps_internal[free, length]:
-            units = table.internal_units + (table.input_units if ahead > 1 else 0)
-            yield Action("store", start + ahead - 1)
-            waiting += [
-                (start, ahead - 1, free),
-                Action("reverse", start + ahead - 1),
-                (start + ahead, length - ahead, free - units),
-            ]
-        else:
-            yield Action("hold", start + ahead)
-            waiting += [
-                (start, ahead, free),
-                Action("release", start + ahead),
-                (start + ahead, length - ahead, free - 1),
-            ]
+        units = table.internal_units + (table.input_units if ahead > 1 else 0)
+        return ahead, units if table.keeps_internal[free, length] else 0
+
+    return unfolded(steps, memory, choose)
 
 
 @register
