@@ -49,9 +49,6 @@ class HostPager:
 class FilePager:
     """Keeps tensors in a file without a name, which is gone with the process.
 
-    Args:
-        folder: The folder of the file.
-
     Raises:
         PagingError: If no file can be made there; of `put` and `take`, if the disk is full, or the file has lost its
             contents.

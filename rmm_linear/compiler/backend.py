@@ -156,9 +156,6 @@ class Group:
 
     These are the graphs of one call of torch.compile, or of all calls that are given the same dict of options.
 
-    Args:
-        options: How they are planned.
-
     Attributes:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
@@ -271,10 +268,6 @@ def plans(target: nn.Module | Callable[..., Any]) -> list[CheckpointPlan]:
 
 class PlannedGraph:
     """One graph of Dynamo; call it as the graph is called.
-
-    Args:
-        module: The graph.
-        group: The graphs of the same call of torch.compile.
 
     Attributes:
         variants: Plans by the kind of the arguments; the kind that was used last comes last.

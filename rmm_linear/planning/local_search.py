@@ -52,10 +52,6 @@ class _Change(NamedTuple):
 class LocalSearch:
     """Changes orders of one graph for one budget.
 
-    Args:
-        graph: The graph.
-        budget_bytes: The most that may be in memory at any time.
-
     Attributes:
         work: Places whose bytes were counted anew so far.
     """

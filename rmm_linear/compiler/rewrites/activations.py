@@ -91,7 +91,6 @@ class Function:
         )
 
     def __call__(self, u: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """Run it on other tensors."""
         made: dict[str, Any] = {"u": u, "gradient": gradient}
         result = u
         for number, (target, args, kwargs) in enumerate(self.ops):
@@ -146,7 +145,6 @@ class Activation(Rewrite):
     terms: int = field(kw_only=True)
 
     def provided(self) -> dict[fx.Node, Provided]:
-        """The functions."""
         found = {}
         for node, function, slope in self.outputs:
             read = functools.partial(self._read, result=node, function=function, slope=slope)

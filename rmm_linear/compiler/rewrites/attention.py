@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.readings import Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, node_at
 
@@ -39,12 +39,7 @@ _AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 class Softmax(Rewrite):
     """The probabilities of an attention that runs op by op."""
 
-    def provided(self) -> dict[fx.Node, Provided]:
-        """The probabilities."""
-        return {self.code.node: Provided(frozenset([self.code]), self.code.read)}
-
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        """Replace the softmax's backward op."""
         where: Any = {"before": reader, "block_of": reader, "is_backward": True}
         options = {"dtype": reader.meta["val"].dtype, **self.code.how}
         editor.replace(reader, editor.insert(_softmax_backward, reader.args[0], *self.code.sources, **options, **where))

@@ -17,11 +17,7 @@ _Traced = tuple[fx.Graph, Any]
 
 
 class Editor:
-    """Changes the joint graph of a step.
-
-    Args:
-        step: The step.
-    """
+    """Changes the joint graph of a step."""
 
     def __init__(self, step: Step) -> None:
         self._graph, self._mode, self._blocks = step.joint.graph, step.mode, step.blocks

@@ -54,14 +54,12 @@ class LayerNorm(Rewrite):
     norm: fx.Node = field(kw_only=True)
 
     def encode(self, editor: Editor) -> None:
-        """Write the code of x^."""
         mean, rstd = _part(self.norm, 1), _part(self.norm, 2)
         where: Any = {"before": max(mean, rstd).next, "block_of": self.norm}
         x, key = node_at(self.norm, 0), self.code.key
         self.code.parts = editor.insert(_encode_normalised, x, mean, rstd, key, **self.code.how, **where)
 
     def provided(self) -> dict[fx.Node, Provided]:
-        """The norm's output."""
         return {_part(self.norm, 0): Provided(frozenset([self.code]), self._output)}
 
     def _output(self, editor: Editor, before: fx.Node) -> fx.Node:
@@ -72,7 +70,6 @@ class LayerNorm(Rewrite):
         return editor.insert(_output, *self.code.sources, *given, **options, **where)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        """Replace the backward op."""
         weight = [node_at(reader, 5)] if reader.args[5] is not None else []
         where: Any = {"before": reader, "block_of": reader, "is_backward": True}
         sources = (node_at(reader, 0), node_at(reader, 4), *self.code.sources, *weight)

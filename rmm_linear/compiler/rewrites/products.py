@@ -8,7 +8,6 @@ from torch import fx
 
 from rmm_linear.compiler.rewrites.attention import FUSED, is_output, is_score
 from rmm_linear.compiler.rewrites.coded import Code, Shape
-from rmm_linear.compiler.rewrites.readings import Provided
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, ancestors, shape_of
 from rmm_linear.planning.coding import Bits
@@ -26,10 +25,6 @@ _LINEAR = {
 @dataclass(eq=False)
 class Linear(Rewrite):
     """A tensor with a code of its own, which ops read that are linear in it."""
-
-    def provided(self) -> dict[fx.Node, Provided]:
-        """The tensor."""
-        return {self.code.node: Provided(frozenset([self.code]), self.code.read)}
 
 
 def is_linear(read: Read) -> bool:

@@ -49,9 +49,6 @@ class Provided(NamedTuple):
 class Readings:
     """Tells which tensors can be read from codes, and reads them.
 
-    Args:
-        step: The step.
-
     Attributes:
         provided: Tensors that are read directly.
         exact: Tensors that are read as they are, for others that follow from them and from codes.

@@ -33,15 +33,10 @@ class Read(NamedTuple):
 class Step:
     """A joint graph, and what its backward pass reads.
 
-    Args:
-        joint: The joint graph.
-        tangents: Placeholders of the gradients of its results.
-        blocks: The module that each node belongs to.
-
     Attributes:
         joint: The joint graph.
         blocks: The module that each node belongs to.
-        gradients: Nodes that depend on a tangent.
+        gradients: Nodes that depend on a tangent, the placeholder of the gradient of a result.
         number: The place of each node in the graph.
         base: For each node, the node that writes the memory in which its value lies.
         reads: What ops that depend on gradients read, in the order of the ops.

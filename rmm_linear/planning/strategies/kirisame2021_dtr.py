@@ -33,11 +33,7 @@ _MOST_COST = 8.0
 
 
 class Neighbourhood(ABC):
-    """The cost of what is evicted around a storage.
-
-    Args:
-        graph: The graph.
-    """
+    """The cost of what is evicted around a storage."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -66,7 +62,6 @@ class NoNeighbourhood(Neighbourhood):
     """That of h_local."""
 
     def cost(self, index: int) -> float:
-        """Return 0."""
         return 0.0
 
 
@@ -155,11 +150,6 @@ class UnionFind(Neighbourhood):
 
 class OnlineRun:
     """One run of the plain program under a budget.
-
-    Args:
-        graph: The graph.
-        budget_bytes: The most that may be in memory.
-        neighbourhood: What h takes for the evicted neighbourhood.
 
     Attributes:
         order: The ops that ran, with repetitions.

@@ -126,5 +126,4 @@ class Olla(Strategy):
     deterministic_limit: ClassVar[float] = 2.0
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
-        """Propose the order of the least peak."""
         yield least_peak_order(graph, time_limit_s=self.time_limit_s, deterministic_limit=self.deterministic_limit)

@@ -40,11 +40,7 @@ class Block(NamedTuple):
 
 
 class Arena:
-    """One piece of memory, as blocks in the order of addresses; no two holes lie beside each other.
-
-    Args:
-        size_bytes: Its size.
-    """
+    """One piece of memory, as blocks in the order of addresses; no two holes lie beside each other."""
 
     def __init__(self, size_bytes: int) -> None:
         self.blocks = [Block(size_bytes, None)]
@@ -100,10 +96,6 @@ class Arena:
 
 class CoopRun(OnlineRun):
     """One run of the plain program in an arena.
-
-    Args:
-        graph: The graph.
-        arena_bytes: The size of the arena.
 
     Attributes:
         arena: The arena, as the run left it.
