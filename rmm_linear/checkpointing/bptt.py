@@ -237,17 +237,11 @@ class _Buffers:
     """The buffers of a cell, and what is in them before it runs."""
 
     def __init__(self, cell: Cell) -> None:
-        modules = dict(cell.named_modules()) if isinstance(cell, nn.Module) else {}
-        self._modules = {prefix + "." if prefix else "": module for prefix, module in modules.items()}
+        self._module = cell if isinstance(cell, nn.Module) else nn.Module()
         self._before = {name: (t, t._version, t.detach().clone()) for name, t in self._now().items()}
 
     def _now(self) -> dict[str, Tensor]:
-        return {
-            prefix + name: tensor
-            for prefix, module in self._modules.items()
-            for name, tensor in module._buffers.items()
-            if tensor is not None
-        }
+        return dict(self._module.named_buffers(remove_duplicate=False))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -265,8 +259,9 @@ class _Buffers:
                     tensor.copy_(contents)
         changed += [name for name in now if name not in self._before]
         for name in changed:
-            prefix, dot, last = name.rpartition(".")
-            self._modules[prefix + dot]._buffers[last] = self._before[name][0] if name in self._before else None
+            owner, _, last = name.rpartition(".")
+            buffers = self._module.get_submodule(owner)._buffers
+            buffers[last] = self._before[name][0] if name in self._before else None
         return changed
 
 
