@@ -130,21 +130,21 @@ class Chain:
     blocks: tuple[tuple[int, ...], ...]
 
 
-def all_lower_sets(nodes: NodeGraph, *, most: int = _MOST_LOWER_SETS) -> NDArray[np.bool_]:
+def all_lower_sets(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return all lower sets of a graph: a row each, a column a node; the smaller ones first, the empty one too.
 
     Raises:
-        ValueError: If there are more than `most`.
+        ValueError: If there are too many.
     """
     needs = [sum(1 << u for u in set(before)) for before in nodes.predecessors]
     # by the largest node of the set: each one is found once, from the set without it
     found = [0]
     for node, need in enumerate(needs):
         found += [lower | 1 << node for lower in found if lower & need == need]
-        if len(found) > most:
+        if len(found) > _MOST_LOWER_SETS:
             raise ValueError(
-                f"the graph's {len(needs)} nodes have more than {most} lower sets, too many for the exact program; use"
-                " kusumoto2019_approximate"
+                f"the graph's {len(needs)} nodes have more than {_MOST_LOWER_SETS} lower sets, too many for the exact"
+                " program; use kusumoto2019_approximate"
             )
     return _sorted_rows(np.array([[lower >> node & 1 for node in range(len(needs))] for lower in found], dtype=bool))
 
@@ -153,8 +153,13 @@ def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return the lower sets of the approximate program: none, all, and the ancestors of each node with itself.
 
     The rows and columns are those of `all_lower_sets`.
+
+    Raises:
+        ValueError: If there are too many.
     """
     count = len(nodes.costs)
+    if count > _MOST_LOWER_SETS:
+        raise ValueError(f"the graph has {count} nodes, and the approximate program goes to {_MOST_LOWER_SETS}")
     rows = np.zeros((count + 2, count), dtype=bool)
     for node, before in enumerate(nodes.predecessors):
         rows[node, node] = True
@@ -323,9 +328,10 @@ class _LowerSets(Strategy):
     # caps from the least feasible one to that of a single block, each in the same ratio to the one before
     caps: ClassVar[int] = 24
 
+    @staticmethod
     @abstractmethod
-    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the lower sets to look at, as `all_lower_sets` does; the empty one and all nodes are among them."""
+    def family(nodes: NodeGraph) -> NDArray[np.bool_]:
+        """Return the lower sets to look at; the empty one and all nodes are among them."""
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
         """Propose the time-centric and the memory-centric plan of each cap."""
@@ -347,10 +353,7 @@ class Kusumoto2019Exact(_LowerSets):
     """The exact program: all lower sets. For graphs of few of them: some ten nodes, or long and narrow."""
 
     name: ClassVar[str] = "kusumoto2019_exact"
-
-    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return all lower sets; a ValueError if there are too many."""
-        return all_lower_sets(nodes)
+    family = staticmethod(all_lower_sets)
 
 
 @register
@@ -358,11 +361,4 @@ class Kusumoto2019Approximate(_LowerSets):
     """The approximate program: the ancestors of each node."""
 
     name: ClassVar[str] = "kusumoto2019_approximate"
-
-    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the ancestors of each node; a ValueError if there are too many."""
-        if len(nodes.costs) > _MOST_LOWER_SETS:
-            raise ValueError(
-                f"the graph has {len(nodes.costs)} nodes, and the approximate program goes to {_MOST_LOWER_SETS}"
-            )
-        return ancestor_closures(nodes)
+    family = staticmethod(ancestor_closures)
