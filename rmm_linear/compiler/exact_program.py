@@ -292,16 +292,14 @@ class _Writer:
     def _drawn(self, op: int, node: fx.Node, call: str) -> str:
         self._times_left[op] -= 1
         function, _, arguments = call.partition("(")
+        device = self._constant(next((tensor.device for tensor in tensors_of(node)), torch.device("cpu")))
         if op not in self._states:
-            device = next((tensor.device for tensor in tensors_of(node)), torch.device("cpu"))
             self._states[op] = f"s{op}"
-            self._lines.append(f"s{op} = _state({self._constant(device)})")
+            self._lines.append(f"s{op} = _state({device})")
             return call
-        state = self._states[op]
-        device_name = self._constant(next((tensor.device for tensor in tensors_of(node)), torch.device("cpu")))
         if not self._times_left[op]:
             self._spent.append(self._states.pop(op))
-        return f"_replay({state}, {device_name}, {function}, {arguments}"
+        return f"_replay(s{op}, {device}, {function}, {arguments}"
 
     def _call(self, node: fx.Node) -> str:
         arguments = [self._argument(argument) for argument in node.args]

@@ -1,10 +1,9 @@
 """From bytes to a schedule for backpropagation through time: which of Gruslys' plans fits, and what it really holds."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from functools import lru_cache, partial
-from typing import Literal
+from typing import NamedTuple
 
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning import bencheikh2024_double as double
@@ -17,29 +16,18 @@ _MOST_UNITS = 400
 _PURE: tuple[gruslys.Kind, ...] = ("hsm", "ism")
 
 
-@dataclass(frozen=True)
-class BPTTPlan:
+class BPTTPlan(NamedTuple):
     """What to do with each step, and what it takes.
 
     Attributes:
-        strategy: "hsm", "ism", "msm" or "double".
-        steps: Length of the sequence.
-        slots: Places that the schedule was made for, as its paper counts them; of "double" k1.
         actions: What to do.
         forward_steps: Forward steps, the first pass and those that are differentiated included.
         peak_bytes: The most that is held at a time between two steps, or while one is being differentiated.
-        plain_bytes: What plain backpropagation through time holds.
-        paged_bytes: What is paged out at most.
     """
 
-    strategy: gruslys.Kind | Literal["double"]
-    steps: int
-    slots: int
     actions: tuple[Action, ...]
     forward_steps: int
     peak_bytes: int
-    plain_bytes: int
-    paged_bytes: int = 0
 
 
 def plain_bytes(steps: int, sizes: StepBytes) -> int:
@@ -47,13 +35,14 @@ def plain_bytes(steps: int, sizes: StepBytes) -> int:
     return steps * sizes.internal_bytes + (steps - 1) * sizes.state_bytes
 
 
-def what_they_take(actions: Iterable[Action], steps: int, sizes: StepBytes) -> tuple[int, int]:
-    """Return how many forward steps actions take, and the most bytes that they hold at a time.
+def plan_of(actions: Iterable[Action], steps: int, sizes: StepBytes) -> BPTTPlan:
+    """Return the plan of actions on a sequence of so many steps.
 
-    Counted are the states that are held, the one that a step starts from and the one that it makes, and the internals
-    of the steps that are stored or being differentiated; each state once, and the initial and the final one not at all,
-    for they are the caller's. What a step needs only while it runs is not counted.
+    Its peak counts the states that are held, the one that a step starts from and the one that it makes, and the
+    internals of the steps that are stored or being differentiated; each state once, and the initial and the final one
+    not at all, for they are the caller's. What a step needs only while it runs is not counted.
     """
+    actions = tuple(actions)
     pinned: Counter[int] = Counter({0: 1})
     stored: set[int] = set()
     paged: set[int] = set()
@@ -99,7 +88,7 @@ def what_they_take(actions: Iterable[Action], steps: int, sizes: StepBytes) -> t
             stored.add(stage)
             pin(stage, 1)
             pin(stage + 1, 1)
-    return forward, peak
+    return BPTTPlan(actions, forward, peak)
 
 
 def plan_for_slots(steps: int, slots: int, sizes: StepBytes, *, strategy: gruslys.Kind) -> BPTTPlan:
@@ -134,7 +123,7 @@ def plan_for_bytes(steps: int, budget_bytes: int, sizes: StepBytes, *, strategy:
     if budget_bytes >= plain_bytes(steps, sizes) and strategy != "hsm":
         actions = [Action("store", step) for step in range(steps)]
         actions += [Action("reverse", step) for step in reversed(range(steps))]
-        return _measured(strategy, steps, steps, actions, sizes)
+        return plan_of(actions, steps, sizes)
     state = max(1, sizes.state_bytes)
     unit = max(state, -(-budget_bytes // _MOST_UNITS)) if strategy == "msm" else state
     # more places than these cannot fit, or are of no use
@@ -145,8 +134,8 @@ def plan_for_bytes(steps: int, budget_bytes: int, sizes: StepBytes, *, strategy:
         "msm": 1 + min(budget_bytes * 5 // (4 * unit), steps * (sizes.internal_bytes // unit + 2)),
     }[strategy]
     low, high = least, max(most, least)
-    plan_of = partial(_plan, strategy, steps, sizes, high, unit)
-    best = plan_of(least)
+    planned = partial(_plan, strategy, steps, sizes, high, unit)
+    best = planned(least)
     if best.peak_bytes > budget_bytes:
         raise InfeasibleBudgetError(
             f"{budget_bytes} bytes hold not even one step of {strategy!r}, which takes {best.peak_bytes}; an int is a"
@@ -156,7 +145,7 @@ def plan_for_bytes(steps: int, budget_bytes: int, sizes: StepBytes, *, strategy:
         )
     while low < high:
         middle = (low + high + 1) // 2
-        tried = plan_of(middle)
+        tried = planned(middle)
         if tried.peak_bytes <= budget_bytes:
             low = middle
             best = min(best, tried, key=lambda plan: (plan.forward_steps, plan.peak_bytes))
@@ -166,14 +155,12 @@ def plan_for_bytes(steps: int, budget_bytes: int, sizes: StepBytes, *, strategy:
         return best
     # a place of mixed states is a part of the budget, rounded: where that is too coarse, one of the two alone is better
     others = [plan_for_bytes(steps, budget_bytes, sizes, strategy=kind) for kind in _PURE]
-    return replace(min((best, *others), key=lambda plan: (plan.forward_steps, plan.peak_bytes)), strategy=strategy)
+    return min((best, *others), key=lambda plan: (plan.forward_steps, plan.peak_bytes))
 
 
 def plan_double(steps: int, host_every: int, local_every: int, sizes: StepBytes) -> BPTTPlan:
     """Return the plan of double checkpointing; see `bencheikh2024_double.actions`."""
-    actions = list(double.actions(steps, host_every, local_every))
-    plan = _measured("double", steps, host_every, actions, sizes)
-    return replace(plan, paged_bytes=sizes.state_bytes * sum(action.kind == "page" for action in actions))
+    return plan_of(double.actions(steps, host_every, local_every), steps, sizes)
 
 
 def _plan(strategy: gruslys.Kind, steps: int, sizes: StepBytes, most: int, unit: int, slots: int) -> BPTTPlan:
@@ -188,15 +175,7 @@ def _plan(strategy: gruslys.Kind, steps: int, sizes: StepBytes, most: int, unit:
         # an internal state holds the state after its step as well
         units = max(1, -(-(sizes.internal_bytes + sizes.state_bytes) // unit))
         actions = gruslys.actions(gruslys.tabulated("msm", steps, most, units, input_units=1), steps, slots)
-    return _measured(strategy, steps, slots, tuple(actions), sizes)
-
-
-def _measured(
-    strategy: gruslys.Kind | Literal["double"], steps: int, slots: int, actions: Sequence[Action], sizes: StepBytes
-) -> BPTTPlan:
-    return BPTTPlan(
-        strategy, steps, slots, tuple(actions), *what_they_take(actions, steps, sizes), plain_bytes(steps, sizes)
-    )
+    return plan_of(actions, steps, sizes)
 
 
 def _least_slots(strategy: str) -> int:
