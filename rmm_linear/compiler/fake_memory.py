@@ -29,6 +29,11 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+def memories_of(node: fx.Node) -> list[int]:
+    """Return what identifies the memory of each tensor of `tensors_of`."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors_of(node)]
+
+
 def real_bytes(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:
     """Tell the size of the memory that a fake result of an operation on such tensors stands for."""
     size_bytes = result.untyped_storage().nbytes()

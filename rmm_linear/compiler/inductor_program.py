@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.costs import is_product
 from rmm_linear.compiler.exact_program import Part, Program
-from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture, dense_copy
 from rmm_linear.compiler.torch_private import (
     compile_by_inductor,
@@ -327,10 +327,10 @@ def _realize(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
         if node.op != "call_function":
             continue
-        for memory in _memories(node):
+        for memory in memories_of(node):
             writer.setdefault(memory, node)
         for source in node.all_input_nodes:
-            for memory in _memories(source):
+            for memory in memories_of(source):
                 last_read[memory] = max(last_read.get(memory, 0), node.meta["window"])
     for memory, node in writer.items():
         is_read_later = last_read.get(memory, 0) > node.meta["window"]
@@ -341,10 +341,6 @@ def _realize(joint: fx.GraphModule) -> None:
             for source in node.all_input_nodes:
                 is_made = source.op == "call_function" and isinstance(source.meta["val"], Tensor)
                 source.meta["inductor_realize_to_strides"] = is_made
-
-
-def _memories(node: fx.Node) -> list[int]:
-    return [tensor.untyped_storage()._cdata for tensor in tensors_of(node)]
 
 
 class _Halves:
@@ -383,9 +379,9 @@ class _Halves:
         targets = [place for place, _ in capture.updates]
         places = tuple(place for place, node in enumerate(capture.gradients) if node is not None)
         reads, tangent_places = tuple(self._reads), tuple(self._tangents)
-        kept = {memory for node in self._saved for memory in _memories(node)}
+        kept = {memory for node in self._saved for memory in memories_of(node)}
         shared = [
-            place for place, node in enumerate(self._early_ends[:results]) if not kept.isdisjoint(_memories(node))
+            place for place, node in enumerate(self._early_ends[:results]) if not kept.isdisjoint(memories_of(node))
         ]
 
         def run_forward(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]:

@@ -29,7 +29,7 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.compiler.costs import cost_of, unit_of
-from rmm_linear.compiler.fake_memory import real_bytes, tensors_of
+from rmm_linear.compiler.fake_memory import memories_of, real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.rewrites import code_step
 from rmm_linear.compiler.rewrites.casts import cast_again
@@ -359,8 +359,7 @@ class _Reading:
                     )
                 node.meta.setdefault("val", constant)
             if node.op in ("placeholder", "get_attr"):
-                for tensor in tensors_of(node):
-                    self._storage_of[tensor.untyped_storage()._cdata] = None
+                self._storage_of.update(dict.fromkeys(memories_of(node)))
                 is_tangent = node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)
                 depends_on_tangents.update([node] if is_tangent else [])
                 continue
@@ -378,9 +377,10 @@ class _Reading:
             fresh = self._fresh(node)
             if not fresh and tensors_of(node):
                 continue
-            temporary = self._write(node, fresh) + (_row_bytes(node) if self.for_inductor else 0)
+            writes, temporary = self._write(node, fresh)
+            temporary += _row_bytes(node) if self.for_inductor else 0
             loops.append([*inlined.get(node, ()), node])
-            ops.append(self._op(loops[-1], tuple(fresh.values()), temporary, is_backward, updated))
+            ops.append(self._op(loops[-1], writes, temporary, is_backward, updated))
         if self.traced.has_contents:
             own = workspace_bytes([loop[-1] for loop in loops])
             ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
@@ -419,44 +419,35 @@ class _Reading:
         return graph.with_gradients_freed() if self.frees_gradients else graph
 
     def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
-        found = (self._storage_of[tensor.untyped_storage()._cdata] for node in nodes for tensor in tensors_of(node))
+        found = (self._storage_of[memory] for node in nodes for memory in memories_of(node))
         return tuple(dict.fromkeys(index for index in found if index is not None))
 
-    def _fresh(self, node: fx.Node) -> dict[int, int]:
-        """Memory that the node fills, with the numbers of new storages for it."""
-        fresh: dict[int, int] = {}
-        for tensor in tensors_of(node):
-            memory = tensor.untyped_storage()._cdata
-            if memory not in self._storage_of and memory not in fresh:
-                fresh[memory] = len(self._storages) + len(fresh)
-        known = [tensor for tensor in tensors_of(node) if tensor.untyped_storage()._cdata in self._storage_of]
-        if fresh and known:
+    def _fresh(self, node: fx.Node) -> list[int]:
+        """Memory that the node fills."""
+        memories = dict.fromkeys(memories_of(node))
+        fresh = [memory for memory in memories if memory not in self._storage_of]
+        if 0 < len(fresh) < len(memories):
             raise CaptureError(f"{node.target} returns both new memory and views: plans don't know such ops")
         return fresh
 
-    def _write(self, node: fx.Node, fresh: dict[int, int]) -> int:
-        """Add the node's storages; return the bytes of results that no op reads, which are no storages."""
-        values = node.meta["val"]
-        parts: list[tuple[fx.Node, Tensor]] = []
-        if isinstance(values, Tensor):
-            parts = [(node, values)]
-        else:
-            for user in node.users:
-                if user.target is operator.getitem and isinstance(user.meta["val"], Tensor):
-                    parts.append((user, user.meta["val"]))
+    def _write(self, node: fx.Node, fresh: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Add the node's storages; return their numbers, and the bytes of results that no op reads, which are none."""
+        parts = [node]
+        if not isinstance(node.meta["val"], Tensor):
+            parts = [user for user in node.users if user.target is operator.getitem]
         used: dict[int, list[fx.Node]] = {}
-        for part, tensor in parts:
-            used.setdefault(tensor.untyped_storage()._cdata, []).append(part)
+        for part in parts:
+            if isinstance(part.meta["val"], Tensor):
+                used.setdefault(part.meta["val"].untyped_storage()._cdata, []).append(part)
         sizes = {tensor.untyped_storage()._cdata: _real_bytes(node, tensor) for tensor in tensors_of(node)}
-        for memory in list(fresh):
-            if memory not in used:
-                del fresh[memory]
-                continue
-            fresh[memory] = len(self._storages)
-            self._storage_of[memory] = fresh[memory]
-            self._storages.append(Storage(used[memory][0].name, sizes[memory]))
-            self._members.append(used[memory])
-        return sum(size for memory, size in sizes.items() if memory not in fresh)
+        first = len(self._storages)
+        for memory in fresh:
+            if memory in used:
+                self._storage_of[memory] = len(self._storages)
+                self._storages.append(Storage(used[memory][0].name, sizes[memory]))
+                self._members.append(used[memory])
+        unread = sum(sizes[memory] for memory in fresh if memory not in used)
+        return tuple(range(first, len(self._storages))), unread
 
     def _op(
         self,
@@ -470,7 +461,7 @@ class _Reading:
         name = target.__name__ if isinstance(target, FunctionType) else str(target)
         tags = getattr(target, "tags", ())
         namespace = getattr(target, "namespace", "")
-        memories = {tensor.untyped_storage()._cdata for source in updated for tensor in tensors_of(source)}
+        memories = {memory for source in updated for memory in memories_of(source)}
         read = _memories_read(loop)
         reads_updated = not memories.isdisjoint(read)
         if reads_updated and is_backward and "batch_norm" not in name:
@@ -503,7 +494,7 @@ class _Reading:
 
 def _memories_read(loop: Iterable[fx.Node]) -> dict[int, None]:
     sources = (source for node in loop for source in node.all_input_nodes)
-    return dict.fromkeys(tensor.untyped_storage()._cdata for source in sources for tensor in tensors_of(source))
+    return dict.fromkeys(memory for source in sources for memory in memories_of(source))
 
 
 def _with_biases_together(graph: Graph) -> Graph:

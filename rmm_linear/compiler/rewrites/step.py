@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from rmm_linear.compiler.autocasting import autocast_as
-from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 
 # Linear in a gradient, though autograd saves it for its shape, or for a derivative by another argument.
 _LINEAR = {"_fft_r2c", "convolution", "index_add"}
@@ -181,9 +181,5 @@ def ancestors(step: Step, node: fx.Node) -> Iterator[fx.Node]:
         yield node
         if step.base[node] is node:
             return
-        node = next(each for each in node.all_input_nodes if _shares(step, each, node))
-
-
-def _shares(step: Step, source: fx.Node, node: fx.Node) -> bool:
-    memory = node.meta["val"].untyped_storage()._cdata
-    return any(tensor.untyped_storage()._cdata == memory for tensor in tensors_of(source))
+        (memory,) = memories_of(node)
+        node = next(each for each in node.all_input_nodes if memory in memories_of(each))
