@@ -1,5 +1,6 @@
 """Which tensors a step keeps as codes, in how many bits, which ones as sketches, and which ones as they are."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -208,9 +209,7 @@ class Coding:
             )
         if not self.coded:
             return
-        kinds: dict[tuple[str, int], int] = {}
-        for tensor in self.coded:
-            kinds[tensor.kind, tensor.bits] = kinds.get((tensor.kind, tensor.bits), 0) + 1
+        kinds = Counter((tensor.kind, tensor.bits) for tensor in self.coded)
         sizes = f"{unit.of(self.freed_bytes)} -> {unit.of(self.code_bytes)} {unit.name}"
         told = ", ".join(f"{count} {kind} in {bits} bit{'s' * (bits > 1)}" for (kind, bits), count in kinds.items())
         yield f"codes of {len(self.coded)} tensor{'s' * (len(self.coded) > 1)}, {sizes}: {told}"

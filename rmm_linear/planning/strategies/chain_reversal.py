@@ -11,7 +11,7 @@ back from whatever is there: a poor choice of cuts costs time and memory, which 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from rmm_linear.planning.graph import Graph
@@ -85,13 +85,8 @@ def crossing_bytes(graph: Graph) -> list[int]:
         readers = [reader for reader in graph.readers[index] if reader < graph.forward_count]
         if writer < graph.forward_count and readers and index not in always:
             change[writer + 1] += graph.storages[index].size_bytes
-            if readers[-1] + 1 <= graph.forward_count:
-                change[readers[-1] + 1] -= graph.storages[index].size_bytes
-    prices, price = [], 0
-    for difference in change:
-        price += difference
-        prices.append(price)
-    return prices
+            change[readers[-1] + 1] -= graph.storages[index].size_bytes
+    return list(accumulate(change))
 
 
 def written_bytes(graph: Graph) -> list[int]:
@@ -119,9 +114,7 @@ def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *
         Places of the cuts, rising, neither at the start nor at the end; fewer than parts - 1 if some coincide.
     """
     count = len(weights)
-    before = [0.0]
-    for weight in weights:
-        before.append(before[-1] + weight)
+    before = list(accumulate(weights, initial=0.0))
     share = before[-1] / parts
     cuts: set[int] = set()
     place = 0

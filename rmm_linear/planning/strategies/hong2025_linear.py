@@ -29,6 +29,7 @@ which is the paper's objective. Both grow as j grows and as i falls, and that is
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import ClassVar, Literal, NamedTuple
 
 from rmm_linear.planning.graph import Graph
@@ -61,7 +62,7 @@ def least_sum(sizes: Sequence[int]) -> Checkpoints:
         ValueError: If there is no layer, or a size is negative.
     """
     _check(sizes)
-    before = _sums(sizes)
+    before = list(accumulate(sizes, initial=0))
     caps = sorted({high - low for place, high in enumerate(before) for low in before[: place + 1]})
     best: Checkpoints | None = None
     for cap in caps:
@@ -85,7 +86,7 @@ def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> 
     _check(sizes)
     if len(prices) != len(sizes) or min(prices) < 0 or cap < 0:
         raise ValueError(f"{len(sizes)} sizes and {len(prices)} prices, cap={cap}: as many of each, and all at least 0")
-    before = _sums(sizes)
+    before = list(accumulate(sizes, initial=0))
     # place j stands for layer j - 1, and place 0 for a checkpoint before the first layer
     total = [0] * (len(sizes) + 1)
     previous = [0] * (len(sizes) + 1)
@@ -127,7 +128,7 @@ def least_peak(sizes: Sequence[int], *, gradients: Gradients = "both") -> Checkp
     if gradients not in ("both", "one"):
         raise ValueError(f"gradients={gradients!r} is neither 'both' nor 'one'")
     last = len(sizes) - 1
-    before = _sums(sizes)
+    before = list(accumulate(sizes, initial=0))
     peaks = [0] * len(sizes)
     following = [last] * len(sizes)
     peaks[last] = sizes[last]
@@ -181,14 +182,6 @@ def _check(sizes: Sequence[int]) -> None:
         raise ValueError(f"a layer has {min(sizes)} bytes; sizes are at least 0")
 
 
-def _sums(sizes: Sequence[int]) -> list[int]:
-    """Bytes of the first 0, 1, ..., n layers."""
-    found = [0]
-    for size in sizes:
-        found.append(found[-1] + size)
-    return found
-
-
 @register
 class HongLinear(Strategy):
     """Hong et al. 2025: segments that are optimal for a chain, for every cap on their bytes.
@@ -220,7 +213,7 @@ def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
 
 def _caps(sizes: Sequence[int]) -> list[int]:
     """Every sum of consecutive ops in a small graph, or else sums from one op's to all, a constant factor apart."""
-    before = _sums(sizes)
+    before = list(accumulate(sizes, initial=0))
     if len(sizes) <= _ALL_UP_TO:
         return sorted({high - low for place, high in enumerate(before) for low in before[: place + 1]})
     total = before[-1]
