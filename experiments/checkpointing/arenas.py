@@ -153,5 +153,6 @@ def least_arena(graph: Graph, kind: type[CoopRun]) -> tuple[float, float]:
         if run.run():
             least = arena_bytes / plain_bytes
         else:
-            free.append(run.arena.free_bytes / arena_bytes)
+            holes = sum(block.size_bytes for block in run.arena.blocks if block.owner is None)
+            free.append(holes / arena_bytes)
     return least, sum(free) / max(1, len(free))

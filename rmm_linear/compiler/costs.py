@@ -69,7 +69,7 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
         leaves = (leaf for leaf in pytree.tree_leaves(arguments) if _is(leaf))
         outside = list({id(leaf): leaf for leaf in leaves if leaf.untyped_storage()._cdata not in inside}.values())
     read = () if str(loop[-1].target) == _DRAW else outside
-    moved = float(sum(_moved_bytes(leaf) for leaf in pytree.tree_leaves((read, result))))
+    moved = float(sum(math.prod(t.shape) * t.element_size() for t in pytree.tree_leaves((read, result)) if _is(t)))
     if costs == "bytes":
         return max(1.0, moved)
     flops = sum(_flops(node, *each) for node, each in zip(loop, arguments, strict=True))
@@ -121,16 +121,11 @@ def _median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float
 def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
     key = f"{node.target} {described((args, kwargs))}"
     if key not in _MEASURED_MS:
-        _MEASURED_MS[key] = _time_of(node, args, kwargs)
+        devices = list({leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            args, kwargs = with_contents((args, kwargs))
+            _MEASURED_MS[key] = _median_ms(lambda: node.target(*args, **kwargs), devices)  # type: ignore[operator]
     return _MEASURED_MS[key]
-
-
-def _time_of(node: fx.Node, args: Any, kwargs: Any) -> float:
-    """Median time of an op, in ms."""
-    devices = list({leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        real_args, real_kwargs = with_contents((args, kwargs))
-        return _median_ms(lambda: node.target(*real_args, **real_kwargs), devices)  # type: ignore[operator]
 
 
 def described(arguments: Any) -> str:
@@ -163,10 +158,6 @@ def with_contents(arguments: Any) -> Any:
 
 def _is(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
-
-
-def _moved_bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.element_size() if isinstance(leaf, Tensor) else 0
 
 
 def is_product(node: fx.Node) -> bool:

@@ -350,11 +350,10 @@ class _Halves:
         self._capture, self._joint, self._is_compiled = capture, joint, is_compiled
         nodes = list(joint.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        place_of = {node: place for place, node in enumerate(_placeholders(capture))}
-        self._inputs = [placeholders[place_of[node]] for node in capture.inputs]
-        self._tangents = {
-            place: placeholders[place_of[node]] for place, node in enumerate(capture.tangents) if node is not None
-        }
+        originals = (node for node in capture.module.graph.nodes if node.op == "placeholder")
+        copy_of = dict(zip(originals, placeholders, strict=True))
+        self._inputs = [copy_of[node] for node in capture.inputs]
+        self._tangents = {place: copy_of[node] for place, node in enumerate(capture.tangents) if node is not None}
         (output,) = (node for node in nodes if node.op == "output")
         ends: list[fx.Node] = list(output.args[0])
         count = len(capture.results) + len(capture.updates)
@@ -435,7 +434,3 @@ class _Halves:
         key = hashlib.sha256(repr(windows).encode()).hexdigest()
         reads_codes = is_backward and bool(self._capture.coding.coded)
         return compile_by_inductor(module, examples, key, is_backward=is_backward, reads_codes=reads_codes)
-
-
-def _placeholders(capture: Capture) -> list[fx.Node]:
-    return [node for node in capture.module.graph.nodes if node.op == "placeholder"]

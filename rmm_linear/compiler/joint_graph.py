@@ -439,7 +439,8 @@ class _Reading:
         for part in parts:
             if isinstance(part.meta["val"], Tensor):
                 used.setdefault(part.meta["val"].untyped_storage()._cdata, []).append(part)
-        sizes = {tensor.untyped_storage()._cdata: _real_bytes(node, tensor) for tensor in tensors_of(node)}
+        sources = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+        sizes = {t.untyped_storage()._cdata: real_bytes(node.target, sources, t) for t in tensors_of(node)}
         first = len(self._storages)
         for memory in fresh:
             if memory in used:
@@ -545,9 +546,3 @@ def _state_bytes(node: fx.Node) -> int:
 
 def _packet(node: fx.Node) -> str:
     return getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
-
-
-def _real_bytes(node: fx.Node, tensor: Tensor) -> int:
-    """Bytes of the memory that a fake tensor stands for."""
-    sources = (each for source in node.all_input_nodes for each in tensors_of(source))
-    return real_bytes(node.target, sources, tensor)

@@ -61,7 +61,7 @@ def code_step(
             blocks.get(rewrite.code.node, ""),
             rewrite.code.kind,
             rewrite.code.bits,
-            rewrite.code.node_bytes,
+            rewrite.code.node.meta["val"].nbytes,
             rewrite.code.code_bytes,
             None if rewrite.code in unbounded else rewrite.bias,
         )

@@ -112,12 +112,6 @@ class Code:
         where: Any = {"before": before, "block_of": self.node, "is_backward": True}
         return editor.insert(_decode, *self.sources, **where, **self.how)
 
-    @property
-    def node_bytes(self) -> int:
-        """Bytes of the tensor that is coded."""
-        value: Tensor = self.node.meta["val"]
-        return value.numel() * value.element_size()
-
 
 def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None, cube: float) -> tuple[Tensor, ...]:
     rows = shape.rows_of(x)

@@ -231,10 +231,8 @@ class OnlineRun:
 
     def _h(self, index: int) -> float:
         cost = self._graph.ops[self._graph.writer[index]].cost + self._neighbourhood.cost(index)
-        return cost / (self._graph.sizes[index] * self._staleness(index))
-
-    def _staleness(self, index: int) -> float:
-        return max(self._time - self._used_at[index], 1e-9 * self._graph.cost)
+        staleness = max(self._time - self._used_at[index], 1e-9 * self._graph.cost)
+        return cost / (self._graph.sizes[index] * staleness)
 
     def _evict(self, index: int) -> None:
         self._live.remove(index)

@@ -169,14 +169,6 @@ def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
     return _sorted_rows(rows)
 
 
-def _boundaries(nodes: NodeGraph, inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Boundary of each lower set; one row a node, one column a lower set, as in `inside`."""
-    boundary = np.zeros_like(inside)
-    for u, v in nodes.edges:
-        boundary[u] |= inside[u] & ~inside[v]
-    return boundary
-
-
 def _sorted_rows(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
     # eight nodes a byte, the first one in its highest bit: sorted as the rows are, in a fraction of the time
     _, first = np.unique(np.packbits(rows, axis=1), axis=0, return_index=True)
@@ -204,9 +196,11 @@ class LowerSetProgram:
         self.lower_sets = lower_sets
         costs, sizes = np.array(nodes.costs, dtype=float), np.array(nodes.sizes, dtype=float)
         inside = np.ascontiguousarray(lower_sets.T)
-        boundary, following, beside = _boundaries(nodes, inside), np.zeros_like(inside), np.zeros_like(inside)
+        boundary, following, beside = (np.zeros_like(inside) for _ in range(3))
         for u, v in nodes.edges:
-            following[v] |= inside[u] & ~inside[v]
+            leaves = inside[u] & ~inside[v]
+            boundary[u] |= leaves
+            following[v] |= leaves
         for u, v in nodes.edges:
             beside[u] |= following[v] & ~inside[u]
         rows = inside.T.astype(float)

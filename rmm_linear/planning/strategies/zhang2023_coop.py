@@ -88,11 +88,6 @@ class Arena:
                 best = total, [each.owner for each, _ in window if each.owner is not None]
         return best and best[1]
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of all holes."""
-        return sum(block.size_bytes for block in self.blocks if block.owner is None)
-
 
 class CoopRun(OnlineRun):
     """One run of the plain program in an arena.
