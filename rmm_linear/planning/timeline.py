@@ -63,13 +63,10 @@ def draw(
     budget_bytes: int | None,
     beside: Callable[[Any], None] | None = None,
 ) -> None:
-    """Draw timelines side by side, over the time that the ops take.
+    """Draw timelines side by side, over the time that the ops take, to a file whose suffix says the format.
 
-    Args:
-        path: File to write; its suffix says the format.
-        steps: Titles, graphs and schedules, the plain one first.
-        budget_bytes: A line to draw, or None.
-        beside: Called with matplotlib's axes of one more panel.
+    The steps are titles, graphs and schedules, the plain one first. The budget is a line, if there is one, and `beside`
+    is called with matplotlib's axes of one more panel.
 
     Raises:
         ImportError: If matplotlib is missing.

@@ -190,14 +190,9 @@ class ChainView:
 
 
 def order_of_actions(view: ChainView, actions: Iterable[Action]) -> list[int]:
-    """Return the order of computations that actions on a chain of stages stand for.
+    """Return the order of computations, with repetitions, that actions on a chain of stages stand for.
 
-    Args:
-        view: The graph as a chain.
-        actions: What to do; each stage reversed once, the last one first.
-
-    Returns:
-        Indices of ops, with repetitions. Of a stage that is run again, only what is needed is computed.
+    Each stage is reversed once, the last one first. Of a stage that is run again, only what is needed is computed.
     """
     graph, last = view.graph, len(view.stages) - 1
     # the first pass is the plain program's, and the first stage to be reversed is there when it ends
