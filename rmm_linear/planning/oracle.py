@@ -60,10 +60,9 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
         raise ValueError(
             f"the graph has {len(graph.storages)} storages, and all orders are looked at up to {_MOST_STORAGES} only"
         )
-    sizes = [storage.size_bytes for storage in graph.storages]
+    sizes, during = graph.sizes, graph.bytes_while_running
     reads = [_mask(op.reads) for op in graph.ops]
     writes = [_mask(op.writes) for op in graph.ops]
-    during = [op.temporary_bytes + sum(sizes[index] for index in op.writes) for op in graph.ops]
     outputs, results = _mask(graph.outputs), _mask(graph.results)
     has_backward = graph.forward_count < len(graph.ops)
     # ops whose first run is more than what they write: a bit each, above those of the storages
