@@ -10,7 +10,7 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 def present_autocast(kinds: Iterable[str]) -> Autocast:
-    """Tell for which kinds of devices, such as "cpu", autocast is enabled in this thread, and its dtypes."""
+    """Tell for which kinds of devices, such as "cpu", autocast is enabled in this thread, and in which dtypes."""
     enabled = (kind for kind in sorted(_with_autocast(kinds)) if torch.is_autocast_enabled(kind))
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
 

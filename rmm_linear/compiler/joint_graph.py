@@ -431,7 +431,7 @@ class _Reading:
         return fresh
 
     def _write(self, node: fx.Node, fresh: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Add the node's storages; return their numbers, and the bytes of results that no op reads, which are none."""
+        """Add the node's storages; return their numbers, and the bytes of results that no op reads, which get none."""
         parts = [node]
         if not isinstance(node.meta["val"], Tensor):
             parts = [user for user in node.users if user.target is operator.getitem]

@@ -30,7 +30,7 @@ class Budget:
     def of(cls, budget: float | str | None) -> "Budget":
         """Read a budget.
 
-        Bytes; text: "8GiB", "500 MB", or "60%" of the plain program's peak; or 0.6, which is "60%".
+        It is bytes; text, as "8GiB", "500 MB", or "60%" of the plain program's peak; or 0.6, which is "60%".
 
         Raises:
             ValueError: If it is no budget.
@@ -88,8 +88,8 @@ class Budget:
 def refusal(budget: Budget, plain_peak_bytes: int, least_bytes: int, strategy: str) -> str:
     """Say in the user's unit that a budget can't be met.
 
-    As in "20% = 312.00 MiB" where the budget is a part of the whole, or else its unit alone; with another unit, if it
-    is of a few bytes.
+    Sizes read "20% = 312.00 MiB" where the budget is a part of the whole, or else they are in its unit alone. For a
+    budget of a few bytes, another unit is suggested.
     """
     least = budget.that_holds(least_bytes, plain_peak_bytes)
     asked, found, end = str(budget), str(least), ""

@@ -35,8 +35,8 @@ class Bits:
     def of(cls, given: Any) -> "Bits":
         """Read the option `bits`.
 
-        8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; None for exact. The dict may have "only", a
-        list of names of tensors: others stay exact.
+        It is 8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; or None for exact. The dict may have
+        "only", a list of names of tensors: others stay exact.
 
         Raises:
             ValueError: If it is something else.

@@ -57,7 +57,7 @@ def forward_steps(steps: int, slots: int) -> int:
 
 
 def split(steps: int, slots: int) -> int:
-    """Return after how many steps to store the next snapshot, of two or more steps and snapshots.
+    """Return after how many steps to store the next snapshot; there are at least two steps and two snapshots.
 
     What follows it then takes no more than r repetitions with one snapshot less, what precedes it no more than r - 1,
     and neither so few that a repetition is wasted: each y between these bounds is optimal, and the least is taken.
