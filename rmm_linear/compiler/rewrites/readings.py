@@ -103,7 +103,8 @@ class Readings:
             return self.codes_of(node_at(op, 0)) if is_dropped else None
         sources = node.all_input_nodes
         is_view = len(sources) == 1 and self._step.base[node] is not node and node.target not in _OF_MEMORY
-        if is_view or node.target in _PASSED_THROUGH or _is_first_power(node):
+        is_first_power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 1
+        if is_view or is_first_power or node.target in _PASSED_THROUGH:
             return self.codes_of(sources[0]) if self._step.is_float(sources[0]) else None
         parts = self._coded_sources(node)
         exact = set(sources) - parts.keys()
@@ -143,10 +144,6 @@ class Readings:
 
 def _is_small(source: fx.Node, node: fx.Node) -> bool:
     return shape_of(source).numel() * _SMALL <= shape_of(node).numel()
-
-
-def _is_first_power(node: fx.Node) -> bool:
-    return node.target is aten.pow.Tensor_Scalar and node.args[1] in (1, 1.0)
 
 
 def _dropped(x: Tensor, mask: Tensor, *, p: float) -> Tensor:
