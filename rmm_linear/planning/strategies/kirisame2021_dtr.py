@@ -18,7 +18,6 @@ takes are proposals: the simulator frees what no later op reads, which the polic
 met is not monotone in it, so that all are tried.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
@@ -32,16 +31,16 @@ _BUDGETS = 40
 _MOST_COST = 8.0
 
 
-class Neighbourhood(ABC):
-    """The cost of what is evicted around a storage."""
+class Neighbourhood:
+    """The cost of what is evicted around a storage; this one, of h_local, is none."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._evicted: set[int] = set()
 
-    @abstractmethod
     def cost(self, index: int) -> float:
         """Return the cost of the evicted neighbourhood of a storage that is in memory."""
+        return 0.0
 
     def evict(self, index: int) -> None:
         """Note that a storage is evicted."""
@@ -56,13 +55,6 @@ class Neighbourhood(ABC):
 
     def _after(self, index: int) -> list[int]:
         return [other for op in self._graph.readers[index] for other in self._graph.ops[op].writes]
-
-
-class NoNeighbourhood(Neighbourhood):
-    """That of h_local."""
-
-    def cost(self, index: int) -> float:
-        return 0.0
 
 
 class ExactNeighbourhood(Neighbourhood):
@@ -249,19 +241,8 @@ def budgets_to_try(graph: Graph) -> Iterator[int]:
             yield plain_bytes * part // _BUDGETS
 
 
-class _Dtr(Strategy):
-    neighbourhood: ClassVar[type[Neighbourhood]]
-
-    def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose what the policy does at each of many budgets."""
-        for budget_bytes in budgets_to_try(graph):
-            run = OnlineRun(graph, budget_bytes, self.neighbourhood(graph))
-            if run.run():
-                yield run.order
-
-
 @register
-class Dtr(_Dtr):
+class Dtr(Strategy):
     """Kirisame et al. 2021 with the evicted neighbourhood.
 
     Examples:
@@ -274,9 +255,16 @@ class Dtr(_Dtr):
     name: ClassVar[str] = "kirisame2021_dtr"
     neighbourhood: ClassVar[type[Neighbourhood]] = ExactNeighbourhood
 
+    def orders(self, graph: Graph) -> Iterator[list[int]]:
+        """Propose what the policy does at each of many budgets."""
+        for budget_bytes in budgets_to_try(graph):
+            run = OnlineRun(graph, budget_bytes, self.neighbourhood(graph))
+            if run.run():
+                yield run.order
+
 
 @register
-class DtrEq(_Dtr):
+class DtrEq(Dtr):
     """Kirisame et al. 2021 with a union-find in place of the evicted neighbourhood."""
 
     name: ClassVar[str] = "kirisame2021_dtr_eq"
@@ -284,8 +272,8 @@ class DtrEq(_Dtr):
 
 
 @register
-class DtrLocal(_Dtr):
+class DtrLocal(Dtr):
     """Kirisame et al. 2021 without a neighbourhood."""
 
     name: ClassVar[str] = "kirisame2021_dtr_local"
-    neighbourhood: ClassVar[type[Neighbourhood]] = NoNeighbourhood
+    neighbourhood: ClassVar[type[Neighbourhood]] = Neighbourhood
