@@ -145,19 +145,17 @@ def read_joint_graph(
     traced = trace(module, arguments, **options)
     kinds = {tensor.device.type for tensor in traced.inputs}
     forward_autocast = present_autocast(kinds)
-    kept = [None if isinstance(argument, Tensor) else argument for argument in arguments]
+    # fake inputs: the capture must not keep parameters alive that the model no longer has
+    fake = iter(traced.inputs)
+    fakes = [next(fake) if isinstance(argument, Tensor) else argument for argument in arguments]
     # of the graph as it was traced: it is changed below
     fingerprint = _fingerprint(traced.joint)
 
     def has_same_backward(autocast: Autocast) -> bool:
-        # fake inputs: the capture must not keep parameters alive that the model no longer has
-        fake = iter(traced.inputs)
-        arguments = [next(fake) if is_tensor else number for is_tensor, number in zip(are_tensors, kept, strict=True)]
         with autocast_as(forward_autocast, kinds):
-            again = trace(module, arguments, backward_autocast=autocast, **options)
+            again = trace(module, fakes, backward_autocast=autocast, **options)
         return _fingerprint(again.joint) == fingerprint
 
-    are_tensors = [isinstance(argument, Tensor) for argument in arguments]
     parameters = [isinstance(argument, nn.Parameter) for argument in arguments if isinstance(argument, Tensor)]
 
     def read(bits: Bits, sketch: float | None) -> Capture:
