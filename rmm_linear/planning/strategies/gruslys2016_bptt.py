@@ -103,54 +103,37 @@ def tabulated(kind: Kind, steps: int, memory: int, internal_units: int = 1, *, i
     split = np.zeros((steps + 1, memory + 1), dtype=np.int32)
     internal = np.zeros((steps + 1, memory + 1), dtype=np.bool_)
     cost[0] = 0
+
+    def improve(t: int, units: int, first: int, last: int, *, keeps_internal: bool) -> None:
+        """Improve the entries of length t by keeping something that takes `units` after y steps, first <= y <= last."""
+        if units > memory or first > last:
+            return
+        # rows y = first..last: cost of the rest with less memory, and of what comes before it with all of it
+        rest = cost[t - last : t - first + 1][::-1, : memory + 1 - units]
+        before = cost[first - keeps_internal : last + 1 - keeps_internal, units:]
+        total = rest + before
+        total += np.arange(first, last + 1, dtype=np.int32)[:, None]
+        best = total.argmin(axis=0)
+        found = total[best, np.arange(best.size)]
+        where = slice(max(units, least), None)
+        found, best = found[where.start - units :], best[where.start - units :]
+        better = found < cost[t, where]
+        cost[t, where][better] = found[better]
+        split[t, where][better] = (best + first)[better]
+        internal[t, where][better] = keeps_internal
+
     for t in range(1, steps + 1):
         cost[t, least:] = t * (t + 1) // 2
-        if kind != "ism" and t > 1:
-            _choose(cost, split, internal, t, 1, least, np.arange(1, t, dtype=np.int32), keeps_internal=False)
+        if kind != "ism":
+            improve(t, 1, 1, t - 1, keeps_internal=False)
         if kind != "hsm":
             # with the input kept anyway, and then for y > 1 where it is not
-            groups = [(internal_units, np.arange(1, t + 1, dtype=np.int32))]
-            if input_units:
-                groups = [
-                    (internal_units, np.arange(1, 2, dtype=np.int32)),
-                    (internal_units + input_units, np.arange(2, t + 1, dtype=np.int32)),
-                ]
-            for units, ahead in groups:
-                _choose(cost, split, internal, t, units, least, ahead, keeps_internal=True)
+            end = 1 if input_units else t
+            improve(t, internal_units, 1, end, keeps_internal=True)
+            improve(t, internal_units + input_units, end + 1, t, keeps_internal=True)
     for part in (cost, split, internal):
         part.flags.writeable = False
     return Table(kind, internal_units, input_units, cost.T, split.T, internal.T)
-
-
-def _choose(
-    cost: NDArray[np.int32],
-    split: NDArray[np.int32],
-    internal: NDArray[np.bool_],
-    t: int,
-    units: int,
-    least: int,
-    ahead: NDArray[np.int32],
-    *,
-    keeps_internal: bool,
-) -> None:
-    """Improve the entries of length t by keeping something that takes `units` after y steps, y one of `ahead`."""
-    memory = cost.shape[1] - 1
-    if units > memory or not ahead.size:
-        return
-    first, last = int(ahead[0]), int(ahead[-1])
-    # rows y = first..last: cost of the rest with less memory, and of what comes before it with all of it
-    rest = cost[t - last : t - first + 1][::-1, : memory + 1 - units]
-    before = cost[first - keeps_internal : last + 1 - keeps_internal, units:]
-    total = rest + before
-    total += ahead[:, None]
-    best = total.argmin(axis=0)
-    found = total[best, np.arange(best.size)]
-    where = slice(max(units, least), None)
-    found, best = found[where.start - units :], best[where.start - units :]
-    better = found < cost[t, where]
-    cost[t, where][better] = found[better]
-    split[t, where][better] = (best + first)[better]
-    internal[t, where][better] = keeps_internal
 
 
 def actions(table: Table, steps: int, memory: int) -> Iterator[Action]:
