@@ -118,9 +118,9 @@ def bptt_checkpoint(
 
     Raises:
         ValueError: If not exactly one of `memory`, `slots` and `host_every` is given, one is out of range, `page_to`
-            goes with none of them or is no place, the sequence is empty,
-            the state holds no tensor, or the cell returns something else than a state, uses a tensor that needs a
-            gradient and is not among its parameters, updates a buffer, or writes into its state or input.
+            goes with none of them or is no place, the sequence is empty, the state holds no tensor, or the cell returns
+            something else than a state, uses a tensor that needs a gradient and is not among its parameters, updates a
+            buffer, or writes into its state or input.
         InfeasibleBudgetError: If the memory does not hold one step; it names the least that would do.
         DoubleBackwardError: In the backward pass of a backward pass; a second derivative would need what is not kept.
     """
@@ -147,8 +147,18 @@ def bptt_checkpoint(
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (inputs, *leaves, *needed)):
         return run.plain(inputs, leaves)
     sizes = step_bytes(cell, inputs[0], state, parameters=parameters, preserve_rng_state=preserve_rng_state)
-    run.plan = _planned(inputs.shape[0], sizes, memory, slots, strategy, spacing, pages=pager is not None)
     run.pager = pager
+    if slots is not None:
+        run.plan = plan_for_slots(run.steps, slots, sizes, strategy=strategy)
+    elif spacing is not None:
+        run.plan = plan_double(run.steps, *spacing, sizes)
+    else:
+        budget = int(memory * plain_bytes(run.steps, sizes)) if isinstance(memory, float) else memory
+        assert budget is not None
+        if pager is None:
+            run.plan = plan_for_bytes(run.steps, budget, sizes, strategy=strategy)
+        else:
+            run.plan = plan_double(run.steps, *spacing_for_bytes(budget, run.steps, sizes), sizes)
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
     assert run.output_structure is not None
@@ -162,27 +172,6 @@ def _check_memory(memory: float | int) -> None:
         raise ValueError(f"memory={memory!r} is not in (0, 1]; pass an int for a number of bytes")
     if isinstance(memory, int) and memory <= 0:
         raise ValueError(f"memory={memory!r} is no positive number of bytes")
-
-
-def _planned(
-    steps: int,
-    sizes: StepBytes,
-    memory: float | int | None,
-    slots: int | None,
-    strategy: Literal["hsm", "ism", "msm"],
-    spacing: tuple[int, int] | None,
-    *,
-    pages: bool,
-) -> BPTTPlan:
-    if slots is not None:
-        return plan_for_slots(steps, slots, sizes, strategy=strategy)
-    if memory is not None:
-        budget = int(memory * plain_bytes(steps, sizes)) if isinstance(memory, float) else memory
-        if not pages:
-            return plan_for_bytes(steps, budget, sizes, strategy=strategy)
-        spacing = spacing_for_bytes(budget, steps, sizes)
-    assert spacing is not None
-    return plan_double(steps, *spacing, sizes)
 
 
 def step_bytes(
