@@ -23,6 +23,7 @@ for the backward pass begins with it; each chain is proposed with it kept and wi
 import itertools
 import math
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -225,14 +226,7 @@ class LowerSetProgram:
     @cached_property
     def least_cap(self) -> int:
         """The least cap B with a plan, by bisection."""
-        low, high = 0, self.largest_cap
-        while low < high:
-            middle = (low + high) // 2
-            if self._is_feasible(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return bisect_left(range(self.largest_cap), True, key=self._is_feasible)
 
     def _is_feasible(self, cap: int) -> bool:
         # overhead left aside, only the least M(U) of each lower set matters
