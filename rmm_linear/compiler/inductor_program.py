@@ -249,11 +249,8 @@ def _peak(profile: Any, device_type: str) -> int:
         for event in profile.profiler.kineto_results.events()
         if event.name() == "[memory]" and str(event.device_type()).lower().endswith(device_type)
     ]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(accumulate(changes, initial=0))
 
 
 def _zeros_like(fake: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ Nothing is assumed of the graph. What is in no state because it skips over cuts 
 back from whatever is there: a poor choice of cuts costs time and memory, which the simulator sees, and never validity.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -120,8 +121,7 @@ def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *
     place = 0
     for part in range(1, parts):
         target = part * share
-        while place < count and before[place] < target:
-            place += 1
+        place = bisect_left(before, target, place, count)
         nearest = place if place == 0 or before[place] - target <= target - before[place - 1] else place - 1
         best = nearest
         if slack:
