@@ -105,8 +105,7 @@ def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
         0-d int64 on the device of `x`.
     """
     # calls of torch.empty are not merged
-    seed: Tensor = _draw_seed(x, torch.empty((), device=x.device) if alone else None)
-    return seed
+    return _draw_seed(x, torch.empty((), device=x.device) if alone else None)
 
 
 @_define("unbind_copy(Tensor x) -> Tensor[]")

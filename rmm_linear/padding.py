@@ -40,6 +40,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -187,25 +188,18 @@ def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
     return (found <= place).sum().clamp(max=found.shape[0] - 1).reshape(1), times
 
 
+@dataclass(eq=False)
 class _Scope:
     """The announcement that holds while one module's forward runs."""
 
-    def __init__(
-        self,
-        rows: ValidRows | None,
-        *,
-        memory: Tensor | None = None,
-        of_memory: ValidRows | None = None,
-        owner: nn.Module | None = None,
-    ) -> None:
-        self.rows = rows
-        self.owner = owner
-        # the encoder's output, which a decoder's cross-attention reads, and its rows
-        self.memory = memory
-        self.of_memory = of_memory
-        # shapes of inputs that asked, and whether any fitted
-        self.asked: list[tuple[int, ...]] = []
-        self.fitted = False
+    rows: ValidRows | None
+    # the encoder's output, which a decoder's cross-attention reads, and its rows
+    memory: Tensor | None = None
+    of_memory: ValidRows | None = None
+    owner: nn.Module | None = None
+    # shapes of inputs that asked, and whether any fitted
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    fitted: bool = False
 
     def rows_of(self, x: Tensor) -> ValidRows | None:
         rows = self.rows

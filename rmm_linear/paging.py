@@ -49,9 +49,6 @@ class HostPager:
 class FilePager:
     """Keeps tensors in a file without a name, which is gone with the process.
 
-    Args:
-        folder: The folder of the file.
-
     Raises:
         PagingError: If no file can be made there; of `put` and `take`, if the disk is full, or the file has lost its
             contents.
@@ -112,11 +109,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def pager_for(page_to: str | Path | None, device: torch.device) -> Pager:
-    """Return a pager.
-
-    Args:
-        page_to: "host", or a folder.
-        device: Where the tensors are.
+    """Return a pager to "host", or to a folder, for tensors on a device.
 
     Raises:
         ValueError: If the host's memory is asked for of tensors that are in it, or there is no such folder.

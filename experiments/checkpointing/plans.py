@@ -33,9 +33,9 @@ from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.jain2020_checkmate import Program
 from rmm_linear.planning.strategies.patil2022_poet import PagingProgram
-from rmm_linear.planning.strategies.steiner2022_olla import arena_for, lifetimes
-from rmm_linear.planning.strategies.zhang2023_coop import CoopRun, DtrInArena, least_arena
+from rmm_linear.planning.strategies.zhang2023_coop import CoopRun
 
+from .arenas import DtrInArena, arena_for, least_arena, lifetimes
 from .models import Shape, Workload, of_shape
 from .report import (
     ARENAS_FILE,

@@ -24,19 +24,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from rmm_linear.compiler.exact_program import random_state, set_random_state
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.memory import SavedTensors
 from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
 from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots
+from rmm_linear.planning.strategies.chain_reversal import StepBytes
 
 State = Any
 Cell = Callable[[Tensor, State], Any]
@@ -45,18 +47,6 @@ _WRITES_IN_PLACE = (
     "the cell writes in place into its state or its input, which steps that run again have to find as they were; make"
     " new tensors: h = 0.9 * h in place of h *= 0.9"
 )
-
-
-class StepBytes(NamedTuple):
-    """What one step of a cell leaves behind.
-
-    Attributes:
-        state_bytes: The state after it; with the state of the random number generator, if the cell draws.
-        internal_bytes: What autograd keeps beside the states before and after it, the inputs and the parameters.
-    """
-
-    state_bytes: int
-    internal_bytes: int
 
 
 def bptt_checkpoint(
@@ -128,9 +118,9 @@ def bptt_checkpoint(
 
     Raises:
         ValueError: If not exactly one of `memory`, `slots` and `host_every` is given, one is out of range, `page_to`
-            goes with none of them or is no place, the sequence is empty,
-            the state holds no tensor, or the cell returns something else than a state, uses a tensor that needs a
-            gradient and is not among its parameters, updates a buffer, or writes into its state or input.
+            goes with none of them or is no place, the sequence is empty, the state holds no tensor, or the cell returns
+            something else than a state, uses a tensor that needs a gradient and is not among its parameters, updates a
+            buffer, or writes into its state or input.
         InfeasibleBudgetError: If the memory does not hold one step; it names the least that would do.
         DoubleBackwardError: In the backward pass of a backward pass; a second derivative would need what is not kept.
     """
@@ -145,83 +135,51 @@ def bptt_checkpoint(
         raise ValueError(f"memory={memory!r}, slots={slots!r}, host_every={host_every!r}: pass one of them")
     if page_to is not None and slots is not None:
         raise ValueError(f"slots={slots!r} goes without page_to: pass memory, or host_every and local_every")
-    if host_every is not None and local_every is not None:
-        check_spacing(host_every, local_every)
+    spacing = None if host_every is None or local_every is None else (host_every, local_every)
+    if spacing is not None:
+        check_spacing(*spacing)
+    if memory is not None:
+        _check_memory(memory)
     pager = None if page_to is None else pager_for(page_to, inputs.device)
     own = tuple(cell.parameters()) if isinstance(cell, nn.Module) else ()
     needed = tuple({id(tensor): tensor for tensor in (*own, *parameters) if tensor.requires_grad}.values())
     run = _Run(cell, structure, inputs.shape[0], preserve_rng_state)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (inputs, *leaves, *needed)):
-        run.check_memory(memory)
         return run.plain(inputs, leaves)
     sizes = step_bytes(cell, inputs[0], state, parameters=parameters, preserve_rng_state=preserve_rng_state)
-    if page_to is None:
-        run.plan = plan(inputs.shape[0], sizes, memory=memory, slots=slots, strategy=strategy)
+    run.pager = pager
+    if slots is not None:
+        run.plan = plan_for_slots(run.steps, slots, sizes, strategy=strategy)
+    elif spacing is not None:
+        run.plan = plan_double(run.steps, *spacing, sizes)
     else:
-        run.plan = _double_plan(inputs.shape[0], sizes, memory, host_every, local_every)
-        run.pager = pager
+        budget = int(memory * plain_bytes(run.steps, sizes)) if isinstance(memory, float) else memory
+        assert budget is not None
+        if pager is None:
+            run.plan = plan_for_bytes(run.steps, budget, sizes, strategy=strategy)
+        else:
+            run.plan = plan_double(run.steps, *spacing_for_bytes(budget, run.steps, sizes), sizes)
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
     assert run.output_structure is not None
     return pytree.tree_unflatten(list(outputs), run.output_structure), pytree.tree_unflatten(list(final), structure)
 
 
-def plan(
-    steps: int,
-    sizes: StepBytes,
-    *,
-    memory: float | int | None = None,
-    slots: int | None = None,
-    strategy: Literal["hsm", "ism", "msm"] = "msm",
-) -> BPTTPlan:
-    """Return the plan that `bptt_checkpoint` follows.
-
-    Args:
-        steps: Length of the sequence.
-        sizes: What `step_bytes` returned.
-        memory: See `bptt_checkpoint`.
-        slots: See `bptt_checkpoint`.
-        strategy: See `bptt_checkpoint`.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: If neither or both of memory and slots are given, or one is out of range.
-    """
-    if (memory is None) == (slots is None):
-        raise ValueError(f"memory={memory!r}, slots={slots!r}: pass one of the two")
-    if memory is None:
-        assert slots is not None
-        return plan_for_slots(steps, slots, strategy=strategy, **sizes._asdict())
-    _Run.check_memory(memory)
-    budget = int(memory * plain_bytes(steps, **sizes._asdict())) if isinstance(memory, float) else memory
-    return plan_for_bytes(steps, budget, strategy=strategy, **sizes._asdict())
-
-
-def _double_plan(
-    steps: int, sizes: StepBytes, memory: float | int | None, host_every: int | None, local_every: int | None
-) -> BPTTPlan:
-    own = sizes._asdict()
-    if host_every is None or local_every is None:
-        assert memory is not None
-        _Run.check_memory(memory)
-        budget = int(memory * plain_bytes(steps, **own)) if isinstance(memory, float) else memory
-        host_every, local_every = spacing_for_bytes(budget, steps, **own)
-    return plan_double(steps, host_every, local_every, **own)
+def _check_memory(memory: float | int) -> None:
+    if isinstance(memory, bool) or not isinstance(memory, float | int):
+        raise ValueError(f"memory={memory!r} is neither a float in (0, 1] nor a number of bytes")
+    if isinstance(memory, float) and not 0 < memory <= 1:
+        raise ValueError(f"memory={memory!r} is not in (0, 1]; pass an int for a number of bytes")
+    if isinstance(memory, int) and memory <= 0:
+        raise ValueError(f"memory={memory!r} is no positive number of bytes")
 
 
 def step_bytes(
     cell: Cell, input: Tensor, state: State, *, parameters: Sequence[Tensor] = (), preserve_rng_state: bool = True
 ) -> StepBytes:
-    """Run one step, and measure what it leaves behind.
+    """Run one step, and measure what it leaves behind; the arguments are those of `bptt_checkpoint`.
 
-    Args:
-        cell: The cell.
-        input: One step's input.
-        state: A state.
-        parameters: See `bptt_checkpoint`.
-        preserve_rng_state: See `bptt_checkpoint`. The generators are as before in any case.
+    The random number generators are afterwards as they were.
 
     Raises:
         ValueError: If the cell returns no state, uses a tensor that needs a gradient and is none of its parameters,
@@ -268,17 +226,11 @@ class _Buffers:
     """The buffers of a cell, and what is in them before it runs."""
 
     def __init__(self, cell: Cell) -> None:
-        modules = dict(cell.named_modules()) if isinstance(cell, nn.Module) else {}
-        self._modules = {prefix + "." if prefix else "": module for prefix, module in modules.items()}
+        self._module = cell if isinstance(cell, nn.Module) else nn.Module()
         self._before = {name: (t, t._version, t.detach().clone()) for name, t in self._now().items()}
 
     def _now(self) -> dict[str, Tensor]:
-        return {
-            prefix + name: tensor
-            for prefix, module in self._modules.items()
-            for name, tensor in module._buffers.items()
-            if tensor is not None
-        }
+        return dict(self._module.named_buffers(remove_duplicate=False))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -296,8 +248,9 @@ class _Buffers:
                     tensor.copy_(contents)
         changed += [name for name in now if name not in self._before]
         for name in changed:
-            prefix, dot, last = name.rpartition(".")
-            self._modules[prefix + dot]._buffers[last] = self._before[name][0] if name in self._before else None
+            owner, _, last = name.rpartition(".")
+            buffers = self._module.get_submodule(owner)._buffers
+            buffers[last] = self._before[name][0] if name in self._before else None
         return changed
 
 
@@ -312,17 +265,14 @@ class _Generators:
     """The random number generators that a cell may draw from: the CPU's and the device's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+        self._devices = [torch.device("cpu"), *([] if device.type in ("cpu", "meta") else [device])]
 
     def get(self) -> tuple[Tensor, ...]:
-        own = (torch.get_rng_state(),)
-        return own if self._module is None else (*own, self._module.get_rng_state(self._device))
+        return tuple(map(random_state, self._devices))
 
     def set(self, states: tuple[Tensor, ...]) -> None:
-        torch.set_rng_state(states[0])
-        if self._module is not None:
-            self._module.set_rng_state(states[1], self._device)
+        for state, device in zip(states, self._devices, strict=True):
+            set_random_state(state, device)
 
 
 def _leaf(tensor: Tensor, *, needs_gradient: bool) -> Tensor:
@@ -425,17 +375,6 @@ class _Run:
         # the state that was paged out last, for the steps after it
         self.passing: tuple[int, list[Tensor]] | None = None
         self.autocast: dict[str, Any] | None = None
-
-    @staticmethod
-    def check_memory(memory: float | int | None) -> None:
-        if memory is None:
-            return
-        if isinstance(memory, bool) or not isinstance(memory, float | int):
-            raise ValueError(f"memory={memory!r} is neither a float in (0, 1] nor a number of bytes")
-        if isinstance(memory, float) and not 0 < memory <= 1:
-            raise ValueError(f"memory={memory!r} is not in (0, 1]; pass an int for a number of bytes")
-        if isinstance(memory, int) and memory <= 0:
-            raise ValueError(f"memory={memory!r} is no positive number of bytes")
 
     def plain(self, inputs: Tensor, leaves: list[Tensor]) -> tuple[Any, State]:
         collected: list[list[Tensor]] = []

@@ -135,13 +135,7 @@ class PlannedStep:
         raise NothingToTrainError
 
     def take(self, options: Options, capture: Capture, plan: CheckpointPlan) -> None:
-        """Run by a plan from now on.
-
-        Args:
-            options: Options that the plan is one of.
-            capture: A capture of the step that `capture` captured last.
-            plan: A plan for it.
-        """
+        """Run from now on by a plan for a capture of the step that `capture` captured last, under these options."""
         self.group.options = options
         variant = self.group.variants()[-1]
         variant.capture, variant.plan, variant.runner = replace(capture, rewritten=None), plan, None
@@ -199,11 +193,7 @@ def capture(
 
 
 def is_planned(model: nn.Module) -> bool:
-    """Tell whether a model, or a module in it, runs by a plan.
-
-    Returns:
-        Whether `checkpoint_model` was called on it.
-    """
+    """Tell whether `checkpoint_model` was called on a model, or on a module in it."""
     return any(isinstance(module._compiled_call_impl, PlannedStep) for module in model.modules())
 
 

@@ -19,7 +19,6 @@ class fused_attention(TorchFunctionMode):  # noqa: N801 - a context manager
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function, or a fused op in its place."""
         if func is F.scaled_dot_product_attention:
             found = _fused(*args, **(kwargs or {}))
             if found is not None:

@@ -10,26 +10,14 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 def present_autocast(kinds: Iterable[str]) -> Autocast:
-    """Tell the state of autocast in this thread.
-
-    Args:
-        kinds: Kinds of devices to look at, such as "cpu".
-
-    Returns:
-        The kinds for which it is enabled, with their dtypes.
-    """
+    """Tell for which kinds of devices, such as "cpu", autocast is enabled in this thread, and in which dtypes."""
     enabled = (kind for kind in sorted(_with_autocast(kinds)) if torch.is_autocast_enabled(kind))
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
 
 
 @contextlib.contextmanager
 def autocast_as(autocast: Autocast, kinds: Iterable[str]) -> Iterator[None]:
-    """Put autocast into a state.
-
-    Args:
-        autocast: The state.
-        kinds: Kinds of devices; it is off for those that the state does not name.
-    """
+    """Put autocast into a state; it is off for those kinds of devices that the state does not name."""
     dtypes = dict(autocast)
     with contextlib.ExitStack() as stack:
         for kind in sorted({*_with_autocast(kinds), *dtypes}):
@@ -45,13 +33,10 @@ def _with_autocast(kinds: Iterable[str]) -> set[str]:
 
 @contextlib.contextmanager
 def weights_cast_once(enabled: bool) -> Iterator[None]:
-    """Cast each weight once while a step is traced, where autocast does so when the step runs.
+    """Cast each weight once while a step is traced, if autocast's cache was enabled where the step was called.
 
     A weight that is used several times has one cast then, whose gradients are added up in the lower precision; torch
     traces with a cast for each use.
-
-    Args:
-        enabled: Whether autocast's cache was enabled where the step was called.
     """
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()

@@ -156,9 +156,6 @@ class Group:
 
     These are the graphs of one call of torch.compile, or of all calls that are given the same dict of options.
 
-    Args:
-        options: How they are planned.
-
     Attributes:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
@@ -179,12 +176,7 @@ class Group:
         self.runs = 0
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> "PlannedGraph":
-        """Take a graph of Dynamo over.
-
-        Args:
-            module: The graph.
-            inputs: Example inputs; not used, for the graph is captured when it first runs.
-        """
+        """Take a graph of Dynamo over. The example inputs are not used: it is captured when it first runs."""
         graph = PlannedGraph(module, self)
         self.graphs.add(graph)
         _all_graphs.add(graph)
@@ -277,10 +269,6 @@ def plans(target: nn.Module | Callable[..., Any]) -> list[CheckpointPlan]:
 class PlannedGraph:
     """One graph of Dynamo; call it as the graph is called.
 
-    Args:
-        module: The graph.
-        group: The graphs of the same call of torch.compile.
-
     Attributes:
         variants: Plans by the kind of the arguments; the kind that was used last comes last.
         frame: Which frame of Python it is of.
@@ -343,11 +331,7 @@ class PlannedGraph:
         return tuple(variant.runner(arguments))
 
     def belongs_to(self, target: Any) -> bool:
-        """Tell whether the graph is of a model or function.
-
-        Args:
-            target: See `plans`.
-        """
+        """Tell whether the graph is of a model or function; see `plans`."""
         if isinstance(target, nn.Module):
             own = {id(parameter) for parameter in target.parameters()}
             return any(id(parameter) in own for parameter in self._parameters.values())

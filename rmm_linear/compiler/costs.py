@@ -37,13 +37,7 @@ _MEASURED_MS: dict[str, float] = {}
 
 
 def unit_of(costs: str) -> str:
-    """Return the unit of a way of pricing.
-
-    Args:
-        costs: See `cost_of`.
-
-    Returns:
-        For `Graph.cost_unit`.
+    """Return the unit of a way of pricing, for `Graph.cost_unit`; see `cost_of`.
 
     Raises:
         ValueError: If there is no such way.
@@ -54,16 +48,13 @@ def unit_of(costs: str) -> str:
 
 
 def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
-    """Price one op.
+    """Price one op: more than 0, in `unit_of(costs)`.
 
     Args:
         loop: Nodes that are computed in one loop, with fake tensors as values; only the last one's is written.
         costs: "roofline" (the longest one of moving its bytes, doing its FLOPs and computing its numbers, and a
             launch), "flops" (1 for ops that do none), "bytes" (that it moves), "ms" (it runs here, on zeros and random
             numbers, and is timed; ops alike are timed once), or "ops" (1).
-
-    Returns:
-        Its cost, more than 0, in `unit_of(costs)`.
     """
     unit_of(costs)
     if costs == "ops":
@@ -78,7 +69,7 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
         leaves = (leaf for leaf in pytree.tree_leaves(arguments) if _is(leaf))
         outside = list({id(leaf): leaf for leaf in leaves if leaf.untyped_storage()._cdata not in inside}.values())
     read = () if str(loop[-1].target) == _DRAW else outside
-    moved = float(sum(_moved_bytes(leaf) for leaf in pytree.tree_leaves((read, result))))
+    moved = float(sum(math.prod(t.shape) * t.element_size() for t in pytree.tree_leaves((read, result)) if _is(t)))
     if costs == "bytes":
         return max(1.0, moved)
     flops = sum(_flops(node, *each) for node, each in zip(loop, arguments, strict=True))
@@ -94,15 +85,11 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
 def page_cost(page_to: str | Path, device: torch.device, costs: str) -> float:
     """Measure the time in which a byte is paged out, or back, once in each process.
 
-    Of a file, it is mostly that of the operating system's cache: pages of more than the free memory take longer.
-
-    Args:
-        page_to: "host", or a folder; see `rmm_linear.paging.pager_for`.
-        device: Where the tensors are.
-        costs: As for `cost_of`: "ms"; or "roofline" or "bytes", in the time in which the device moves a byte.
+    Of a file, it is mostly that of the operating system's cache: pages of more than the free memory take longer. Costs
+    of "roofline" and "bytes" count it in the time in which the device moves a byte.
 
     Raises:
-        ValueError: If costs are counted in something else.
+        ValueError: If costs are counted in something else than these and "ms".
     """
     if costs not in ("ms", "roofline", "bytes"):
         raise ValueError(f'costs={costs!r} are no times, which paging takes: pass "roofline", "ms" or "bytes"')
@@ -134,23 +121,17 @@ def _median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float
 def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
     key = f"{node.target} {described((args, kwargs))}"
     if key not in _MEASURED_MS:
-        _MEASURED_MS[key] = _time_of(node, args, kwargs)
+        devices = list({leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            args, kwargs = with_contents((args, kwargs))
+            _MEASURED_MS[key] = _median_ms(lambda: node.target(*args, **kwargs), devices)  # type: ignore[operator]
     return _MEASURED_MS[key]
-
-
-def _time_of(node: fx.Node, args: Any, kwargs: Any) -> float:
-    """Median time of an op, in ms."""
-    devices = list({leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        real_args, real_kwargs = with_contents((args, kwargs))
-        return _median_ms(lambda: node.target(*real_args, **real_kwargs), devices)  # type: ignore[operator]
 
 
 def described(arguments: Any) -> str:
     """Tell what the time and the memory of an op depend on.
 
-    Returns:
-        Shapes, layouts, dtypes and devices of the tensors, and the other values.
+    These are shapes, layouts, dtypes and devices of the tensors, and the other values.
     """
     leaves = pytree.tree_leaves(arguments)
     return str([(*leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if _is(leaf) else leaf for leaf in leaves])
@@ -159,8 +140,7 @@ def described(arguments: Any) -> str:
 def with_contents(arguments: Any) -> Any:
     """Replace fake tensors by real ones of the same shapes and layouts.
 
-    Returns:
-        The same with random numbers; zeros where numbers are whole, which are valid as indices and masks.
+    They hold random numbers; zeros where numbers are whole, which are valid as indices and masks.
     """
 
     def contents(leaf: Any) -> Any:
@@ -178,10 +158,6 @@ def with_contents(arguments: Any) -> Any:
 
 def _is(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
-
-
-def _moved_bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.element_size() if isinstance(leaf, Tensor) else 0
 
 
 def is_product(node: fx.Node) -> bool:

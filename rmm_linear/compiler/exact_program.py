@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.paging import Pager, pager_for
-from rmm_linear.planning.schedule import Schedule, Step, hand_over_places, validate
+from rmm_linear.planning.schedule import Schedule, Step, end_of_forward, hand_over_places, validate
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _LITERALS = (int, bool, str, type(None))
@@ -70,12 +70,7 @@ class Program:
 
 
 def program_of(capture: Capture, schedule: Schedule, page_to: str | Path | None = None) -> Program:
-    """Write the code of a schedule.
-
-    Args:
-        capture: The step.
-        schedule: The schedule.
-        page_to: Where tensors are paged that the schedule loads; see `rmm_linear.paging.pager_for`.
+    """Write the code of a schedule; storages that it loads are paged to `page_to`, see `rmm_linear.paging.pager_for`.
 
     Raises:
         ScheduleError: If the schedule cannot run; see `rmm_linear.planning.schedule.validate`.
@@ -119,7 +114,10 @@ class _Writer:
         self._times_left = {op: count for op, count in times.items() if count > 1 and ops[op].is_random}
 
     def program(self) -> Program:
-        steps, cut = self._schedule.steps, self._cut()
+        steps = self._schedule.steps
+        computations = [number for number, step in enumerate(steps) if step.kind == "compute"]
+        # the step that computes the last result
+        cut = computations[end_of_forward(self._capture.graph, self._schedule.order)]
         if self._loads_left:
             self._lines.append("pager = _pager()")
         for step in steps[: cut + 1]:
@@ -198,17 +196,6 @@ class _Writer:
         read = frozenset(place for place, node in enumerate(self._capture.inputs) if node in self._read)
         self._read.clear()
         return Part(tuple(handed_over), read)
-
-    def _cut(self) -> int:
-        """The step that computes the last result."""
-        graph = self._capture.graph
-        missing = {graph.writer[index] for index in graph.results}
-        for number, step in enumerate(self._schedule.steps):
-            if step.kind == "compute":
-                missing.discard(step.target)
-                if not missing:
-                    return number
-        raise AssertionError("validate lets no such schedule pass")
 
     def _function(self, signature: str) -> str:
         return "\n    ".join([f"def {signature}:", *self._lines])
@@ -305,16 +292,14 @@ class _Writer:
     def _drawn(self, op: int, node: fx.Node, call: str) -> str:
         self._times_left[op] -= 1
         function, _, arguments = call.partition("(")
+        device = self._constant(next((tensor.device for tensor in tensors_of(node)), torch.device("cpu")))
         if op not in self._states:
-            device = next((tensor.device for tensor in tensors_of(node)), torch.device("cpu"))
             self._states[op] = f"s{op}"
-            self._lines.append(f"s{op} = _state({self._constant(device)})")
+            self._lines.append(f"s{op} = _state({device})")
             return call
-        state = self._states[op]
-        device_name = self._constant(next((tensor.device for tensor in tensors_of(node)), torch.device("cpu")))
         if not self._times_left[op]:
             self._spent.append(self._states.pop(op))
-        return f"_replay({state}, {device_name}, {function}, {arguments}"
+        return f"_replay(s{op}, {device}, {function}, {arguments}"
 
     def _call(self, node: fx.Node) -> str:
         arguments = [self._argument(argument) for argument in node.args]
@@ -435,11 +420,7 @@ def _bernoulli(like: Tensor, p: float) -> Tensor:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Return the state of a device's default generator.
-
-    Returns:
-        The state, in new memory of the CPU.
-    """
+    """Return the state of a device's default generator, in new memory of the CPU."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
@@ -449,12 +430,7 @@ def hidden_random_state(device: torch.device) -> bytes:
 
 
 def set_random_state(state: Tensor | bytes, device: torch.device) -> None:
-    """Set the state of a device's default generator.
-
-    Args:
-        state: What `random_state` or `hidden_random_state` returned.
-        device: The device.
-    """
+    """Set the state of a device's default generator to what `random_state` or `hidden_random_state` returned."""
     if isinstance(state, bytes):
         state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     if device.type == "cpu":

@@ -29,14 +29,13 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def real_bytes(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:
-    """Tell the size of the memory that a fake result stands for.
+def memories_of(node: fx.Node) -> list[int]:
+    """Return what identifies the memory of each tensor of `tensors_of`."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors_of(node)]
 
-    Args:
-        op: The operation.
-        sources: The tensors that it reads.
-        result: What it returns, or one of it.
-    """
+
+def real_bytes(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:
+    """Tell the size of the memory that a fake result of an operation on such tensors stands for."""
     size_bytes = result.untyped_storage().nbytes()
     if op not in _REDUCED_IN_PLACE:
         return size_bytes
@@ -49,10 +48,8 @@ def eager_peak(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) ->
 
     Eager mode keeps what a captured step frees, each of whose results goes after its last use: what a name in Python
     refers to, and all that autograd holds for an op until that op's turn comes. But it adds up gradients in place.
-
-    Args:
-        run: Runs the forward pass on fake tensors; returns what is differentiated.
-        inputs: What is not counted: parameters, buffers, the batch. Their gradients are set to None.
+    `run` runs the forward pass on fake tensors, and returns what is differentiated. The inputs are not counted:
+    parameters, buffers, the batch. Their gradients are set to None.
     """
     # in this thread alone: others' dispatch is not seen
     with torch.autograd.set_multithreading_enabled(False), _Alive(inputs) as alive:

@@ -33,10 +33,8 @@ _LONGEST = 16
 def fuse(joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Compute elementwise results of the forward pass again where backward loops read them, and find what is inlined.
 
-    Args:
-        joint: A joint graph, functional; changed in place.
-        tangents: Placeholders of the gradients of its results.
-        updated: Placeholders of the inputs that the step writes into after the forward pass.
+    The joint graph, a functional one, is changed in place. `tangents` are placeholders of the gradients of its results,
+    and `updated` those of the inputs that the step writes into after the forward pass.
 
     Returns:
         For each node that is inlined, the node in whose loop it is computed.

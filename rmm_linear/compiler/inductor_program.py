@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.costs import is_product
 from rmm_linear.compiler.exact_program import Part, Program
-from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture, dense_copy
 from rmm_linear.compiler.torch_private import (
     compile_by_inductor,
@@ -37,7 +37,7 @@ from rmm_linear.compiler.torch_private import (
 )
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
-from rmm_linear.planning.schedule import Schedule, frees_of_order
+from rmm_linear.planning.schedule import Schedule, end_of_forward, frees_of_order
 
 # Most compilations, with all storages counted, of a step whose measured peak is above its budget.
 _MOST_TRIES = 3
@@ -53,15 +53,12 @@ def program_within(
 ) -> tuple[CheckpointPlan, Program]:
     """Compile a plan, measure its peak, and plan again where the peak is above the budget.
 
-    Args:
-        capture: A captured step.
-        plan: Its plan.
-        inputs: The step's inputs, with which the peak is measured; they are not written into.
-        replan: Plans for fewer bytes.
+    The peak is measured with the step's inputs, which are not written into. Where the user's profiler runs, or the step
+    communicates, it is not measured.
 
     Returns:
         The first plan whose measured peak is within the budget, or the one whose peak is the least (with a warning),
-        and its program. Where the user's profiler runs, or the step communicates, the peak is not measured.
+        and its program.
 
     Raises:
         MissingCompilerError: If Inductor finds no C++ compiler.
@@ -95,19 +92,11 @@ def measured_plain(capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tens
     """Compile a step without a budget, and measure its peak: Inductor is free in all that it fuses.
 
     Where it takes much more than the plan says, for it has fused ops that lie far apart, the step is compiled again in
-    windows of the plan's own peak, which take 2 or 3 % longer.
-
-    Args:
-        capture: A captured step.
-        plan: Its plain plan.
-        inputs: As for `program_within`.
-
-    Returns:
-        The plan, with the measured peak, and its program.
+    windows of the plan's own peak, which take 2 or 3 % longer. The plan that is returned has the measured peak.
     """
-    if not _is_measurable(capture):
-        return plan, compiled_program(capture, plan.schedule, sys.maxsize)
     program = compiled_program(capture, plan.schedule, sys.maxsize)
+    if not _is_measurable(capture):
+        return plan, program
     measured = measured_peak_bytes(capture, program, inputs)
     if measured > _MUCH_MORE * plan.peak_bytes:
         in_windows = compiled_program(capture, plan.schedule, plan.peak_bytes)
@@ -126,7 +115,7 @@ def compiled_program(
     capture: Capture, schedule: Schedule, limit_bytes: int, *, expects_fusion: bool = False
 ) -> Program:
     """Compile a schedule."""
-    cut = _cut(capture.graph, schedule)
+    cut = end_of_forward(capture.graph, schedule.order) + 1
     are_loops = [not is_product(node) for node in capture.nodes]
     windows = windows_of(capture.graph, schedule, cut, limit_bytes, are_loops, expects_fusion=expects_fusion)
     joint = _decomposed(_in_order(capture, schedule, cut))
@@ -143,7 +132,7 @@ def uncompiled_program(capture: Capture) -> Program:
     Gradients equal the compiled step's to rounding, but for dropout, whose masks are others.
     """
     schedule = Schedule.plain(capture.graph)
-    cut = _cut(capture.graph, schedule)
+    cut = end_of_forward(capture.graph, schedule.order) + 1
     return _Halves(capture, _in_order(capture, schedule, cut), cut, is_compiled=False).program()
 
 
@@ -229,8 +218,7 @@ def windows_of(
 def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Tensor]) -> int:
     """Run a program once, forward and backward, and measure its peak; nothing of the caller's changes.
 
-    Returns:
-        The most bytes in memory at any time beside the inputs and the gradients of the results.
+    It is the most that is in memory at any time beside the inputs and the gradients of the results.
     """
     tangents = [None if node is None else _zeros_like(tensors_of(node)[0]) for node in capture.tangents]
 
@@ -261,25 +249,12 @@ def _peak(profile: Any, device_type: str) -> int:
         for event in profile.profiler.kineto_results.events()
         if event.name() == "[memory]" and str(event.device_type()).lower().endswith(device_type)
     ]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(accumulate(changes, initial=0))
 
 
 def _zeros_like(fake: Tensor) -> Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
-
-
-def _cut(graph: Graph, schedule: Schedule) -> int:
-    """How many computations the forward pass has: until the last result is there."""
-    missing = {graph.writer[index] for index in graph.results}
-    for position, op in enumerate(schedule.order):
-        missing.discard(op)
-        if not missing:
-            return position + 1
-    raise AssertionError("validate lets no such schedule pass")
 
 
 def _in_order(capture: Capture, schedule: Schedule, cut: int) -> fx.GraphModule:
@@ -335,8 +310,7 @@ def _decomposed(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def _step(node: fx.Node) -> int:
-    step: int = node.meta["custom"][_STEP]
-    return step
+    return node.meta["custom"][_STEP]
 
 
 def _functional_copy(gradient: Tensor, like: Tensor) -> Tensor:
@@ -350,10 +324,10 @@ def _realize(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
         if node.op != "call_function":
             continue
-        for memory in _memories(node):
+        for memory in memories_of(node):
             writer.setdefault(memory, node)
         for source in node.all_input_nodes:
-            for memory in _memories(source):
+            for memory in memories_of(source):
                 last_read[memory] = max(last_read.get(memory, 0), node.meta["window"])
     for memory, node in writer.items():
         is_read_later = last_read.get(memory, 0) > node.meta["window"]
@@ -366,10 +340,6 @@ def _realize(joint: fx.GraphModule) -> None:
                 source.meta["inductor_realize_to_strides"] = is_made
 
 
-def _memories(node: fx.Node) -> list[int]:
-    return [tensor.untyped_storage()._cdata for tensor in tensors_of(node)]
-
-
 class _Halves:
     """Cuts a graph where the forward pass ends, and compiles both halves unless `is_compiled` is false."""
 
@@ -377,11 +347,10 @@ class _Halves:
         self._capture, self._joint, self._is_compiled = capture, joint, is_compiled
         nodes = list(joint.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        place_of = {node: place for place, node in enumerate(_placeholders(capture))}
-        self._inputs = [placeholders[place_of[node]] for node in capture.inputs]
-        self._tangents = {
-            place: placeholders[place_of[node]] for place, node in enumerate(capture.tangents) if node is not None
-        }
+        originals = (node for node in capture.module.graph.nodes if node.op == "placeholder")
+        copy_of = dict(zip(originals, placeholders, strict=True))
+        self._inputs = [copy_of[node] for node in capture.inputs]
+        self._tangents = {place: copy_of[node] for place, node in enumerate(capture.tangents) if node is not None}
         (output,) = (node for node in nodes if node.op == "output")
         ends: list[fx.Node] = list(output.args[0])
         count = len(capture.results) + len(capture.updates)
@@ -406,9 +375,9 @@ class _Halves:
         targets = [place for place, _ in capture.updates]
         places = tuple(place for place, node in enumerate(capture.gradients) if node is not None)
         reads, tangent_places = tuple(self._reads), tuple(self._tangents)
-        kept = {memory for node in self._saved for memory in _memories(node)}
+        kept = {memory for node in self._saved for memory in memories_of(node)}
         shared = [
-            place for place, node in enumerate(self._early_ends[:results]) if not kept.isdisjoint(_memories(node))
+            place for place, node in enumerate(self._early_ends[:results]) if not kept.isdisjoint(memories_of(node))
         ]
 
         def run_forward(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]:
@@ -462,7 +431,3 @@ class _Halves:
         key = hashlib.sha256(repr(windows).encode()).hexdigest()
         reads_codes = is_backward and bool(self._capture.coding.coded)
         return compile_by_inductor(module, examples, key, is_backward=is_backward, reads_codes=reads_codes)
-
-
-def _placeholders(capture: Capture) -> list[fx.Node]:
-    return [node for node in capture.module.graph.nodes if node.op == "placeholder"]

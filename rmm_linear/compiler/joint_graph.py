@@ -29,7 +29,7 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.compiler.costs import cost_of, unit_of
-from rmm_linear.compiler.fake_memory import real_bytes, tensors_of
+from rmm_linear.compiler.fake_memory import memories_of, real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.rewrites import code_step
 from rmm_linear.compiler.rewrites.casts import cast_again
@@ -140,27 +140,22 @@ def read_joint_graph(
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
         NothingToTrainError: If no result can be differentiated.
-        ValueError: If `gradients` is something else.
     """
-    if gradients not in ("kept", "freed"):
-        raise ValueError(f'gradients={gradients!r} is neither "kept" nor "freed"')
     options: dict[str, Any] = {"loss_alone": loss_alone, "draws_by_seeds": for_inductor}
     traced = trace(module, arguments, **options)
     kinds = {tensor.device.type for tensor in traced.inputs}
     forward_autocast = present_autocast(kinds)
-    kept = [None if isinstance(argument, Tensor) else argument for argument in arguments]
+    # fake inputs: the capture must not keep parameters alive that the model no longer has
+    fake = iter(traced.inputs)
+    fakes = [next(fake) if isinstance(argument, Tensor) else argument for argument in arguments]
     # of the graph as it was traced: it is changed below
     fingerprint = _fingerprint(traced.joint)
 
     def has_same_backward(autocast: Autocast) -> bool:
-        # fake inputs: the capture must not keep parameters alive that the model no longer has
-        fake = iter(traced.inputs)
-        arguments = [next(fake) if is_tensor else number for is_tensor, number in zip(are_tensors, kept, strict=True)]
         with autocast_as(forward_autocast, kinds):
-            again = trace(module, arguments, backward_autocast=autocast, **options)
+            again = trace(module, fakes, backward_autocast=autocast, **options)
         return _fingerprint(again.joint) == fingerprint
 
-    are_tensors = [isinstance(argument, Tensor) for argument in arguments]
     parameters = [isinstance(argument, nn.Parameter) for argument in arguments if isinstance(argument, Tensor)]
 
     def read(bits: Bits, sketch: float | None) -> Capture:
@@ -188,26 +183,22 @@ def read_joint_graph(
     return read(bits, sketch)
 
 
+@dataclass(eq=False)
 class _Reading:
     """Turns the joint graph of torch into ours."""
 
-    def __init__(
-        self,
-        traced: Traced,
-        are_parameters: Sequence[bool],
-        costs: str,
-        *,
-        for_inductor: bool,
-        frees_gradients: bool,
-        has_same_backward: Callable[[Autocast], bool],
-        rewritten: Callable[[Bits, float | None], Capture],
-        bits: Bits,
-        sketch: float | None,
-    ) -> None:
-        self._bits, self._sketch, self._rewritten = bits, sketch, rewritten
-        self._traced, self._joint, self._are_parameters = traced, traced.joint, are_parameters
-        self._for_inductor = for_inductor
-        self._costs, self._frees_gradients, self._has_same_backward = costs, frees_gradients, has_same_backward
+    traced: Traced
+    are_parameters: Sequence[bool]
+    costs: str
+    for_inductor: bool
+    frees_gradients: bool
+    has_same_backward: Callable[[Autocast], bool]
+    rewritten: Callable[[Bits, float | None], Capture]
+    bits: Bits
+    sketch: float | None
+
+    def __post_init__(self) -> None:
+        self._joint = self.traced.joint
         # memory of the fake tensors -> index of the storage; None for memory outside of the budget
         self._storage_of: dict[int, int | None] = {}
         self._storages: list[Storage] = []
@@ -227,19 +218,19 @@ class _Reading:
         self._refuse_unknown(placeholders, (PlainAOTInput, TangentAOTInput), "takes")
         self._refuse_sparse()
         coding = Coding()
-        parameters = [node for node, is_one in zip(inputs, self._are_parameters, strict=True) if is_one]
-        if self._bits != _EXACT:
-            cast_again(self._joint, list(tangents.values()), self._traced.blocks, parameters)
-        if self._bits != _EXACT or self._sketch is not None:
+        parameters = [node for node, is_one in zip(inputs, self.are_parameters, strict=True) if is_one]
+        if self.bits != _EXACT:
+            cast_again(self._joint, list(tangents.values()), self.traced.blocks, parameters)
+        if self.bits != _EXACT or self.sketch is not None:
             coding = code_step(
-                self._joint, list(tangents.values()), self._traced.blocks, self._bits, parameters, self._sketch
+                self._joint, list(tangents.values()), self.traced.blocks, self.bits, parameters, self.sketch
             )
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
         self._make_dense(output, inputs, count)
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
-        differentiable = self._traced.differentiable
+        differentiable = self.traced.differentiable
         if not any(differentiable):
             raise NothingToTrainError
         results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
@@ -261,7 +252,7 @@ class _Reading:
                 stacklevel=3,
             )
         updated = {inputs[place] for place, _ in updates}
-        if self._for_inductor:
+        if self.for_inductor:
             self._loop_of = fuse(self._joint, tangents.values(), updated)
         graph, loops = self._graph(results, gradients, updates, updated)
         graph = self._with_gradients(graph, loops, inputs, gradients)
@@ -273,15 +264,15 @@ class _Reading:
             inputs=inputs,
             tangents=tuple(tangents.get(place) for place in range(len(differentiable))),
             results=results,
-            has_gradient=self._traced.has_gradient,
+            has_gradient=self.traced.has_gradient,
             gradients=gradients,
             updates=updates,
-            names=self._traced.names,
-            returned=self._traced.returned,
+            names=self.traced.names,
+            returned=self.traced.returned,
             module=self._joint,
-            has_same_backward=self._has_same_backward,
+            has_same_backward=self.has_same_backward,
             coding=coding,
-            rewritten=self._rewritten,
+            rewritten=self.rewritten,
         )
 
     def _refuse_sparse(self) -> None:
@@ -292,7 +283,7 @@ class _Reading:
                     " (`torch.manual_seed`), or outside of the step, and pass the numbers as an argument"
                 )
             if any(tensor.layout is not torch.strided for tensor in tensors_of(node)):
-                name = self._traced.blocks[node]
+                name = self.traced.blocks[node]
                 raise CaptureError(
                     f"{name or 'the step'!r} has a sparse gradient, whose memory a plan can't follow: sparse = False"
                     " makes it a dense one, or checkpoint the parts after it one by one"
@@ -300,12 +291,12 @@ class _Reading:
 
     def _refuse_trained(self, updated: Sequence[int]) -> None:
         for place in updated:
-            if not self._traced.inputs[place].requires_grad:
+            if not self.traced.inputs[place].requires_grad:
                 continue
-            if not self._are_parameters[place]:
+            if not self.are_parameters[place]:
                 raise CaptureError("the step writes into an argument that is differentiated: write into a copy of it")
             raise CaptureError(
-                f"the step writes into parameter {self._traced.names[place]!r}, which is trained: do so before the"
+                f"the step writes into parameter {self.traced.names[place]!r}, which is trained: do so before the"
                 " step, in place and under torch.no_grad(). For nn.Embedding(max_norm=...) that is max_norm = None and"
                 " `torch.embedding_renorm_(embedding.weight, ids, max_norm, norm_type)`"
             )
@@ -366,8 +357,7 @@ class _Reading:
                     )
                 node.meta.setdefault("val", constant)
             if node.op in ("placeholder", "get_attr"):
-                for tensor in tensors_of(node):
-                    self._storage_of[tensor.untyped_storage()._cdata] = None
+                self._storage_of.update(dict.fromkeys(memories_of(node)))
                 is_tangent = node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)
                 depends_on_tangents.update([node] if is_tangent else [])
                 continue
@@ -385,16 +375,17 @@ class _Reading:
             fresh = self._fresh(node)
             if not fresh and tensors_of(node):
                 continue
-            temporary = self._write(node, fresh) + (_row_bytes(node) if self._for_inductor else 0)
+            writes, temporary = self._write(node, fresh)
+            temporary += _row_bytes(node) if self.for_inductor else 0
             loops.append([*inlined.get(node, ()), node])
-            ops.append(self._op(loops[-1], tuple(fresh.values()), temporary, is_backward, updated))
-        if self._traced.has_contents:
+            ops.append(self._op(loops[-1], writes, temporary, is_backward, updated))
+        if self.traced.has_contents:
             own = workspace_bytes([loop[-1] for loop in loops])
             ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
         # what is returned is the caller's from then on; new buffers are only there to be copied
         outputs = self._indices([*results, *(node for node in gradients if node is not None)])
         at_forward_end = self._indices([*results, *(node for _, node in updates)])
-        graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self._costs))
+        graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self.costs))
         return graph, loops
 
     def _with_gradients(
@@ -415,7 +406,7 @@ class _Reading:
             memories = _memories_read(loop)
             held_back = set().union(*(gradients_of[memory] for memory in memories if memory in gradients_of))
             ops.append(replace(op, holds_back=tuple(sorted(held_back))))
-        pairs = list(zip(self._are_parameters, gradients, strict=True))
+        pairs = list(zip(self.are_parameters, gradients, strict=True))
         # gradients of other arguments wait for the op that made the argument, or are the caller's
         others = set(self._indices(gradient for is_one, gradient in pairs if gradient is not None and not is_one))
         of_parameters = self._indices(gradient for is_one, gradient in pairs if gradient is not None and is_one)
@@ -423,47 +414,39 @@ class _Reading:
             index for index in of_parameters if index not in others and graph.ops[graph.writer[index]].is_backward
         )
         graph = _with_biases_together(replace(graph, ops=tuple(ops), gradients=handed_over))
-        return graph.with_gradients_freed() if self._frees_gradients else graph
+        return graph.with_gradients_freed() if self.frees_gradients else graph
 
     def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
-        found = (self._storage_of[tensor.untyped_storage()._cdata] for node in nodes for tensor in tensors_of(node))
+        found = (self._storage_of[memory] for node in nodes for memory in memories_of(node))
         return tuple(dict.fromkeys(index for index in found if index is not None))
 
-    def _fresh(self, node: fx.Node) -> dict[int, int]:
-        """Memory that the node fills, with the numbers of new storages for it."""
-        fresh: dict[int, int] = {}
-        for tensor in tensors_of(node):
-            memory = tensor.untyped_storage()._cdata
-            if memory not in self._storage_of and memory not in fresh:
-                fresh[memory] = len(self._storages) + len(fresh)
-        known = [tensor for tensor in tensors_of(node) if tensor.untyped_storage()._cdata in self._storage_of]
-        if fresh and known:
+    def _fresh(self, node: fx.Node) -> list[int]:
+        """Memory that the node fills."""
+        memories = dict.fromkeys(memories_of(node))
+        fresh = [memory for memory in memories if memory not in self._storage_of]
+        if 0 < len(fresh) < len(memories):
             raise CaptureError(f"{node.target} returns both new memory and views: plans don't know such ops")
         return fresh
 
-    def _write(self, node: fx.Node, fresh: dict[int, int]) -> int:
-        """Add the node's storages; return the bytes of results that no op reads, which are no storages."""
-        values = node.meta["val"]
-        parts: list[tuple[fx.Node, Tensor]] = []
-        if isinstance(values, Tensor):
-            parts = [(node, values)]
-        else:
-            for user in node.users:
-                if user.target is operator.getitem and isinstance(user.meta["val"], Tensor):
-                    parts.append((user, user.meta["val"]))
+    def _write(self, node: fx.Node, fresh: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Add the node's storages; return their numbers, and the bytes of results that no op reads, which get none."""
+        parts = [node]
+        if not isinstance(node.meta["val"], Tensor):
+            parts = [user for user in node.users if user.target is operator.getitem]
         used: dict[int, list[fx.Node]] = {}
-        for part, tensor in parts:
-            used.setdefault(tensor.untyped_storage()._cdata, []).append(part)
-        sizes = {tensor.untyped_storage()._cdata: _real_bytes(node, tensor) for tensor in tensors_of(node)}
-        for memory in list(fresh):
-            if memory not in used:
-                del fresh[memory]
-                continue
-            fresh[memory] = len(self._storages)
-            self._storage_of[memory] = fresh[memory]
-            self._storages.append(Storage(used[memory][0].name, sizes[memory]))
-            self._members.append(used[memory])
-        return sum(size for memory, size in sizes.items() if memory not in fresh)
+        for part in parts:
+            if isinstance(part.meta["val"], Tensor):
+                used.setdefault(part.meta["val"].untyped_storage()._cdata, []).append(part)
+        sources = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+        sizes = {t.untyped_storage()._cdata: real_bytes(node.target, sources, t) for t in tensors_of(node)}
+        first = len(self._storages)
+        for memory in fresh:
+            if memory in used:
+                self._storage_of[memory] = len(self._storages)
+                self._storages.append(Storage(used[memory][0].name, sizes[memory]))
+                self._members.append(used[memory])
+        unread = sum(sizes[memory] for memory in fresh if memory not in used)
+        return tuple(range(first, len(self._storages))), unread
 
     def _op(
         self,
@@ -477,7 +460,7 @@ class _Reading:
         name = target.__name__ if isinstance(target, FunctionType) else str(target)
         tags = getattr(target, "tags", ())
         namespace = getattr(target, "namespace", "")
-        memories = {tensor.untyped_storage()._cdata for source in updated for tensor in tensors_of(source)}
+        memories = {memory for source in updated for memory in memories_of(source)}
         read = _memories_read(loop)
         reads_updated = not memories.isdisjoint(read)
         if reads_updated and is_backward and "batch_norm" not in name:
@@ -488,11 +471,11 @@ class _Reading:
         state_bytes = _state_bytes(node) if is_random else 0
         # seeds and the like are smaller than the random state that a second computation would need
         is_worth_it = not is_random or (
-            not self._for_inductor and sum(self._storages[index].size_bytes for index in writes) > state_bytes
+            not self.for_inductor and sum(self._storages[index].size_bytes for index in writes) > state_bytes
         )
         return Op(
             name=node.name,
-            cost=cost_of(loop, self._costs),
+            cost=cost_of(loop, self.costs),
             reads=tuple(index for memory in read if (index := self._storage_of[memory]) is not None),
             writes=writes,
             temporary_bytes=temporary_bytes,
@@ -503,14 +486,14 @@ class _Reading:
             and not (reads_updated and target not in _UPDATES_BUFFERS),
             is_random=is_random,
             state_bytes=state_bytes,
-            block=self._traced.blocks.get(node, node.meta.get("block", "")),
+            block=self.traced.blocks.get(node, node.meta.get("block", "")),
             kind=name.removesuffix(".default"),
         )
 
 
 def _memories_read(loop: Iterable[fx.Node]) -> dict[int, None]:
     sources = (source for node in loop for source in node.all_input_nodes)
-    return dict.fromkeys(tensor.untyped_storage()._cdata for source in sources for tensor in tensors_of(source))
+    return dict.fromkeys(memory for source in sources for memory in memories_of(source))
 
 
 def _with_biases_together(graph: Graph) -> Graph:
@@ -561,9 +544,3 @@ def _state_bytes(node: fx.Node) -> int:
 
 def _packet(node: fx.Node) -> str:
     return getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
-
-
-def _real_bytes(node: fx.Node, tensor: Tensor) -> int:
-    """Bytes of the memory that a fake tensor stands for."""
-    sources = (each for source in node.all_input_nodes for each in tensors_of(source))
-    return real_bytes(node.target, sources, tensor)

@@ -35,23 +35,15 @@ class PartialCoding:
     def least_cost(self, budget_bytes: int) -> float:
         """Return a bound: no mixture of these codes and of recomputation costs less, by the prices of the codes.
 
-        Args:
-            budget_bytes: The most that may be in memory at any time.
-
-        Returns:
-            The bound; infinity if nothing fits.
+        It is infinite if nothing fits.
         """
         found = self._dearest(budget_bytes)
         return float("inf") if found is None else self._plain_cost + found.extra_cost
 
     def choose(self, budget_bytes: int) -> Bits | None:
-        """Choose the tensors that are worth their codes.
+        """Choose the tensors that are worth their codes, for a budget at the moments that the program looks at.
 
-        Args:
-            budget_bytes: The most that may be in memory at the moments that the program looks at.
-
-        Returns:
-            Bits of their codes; None if none are, or all, or nothing fits.
+        Return the bits of their codes; None if none are, or all, or nothing fits.
         """
         found = self._dearest(budget_bytes)
         if found is None or not found.coded or found.coded == self._all:

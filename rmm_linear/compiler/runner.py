@@ -71,14 +71,10 @@ class Runner:
         self._is_same_under: dict[Autocast, bool] = {(): True}
 
     def as_captured(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Prepare the gradients of the results.
+        """Prepare the gradients that arrived at the results; None for a result that the loss does not depend on.
 
-        Args:
-            tangents: What arrived; None for a result that the loss does not depend on.
-
-        Returns:
-            The same in the dtypes that the program knows, and as they lie if it can read them so: another layout is
-            another order of summation, and the plain pass has the one in which they arrive.
+        They get the dtypes that the program knows, and lie as they did if it can read them so: another layout is
+        another order of summation, and the plain pass has the one in which they arrive.
         """
         given: list[Tensor | None] = []
         for tangent, node in zip(tangents, self.capture.tangents, strict=True):

@@ -19,15 +19,11 @@ _GRAD_WEIGHT = torch.ops.rmm_linear.grad_weight.default
 
 
 def share_sketches(joint: fx.GraphModule, *, keeps_draws: bool) -> bool:
-    """Let layers share what they make of equal inputs with one seed.
+    """Let layers share what they make of equal inputs with one seed, and tell whether anything is shared.
 
-    Args:
-        joint: The joint graph, functional; changed in place. Values of views of what is merged are not updated.
-        keeps_draws: Whether a layer that takes another one's seed draws its own all the same, as in eager mode, so that
-            what is drawn later is the same.
-
-    Returns:
-        Whether anything is shared.
+    The joint graph, a functional one, is changed in place; values of views of what is merged are not updated. With
+    `keeps_draws` a layer that takes another one's seed draws its own all the same, as in eager mode, so that what is
+    drawn later is the same.
     """
     first_of: dict[fx.Node, fx.Node] = {}
     known: dict[Any, fx.Node] = {}

@@ -42,10 +42,9 @@ def require(owner: Any, name: str) -> Any:
 
 
 def frame_of(module: fx.GraphModule) -> Any:
-    """Tell which frame of Python a graph of Dynamo is of: the same for all its versions.
+    """Tell which frame of Python a graph of Dynamo is of, by a number that all of its versions share.
 
-    Returns:
-        The frame's number; the graph itself where it is unknown.
+    The graph itself stands for a frame that is unknown.
     """
     return getattr(module.meta.get("dynamo_compile_id"), "frame_id", module)
 
@@ -84,10 +83,8 @@ def compile_lock() -> AbstractContextManager[Any]:
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
     """Compile a function with a frame of its own, and with recompilations that count for it alone.
 
-    Args:
-        function: What runs; a module's `_call_impl` too, which torch.compile by itself skips for torch's own modules.
-        backend: The backend.
-        fullgraph: Whether a graph break is an error.
+    The function may be a module's `_call_impl`, which torch.compile by itself skips for torch's own modules. With
+    `fullgraph` a graph break is an error.
     """
     from torch._dynamo.external_utils import wrap_inline
 
@@ -119,11 +116,7 @@ def dynamo_options() -> AbstractContextManager[None]:
 
 
 def hindrance() -> str | None:
-    """Tell why torch.compile would trace nothing at present.
-
-    Returns:
-        The reason; None if it traces.
-    """
+    """Tell why torch.compile would trace nothing at present; None if it traces."""
     import torch._dynamo
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -161,8 +154,7 @@ def is_recompile_limit(error: Exception) -> bool:
 def reason_of(error: Exception) -> str:
     """Tell why Dynamo could not trace a function, and at which line.
 
-    Returns:
-        The reason and its explanation, and the innermost line that is neither torch's nor the standard library's.
+    The line is the innermost one that is neither torch's nor the standard library's.
     """
     told, _, stack = str(error.__cause__ if is_recompile_limit(error) else error).partition("from user code:")
     reason = told.strip().partition("\n\n")[0].partition("\n  Hint:")[0]
@@ -198,8 +190,7 @@ def random_decompositions() -> dict[Any, Callable[..., Any]]:
 def draw_by_seeds(joint: fx.GraphModule) -> None:
     """Let random ops of a joint graph draw by seeds, and clear it of ops without effect, as Inductor does.
 
-    Args:
-        joint: The graph, traced with `random_decompositions`; changed in place.
+    The graph was traced with `random_decompositions`, and is changed in place.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad, replace_random
     from torch._inductor.virtualized import V
@@ -218,11 +209,7 @@ def draw_by_seeds(joint: fx.GraphModule) -> None:
 
 
 def renew_values(joint: fx.GraphModule) -> None:
-    """Compute the fake values of a changed graph: of new nodes, and of views of tensors that were replaced.
-
-    Args:
-        joint: The graph.
-    """
+    """Compute the fake values of a changed graph: of new nodes, and of views of tensors that were replaced."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
@@ -246,29 +233,20 @@ def _cast_once(graph: fx.Graph) -> None:
 
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
-    """Return the mode that fake tensors belong to.
-
-    Args:
-        values: Values, a fake tensor at least among them.
-    """
+    """Return the mode that fake tensors belong to; one at least is among the values."""
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
 def fake_tensor(mode: Any, like: Tensor, memory: torch.UntypedStorage, offset: int) -> Tensor:
-    """Make a fake tensor in a memory, without running an op.
+    """Make a fake tensor in a memory of the meta device, without running an op.
 
-    Args:
-        mode: Its mode.
-        like: A fake tensor of the same shape, layout, dtype and device.
-        memory: A storage on the meta device.
-        offset: Where it begins, in elements.
+    It has the shape, layout, dtype and device of another one, and begins at an offset in elements.
     """
     size_bytes = memory.nbytes()
     elements = torch.empty(0, dtype=like.dtype, device="meta").set_(memory, offset, like.shape, like.stride())
     # torch makes a storage larger that is too small
     assert memory.nbytes() == size_bytes
-    made: Tensor = require(torch._subclasses, "FakeTensor")(mode, elements, like.device)
-    return made
+    return require(torch._subclasses, "FakeTensor")(mode, elements, like.device)
 
 
 def compile_by_inductor(
@@ -276,15 +254,8 @@ def compile_by_inductor(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile a graph whose nodes carry `meta["window"]`: nothing is fused across windows.
 
-    Args:
-        module: The graph, in Inductor's ops.
-        examples: Fake inputs.
-        key: Tells windows apart, for Inductor's cache of compiled graphs.
-        is_backward: Whether it is a backward graph.
-        reads_codes: Whether it reads codes.
-
-    Returns:
-        A function that takes its arguments in a list, which it empties.
+    The graph is in Inductor's ops, and the examples are fake inputs. The key tells windows apart, for Inductor's cache
+    of compiled graphs. What is returned takes its arguments in a list, which it empties.
 
     Raises:
         MissingCompilerError: If there is no C++ compiler.

@@ -144,8 +144,7 @@ def trace(
 def inline_checkpoints(module: fx.GraphModule) -> int:
     """Let the bodies of `torch.utils.checkpoint` run as part of a graph: the plan takes the checkpoints' place.
 
-    Args:
-        module: A graph of Dynamo; changed in place.
+    The graph is changed in place; what is returned is the number of its checkpoints.
     """
     found = 0
     # marked, so that `eager_peak_of` runs them as checkpoints
@@ -166,11 +165,7 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
 
 
 def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
-    """Tell the most that a graph, run op by op in eager mode, has in memory at any time.
-
-    Returns:
-        Bytes; None where it could not be found out.
-    """
+    """Tell the most bytes that a graph has in memory at any time in eager mode; None if that can't be found out."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
@@ -404,10 +399,5 @@ def _explained(error: Exception) -> CaptureError:
 
 
 def hint_for(told: str, otherwise: str) -> str:
-    """Say what to do about an error.
-
-    Args:
-        told: Its text.
-        otherwise: What is said if it is no known one.
-    """
+    """Say what to do about the text of an error, or something else if it is no known one."""
     return next((hint for part, hint in _HINTS.items() if part in told), otherwise)

@@ -25,14 +25,10 @@ _MEASURED: dict[str, int] = {}
 
 
 def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
-    """Measure the workspaces of ops on CPUs.
+    """Measure the bytes that ops on CPUs take beside their results while they run; 0 for ops that are not measured.
 
-    Args:
-        nodes: Their nodes, with fake tensors as values.
-
-    Returns:
-        Bytes that each takes beside its results while it runs; 0 for ops that are not measured. While the user's own
-        profiler runs none is measured, for another profile would end the user's.
+    The nodes have fake tensors as values. While the user's own profiler runs none is measured, for another profile
+    would end the user's.
     """
     keys = [_key(node.target, *_arguments(node)) for node in nodes]
     missing = {key: node for key, node in zip(keys, nodes, strict=True) if key and key not in _MEASURED}
@@ -42,11 +38,7 @@ def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def known_workspace_bytes(op: Any, args: Any, kwargs: Any) -> int:
-    """Tell what was measured.
-
-    Returns:
-        Bytes; 0 for an op that was not measured with such arguments.
-    """
+    """Tell what was measured of an op with such arguments; 0 if nothing was."""
     return _MEASURED.get(_key(op, args, kwargs), 0)
 
 

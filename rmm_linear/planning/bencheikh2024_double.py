@@ -10,20 +10,11 @@ what autograd keeps of a step.
 from collections.abc import Iterator
 
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.strategies.chain_reversal import Action
+from rmm_linear.planning.strategies.chain_reversal import Action, StepBytes
 
 
 def actions(steps: int, host_every: int, local_every: int) -> Iterator[Action]:
-    """Write the schedule.
-
-    Args:
-        steps: Length of the sequence, at least 1.
-        host_every: k1.
-        local_every: k2, a divisor of k1.
-
-    Raises:
-        ValueError: If an argument is less than 1, or k1 no multiple of k2.
-    """
+    """Write the schedule, for spacings k1 and k2 that `check` lets pass."""
     check(host_every, local_every)
     starts = range(0, steps, host_every)
     yield from (Action("page", start) for start in starts[1:-1])
@@ -41,19 +32,13 @@ def actions(steps: int, host_every: int, local_every: int) -> Iterator[Action]:
                 yield Action("release", mark)
 
 
-def spacing_for_bytes(budget_bytes: int, steps: int, *, state_bytes: int, internal_bytes: int) -> tuple[int, int]:
+def spacing_for_bytes(budget_bytes: int, steps: int, sizes: StepBytes) -> tuple[int, int]:
     """Return the spacing k1, k2 that pages the fewest states for a budget of local bytes.
-
-    Args:
-        budget_bytes: The most that may be held locally.
-        steps: Length of the sequence.
-        state_bytes: Bytes of a state.
-        internal_bytes: Bytes that autograd keeps of a step beside the states before and after it.
 
     Raises:
         InfeasibleBudgetError: If not even one step fits.
     """
-    of_step = state_bytes + internal_bytes
+    state_bytes, of_step = sizes.state_bytes, sizes.state_bytes + sizes.internal_bytes
     # the state that a step starts from, and the one before it while steps run without a graph
     rest = budget_bytes - 2 * state_bytes
     best = (0, 0)
@@ -73,11 +58,7 @@ def spacing_for_bytes(budget_bytes: int, steps: int, *, state_bytes: int, intern
 
 
 def check(host_every: int, local_every: int) -> None:
-    """Refuse spacings that are none.
-
-    Raises:
-        ValueError: If one is no positive int, or the first no multiple of the second.
-    """
+    """Refuse spacings that are no positive ints, or of which the first is no multiple of the second."""
     for name, value in (("host_every", host_every), ("local_every", local_every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is no positive int; pass a number of steps")

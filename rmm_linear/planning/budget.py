@@ -30,8 +30,7 @@ class Budget:
     def of(cls, budget: float | str | None) -> "Budget":
         """Read a budget.
 
-        Args:
-            budget: Bytes; text: "8GiB", "500 MB", or "60%" of the plain program's peak; or 0.6, which is "60%".
+        It is bytes; text, as "8GiB", "500 MB", or "60%" of the plain program's peak; or 0.6, which is "60%".
 
         Raises:
             ValueError: If it is no budget.
@@ -58,24 +57,15 @@ class Budget:
         return self.unit in ("%", _SHARE)
 
     def in_bytes(self, plain_peak_bytes: int) -> int:
-        """Say how many bytes it is.
-
-        Returns:
-            Bytes, at least 1.
-        """
+        """Say how many bytes it is, at least 1."""
         if self.unit == "%":
             return max(1, int(plain_peak_bytes * self.amount / 100))
         return max(1, int(self.amount * (plain_peak_bytes if self.unit == _SHARE else UNITS[self.unit])))
 
     def that_holds(self, size_bytes: int, plain_peak_bytes: int) -> "Budget":
-        """Say what budget in the same unit a size needs.
+        """Say what budget in the same unit a size of at least a byte needs.
 
-        Args:
-            size_bytes: Bytes, at least 1.
-            plain_peak_bytes: The plain program's peak.
-
-        Returns:
-            The least one that has a decimal of a percent, or two of GiB and its like, and three digits.
+        It is the least one that has a decimal of a percent, or two of GiB and its like, and three digits.
         """
         if self.is_relative:
             steps = 10 if self.unit == "%" else 1000
@@ -98,9 +88,8 @@ class Budget:
 def refusal(budget: Budget, plain_peak_bytes: int, least_bytes: int, strategy: str) -> str:
     """Say in the user's unit that a budget can't be met.
 
-    Returns:
-        The text: "20% = 312.00 MiB" where the budget is a part of the whole, or else its unit alone; with another
-        unit, if it is of a few bytes.
+    Sizes read "20% = 312.00 MiB" where the budget is a part of the whole, or else they are in its unit alone. For a
+    budget of a few bytes, another unit is suggested.
     """
     least = budget.that_holds(least_bytes, plain_peak_bytes)
     asked, found, end = str(budget), str(least), ""

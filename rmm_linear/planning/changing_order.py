@@ -20,11 +20,6 @@ _NOTHING = -1
 class ChangingOrder:
     """An order of computations.
 
-    Args:
-        graph: The graph.
-        order: Indices of ops, with repetitions, in an order in which they can run.
-        budget_bytes: The most that may be in memory at any time.
-
     Attributes:
         keys: The keys of the computations, in order, and one more.
         during: Bytes in memory during each, as `rmm_linear.planning.simulate.bytes_of_order` says.

@@ -1,5 +1,6 @@
 """Which tensors a step keeps as codes, in how many bits, which ones as sketches, and which ones as they are."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,8 @@ class Bits:
     def of(cls, given: Any) -> "Bits":
         """Read the option `bits`.
 
-        Args:
-            given: 8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; None for exact. The dict may
-                have "only", a list of names of tensors: others stay exact.
+        It is 8 or 4 for all kinds; a dict of kinds, each 8, 4, or None for exact; or None for exact. The dict may have
+        "only", a list of names of tensors: others stay exact.
 
         Raises:
             ValueError: If it is something else.
@@ -62,10 +62,7 @@ class Bits:
 
 
 def sketch_ratio(given: Any) -> float | None:
-    """Read the option `sketch`.
-
-    Args:
-        given: The share of rows that a sketch has, in (0, 1); None for exact weight gradients.
+    """Read the option `sketch`: the share of rows that a sketch has, in (0, 1); None for exact weight gradients.
 
     Raises:
         ValueError: If it is something else.
@@ -200,11 +197,7 @@ class Coding:
         return sum(tensor.code_bytes for tensor in self.coded)
 
     def lines(self, unit: Unit) -> Iterator[str]:
-        """Yield lines of a report.
-
-        Args:
-            unit: The unit of sizes.
-        """
+        """Yield lines of a report, with sizes in a unit."""
         if self.sketched:
             kept = [tensor for tensor in self.sketched if tensor.is_kept]
             before = unit.of(sum(tensor.tensor_bytes for tensor in kept))
@@ -216,9 +209,7 @@ class Coding:
             )
         if not self.coded:
             return
-        kinds: dict[tuple[str, int], int] = {}
-        for tensor in self.coded:
-            kinds[tensor.kind, tensor.bits] = kinds.get((tensor.kind, tensor.bits), 0) + 1
+        kinds = Counter((tensor.kind, tensor.bits) for tensor in self.coded)
         sizes = f"{unit.of(self.freed_bytes)} -> {unit.of(self.code_bytes)} {unit.name}"
         told = ", ".join(f"{count} {kind} in {bits} bit{'s' * (bits > 1)}" for (kind, bits), count in kinds.items())
         yield f"codes of {len(self.coded)} tensor{'s' * (len(self.coded) > 1)}, {sizes}: {told}"

@@ -11,14 +11,8 @@ def with_backward(forward: Graph) -> Graph:
 
     The gradient of a node is as large as its storage, costs as much as the node, and is computed from the gradients of
     the nodes that read it, from all that these read, and from what these wrote; that of a node which nobody reads from
-    its own storage alone. This is the graph of Kusumoto et al. 2019, section 3, each node's backward op being one.
-
-    Args:
-        forward: A graph without backward ops, one storage an op.
-
-    Returns:
-        The training graph: the last storages of the forward part are results, gradients of nodes that read nothing are
-        outputs.
+    its own storage alone. This is the graph of Kusumoto et al. 2019, section 3, each node's backward op being one. The
+    last storages of the forward part are results, gradients of nodes that read nothing are outputs.
 
     Raises:
         ValueError: If there are backward ops already, or an op writes more than one storage or none.
@@ -55,12 +49,7 @@ def with_backward(forward: Graph) -> Graph:
 
 
 def chain(sizes: Sequence[int], costs: Sequence[float] | None = None) -> Graph:
-    """Make a forward chain: each node reads the one before.
-
-    Args:
-        sizes: Bytes of each node's storage.
-        costs: Time of each node, 1 by default.
-    """
+    """Make a forward chain: each node reads the one before; each takes the time 1 if there are no costs."""
     edges = [(node, node + 1) for node in range(len(sizes) - 1)]
     return Graph.from_edges([1.0] * len(sizes) if costs is None else costs, sizes, edges)
 
@@ -68,13 +57,7 @@ def chain(sizes: Sequence[int], costs: Sequence[float] | None = None) -> Graph:
 def u_shape(depth: int, *, size: int = 64, seed: int = 0) -> Graph:
     """Make a forward U: on each level, the way up reads what the way down wrote, as in a U-Net.
 
-    Args:
-        depth: Levels, at least 1.
-        size: Bytes of a storage of the top level; each level below has half as many.
-        seed: Seed of the costs.
-
-    Returns:
-        The forward graph, of 2 depth + 1 nodes.
+    It has 2 depth + 1 nodes. A storage of the top level has `size` bytes, and each level below has half as many.
     """
     draw = random.Random(seed)
     sizes = [max(1, size >> level) for level in (*range(depth + 1), *reversed(range(depth)))]
@@ -84,15 +67,9 @@ def u_shape(depth: int, *, size: int = 64, seed: int = 0) -> Graph:
 
 
 def star(arms: int, *, size: int = 16, seed: int = 0) -> Graph:
-    """Make a forward star: one node that many read, and one that reads them all.
+    """Make a forward star: one node, the arms that read it, and one that reads them all.
 
-    Args:
-        arms: Number of nodes between the two.
-        size: Largest number of bytes of a storage.
-        seed: Seed of the costs and sizes.
-
-    Returns:
-        The forward graph, of arms + 2 nodes.
+    Storages have `size` bytes at most.
     """
     draw = random.Random(seed)
     count = arms + 2
@@ -105,15 +82,14 @@ def star(arms: int, *, size: int = 16, seed: int = 0) -> Graph:
 def random_layers(nodes: int, *, seed: int, width: int = 3, size: int = 16, density: float = 0.4) -> Graph:
     """Make a random forward graph in layers: edges go from a layer to any later one.
 
+    Every node but the first layer's reads something.
+
     Args:
         nodes: Number of nodes.
         seed: Seed of everything.
         width: Most nodes of a layer.
         size: Largest number of bytes of a storage.
         density: Probability of an edge between nodes of neighbouring layers; a third of it for others.
-
-    Returns:
-        The forward graph; every node but the first layer's reads something.
     """
     draw = random.Random(seed)
     layers: list[list[int]] = []

@@ -20,10 +20,10 @@ Nothing here needs torch: a graph can be saved as JSON, and planned elsewhere.
 
 import hashlib
 import json
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from numbers import Real
 from typing import Any
 
@@ -180,17 +180,21 @@ class Graph:
         count = len(costs)
         if len(sizes) != count:
             raise ValueError(f"{count} costs and {len(sizes)} sizes were given; a node has one of each")
-        before: list[list[int]] = [[] for _ in range(count)]
-        after: list[list[int]] = [[] for _ in range(count)]
-        for u, v in dict.fromkeys(edges):
+        before: dict[int, set[int]] = {node: set() for node in range(count)}
+        for u, v in edges:
             if not (0 <= u < count and 0 <= v < count):
                 raise ValueError(f"edge {(u, v)} names a node that does not exist; there are {count}")
-            before[v].append(u)
-            after[u].append(v)
-        order = _topological_order(before, after)
+            before[v].add(u)
+        order = list(before)
+        if any(u >= v for u, v in edges):
+            try:
+                order = list(TopologicalSorter(before).static_order())
+            except CycleError as error:
+                nodes = sorted(set(error.args[1]))[:10]
+                raise ValueError(f"the graph is cyclic: nodes {nodes} wait for each other") from None
         place = {node: position for position, node in enumerate(order)}
         if outputs is None:
-            outputs = [node for node in range(count) if not after[node]]
+            outputs = sorted(set(before).difference(*before.values()))
         return cls(
             ops=tuple(
                 Op(str(node), costs[node], tuple(sorted(place[u] for u in before[node])), (place[node],))
@@ -279,11 +283,7 @@ class Graph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the graph as plain data, for JSON.
-
-        Returns:
-            What `from_dict` takes.
-        """
+        """Return the graph as plain data, for JSON and `from_dict`."""
         return {
             "version": _VERSION,
             "cost_unit": self.cost_unit,
@@ -324,20 +324,12 @@ class Graph:
             raise ValueError(f"the graph's data is incomplete or has unknown parts: {error!r}") from error
 
     def to_json(self) -> str:
-        """Return the graph as JSON.
-
-        Returns:
-            What `from_json` takes.
-        """
+        """Return the graph as JSON, for `from_json`."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> "Graph":
-        """Make a graph of JSON.
-
-        Args:
-            text: What `to_json` returned.
-        """
+        """Make a graph of what `to_json` returned."""
         return cls.from_dict(json.loads(text))
 
 
@@ -369,23 +361,3 @@ def _what_is_wrong(value: Any, kind: Any) -> str:
 def _is_int(value: Any) -> bool:
     # a bool counts as an int for Python
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _topological_order(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[int]:
-    """Nodes in an order in which they can run: their own where it is one, or else the first that can go next."""
-    if all(u < v for v, sources in enumerate(before) for u in sources):
-        return list(range(len(before)))
-    waiting = [len(sources) for sources in before]
-    ready = deque(node for node, count in enumerate(waiting) if not count)
-    order: list[int] = []
-    while ready:
-        node = ready.popleft()
-        order.append(node)
-        for following in after[node]:
-            waiting[following] -= 1
-            if not waiting[following]:
-                ready.append(following)
-    if len(order) < len(before):
-        stuck = [node for node, count in enumerate(waiting) if count]
-        raise ValueError(f"the graph is cyclic: nodes {stuck[:10]} wait for each other")
-    return order

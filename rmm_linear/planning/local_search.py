@@ -52,10 +52,6 @@ class _Change(NamedTuple):
 class LocalSearch:
     """Changes orders of one graph for one budget.
 
-    Args:
-        graph: The graph.
-        budget_bytes: The most that may be in memory at any time.
-
     Attributes:
         work: Places whose bytes were counted anew so far.
     """
@@ -67,11 +63,7 @@ class LocalSearch:
     def fitted(self, order: Sequence[int]) -> list[int] | None:
         """Insert computations until an order fits the budget.
 
-        Args:
-            order: Indices of ops, with repetitions, in an order in which they can run.
-
-        Returns:
-            The order; None if no change that was tried brings it nearer to the budget, or too many are needed.
+        Return None if no change that was tried brings it nearer to the budget, or too many are needed.
         """
         changing = self._changing(order)
         is_fitted = self._fit(changing)
@@ -79,26 +71,17 @@ class LocalSearch:
         return changing.order() if is_fitted else None
 
     def reduced(self, order: Sequence[int]) -> list[int]:
-        """Leave computations out of an order that fits the budget, as long as it fits.
-
-        Args:
-            order: Indices of ops, with repetitions, in an order in which they can run.
-        """
+        """Leave computations out of an order that fits the budget, as long as it fits."""
         changing = self._changing(order)
         self._reduce(changing)
         self.work += changing.work
         return changing.order()
 
     def best_of(self, orders: Iterable[Sequence[int]], most_work: int, enough: float) -> list[int] | None:
-        """Fit several orders, and reduce them.
+        """Fit several orders, and reduce them: return the cheapest one, or None if none could be fitted.
 
-        Args:
-            orders: Indices of ops, with repetitions; the most promising first.
-            most_work: Places whose bytes are counted anew until no further order is fitted.
-            enough: A cost at which no further order is fitted.
-
-        Returns:
-            The cheapest one; None if none could be fitted, and the search is given up after half of its work.
+        The most promising orders come first. No further one is fitted after `most_work`, after half of it if none could
+        be fitted, or at a cost of `enough`.
         """
         best, begin = None, self.work
         for order in orders:
@@ -115,11 +98,7 @@ class LocalSearch:
     def searched(self, order: Sequence[int], most_work: int, enough: float) -> list[int]:
         """Leave some computations out of an order that fits, at random, and fit it again; keep what is cheaper.
 
-        Args:
-            order: Indices of ops, with repetitions, in an order in which they can run.
-            most_work: Places whose bytes are counted anew until the search ends; it ends before if a quarter of them
-                brings nothing cheaper.
-            enough: A cost at which the search ends.
+        The search ends after `most_work`, after a quarter of it that brings nothing cheaper, or at a cost of `enough`.
         """
         random = Random(0)
         changing = self._changing(order)
@@ -185,11 +164,7 @@ class LocalSearch:
         return True
 
     def _made(self, changing: ChangingOrder, change: _Change) -> float | None:
-        """Make a change.
-
-        Returns:
-            What it costs for each byte that it takes from the excess; None if it does not lower it.
-        """
+        """Make a change, and return its cost for each byte that it takes from the excess; None if it takes none."""
         excess, cost = changing.excess, changing.cost
         keys = changing.keys_before(change.before, len(change.ops))
         for op, key in zip(change.ops, keys, strict=False):

@@ -33,32 +33,19 @@ class Optimum:
 
 
 def cheapest_order(graph: Graph, budget_bytes: int) -> Optimum | None:
-    """Return the cheapest of all orders that fit a budget.
-
-    Args:
-        graph: A graph of at most 24 storages.
-        budget_bytes: The most that may be in memory at any time.
-
-    Returns:
-        The optimum, the one of the least peak among the cheapest; None if no order fits.
+    """Return the cheapest of all orders that fit a budget, the one of the least peak among these; None if none fits.
 
     Raises:
-        ValueError: If the graph is too large to look at all orders.
+        ValueError: If the graph has more than 24 storages.
     """
     return _search(graph, budget_bytes, by_peak=False)
 
 
 def leanest_order(graph: Graph) -> Optimum:
-    """Return the order of the least peak, whatever it costs.
-
-    Args:
-        graph: A graph of at most 24 storages.
-
-    Returns:
-        The optimum, the cheapest one among those of the least peak.
+    """Return the order of the least peak, whatever it costs, the cheapest one among these.
 
     Raises:
-        ValueError: If the graph is too large to look at all orders.
+        ValueError: If the graph has more than 24 storages.
     """
     leanest = _search(graph, None, by_peak=True)
     assert leanest is not None, "the plain program is an order"
@@ -73,10 +60,9 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
         raise ValueError(
             f"the graph has {len(graph.storages)} storages, and all orders are looked at up to {_MOST_STORAGES} only"
         )
-    sizes = [storage.size_bytes for storage in graph.storages]
+    sizes, during = graph.sizes, graph.bytes_while_running
     reads = [_mask(op.reads) for op in graph.ops]
     writes = [_mask(op.writes) for op in graph.ops]
-    during = [op.temporary_bytes + sum(sizes[index] for index in op.writes) for op in graph.ops]
     outputs, results = _mask(graph.outputs), _mask(graph.results)
     has_backward = graph.forward_count < len(graph.ops)
     # ops whose first run is more than what they write: a bit each, above those of the storages

@@ -14,12 +14,7 @@ from rmm_linear.planning.strategies import get_strategy
 
 
 def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
-    """Plan a graph.
-
-    Args:
-        graph: The graph.
-        budget: The most that may be in memory at any time.
-        strategy: One of `available_strategies()`.
+    """Plan a graph within a budget, by one of `available_strategies()`.
 
     Raises:
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.

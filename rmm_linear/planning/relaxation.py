@@ -145,14 +145,7 @@ class Relaxation:
         self._limits = numpy.array([-limit for _, limit in rows] + [0.0])
 
     def solve(self, budget_bytes: int, kept: Collection[int] = ()) -> Relaxed | None:
-        """Solve it.
-
-        Args:
-            budget_bytes: The most that may be in memory.
-            kept: Storages that are kept in any case.
-
-        Returns:
-            The solution; None if no schedule fits.
+        """Solve it, with some storages kept in any case; None if no schedule fits.
 
         Raises:
             TimeoutError: If the solver finds no solution in time.
@@ -181,11 +174,6 @@ def relaxations(
 ) -> list[Relaxation]:
     """Return the programs of the moments that bound most: none for a graph without a backward pass.
 
-    Args:
-        graph: The graph.
-        coding: See `Relaxation`.
-        prices: See `Relaxation`.
-
     Raises:
         ImportError: If scipy, which solves them, is not installed.
     """
@@ -198,14 +186,7 @@ def relaxations(
 
 
 def least_extra_cost(programs: Iterable[Relaxation], budget_bytes: int) -> float:
-    """Return a bound: no schedule within the budget has less extra cost.
-
-    Args:
-        programs: `relaxations(graph)`.
-        budget_bytes: The most that may be in memory at any time.
-
-    Returns:
-        The bound, in the graph's unit of cost; infinity if no schedule fits.
+    """Return a bound: no schedule within the budget has less extra cost, which is infinite if no schedule fits.
 
     Raises:
         TimeoutError: If the solver finds no solution in time.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.schedule import Schedule, frees_of_order, validate
+from rmm_linear.planning.schedule import Schedule, end_of_forward, frees_of_order, validate
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,7 @@ class Simulation:
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
-    """Run a schedule without computing anything.
-
-    Args:
-        graph: The graph.
-        schedule: A schedule for it.
-
-    Returns:
-        Peak, cost and timeline.
+    """Run a schedule without computing anything, and return its peak, cost and timeline.
 
     Raises:
         ScheduleError: If the schedule cannot run; see `validate`.
@@ -68,9 +61,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     bytes_at_step = []
     cost = first_cost = 0.0
     computed: set[int] = set()
-    missing = {graph.writer[index] for index in graph.results}
-    missing_at_first = bool(missing)
-    forward_steps = 0 if missing else len(schedule.steps)
+    computations = [number for number, step in enumerate(schedule.steps) if step.kind == "compute"]
+    end = end_of_forward(graph, schedule.order)
+    forward_steps = len(schedule.steps) if end < 0 else computations[end] + 1
     forward_bytes: int | None = None
     for number, step in enumerate(schedule.steps):
         if step.kind == "free":
@@ -78,7 +71,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             held -= graph.storages[step.target].size_bytes
             bytes_at_step.append(held)
             continue
-        if forward_bytes is None and forward_steps:
+        if forward_bytes is None and number >= forward_steps:
             forward_bytes = held
         op = graph.runnable[step.target]
         is_load = step.target >= len(graph.ops)
@@ -98,9 +91,6 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         left[step.target] -= 1
         if times[step.target] > 1 and not left[step.target]:
             held -= op.state_bytes
-        if missing:
-            missing.discard(step.target)
-            forward_steps = 0 if missing else number + 1
     return Simulation(
         peak_bytes=peak,
         cost=cost,
@@ -109,17 +99,12 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         live_at_peak=live_at_peak,
         bytes_at_step=tuple(bytes_at_step),
         forward_steps=forward_steps,
-        forward_bytes=held if forward_bytes is None or not missing_at_first else forward_bytes,
+        forward_bytes=held if forward_bytes is None else forward_bytes,
     )
 
 
 def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
-    """Return what `simulate` would for `Schedule.from_order`, faster and without a check: for planners' loops.
-
-    Args:
-        graph: The graph.
-        order: Numbers of ops and loads, with repetitions, in an order in which they can run.
-    """
+    """Return what `simulate` would for `Schedule.from_order`, faster and without a check: for planners' loops."""
     ops = graph.runnable
     cost = sum(ops[index].cost for index in order)
     if graph.page_cost is not None:
@@ -128,12 +113,7 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
 
 
 def bytes_of_order(graph: Graph, order: Sequence[int]) -> list[int]:
-    """Return the bytes in memory during each computation of an order, without a check.
-
-    Args:
-        graph: The graph.
-        order: Numbers of ops and loads, with repetitions, in an order in which they can run.
-    """
+    """Return the bytes in memory during each computation of an order of ops and loads, without a check."""
     ops, sizes = graph.runnable, graph.sizes
     times = Counter(order)
     states = {index: ops[index].state_bytes for index in graph.stateful if times[index] > 1}

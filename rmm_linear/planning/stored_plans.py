@@ -28,8 +28,7 @@ _MOST_FILES = 256
 def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> tuple[Schedule | None, bool]:
     """Look for a schedule that was made for the same graph and strategy.
 
-    Returns:
-        The cheapest one that can run and fits, None if there is none; and whether one was made for this very budget.
+    Return the cheapest one that can run and fits, None if there is none; and whether one was made for this very budget.
     """
     folder = _folder()
     found: list[tuple[float, Schedule]] = []

@@ -15,14 +15,9 @@ _MIB = 2**20
 
 
 def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
-    """Say what is in memory while each op of a schedule runs.
+    """Say what is in memory while each op of a schedule runs: for each of `KINDS`, the bytes at every computation.
 
-    Args:
-        graph: The graph.
-        schedule: A schedule for it that can run.
-
-    Returns:
-        For each of `KINDS`, the bytes at every computation; they add up to the simulator's.
+    They add up to the simulator's.
     """
     kind_of: dict[int, str] = {}
     held = dict.fromkeys(KINDS, 0)
@@ -68,13 +63,10 @@ def draw(
     budget_bytes: int | None,
     beside: Callable[[Any], None] | None = None,
 ) -> None:
-    """Draw timelines side by side, over the time that the ops take.
+    """Draw timelines side by side, over the time that the ops take, to a file whose suffix says the format.
 
-    Args:
-        path: File to write; its suffix says the format.
-        steps: Titles, graphs and schedules, the plain one first.
-        budget_bytes: A line to draw, or None.
-        beside: Called with matplotlib's axes of one more panel.
+    The steps are titles, graphs and schedules, the plain one first. The budget is a line, if there is one, and `beside`
+    is called with matplotlib's axes of one more panel.
 
     Raises:
         ImportError: If matplotlib is missing.

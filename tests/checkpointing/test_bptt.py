@@ -4,13 +4,15 @@ import itertools
 
 import pytest
 import torch
+from empty_chain import run_actions
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rmm_linear.checkpointing.bptt import bptt_checkpoint, plan, step_bytes
+from rmm_linear.checkpointing.bptt import bptt_checkpoint, step_bytes
 from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError
-from rmm_linear.planning.bptt_plan import plan_double, plan_for_bytes
+from rmm_linear.planning.bptt_plan import plan_double, plan_for_bytes, plan_for_slots
+from rmm_linear.planning.strategies.chain_reversal import StepBytes
 
 BATCH, FEATURES, HIDDEN = 3, 5, 7
 
@@ -149,7 +151,11 @@ class Watched:
 def test_measured_memory_and_steps_equal_the_plan(name, strategy):
     for slots in (1, 2, 4, 9, 20):
         check_memory_and_steps(
-            name, 40, lambda sizes, k=slots: plan(40, sizes, slots=k, strategy=strategy), slots=slots, strategy=strategy
+            name,
+            40,
+            lambda sizes, k=slots: plan_for_slots(40, k, sizes, strategy=strategy),
+            slots=slots,
+            strategy=strategy,
         )
 
 
@@ -157,7 +163,7 @@ def test_measured_memory_and_steps_equal_the_plan(name, strategy):
 @pytest.mark.parametrize("spacing", [(8, 4), (9, 3), (40, 40)])
 def test_measured_memory_and_steps_of_double_checkpointing_equal_the_plan(name, spacing, tmp_path):
     options = dict(zip(("host_every", "local_every"), spacing, strict=True), page_to=tmp_path)
-    planned_for = lambda sizes: plan_double(40, *spacing, **sizes._asdict())  # noqa: E731
+    planned_for = lambda sizes: plan_double(40, *spacing, sizes)  # noqa: E731
     # the instrument does not see states that a pager has made
     check_memory_and_steps(name, 40, planned_for, unseen_states=2, **options)
 
@@ -188,12 +194,13 @@ def test_memory_is_never_exceeded_and_more_of_it_never_costs_time():
     for strategy, (state, internal) in itertools.product(("hsm", "ism", "msm"), ((8, 20), (24, 24), (5, 91))):
         least = 2 * state + internal
         with pytest.raises(InfeasibleBudgetError) as refused:
-            plan_for_bytes(50, least - 1, strategy=strategy, state_bytes=state, internal_bytes=internal)
+            plan_for_bytes(50, least - 1, StepBytes(state, internal), strategy=strategy)
         assert refused.value.least_bytes == least
         before = None
         for budget in range(least, 50 * (state + internal), 5 * internal + 1):
-            found = plan_for_bytes(50, budget, strategy=strategy, state_bytes=state, internal_bytes=internal)
+            found = plan_for_bytes(50, budget, StepBytes(state, internal), strategy=strategy)
             assert found.peak_bytes <= budget
+            assert found.forward_steps == run_actions(found.actions, 50).forward_steps
             # places are whole ones: a mixed plan may take a step or two more with a little more memory
             assert before is None or found.forward_steps <= before * 1.03
             before = found.forward_steps
@@ -202,7 +209,7 @@ def test_memory_is_never_exceeded_and_more_of_it_never_costs_time():
 def test_mixed_states_are_never_worse_than_the_better_of_the_two():
     for budget in range(200, 5000, 300):
         costs = {
-            strategy: plan_for_bytes(100, budget, strategy=strategy, state_bytes=16, internal_bytes=40).forward_steps
+            strategy: plan_for_bytes(100, budget, StepBytes(16, 40), strategy=strategy).forward_steps
             for strategy in ("hsm", "ism", "msm")
         }
         assert costs["msm"] <= min(costs["hsm"], costs["ism"])

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from empty_chain import run_actions
 from test_bptt import assert_same_bits, plain_loop, train
 from torch import nn
 
@@ -12,7 +13,7 @@ from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.paging import FilePager, HostPager
 from rmm_linear.planning.bencheikh2024_double import actions, spacing_for_bytes
 from rmm_linear.planning.bptt_plan import plain_bytes, plan_double
-from rmm_linear.planning.strategies.chain_reversal import run_actions
+from rmm_linear.planning.strategies.chain_reversal import StepBytes
 
 
 class _Spike(torch.autograd.Function):
@@ -65,22 +66,24 @@ def test_the_spacing_for_a_budget_keeps_it():
     kept = 0
     for _ in range(600):
         steps, state, internal = draw.randint(1, 150), draw.randint(1, 50), draw.randint(0, 200)
-        sizes = {"state_bytes": state, "internal_bytes": internal}
-        budget = draw.randint(1, plain_bytes(steps, **sizes) + 100)
+        sizes = StepBytes(state, internal)
+        budget = draw.randint(1, plain_bytes(steps, sizes) + 100)
         least = 3 * state + internal
         if budget < least:
             with pytest.raises(InfeasibleBudgetError, match="not even one step") as refused:
-                spacing_for_bytes(budget, steps, **sizes)
+                spacing_for_bytes(budget, steps, sizes)
             assert refused.value.least_bytes == least
             continue
-        spacing = spacing_for_bytes(budget, steps, **sizes)
-        assert plan_double(steps, *spacing, **sizes).peak_bytes <= budget
+        spacing = spacing_for_bytes(budget, steps, sizes)
+        planned = plan_double(steps, *spacing, sizes)
+        assert planned.peak_bytes <= budget
+        assert planned.forward_steps == run_actions(planned.actions, steps).forward_steps
         kept += 1
     assert kept > 400
 
 
 def test_local_memory_does_not_grow_with_the_sequence():
-    peaks = {plan_double(steps, 50, 10, state_bytes=8, internal_bytes=30).peak_bytes for steps in (150, 400, 10_000)}
+    peaks = {plan_double(steps, 50, 10, StepBytes(8, 30)).peak_bytes for steps in (150, 400, 10_000)}
     assert len(peaks) == 1
 
 
@@ -92,8 +95,8 @@ def test_a_hundred_thousand_steps_take_the_memory_of_a_thousand(name, tmp_path):
     cell = LeakyIntegrateAndFire(2, 3) if name == "spiking" else nn.RNNCell(2, 3)
     inputs, state = torch.randn(steps, 1, 2), torch.zeros(1, 3)
     sizes = step_bytes(cell, inputs[0], state)
-    budget = plain_bytes(1000, **sizes._asdict())
-    found = plan_double(steps, *spacing_for_bytes(budget, steps, **sizes._asdict()), **sizes._asdict())
+    budget = plain_bytes(1000, sizes)
+    found = plan_double(steps, *spacing_for_bytes(budget, steps, sizes), sizes)
     assert found.peak_bytes <= budget
     assert found.forward_steps <= 3 * steps
     outputs, _ = bptt_checkpoint(cell, inputs, state, memory=budget, page_to=tmp_path)

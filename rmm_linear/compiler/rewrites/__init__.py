@@ -39,13 +39,8 @@ def code_step(
 ) -> Coding:
     """Let the backward pass of a step read codes and sketches.
 
-    Args:
-        joint: The joint graph, functional; changed in place.
-        tangents: Placeholders of the gradients of its results.
-        blocks: The module that each node belongs to.
-        bits: Bits of the codes.
-        parameters: Placeholders of the parameters.
-        ratio: Rows of a sketch over rows; None for no sketches.
+    The joint graph, a functional one, is changed in place. `tangents` are placeholders of the gradients of its results,
+    `blocks` the module that each node belongs to, and `ratio` the rows of a sketch over rows, None for no sketches.
     """
     step = Step(joint, tangents, blocks)
     chosen = Choice(step, bits)
@@ -66,7 +61,7 @@ def code_step(
             blocks.get(rewrite.code.node, ""),
             rewrite.code.kind,
             rewrite.code.bits,
-            rewrite.code.node_bytes,
+            rewrite.code.node.meta["val"].nbytes,
             rewrite.code.code_bytes,
             None if rewrite.code in unbounded else rewrite.bias,
         )

@@ -91,7 +91,6 @@ class Function:
         )
 
     def __call__(self, u: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """Run it on other tensors."""
         made: dict[str, Any] = {"u": u, "gradient": gradient}
         result = u
         for number, (target, args, kwargs) in enumerate(self.ops):
@@ -146,7 +145,6 @@ class Activation(Rewrite):
     terms: int = field(kw_only=True)
 
     def provided(self) -> dict[fx.Node, Provided]:
-        """The functions."""
         found = {}
         for node, function, slope in self.outputs:
             read = functools.partial(self._read, result=node, function=function, slope=slope)
@@ -170,31 +168,13 @@ class Activation(Rewrite):
     def _read(
         self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function, slope: float
     ) -> fx.Node:
-        found: fx.Node = editor.insert(
-            _read,
-            *self.code.sources,
-            *gradient,
-            before=before,
-            block_of=result,
-            is_backward=True,
-            function=function,
-            slope=slope,
-            shape=self.code.shape,
-            bits=self.code.bits,
-            cube=self.code.cube,
-            terms=self.terms,
-            dtype=result.meta["val"].dtype,
-        )
-        return found
+        where: Any = {"before": before, "block_of": result, "is_backward": True}
+        how = {**self.code.how, "cube": self.code.cube, "terms": self.terms, "dtype": result.meta["val"].dtype}
+        return editor.insert(_read, *self.code.sources, *gradient, function=function, slope=slope, **how, **where)
 
 
 def candidates(step: Step, bits: int) -> Iterator[Activation]:
-    """Find elementwise functions whose input can be coded.
-
-    Args:
-        step: The step.
-        bits: Bits of the codes.
-    """
+    """Find elementwise functions whose input can be coded in so many bits."""
     # a function that 4 bits would bias is read from 8
     limits = [_Limits(each) for each in (4, 8) if each >= bits]
     members: dict[fx.Node, list[fx.Node]] = {}

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.readings import Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, node_at
 
@@ -39,33 +39,14 @@ _AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 class Softmax(Rewrite):
     """The probabilities of an attention that runs op by op."""
 
-    def provided(self) -> dict[fx.Node, Provided]:
-        """The probabilities."""
-        return {self.code.node: Provided(frozenset([self.code]), self.code.read)}
-
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        """Replace the softmax's backward op."""
-        new = editor.insert(
-            _softmax_backward,
-            reader.args[0],
-            *self.code.sources,
-            before=reader,
-            block_of=reader,
-            is_backward=True,
-            shape=self.code.shape,
-            bits=self.code.bits,
-            dtype=reader.meta["val"].dtype,
-        )
-        editor.replace(reader, new)
+        where: Any = {"before": reader, "block_of": reader, "is_backward": True}
+        options = {"dtype": reader.meta["val"].dtype, **self.code.how}
+        editor.replace(reader, editor.insert(_softmax_backward, reader.args[0], *self.code.sources, **options, **where))
 
 
 def candidates(step: Step, bits: int) -> Iterator[Softmax]:
-    """Find softmaxes whose backward ops can read codes.
-
-    Args:
-        step: The step.
-        bits: Bits of the codes.
-    """
+    """Find softmaxes whose backward ops can read codes."""
     for read in step.reads:
         node, dim = read.reader, read.reader.args[2] if len(read.reader.args) > 2 else None
         if node.target is not aten._softmax_backward_data.default or read.source is not node.args[1]:
@@ -103,15 +84,8 @@ def run_again(reader: fx.Node, editor: Editor) -> None:
     """Run the forward op of a fused backward op on what the backward op reads, for its output and normalisation."""
     where: Any = {"before": reader, "block_of": reader, "is_backward": True}
     mask = [reader.kwargs["attn_mask"]] if reader.kwargs.get("attn_mask") is not None else []
-    output, logsumexp = editor.insert(
-        _attention,
-        *reader.args[1:4],
-        *mask,
-        dropout=reader.args[6],
-        is_causal=reader.args[7],
-        scale=reader.kwargs.get("scale"),
-        **where,
-    )
+    options: Any = {"dropout": reader.args[6], "is_causal": reader.args[7], "scale": reader.kwargs.get("scale")}
+    output, logsumexp = editor.insert(_attention, *reader.args[1:4], *mask, **options, **where)
     reader.args = (*reader.args[:4], output, logsumexp, *reader.args[6:])
 
 
@@ -119,10 +93,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, dropout: float, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    found: tuple[Tensor, Tensor] = op(
-        query, key, value, dropout, is_causal, attn_mask=mask[0] if mask else None, scale=scale
-    )
-    return found
+    return op(query, key, value, dropout, is_causal, attn_mask=mask[0] if mask else None, scale=scale)
 
 
 def _softmax_backward(

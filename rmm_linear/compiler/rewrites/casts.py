@@ -20,11 +20,7 @@ def cast_again(
 ) -> None:
     """Let ops that depend on gradients read casts of parameters that are made in the backward pass.
 
-    Args:
-        joint: The joint graph, functional; changed in place.
-        tangents: Placeholders of the gradients of its results.
-        blocks: The module that each node belongs to.
-        parameters: Placeholders of the parameters.
+    The joint graph, a functional one, is changed in place. `tangents` are placeholders of the gradients of its results.
     """
     step = Step(joint, tangents, blocks)
     editor = Editor(step)

@@ -21,10 +21,6 @@ class Choice:
     A read that would make a gradient biased is refused, and is served by no code. A code that frees no more bytes than
     it takes is dropped. Both change what else can be served, so that the choice is repeated until nothing changes.
 
-    Args:
-        step: The step.
-        bits: Bits of the codes.
-
     Attributes:
         rewrites: One for each code.
         readings: Tells which tensors can be read from the codes.

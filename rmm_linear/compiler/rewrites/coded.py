@@ -1,6 +1,7 @@
 """Codes of nodes of a joint graph: made after the node in the forward pass, read before a node of the backward pass."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -92,41 +93,24 @@ class Code:
 
     def encode(self, editor: Editor) -> None:
         """Code the node itself."""
-        self.parts = editor.insert(
-            _encode,
-            self.node,
-            self.key,
-            before=self.node.next,
-            block_of=self.node,
-            shape=self.shape,
-            bits=self.bits,
-            tail=self.tail,
-            cube=self.cube,
-        )
+        where: Any = {"before": self.node.next, "block_of": self.node}
+        cut: Any = {"tail": self.tail, "cube": self.cube}
+        self.parts = editor.insert(_encode, self.node, self.key, **where, **self.how, **cut)
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
         """Nodes of what a reading needs: the code's parts, and its key."""
         return *self.parts, self.key
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """What functions that write or read the code know of it."""
+        return {"shape": self.shape, "bits": self.bits}
+
     def read(self, editor: Editor, before: fx.Node) -> fx.Node:
         """Read the tensor from its code, in its own dtype and layout."""
-        found: fx.Node = editor.insert(
-            _decode,
-            *self.sources,
-            before=before,
-            block_of=self.node,
-            is_backward=True,
-            shape=self.shape,
-            bits=self.bits,
-        )
-        return found
-
-    @property
-    def node_bytes(self) -> int:
-        """Bytes of the tensor that is coded."""
-        value: Tensor = self.node.meta["val"]
-        return value.numel() * value.element_size()
+        where: Any = {"before": before, "block_of": self.node, "is_backward": True}
+        return editor.insert(_decode, *self.sources, **where, **self.how)
 
 
 def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None, cube: float) -> tuple[Tensor, ...]:

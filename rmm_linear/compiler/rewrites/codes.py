@@ -66,13 +66,9 @@ class Layout:
 
 
 def encode(x: Tensor, key: Tensor, layout: Layout, *, bits: int) -> tuple[Tensor, Tensor]:
-    """Code a tensor.
+    """Code a tensor of shape (rows, columns), of any float dtype, in 8 or 4 bits.
 
-    Args:
-        x: Shape (rows, columns), of any float dtype.
-        key: A row of `draw_keys`, on the device of x: each code has its own.
-        layout: Its layout.
-        bits: 8 or 4.
+    The key is a row of `draw_keys`, on the device of x: each code has its own.
 
     Returns:
         The code, uint8 of shape (groups, group * bits / 8, columns), and its steps, float32 of shape (groups, 1,
@@ -85,11 +81,7 @@ def encode(x: Tensor, key: Tensor, layout: Layout, *, bits: int) -> tuple[Tensor
 
 
 def decode(code: Tensor, steps: Tensor, key: Tensor, layout: Layout, *, bits: int) -> Tensor:
-    """Read a code.
-
-    Returns:
-        Shape (rows, columns), float32: the tensor, with errors that are independent of it.
-    """
+    """Read a code: the tensor, (rows, columns) in float32, with errors that are independent of it."""
     numbers = unpack(code, bits).to(torch.float32) - _half_range(bits)
     return layout.in_rows((numbers - dither(numbers.shape, key)) * steps)
 
@@ -116,16 +108,9 @@ def encode_with_tail(
     """Code a tensor cut at +-tail, and its excess above tail in one more symbol: so no outlier makes steps larger.
 
     The excess is rounded at random to 0 or to the largest one of its column and group, without bias. Elements that have
-    an excess are at the cut, whose number is the highest or the one below: two above it say that the excess is there.
-    A column that has an element that is not finite is read as NaN.
-
-    Args:
-        x: As for `encode`.
-        key: As for `encode`.
-        layout: As for `encode`.
-        bits: 8 or 4.
-        tail: Where x is cut, at least 1e-3.
-        cube: Of what is cut, `curved` is coded.
+    an excess are at the cut, whose number is the highest or the one below: two above it say that the excess is there. A
+    column that has an element that is not finite is read as NaN. The tail is at least 1e-3, and of what is cut,
+    `curved` is coded.
 
     Returns:
         The code and the steps, as `encode` returns them; the largest excesses, shaped as the steps.
@@ -152,10 +137,9 @@ def largest_step(bits: int, tail: float, cube: float) -> float:
 def decode_with_tail(
     code: Tensor, steps: Tensor, most: Tensor, key: Tensor, layout: Layout, *, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Read a code of `encode_with_tail`.
+    """Read a code of `encode_with_tail`: the tensor as it was cut, and `curved`; and the excess.
 
-    Returns:
-        The tensor as it was cut, and `curved`; the excess. Both of shape (rows, columns), float32.
+    Both are of shape (rows, columns), float32.
     """
     numbers = unpack(code, bits).to(torch.float32)
     half = _half_range(bits) - 1
@@ -187,15 +171,7 @@ def unpack(code: Tensor, bits: int) -> Tensor:
 
 
 def draw_keys(seed: Tensor, count: int) -> Tensor:
-    """Make keys of dithers, which are independent of each other.
-
-    Args:
-        seed: 0-d int64.
-        count: How many.
-
-    Returns:
-        int32, shape (count, 2).
-    """
+    """Make keys of dithers, which are independent of each other: int32, shape (count, 2), of a 0-d int64 seed."""
     numbers = torch.arange(count, device=seed.device)
     # a seed is mixed first: seeds nearby have no key in common
     first = _mixed(_mixed(seed) ^ numbers)
@@ -205,27 +181,16 @@ def draw_keys(seed: Tensor, count: int) -> Tensor:
 
 
 def dither(shape: tuple[int, ...], key: Tensor) -> Tensor:
-    """Draw numbers that are uniform in [-1/2, 1/2), on a grid of 2^24 that is symmetric.
+    """Draw float32 numbers that are uniform in [-1/2, 1/2), on a grid of 2^24 that is symmetric.
 
-    The number of the element is mixed with one part of the key before a hash, and with the other one within it: two
-    keys give two permutations, of which neither is the other one in another order.
-
-    Args:
-        shape: Their shape.
-        key: A row of `draw_keys`.
-
-    Returns:
-        float32.
+    The number of the element is mixed with one part of the key, a row of `draw_keys`, before a hash, and with the other
+    one within it: two keys give two permutations, of which neither is the other one in another order.
     """
     return _uniform(_hash(shape, key))
 
 
 def signs(shape: tuple[int, ...], key: Tensor) -> Tensor:
-    """Draw fair signs, from a bit of the hash that `dither` leaves.
-
-    Returns:
-        1 or -1, float32.
-    """
+    """Draw fair signs, 1 or -1 in float32, from a bit of the hash that `dither` leaves."""
     return ((_hash(shape, key) & 128) - 64).to(torch.float32) * (1 / 64)
 
 

@@ -17,11 +17,7 @@ _Traced = tuple[fx.Graph, Any]
 
 
 class Editor:
-    """Changes the joint graph of a step.
-
-    Args:
-        step: The step.
-    """
+    """Changes the joint graph of a step."""
 
     def __init__(self, step: Step) -> None:
         self._graph, self._mode, self._blocks = step.joint.graph, step.mode, step.blocks
@@ -45,7 +41,7 @@ class Editor:
 
         Args:
             function: The function; functions of one name and equal options are the same.
-            sources: Its tensors.
+            sources: The nodes of its tensors.
             before: The node that it goes before.
             block_of: A node of the module that it belongs to.
             is_backward: Whether it belongs to the backward pass.
@@ -97,18 +93,7 @@ class Editor:
     def copy(
         self, node: fx.Node, made: dict[fx.Node, fx.Node], *, before: fx.Node, block_of: fx.Node, is_backward: bool
     ) -> fx.Node:
-        """Copy a node with other inputs.
-
-        Args:
-            node: The node.
-            made: The nodes that replace inputs of it.
-            before: See `insert`.
-            block_of: See `insert`.
-            is_backward: See `insert`.
-
-        Returns:
-            The copy.
-        """
+        """Copy a node with other inputs, those that are `made` for them; the rest is as in `insert`."""
         copy = self._copy(node, made, before, block_of, is_backward=is_backward)
         copy.meta["val"] = self._value(copy)
         return copy

@@ -30,12 +30,7 @@ _UNARY = {aten.mul.Scalar, aten.div.Scalar, aten.neg.default, aten._to_copy.defa
 
 
 def candidates(step: Step, bits: int) -> Iterator[Rewrite]:
-    """Find norms whose backward passes can read codes.
-
-    Args:
-        step: The step.
-        bits: Bits of the codes.
-    """
+    """Find norms whose backward passes can read codes."""
     for read in step.reads:
         if read.reader.target is aten.native_layer_norm_backward.default and read.source is read.reader.args[1]:
             norm = _layer_norm(step, read, bits)
@@ -59,55 +54,26 @@ class LayerNorm(Rewrite):
     norm: fx.Node = field(kw_only=True)
 
     def encode(self, editor: Editor) -> None:
-        """Write the code of x^."""
         mean, rstd = _part(self.norm, 1), _part(self.norm, 2)
-        self.code.parts = editor.insert(
-            _encode_normalised,
-            node_at(self.norm, 0),
-            mean,
-            rstd,
-            self.code.key,
-            before=max(mean, rstd).next,
-            block_of=self.norm,
-            shape=self.code.shape,
-            bits=self.code.bits,
-        )
+        where: Any = {"before": max(mean, rstd).next, "block_of": self.norm}
+        x, key = node_at(self.norm, 0), self.code.key
+        self.code.parts = editor.insert(_encode_normalised, x, mean, rstd, key, **self.code.how, **where)
 
     def provided(self) -> dict[fx.Node, Provided]:
-        """The norm's output."""
         return {_part(self.norm, 0): Provided(frozenset([self.code]), self._output)}
 
     def _output(self, editor: Editor, before: fx.Node) -> fx.Node:
         weight, bias = self.norm.args[2:4]
         given = [each for each in (weight, bias) if isinstance(each, fx.Node)]
-        found: fx.Node = editor.insert(
-            _output,
-            *self.code.sources,
-            *given,
-            before=before,
-            block_of=self.norm,
-            is_backward=True,
-            shape=self.code.shape,
-            bits=self.code.bits,
-            has_weight=weight is not None,
-        )
-        return found
+        where: Any = {"before": before, "block_of": self.norm, "is_backward": True}
+        options = {"has_weight": weight is not None, **self.code.how}
+        return editor.insert(_output, *self.code.sources, *given, **options, **where)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        """Replace the backward op."""
         weight = [node_at(reader, 5)] if reader.args[5] is not None else []
-        results = editor.insert(
-            _layer_norm_backward,
-            node_at(reader, 0),
-            node_at(reader, 4),
-            *self.code.sources,
-            *weight,
-            before=reader,
-            block_of=reader,
-            is_backward=True,
-            shape=self.code.shape,
-            bits=self.code.bits,
-        )
+        where: Any = {"before": reader, "block_of": reader, "is_backward": True}
+        sources = (node_at(reader, 0), node_at(reader, 4), *self.code.sources, *weight)
+        results = editor.insert(_layer_norm_backward, *sources, **self.code.how, **where)
         for user in list(reader.users):
             editor.replace(user, results[user.args[1]])
 
@@ -154,8 +120,7 @@ class RMSNorm(Rewrite):
     def _input(self, editor: Editor, before: fx.Node) -> fx.Node:
         normalised = self.code.read(editor, before)
         where: Any = {"before": before, "block_of": self.x, "is_backward": True}
-        found: fx.Node = editor.insert(_quotient, normalised, self.scale, dtype=self.x.meta["val"].dtype, **where)
-        return found
+        return editor.insert(_quotient, normalised, self.scale, dtype=self.x.meta["val"].dtype, **where)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Read the input; from the second product, subtract what the errors of both have in common."""

@@ -8,7 +8,6 @@ from torch import fx
 
 from rmm_linear.compiler.rewrites.attention import FUSED, is_output, is_score
 from rmm_linear.compiler.rewrites.coded import Code, Shape
-from rmm_linear.compiler.rewrites.readings import Provided
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, ancestors, shape_of
 from rmm_linear.planning.coding import Bits
@@ -27,10 +26,6 @@ _LINEAR = {
 class Linear(Rewrite):
     """A tensor with a code of its own, which ops read that are linear in it."""
 
-    def provided(self) -> dict[fx.Node, Provided]:
-        """The tensor."""
-        return {self.code.node: Provided(frozenset([self.code]), self.code.read)}
-
 
 def is_linear(read: Read) -> bool:
     """Tell whether an op is linear in a tensor that it reads; fused attention is taken to be so."""
@@ -43,13 +38,9 @@ def is_linear(read: Read) -> bool:
 
 
 def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collection[fx.Node]) -> Iterator[Linear]:
-    """Find tensors that could have codes of their own.
+    """Find tensors that could have codes of their own for these reads.
 
-    Args:
-        step: The step.
-        reads: The reads to be served.
-        bits: Bits of the codes.
-        repeated: Backward ops of attention, whose forward op runs again on what is read.
+    `repeated` are backward ops of attention, whose forward op runs again on what is read.
     """
     found: dict[fx.Node, list[Read]] = {}
     for read in reads:

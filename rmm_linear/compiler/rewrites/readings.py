@@ -8,7 +8,7 @@ that is small beside what follows from it is kept and read as it is, if it has a
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -49,9 +49,6 @@ class Provided(NamedTuple):
 class Readings:
     """Tells which tensors can be read from codes, and reads them.
 
-    Args:
-        step: The step.
-
     Attributes:
         provided: Tensors that are read directly.
         exact: Tensors that are read as they are, for others that follow from them and from codes.
@@ -70,30 +67,14 @@ class Readings:
         self._codes.clear()
 
     def codes_of(self, node: fx.Node) -> frozenset[Code] | None:
-        """Return the codes that a tensor is read from.
-
-        Args:
-            node: The tensor.
-
-        Returns:
-            The codes; None if it can't be read.
-        """
+        """Return the codes that a tensor is read from; None if it can't be read."""
         if node not in self._codes:
             self._codes[node] = None
             self._codes[node] = self._found(node)
         return self._codes[node]
 
     def read(self, node: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
-        """Compute a tensor from codes, once: before the first op that reads it.
-
-        Args:
-            node: The tensor.
-            editor: What changes the graph.
-            before: The op that reads it; ops come in the order of the graph.
-
-        Returns:
-            The node that replaces it.
-        """
+        """Compute a tensor from codes, once: before its first reader, for ops come in the order of the graph."""
         if node in self.provided:
             if node not in self._read:
                 self._read[node] = self.provided[node].read(editor, before)
@@ -102,18 +83,13 @@ class Readings:
             self._read[node] = self._dropped(node_at(node, 0), editor, before)
         if node not in self._read:
             made = {each: self.read(each, editor, before) for each in self._coded_sources(node)}
+            where: Any = {"before": before, "block_of": node, "is_backward": True}
             if node.target in _VIEWS:
                 # what is read may be laid out otherwise
-                self._read[node] = editor.insert(
-                    _reshaped,
-                    made[node_at(node, 0)],
-                    before=before,
-                    block_of=node,
-                    is_backward=True,
-                    shape=tuple(shape_of(node)),
-                )
+                shape = tuple(shape_of(node))
+                self._read[node] = editor.insert(_reshaped, made[node_at(node, 0)], shape=shape, **where)
             else:
-                self._read[node] = editor.copy(node, made, before=before, block_of=node, is_backward=True)
+                self._read[node] = editor.copy(node, made, **where)
         return self._read[node]
 
     def _found(self, node: fx.Node) -> frozenset[Code] | None:
@@ -127,7 +103,8 @@ class Readings:
             return self.codes_of(node_at(op, 0)) if is_dropped else None
         sources = node.all_input_nodes
         is_view = len(sources) == 1 and self._step.base[node] is not node and node.target not in _OF_MEMORY
-        if is_view or node.target in _PASSED_THROUGH or _is_first_power(node):
+        is_first_power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 1
+        if is_view or is_first_power or node.target in _PASSED_THROUGH:
             return self.codes_of(sources[0]) if self._step.is_float(sources[0]) else None
         parts = self._coded_sources(node)
         exact = set(sources) - parts.keys()
@@ -154,8 +131,7 @@ class Readings:
     def _dropped(self, dropout: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
         mask = next(each for each in dropout.users if each.args[1] == 1)
         x, p = self.read(node_at(dropout, 0), editor, before), dropout.args[1]
-        found: fx.Node = editor.insert(_dropped, x, mask, before=before, block_of=dropout, is_backward=True, p=p)
-        return found
+        return editor.insert(_dropped, x, mask, before=before, block_of=dropout, is_backward=True, p=p)
 
     def _is_at_hand(self, source: fx.Node, node: fx.Node) -> bool:
         """Tell whether a tensor is there in the backward pass, or can be kept for hardly any bytes."""
@@ -168,10 +144,6 @@ class Readings:
 
 def _is_small(source: fx.Node, node: fx.Node) -> bool:
     return shape_of(source).numel() * _SMALL <= shape_of(node).numel()
-
-
-def _is_first_power(node: fx.Node) -> bool:
-    return node.target is aten.pow.Tensor_Scalar and node.args[1] in (1, 1.0)
 
 
 def _dropped(x: Tensor, mask: Tensor, *, p: float) -> Tensor:

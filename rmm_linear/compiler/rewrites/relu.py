@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.codes import Layout, pack, unpack
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Readings
+from rmm_linear.compiler.rewrites.readings import Provided, Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import Step, node_at
 
@@ -35,7 +35,6 @@ class Mask(Code):
         return layout.group * layout.columns // 8
 
     def encode(self, editor: Editor) -> None:
-        """Make the mask of the node."""
         mask = editor.insert(_mask, self.node, before=self.node.next, block_of=self.node, shape=self.shape)
         self.parts = [mask]
 
@@ -44,19 +43,18 @@ class Mask(Code):
 class Relu(Rewrite):
     """ReLU's gradient from its mask."""
 
+    def provided(self) -> dict[fx.Node, Provided]:
+        """None: a mask has the signs alone."""
+        return {}
+
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        """Mask the gradient that arrives."""
         sources, shape = (node_at(reader, 0), *self.code.parts), self.code.shape
         new = editor.insert(_masked, *sources, before=reader, block_of=reader, is_backward=True, shape=shape)
         editor.replace(reader, new)
 
 
 def candidates(step: Step) -> Iterator[Relu]:
-    """Find gradients of ReLU.
-
-    Args:
-        step: The step.
-    """
+    """Find gradients of ReLU."""
     for read in step.reads:
         if read.reader.target is not aten.threshold_backward.default or read.reader.args[1:] != (read.source, 0):
             continue

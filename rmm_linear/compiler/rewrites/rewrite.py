@@ -26,8 +26,8 @@ class Rewrite:
     bias: float = 0.0
 
     def provided(self) -> dict[fx.Node, Provided]:
-        """The tensors that other ops can read from the code."""
-        return {}
+        """The tensors that other ops can read from the code: the one that is coded."""
+        return {self.code.node: Provided(frozenset([self.code]), self.code.read)}
 
     def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
         """Tell whether two ops of `serves` may read the code in one path, for there is a formula for both."""

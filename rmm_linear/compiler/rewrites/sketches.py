@@ -63,8 +63,7 @@ class Sketch:
 
     @property
     def _itemsize(self) -> int:
-        size: int = self.reads[0].source.meta["val"].element_size()
-        return size
+        return self.reads[0].source.meta["val"].element_size()
 
     @property
     def saves_arithmetic(self) -> bool:
@@ -99,8 +98,7 @@ class Sketch:
         editor.replace(reader, editor.insert(_product, gradient, self.seed, self._made, **options, **where))
 
     def _sketched(self, x: fx.Node, editor: Editor, where: dict[str, Any]) -> fx.Node:
-        found: fx.Node = editor.insert(_compressed, x, self.seed, **self._how, **where)
-        return found
+        return editor.insert(_compressed, x, self.seed, **self._how, **where)
 
     @property
     def _how(self) -> dict[str, Any]:
@@ -108,14 +106,7 @@ class Sketch:
 
 
 def sketches(step: Step, chosen: Choice, parameters: Collection[fx.Node], ratio: float) -> list[Sketch]:
-    """Find weight gradients that are worth a sketch.
-
-    Args:
-        step: The step.
-        chosen: Its codes, and what they serve.
-        parameters: Placeholders of the parameters.
-        ratio: Rows of a sketch over rows.
-    """
+    """Find weight gradients that are worth a sketch of such a ratio, beside the codes that are chosen."""
     config = RMMConfig.from_recipe("fast", ratio=ratio, min_rows=_FEWEST_ROWS)
     served = set(chosen.served)
     groups: dict[Any, list[Read]] = {}
@@ -183,8 +174,7 @@ def _seed(key: Tensor) -> Tensor:
 
 
 def _compressed(x: Tensor, seed: Tensor, *, config: str, is_transposed: bool) -> Tensor:
-    found: Tensor = torch.ops.rmm_linear.compress.default(x.t() if is_transposed else x, seed, config)[0]
-    return found
+    return torch.ops.rmm_linear.compress.default(x.t() if is_transposed else x, seed, config)[0]
 
 
 def _product(

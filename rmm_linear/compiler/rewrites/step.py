@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from rmm_linear.compiler.autocasting import autocast_as
-from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 
 # Linear in a gradient, though autograd saves it for its shape, or for a derivative by another argument.
 _LINEAR = {"_fft_r2c", "convolution", "index_add"}
@@ -33,15 +33,10 @@ class Read(NamedTuple):
 class Step:
     """A joint graph, and what its backward pass reads.
 
-    Args:
-        joint: The joint graph.
-        tangents: Placeholders of the gradients of its results.
-        blocks: The module that each node belongs to.
-
     Attributes:
         joint: The joint graph.
         blocks: The module that each node belongs to.
-        gradients: Nodes that depend on a tangent.
+        gradients: Nodes that depend on a tangent, the placeholder of the gradient of a result.
         number: The place of each node in the graph.
         base: For each node, the node that writes the memory in which its value lies.
         reads: What ops that depend on gradients read, in the order of the ops.
@@ -80,11 +75,7 @@ class Step:
         return next(node.meta["val"].fake_mode for node in self.number if hasattr(node.meta.get("val"), "fake_mode"))
 
     def memories(self, source: fx.Node) -> frozenset[fx.Node]:
-        """Return the nodes of the forward pass whose memory must be kept if the backward pass reads a tensor exactly.
-
-        Args:
-            source: The tensor.
-        """
+        """Return the nodes of the forward pass whose memory is kept if the backward pass reads a tensor exactly."""
         if source not in self._memories:
             base = self.base[source]
             if base.op != "call_function" or base in self._kept_anyway:
@@ -121,8 +112,7 @@ class Step:
     def bent(self, readers: Collection[fx.Node]) -> Iterator[fx.Node]:
         """Yield ops that are not linear in noisy gradients that they read, so that their results are biased.
 
-        Args:
-            readers: Ops that read codes, where noise comes in.
+        The readers are ops that read codes, where noise comes in.
         """
         noisy = set(readers)
         for node in self.number:
@@ -182,8 +172,7 @@ def size_bytes(node: fx.Node) -> int:
 
 def shape_of(node: fx.Node) -> torch.Size:
     """Return the shape of a node that is a tensor."""
-    shape: torch.Size = node.meta["val"].shape
-    return shape
+    return node.meta["val"].shape
 
 
 def ancestors(step: Step, node: fx.Node) -> Iterator[fx.Node]:
@@ -192,9 +181,5 @@ def ancestors(step: Step, node: fx.Node) -> Iterator[fx.Node]:
         yield node
         if step.base[node] is node:
             return
-        node = next(each for each in node.all_input_nodes if _shares(step, each, node))
-
-
-def _shares(step: Step, source: fx.Node, node: fx.Node) -> bool:
-    memory = node.meta["val"].untyped_storage()._cdata
-    return any(tensor.untyped_storage()._cdata == memory for tensor in tensors_of(source))
+        (memory,) = memories_of(node)
+        node = next(each for each in node.all_input_nodes if memory in memories_of(each))

@@ -52,7 +52,6 @@ class Auto(Strategy):
         return [_order_that_keeps(graph, kept) for kept in _crossing(graph)]
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
-        """Return the cheapest schedule that the search finds."""
         budget_bytes = checked_budget(budget_bytes)
         plain = tuple(range(len(graph.ops)))
         if peak_and_cost(graph, plain)[0] <= budget_bytes:

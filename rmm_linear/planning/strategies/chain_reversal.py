@@ -9,9 +9,10 @@ Nothing is assumed of the graph. What is in no state because it skips over cuts 
 back from whatever is there: a poor choice of cuts costs time and memory, which the simulator sees, and never validity.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from rmm_linear.planning.graph import Graph
@@ -33,74 +34,51 @@ class Action(NamedTuple):
     stage: int
 
 
-class Taken(NamedTuple):
-    """What a sequence of actions takes.
+class StepBytes(NamedTuple):
+    """What one step of a cell leaves behind.
 
     Attributes:
-        forward_steps: How often a stage is run forward.
-        most_states: Most states held at a time, the initial one included, and those after stored stages not.
-        most_internals: Most stages stored at a time, the one being reversed included.
-        most_units: Most units at a time of states and internals, beside the initial state and the stage being
-            reversed.
+        state_bytes: The state after it; with the state of the random number generator, if the cell draws.
+        internal_bytes: What autograd keeps beside the states before and after it, the inputs and the parameters.
     """
 
-    forward_steps: int
-    most_states: int
-    most_internals: int
-    most_units: int
+    state_bytes: int
+    internal_bytes: int
 
 
-def run_actions(actions: Iterable[Action], stages: int, *, internal_units: int = 1) -> Taken:
-    """Run actions on a chain that does nothing, and count.
+def unfolded(steps: int, slots: int, choose: Callable[[int, int], tuple[int, int]]) -> Iterator[Action]:
+    """Write the schedule that follows from a choice for each length of a chain and number of free slots.
 
-    Args:
-        actions: The actions.
-        stages: Number of stages.
-        internal_units: Units that the internals of a stage take; a state takes one.
-
-    Raises:
-        ValueError: If a stage is reversed out of turn, or a state is dropped that is not there.
+    `choose` tells how many steps run before something is kept, 0 if nothing is; and how many slots that takes if it is
+    an internal state, 0 for a state, which takes one.
     """
-    held, stored, paged = {0}, set[int](), set[int]()
-    forward, waiting = 0, stages - 1
-    states = internals = units = 0
-    for kind, stage in actions:
-        # a stored stage also has the state after it
-        latest = max(state for state in held | paged | {one + 1 for one in stored} if state <= stage)
-        if kind in ("hold", "page"):
-            forward += stage - latest
-            paged.discard(stage)
-            (held if kind == "hold" else paged).add(stage)
-        elif kind == "release":
-            if stage not in held:
-                raise ValueError(f"state {stage} is released, and is not held")
-            held.remove(stage)
-        elif kind == "store":
-            forward += stage - latest + 1
-            stored.add(stage)
+    # a stack and no recursion: a chain may be longer than Python's stack
+    waiting: list[Action | tuple[int, int, int]] = [(0, steps, slots)]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Action):
+            yield item
+            continue
+        start, length, free = item
+        if not length:
+            continue
+        ahead, internal = choose(length, free)
+        rest = (start + ahead, length - ahead, free - (internal or 1))
+        if not ahead:
+            yield from (Action("reverse", start + step) for step in reversed(range(length)))
+        elif internal:
+            yield Action("store", start + ahead - 1)
+            waiting += [(start, ahead - 1, free), Action("reverse", start + ahead - 1), rest]
         else:
-            if stage != waiting:
-                raise ValueError(f"stage {stage} is reversed where it is the turn of {waiting}")
-            waiting -= 1
-            internals = max(internals, len(stored | {stage}))
-            if stage in stored:
-                stored.remove(stage)
-            else:
-                forward += stage - latest + 1
-        states = max(states, len(held))
-        internals = max(internals, len(stored))
-        units = max(units, len(held) - 1 + internal_units * len(stored))
-    if waiting != -1:
-        raise ValueError(f"stage {waiting} is never reversed")
-    return Taken(forward, states, internals, units)
+            yield Action("hold", start + ahead)
+            waiting += [(start, ahead, free), Action("release", start + ahead), rest]
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
     """Return what a cut of the forward ops costs: the bytes that it makes wait for the backward pass.
 
-    Returns:
-        For each place p from 0 to the number of forward ops: bytes of the storages that an op before p writes and a
-        forward op from p on reads. What stays in any case (outputs, what must not be computed twice) is not counted.
+    For each place p from 0 to the number of forward ops: bytes of the storages that an op before p writes and a forward
+    op from p on reads. What stays in any case (outputs, what must not be computed twice) is not counted.
     """
     always = crossing_storages(graph, [range(graph.forward_count)])
     change = [0] * (graph.forward_count + 1)
@@ -108,21 +86,12 @@ def crossing_bytes(graph: Graph) -> list[int]:
         readers = [reader for reader in graph.readers[index] if reader < graph.forward_count]
         if writer < graph.forward_count and readers and index not in always:
             change[writer + 1] += graph.storages[index].size_bytes
-            if readers[-1] + 1 <= graph.forward_count:
-                change[readers[-1] + 1] -= graph.storages[index].size_bytes
-    prices, price = [], 0
-    for difference in change:
-        price += difference
-        prices.append(price)
-    return prices
+            change[readers[-1] + 1] -= graph.storages[index].size_bytes
+    return list(accumulate(change))
 
 
 def written_bytes(graph: Graph) -> list[int]:
-    """Return what each forward op writes for the backward pass.
-
-    Returns:
-        Bytes of the storages that each forward op writes and a backward op reads.
-    """
+    """Return the bytes of the storages that each forward op writes and a backward op reads."""
     return [
         sum(
             graph.storages[index].size_bytes
@@ -146,16 +115,13 @@ def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *
         Places of the cuts, rising, neither at the start nor at the end; fewer than parts - 1 if some coincide.
     """
     count = len(weights)
-    before = [0.0]
-    for weight in weights:
-        before.append(before[-1] + weight)
+    before = list(accumulate(weights, initial=0.0))
     share = before[-1] / parts
     cuts: set[int] = set()
     place = 0
     for part in range(1, parts):
         target = part * share
-        while place < count and before[place] < target:
-            place += 1
+        place = bisect_left(before, target, place, count)
         nearest = place if place == 0 or before[place] - target <= target - before[place - 1] else place - 1
         best = nearest
         if slack:
@@ -177,15 +143,9 @@ def segments_of_cuts(count: int, cuts: Sequence[int]) -> list[range]:
 
 
 def some_counts(most: int, *, all_up_to: int, number: int) -> list[int]:
-    """Return the counts from 1 to `most`, or some of them, a constant factor apart.
+    """Return the counts from 1 to `most`, rising, or some of them if there are more than `all_up_to`.
 
-    Args:
-        most: The largest.
-        all_up_to: If there are not more than that, all of them.
-        number: How many else, about.
-
-    Returns:
-        Counts, rising; 1 and `most` among them.
+    Those are about `number`, a constant factor apart, 1 and `most` among them.
     """
     if most <= all_up_to:
         return list(range(1, most + 1))
@@ -230,14 +190,9 @@ class ChainView:
 
 
 def order_of_actions(view: ChainView, actions: Iterable[Action]) -> list[int]:
-    """Return the order of computations that actions on a chain of stages stand for.
+    """Return the order of computations, with repetitions, that actions on a chain of stages stand for.
 
-    Args:
-        view: The graph as a chain.
-        actions: What to do; each stage reversed once, the last one first.
-
-    Returns:
-        Indices of ops, with repetitions. Of a stage that is run again, only what is needed is computed.
+    Each stage is reversed once, the last one first. Of a stage that is run again, only what is needed is computed.
     """
     graph, last = view.graph, len(view.stages) - 1
     # the first pass is the plain program's, and the first stage to be reversed is there when it ends

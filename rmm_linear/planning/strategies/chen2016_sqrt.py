@@ -28,15 +28,10 @@ _CAPS = 28
 
 
 def greedy_cuts(weights: Sequence[int], prices: Sequence[int], cap: int) -> tuple[int, ...]:
-    """Cut wherever a segment would exceed a cap: Algorithm 3 of the paper.
+    """Cut wherever a segment would exceed a cap of bytes, unless one op alone does: Algorithm 3 of the paper.
 
-    Args:
-        weights: Bytes of each op.
-        prices: Price of a cut before each op, and after the last.
-        cap: Most bytes of a segment, unless one op alone has more.
-
-    Returns:
-        Places of the cuts, rising: each at the cheapest place of the last half of what fits, the last one of these.
+    `prices` are those of a cut before each op, and after the last. Each cut is at the cheapest place of the last half
+    of what fits, the last one of these.
     """
     cuts: list[int] = []
     start, held = 0, 0
@@ -79,11 +74,7 @@ class ChenSqrt(Strategy):
 
 
 def orders_of_cuts(graph: Graph, cuts: Sequence[int]) -> Iterator[list[int]]:
-    """Give the orders for segments between cuts: the last segment kept, or computed again as well.
-
-    Yields:
-        One order if the two are the same, or else two.
-    """
+    """Give the orders for segments between cuts: the last segment kept, and computed again as well if that differs."""
     segments = segments_of_cuts(graph.forward_count, cuts)
     crossing = crossing_storages(graph, segments)
     # the backward pass begins with the last segment: where it takes no detour, nothing is gained by dropping it

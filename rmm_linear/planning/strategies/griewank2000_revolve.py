@@ -23,6 +23,7 @@ from rmm_linear.planning.strategies.chain_reversal import (
     order_of_actions,
     segments_of_cuts,
     some_counts,
+    unfolded,
 )
 
 _ALL_UP_TO = 12
@@ -32,17 +33,12 @@ _SLOT_COUNTS = 9
 
 
 def repetitions(steps: int, slots: int) -> int:
-    """Return the least r with binom(slots + r, slots) >= steps.
+    """Return the least r with binom(slots + r, slots) >= steps: no step needs to run forward more than r + 1 times.
 
-    Args:
-        steps: Length of the chain, at least 1.
-        slots: Number of snapshots, the initial state's included, at least 1.
-
-    Returns:
-        r: no step needs to run forward more than r + 1 times.
+    Snapshots include the initial state's.
 
     Raises:
-        ValueError: If either is less than 1.
+        ValueError: If there is less than one step or snapshot.
     """
     _check(steps, slots)
     found = 0
@@ -54,35 +50,17 @@ def repetitions(steps: int, slots: int) -> int:
 def forward_steps(steps: int, slots: int) -> int:
     """Return the fewest forward steps that reverse a chain: t + r t - binom(m + r, r - 1).
 
-    Args:
-        steps: Length t of the chain, at least 1.
-        slots: Number m of snapshots, the initial state's included, at least 1.
-
-    Returns:
-        The number, the first pass and the step that is differentiated included.
-
-    Raises:
-        ValueError: If either is less than 1.
+    The first pass and the steps that are differentiated are included.
     """
     r = repetitions(steps, slots)
     return steps + r * steps - (comb(slots + r, r - 1) if r else 0)
 
 
 def split(steps: int, slots: int) -> int:
-    """Return after how many steps to store the next snapshot.
+    """Return after how many steps to store the next snapshot; there are at least two steps and two snapshots.
 
     What follows it then takes no more than r repetitions with one snapshot less, what precedes it no more than r - 1,
     and neither so few that a repetition is wasted: each y between these bounds is optimal, and the least is taken.
-
-    Args:
-        steps: Length of the chain, at least 2.
-        slots: Number of snapshots, the initial state's included, at least 2.
-
-    Returns:
-        A number from 1 to steps - 1.
-
-    Raises:
-        ValueError: If either is less than 2.
     """
     _check(steps, slots, least=2)
     r = repetitions(steps, slots)
@@ -91,37 +69,13 @@ def split(steps: int, slots: int) -> int:
 
 
 def revolve(steps: int, slots: int) -> Iterator[Action]:
-    """Write the optimal schedule for a chain.
-
-    Args:
-        steps: Length of the chain, at least 1.
-        slots: Number of snapshots, the initial state's included, at least 1.
-
-    Yields:
-        Actions; they take `forward_steps(steps, slots)` forward steps.
+    """Write the optimal schedule for a chain, of `forward_steps(steps, slots)` forward steps.
 
     Raises:
-        ValueError: If either is less than 1.
+        ValueError: If there is less than one step or snapshot.
     """
     _check(steps, slots)
-    # a stack and no recursion: a chain may be longer than Python's stack
-    waiting: list[Action | tuple[int, int, int]] = [(0, steps, slots)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Action):
-            yield item
-            continue
-        start, length, free = item
-        if length == 1 or free == 1:
-            yield from (Action("reverse", start + step) for step in reversed(range(length)))
-            continue
-        ahead = split(length, free)
-        yield Action("hold", start + ahead)
-        waiting += [
-            (start, ahead, free),
-            Action("release", start + ahead),
-            (start + ahead, length - ahead, free - 1),
-        ]
+    return unfolded(steps, slots, lambda length, free: (split(length, free) if min(length, free) > 1 else 0, 0))
 
 
 def _check(steps: int, slots: int, *, least: int = 1) -> None:
@@ -132,8 +86,7 @@ def _check(steps: int, slots: int, *, least: int = 1) -> None:
 def chains_of(graph: Graph) -> Iterator[ChainView]:
     """See a training graph as chains of stages, for several numbers of stages.
 
-    Yields:
-        Chains whose stages take about equal time, or write about equally many ops, cut where few bytes cross.
+    Stages take about equal time, or have about equally many ops, and are cut where few bytes cross.
     """
     prices = crossing_bytes(graph)
     costs = [op.cost for op in graph.ops[: graph.forward_count]]

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.base import Strategy, register
-from rmm_linear.planning.strategies.chain_reversal import Action, order_of_actions, some_counts
+from rmm_linear.planning.strategies.chain_reversal import Action, order_of_actions, some_counts, unfolded
 from rmm_linear.planning.strategies.griewank2000_revolve import chains_of
 
 Kind = Literal["hsm", "ism", "msm"]
@@ -68,140 +68,76 @@ class Table:
     keeps_internal: NDArray[np.bool_]
 
 
-def hsm_table(steps: int, slots: int) -> Table:
-    """Tabulate the fewest forward steps if hidden states are kept.
+@lru_cache(maxsize=8)
+def tabulated(kind: Kind, steps: int, memory: int, internal_units: int = 1, *, input_units: int = 0) -> Table:
+    """Tabulate the fewest forward steps.
 
     Args:
+        kind: What may be kept.
         steps: Greatest length, at least 1.
-        slots: Most hidden states, the initial one included, at least 1.
-
-    Returns:
-        The table. There is nothing at 0 slots: those entries are larger than any count.
-
-    Raises:
-        ValueError: If either is less than 1.
-    """
-    _check(steps, slots, least=1)
-    return _table("hsm", steps, slots, 1, 0)
-
-
-def ism_table(steps: int, slots: int) -> Table:
-    """Tabulate the fewest forward steps if internal states are kept.
-
-    Args:
-        steps: Greatest length, at least 1.
-        slots: Most internal states, that of the step being reversed included, at least 1.
-
-    Returns:
-        The table. There is nothing at 0 slots: those entries are larger than any count.
-
-    Raises:
-        ValueError: If either is less than 1.
-    """
-    _check(steps, slots, least=1)
-    return _table("ism", steps, slots, 1, 0)
-
-
-def msm_table(steps: int, units: int, internal_units: int, *, input_units: int = 0) -> Table:
-    """Tabulate the fewest forward steps if hidden and internal states are kept.
-
-    Args:
-        steps: Greatest length, at least 1.
-        units: Most places, each of the size of a hidden state, beside the initial state and the step being reversed;
-            at least 0.
-        internal_units: Places that an internal state takes, at least 1.
+        memory: Most places m, as the module's docstring counts them; at least 1, and at least 0 for "msm".
+        internal_units: Places that an internal state takes (alpha), at least 1; of use for "msm" alone, as is the next.
         input_units: Places that it takes in addition where the state that its step starts from is not kept anyway.
 
+    Returns:
+        The table. Of "hsm" and "ism" there is nothing at 0 places: those entries are larger than any count.
+
     Raises:
-        ValueError: If an argument is too small.
+        ValueError: If an argument is too small, or there are more steps than a table is made for.
     """
-    _check(steps, units, least=0)
-    if internal_units < 1 or input_units < 0:
-        raise ValueError(
-            f"internal_units={internal_units}, input_units={input_units}: an internal state takes at least one unit,"
-            " and its input none or more"
-        )
-    return _table("msm", steps, units, internal_units, input_units)
-
-
-def _check(steps: int, memory: int, *, least: int) -> None:
+    # least memory for which there is a schedule at all: HSM and ISM count what one cannot do without
+    least = 0 if kind == "msm" else 1
     if steps < 1 or memory < least:
         raise ValueError(f"steps={steps}, memory={memory}: there must be at least 1 step, and {least} of memory")
     if steps > _MOST_STEPS:
         raise ValueError(
             f"steps={steps} is more than a table is made for, {_MOST_STEPS}; use the closed form of Revolve"
         )
-
-
-@lru_cache(maxsize=8)
-def _table(kind: Kind, steps: int, memory: int, internal_units: int, input_units: int) -> Table:
+    if internal_units < 1 or input_units < 0:
+        raise ValueError(
+            f"internal_units={internal_units}, input_units={input_units}: an internal state takes at least one unit,"
+            " and its input none or more"
+        )
     # steps first while it is filled: the entries of one length depend on shorter ones only, for all memories at once
     cost = np.full((steps + 1, memory + 1), _NEVER, dtype=np.int32)
     split = np.zeros((steps + 1, memory + 1), dtype=np.int32)
     internal = np.zeros((steps + 1, memory + 1), dtype=np.bool_)
-    # least memory for which there is a schedule at all: HSM and ISM count what one cannot do without
-    least = 0 if kind == "msm" else 1
     cost[0] = 0
+
+    def improve(t: int, units: int, first: int, last: int, *, keeps_internal: bool) -> None:
+        """Improve the entries of length t by keeping something that takes `units` after y steps, first <= y <= last."""
+        if units > memory or first > last:
+            return
+        # rows y = first..last: cost of the rest with less memory, and of what comes before it with all of it
+        rest = cost[t - last : t - first + 1][::-1, : memory + 1 - units]
+        before = cost[first - keeps_internal : last + 1 - keeps_internal, units:]
+        total = rest + before
+        total += np.arange(first, last + 1, dtype=np.int32)[:, None]
+        best = total.argmin(axis=0)
+        found = total[best, np.arange(best.size)]
+        where = slice(max(units, least), None)
+        found, best = found[where.start - units :], best[where.start - units :]
+        better = found < cost[t, where]
+        cost[t, where][better] = found[better]
+        split[t, where][better] = (best + first)[better]
+        internal[t, where][better] = keeps_internal
+
     for t in range(1, steps + 1):
         cost[t, least:] = t * (t + 1) // 2
-        if kind != "ism" and t > 1:
-            _choose(cost, split, internal, t, 1, least, np.arange(1, t, dtype=np.int32), keeps_internal=False)
+        if kind != "ism":
+            improve(t, 1, 1, t - 1, keeps_internal=False)
         if kind != "hsm":
             # with the input kept anyway, and then for y > 1 where it is not
-            groups = [(internal_units, np.arange(1, t + 1, dtype=np.int32))]
-            if input_units:
-                groups = [
-                    (internal_units, np.arange(1, 2, dtype=np.int32)),
-                    (internal_units + input_units, np.arange(2, t + 1, dtype=np.int32)),
-                ]
-            for units, ahead in groups:
-                _choose(cost, split, internal, t, units, least, ahead, keeps_internal=True)
+            end = 1 if input_units else t
+            improve(t, internal_units, 1, end, keeps_internal=True)
+            improve(t, internal_units + input_units, end + 1, t, keeps_internal=True)
     for part in (cost, split, internal):
         part.flags.writeable = False
     return Table(kind, internal_units, input_units, cost.T, split.T, internal.T)
 
 
-def _choose(
-    cost: NDArray[np.int32],
-    split: NDArray[np.int32],
-    internal: NDArray[np.bool_],
-    t: int,
-    units: int,
-    least: int,
-    ahead: NDArray[np.int32],
-    *,
-    keeps_internal: bool,
-) -> None:
-    """Improve the entries of length t by keeping something that takes `units` after y steps, y one of `ahead`."""
-    memory = cost.shape[1] - 1
-    if units > memory or not ahead.size:
-        return
-    first, last = int(ahead[0]), int(ahead[-1])
-    # rows y = first..last: cost of the rest with less memory, and of what comes before it with all of it
-    rest = cost[t - last : t - first + 1][::-1, : memory + 1 - units]
-    before = cost[first - keeps_internal : last + 1 - keeps_internal, units:]
-    total = rest + before
-    total += ahead[:, None]
-    best = total.argmin(axis=0)
-    found = total[best, np.arange(best.size)]
-    where = slice(max(units, least), None)
-    found, best = found[where.start - units :], best[where.start - units :]
-    better = found < cost[t, where]
-    cost[t, where][better] = found[better]
-    split[t, where][better] = (best + first)[better]
-    internal[t, where][better] = keeps_internal
-
-
 def actions(table: Table, steps: int, memory: int) -> Iterator[Action]:
-    """Write an optimal schedule.
-
-    Args:
-        table: A table that is large enough.
-        steps: Length of the chain, at least 1.
-        memory: Slots or units, as the table counts them.
-
-    Yields:
-        Actions; they take `table.forward_steps[memory, steps]` forward steps.
+    """Write an optimal schedule, of `table.forward_steps[memory, steps]` forward steps.
 
     Raises:
         ValueError: If the table has no such entry.
@@ -213,33 +149,13 @@ def actions(table: Table, steps: int, memory: int) -> Iterator[Action]:
             f"steps={steps}, memory={memory} is not in the table, which goes from 1 to {most_steps} steps and from"
             f" {least} to {most_memory} of memory"
         )
-    waiting: list[Action | tuple[int, int, int]] = [(0, steps, memory)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Action):
-            yield item
-            continue
-        start, length, free = item
-        if not length:
-            continue
+
+    def choose(length: int, free: int) -> tuple[int, int]:
         ahead = int(table.split[free, length])
-        if not ahead:
-            yield from (Action("reverse", start + step) for step in reversed(range(length)))
-        elif table.keeps_internal[free, length]:
-            units = table.internal_units + (table.input_units if ahead > 1 else 0)
-            yield Action("store", start + ahead - 1)
-            waiting += [
-                (start, ahead - 1, free),
-                Action("reverse", start + ahead - 1),
-                (start + ahead, length - ahead, free - units),
-            ]
-        else:
-            yield Action("hold", start + ahead)
-            waiting += [
-                (start, ahead, free),
-                Action("release", start + ahead),
-                (start + ahead, length - ahead, free - 1),
-            ]
+        units = table.internal_units + (table.input_units if ahead > 1 else 0)
+        return ahead, units if table.keeps_internal[free, length] else 0
+
+    return unfolded(steps, memory, choose)
 
 
 @register
@@ -250,7 +166,7 @@ class GruslysBPTT(Strategy):
     backward ops read. Stages count alike, as time steps do; alpha is the ratio of their mean sizes.
 
     Examples:
-        >>> table = ism_table(1000, 50)
+        >>> table = tabulated("ism", 1000, 50)
         >>> int(table.forward_steps[50, 1000])
         1950
         >>> [f"{action.kind} {action.stage}" for action in actions(table, 3, 2)]
@@ -272,10 +188,10 @@ class GruslysBPTT(Strategy):
             alpha = min(stages, max(1, round(internal / hidden))) if hidden else 1
             slots = some_counts(stages, all_up_to=_ALL_UP_TO, number=_SLOT_COUNTS)
             tables = (
-                (hsm_table(stages, stages), slots),
-                (ism_table(stages, stages), slots),
+                (tabulated("hsm", stages, stages), slots),
+                (tabulated("ism", stages, stages), slots),
                 (
-                    msm_table(stages, alpha * stages, alpha),
+                    tabulated("msm", stages, alpha * stages, alpha),
                     some_counts(alpha * stages, all_up_to=_ALL_UP_TO, number=2 * _SLOT_COUNTS),
                 ),
             )

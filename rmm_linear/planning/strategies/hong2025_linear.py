@@ -29,6 +29,7 @@ which is the paper's objective. Both grow as j grows and as i falls, and that is
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import ClassVar, Literal, NamedTuple
 
 from rmm_linear.planning.graph import Graph
@@ -55,16 +56,13 @@ class Checkpoints(NamedTuple):
 
 
 def least_sum(sizes: Sequence[int]) -> Checkpoints:
-    """Minimise the bytes of all checkpoints plus the largest segment's, in O(n^3).
-
-    Args:
-        sizes: Bytes of each layer, at least 0. The last layer is a checkpoint.
+    """Minimise the bytes of all checkpoints plus the largest segment's, in O(n^3); the last layer is a checkpoint.
 
     Raises:
         ValueError: If there is no layer, or a size is negative.
     """
     _check(sizes)
-    before = _sums(sizes)
+    before = list(accumulate(sizes, initial=0))
     caps = sorted({high - low for place, high in enumerate(before) for low in before[: place + 1]})
     best: Checkpoints | None = None
     for cap in caps:
@@ -78,12 +76,9 @@ def least_sum(sizes: Sequence[int]) -> Checkpoints:
 
 
 def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> Checkpoints:
-    """Choose the cheapest checkpoints under a cap on the bytes between them, in O(n).
+    """Choose the cheapest checkpoints under a cap on the bytes between them, neither counted, in O(n).
 
-    Args:
-        sizes: Bytes of each layer, at least 0.
-        prices: What it costs to keep each layer, at least 0; the last layer is a checkpoint.
-        cap: Most bytes between two checkpoints, neither counted.
+    `prices` are what it costs to keep each layer; the last layer is a checkpoint.
 
     Raises:
         ValueError: If there is no layer, sizes and prices are not of one length, or something is negative.
@@ -91,7 +86,7 @@ def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> 
     _check(sizes)
     if len(prices) != len(sizes) or min(prices) < 0 or cap < 0:
         raise ValueError(f"{len(sizes)} sizes and {len(prices)} prices, cap={cap}: as many of each, and all at least 0")
-    before = _sums(sizes)
+    before = list(accumulate(sizes, initial=0))
     # place j stands for layer j - 1, and place 0 for a checkpoint before the first layer
     total = [0] * (len(sizes) + 1)
     previous = [0] * (len(sizes) + 1)
@@ -115,32 +110,25 @@ def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> 
 
 
 def least_peak(sizes: Sequence[int], *, gradients: Gradients = "both") -> Checkpoints:
-    """Minimise the peak of the backward pass over a chain, in O(n).
+    """Minimise the peak of the backward pass over a chain, in O(n): return M(0), and checkpoints that reach it.
 
     Of two candidates j < j' for the checkpoint after i, j' is worth looking at only if M(j') < M(j), for U grows with
     j. So candidates stand in a queue, M falling from left to right. As i falls, U grows, and the best candidate, where
     M and U meet, only moves left: the right end of the queue goes once its neighbour is as good, and never comes back.
+    The first and the last layer are checkpoints.
 
     Examples:
         >>> [least_peak([1] * n, gradients="one").bytes_needed for n in (100, 400, 1600)]
         [16, 30, 59]
 
-    Args:
-        sizes: Bytes of each layer, at least 0. The first and the last layer are checkpoints.
-        gradients: Whether a gradient and the one that it is made from take room of their own ("both"), or one is
-            written over the other ("one"). See the module.
-
-    Returns:
-        M(0), and checkpoints that reach it.
-
     Raises:
-        ValueError: If there is no layer, a size is negative, or `gradients` is neither.
+        ValueError: If there is no layer, a size is negative, or `gradients` is neither of the module's two.
     """
     _check(sizes)
     if gradients not in ("both", "one"):
         raise ValueError(f"gradients={gradients!r} is neither 'both' nor 'one'")
     last = len(sizes) - 1
-    before = _sums(sizes)
+    before = list(accumulate(sizes, initial=0))
     peaks = [0] * len(sizes)
     following = [last] * len(sizes)
     peaks[last] = sizes[last]
@@ -194,14 +182,6 @@ def _check(sizes: Sequence[int]) -> None:
         raise ValueError(f"a layer has {min(sizes)} bytes; sizes are at least 0")
 
 
-def _sums(sizes: Sequence[int]) -> list[int]:
-    """Bytes of the first 0, 1, ..., n layers."""
-    found = [0]
-    for size in sizes:
-        found.append(found[-1] + size)
-    return found
-
-
 @register
 class HongLinear(Strategy):
     """Hong et al. 2025: segments that are optimal for a chain, for every cap on their bytes.
@@ -233,7 +213,7 @@ def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
 
 def _caps(sizes: Sequence[int]) -> list[int]:
     """Every sum of consecutive ops in a small graph, or else sums from one op's to all, a constant factor apart."""
-    before = _sums(sizes)
+    before = list(accumulate(sizes, initial=0))
     if len(sizes) <= _ALL_UP_TO:
         return sorted({high - low for place, high in enumerate(before) for low in before[: place + 1]})
     total = before[-1]

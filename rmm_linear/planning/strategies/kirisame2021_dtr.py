@@ -18,7 +18,6 @@ takes are proposals: the simulator frees what no later op reads, which the polic
 met is not monotone in it, so that all are tried.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
@@ -32,20 +31,16 @@ _BUDGETS = 40
 _MOST_COST = 8.0
 
 
-class Neighbourhood(ABC):
-    """The cost of what is evicted around a storage.
-
-    Args:
-        graph: The graph.
-    """
+class Neighbourhood:
+    """The cost of what is evicted around a storage; this one, of h_local, is none."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._evicted: set[int] = set()
 
-    @abstractmethod
     def cost(self, index: int) -> float:
         """Return the cost of the evicted neighbourhood of a storage that is in memory."""
+        return 0.0
 
     def evict(self, index: int) -> None:
         """Note that a storage is evicted."""
@@ -60,14 +55,6 @@ class Neighbourhood(ABC):
 
     def _after(self, index: int) -> list[int]:
         return [other for op in self._graph.readers[index] for other in self._graph.ops[op].writes]
-
-
-class NoNeighbourhood(Neighbourhood):
-    """That of h_local."""
-
-    def cost(self, index: int) -> float:
-        """Return 0."""
-        return 0.0
 
 
 class ExactNeighbourhood(Neighbourhood):
@@ -156,11 +143,6 @@ class UnionFind(Neighbourhood):
 class OnlineRun:
     """One run of the plain program under a budget.
 
-    Args:
-        graph: The graph.
-        budget_bytes: The most that may be in memory.
-        neighbourhood: What h takes for the evicted neighbourhood.
-
     Attributes:
         order: The ops that ran, with repetitions.
     """
@@ -185,11 +167,7 @@ class OnlineRun:
             self._released_after[op].append(index)
 
     def run(self) -> bool:
-        """Run all ops.
-
-        Returns:
-            Whether the budget was kept, in reasonable time.
-        """
+        """Run all ops; tell whether the budget was kept, in reasonable time."""
         for op, released in enumerate(self._released_after):
             if not self._compute(op):
                 return False
@@ -245,10 +223,8 @@ class OnlineRun:
 
     def _h(self, index: int) -> float:
         cost = self._graph.ops[self._graph.writer[index]].cost + self._neighbourhood.cost(index)
-        return cost / (self._graph.sizes[index] * self._staleness(index))
-
-    def _staleness(self, index: int) -> float:
-        return max(self._time - self._used_at[index], 1e-9 * self._graph.cost)
+        staleness = max(self._time - self._used_at[index], 1e-9 * self._graph.cost)
+        return cost / (self._graph.sizes[index] * staleness)
 
     def _evict(self, index: int) -> None:
         self._live.remove(index)
@@ -265,19 +241,8 @@ def budgets_to_try(graph: Graph) -> Iterator[int]:
             yield plain_bytes * part // _BUDGETS
 
 
-class _Dtr(Strategy):
-    neighbourhood: ClassVar[type[Neighbourhood]]
-
-    def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose what the policy does at each of many budgets."""
-        for budget_bytes in budgets_to_try(graph):
-            run = OnlineRun(graph, budget_bytes, self.neighbourhood(graph))
-            if run.run():
-                yield run.order
-
-
 @register
-class Dtr(_Dtr):
+class Dtr(Strategy):
     """Kirisame et al. 2021 with the evicted neighbourhood.
 
     Examples:
@@ -290,9 +255,16 @@ class Dtr(_Dtr):
     name: ClassVar[str] = "kirisame2021_dtr"
     neighbourhood: ClassVar[type[Neighbourhood]] = ExactNeighbourhood
 
+    def orders(self, graph: Graph) -> Iterator[list[int]]:
+        """Propose what the policy does at each of many budgets."""
+        for budget_bytes in budgets_to_try(graph):
+            run = OnlineRun(graph, budget_bytes, self.neighbourhood(graph))
+            if run.run():
+                yield run.order
+
 
 @register
-class DtrEq(_Dtr):
+class DtrEq(Dtr):
     """Kirisame et al. 2021 with a union-find in place of the evicted neighbourhood."""
 
     name: ClassVar[str] = "kirisame2021_dtr_eq"
@@ -300,8 +272,8 @@ class DtrEq(_Dtr):
 
 
 @register
-class DtrLocal(_Dtr):
+class DtrLocal(Dtr):
     """Kirisame et al. 2021 without a neighbourhood."""
 
     name: ClassVar[str] = "kirisame2021_dtr_local"
-    neighbourhood: ClassVar[type[Neighbourhood]] = NoNeighbourhood
+    neighbourhood: ClassVar[type[Neighbourhood]] = Neighbourhood

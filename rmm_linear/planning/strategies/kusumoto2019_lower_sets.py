@@ -23,6 +23,7 @@ for the backward pass begins with it; each chain is proposed with it kept and wi
 import itertools
 import math
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,15 +59,12 @@ class NodeGraph:
 
     @classmethod
     def of_forward(cls, graph: Graph) -> "NodeGraph":
-        """Make the paper's graph of the forward ops of a training graph.
+        """Make the paper's graph of the forward ops of a training graph, its nodes in an order in which they can run.
 
         An op whose results are read by one later forward op alone belongs to that op's node: nothing is gained by
         keeping it without the other. A node is as large as what others read of it. What must not be computed twice
         costs nothing again. Random ops keep their order, and come before the last result. Without a backward pass, each
         op is a node of its own, all of which a backward pass might read.
-
-        Returns:
-            The paper's graph; its nodes are numbered in an order in which they can run.
         """
         count = graph.forward_count
         has_backward = count < len(graph.ops)
@@ -133,28 +131,21 @@ class Chain:
     blocks: tuple[tuple[int, ...], ...]
 
 
-def all_lower_sets(nodes: NodeGraph, *, most: int = _MOST_LOWER_SETS) -> NDArray[np.bool_]:
-    """Return all lower sets of a graph.
-
-    Args:
-        nodes: The paper's graph.
-        most: The number of them at which to give up.
-
-    Returns:
-        One row a lower set, one column a node; the smaller ones first, the empty one among them.
+def all_lower_sets(nodes: NodeGraph) -> NDArray[np.bool_]:
+    """Return all lower sets of a graph: a row each, a column a node; the smaller ones first, the empty one too.
 
     Raises:
-        ValueError: If there are more.
+        ValueError: If there are too many.
     """
     needs = [sum(1 << u for u in set(before)) for before in nodes.predecessors]
     # by the largest node of the set: each one is found once, from the set without it
     found = [0]
     for node, need in enumerate(needs):
         found += [lower | 1 << node for lower in found if lower & need == need]
-        if len(found) > most:
+        if len(found) > _MOST_LOWER_SETS:
             raise ValueError(
-                f"the graph's {len(needs)} nodes have more than {most} lower sets, too many for the exact program; use"
-                " kusumoto2019_approximate"
+                f"the graph's {len(needs)} nodes have more than {_MOST_LOWER_SETS} lower sets, too many for the exact"
+                " program; use kusumoto2019_approximate"
             )
     return _sorted_rows(np.array([[lower >> node & 1 for node in range(len(needs))] for lower in found], dtype=bool))
 
@@ -162,10 +153,14 @@ def all_lower_sets(nodes: NodeGraph, *, most: int = _MOST_LOWER_SETS) -> NDArray
 def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return the lower sets of the approximate program: none, all, and the ancestors of each node with itself.
 
-    Returns:
-        One row a lower set, one column a node; the smaller ones first.
+    The rows and columns are those of `all_lower_sets`.
+
+    Raises:
+        ValueError: If there are too many.
     """
     count = len(nodes.costs)
+    if count > _MOST_LOWER_SETS:
+        raise ValueError(f"the graph has {count} nodes, and the approximate program goes to {_MOST_LOWER_SETS}")
     rows = np.zeros((count + 2, count), dtype=bool)
     for node, before in enumerate(nodes.predecessors):
         rows[node, node] = True
@@ -173,14 +168,6 @@ def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
             rows[node] |= rows[u]
     rows[-1] = True
     return _sorted_rows(rows)
-
-
-def _boundaries(nodes: NodeGraph, inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Boundary of each lower set; one row a node, one column a lower set, as in `inside`."""
-    boundary = np.zeros_like(inside)
-    for u, v in nodes.edges:
-        boundary[u] |= inside[u] & ~inside[v]
-    return boundary
 
 
 def _sorted_rows(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -210,9 +197,11 @@ class LowerSetProgram:
         self.lower_sets = lower_sets
         costs, sizes = np.array(nodes.costs, dtype=float), np.array(nodes.sizes, dtype=float)
         inside = np.ascontiguousarray(lower_sets.T)
-        boundary, following, beside = _boundaries(nodes, inside), np.zeros_like(inside), np.zeros_like(inside)
+        boundary, following, beside = (np.zeros_like(inside) for _ in range(3))
         for u, v in nodes.edges:
-            following[v] |= inside[u] & ~inside[v]
+            leaves = inside[u] & ~inside[v]
+            boundary[u] |= leaves
+            following[v] |= leaves
         for u, v in nodes.edges:
             beside[u] |= following[v] & ~inside[u]
         rows = inside.T.astype(float)
@@ -237,14 +226,7 @@ class LowerSetProgram:
     @cached_property
     def least_cap(self) -> int:
         """The least cap B with a plan, by bisection."""
-        low, high = 0, self.largest_cap
-        while low < high:
-            middle = (low + high) // 2
-            if self._is_feasible(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return bisect_left(range(self.largest_cap), True, key=self._is_feasible)
 
     def _is_feasible(self, cap: int) -> bool:
         # overhead left aside, only the least M(U) of each lower set matters
@@ -259,13 +241,9 @@ class LowerSetProgram:
         return bool(np.isfinite(least[-1]))
 
     def centric_plans(self, cap: int) -> tuple[Chain, ...]:
-        """Return the time-centric and the memory-centric plan below a cap.
+        """Return the time-centric and the memory-centric plan for which eq. 2 gives `cap` bytes at most.
 
-        Args:
-            cap: B, the most that eq. 2 may give, in bytes.
-
-        Returns:
-            Both, or one if they are the same; none if the cap is below `least_cap`.
+        There is one if they are the same, and none if the cap is below `least_cap`.
         """
         memory, before = self._states(cap)
         levels = np.flatnonzero(np.isfinite(memory[-1]))
@@ -338,13 +316,10 @@ class _LowerSets(Strategy):
     # caps from the least feasible one to that of a single block, each in the same ratio to the one before
     caps: ClassVar[int] = 24
 
+    @staticmethod
     @abstractmethod
-    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the lower sets that the program looks at.
-
-        Returns:
-            One row a lower set, the smaller ones first, the empty one and all nodes among them.
-        """
+    def family(nodes: NodeGraph) -> NDArray[np.bool_]:
+        """Return the lower sets to look at; the empty one and all nodes are among them."""
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
         """Propose the time-centric and the memory-centric plan of each cap."""
@@ -366,14 +341,7 @@ class Kusumoto2019Exact(_LowerSets):
     """The exact program: all lower sets. For graphs of few of them: some ten nodes, or long and narrow."""
 
     name: ClassVar[str] = "kusumoto2019_exact"
-
-    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return all lower sets.
-
-        Raises:
-            ValueError: If there are too many.
-        """
-        return all_lower_sets(nodes)
+    family = staticmethod(all_lower_sets)
 
 
 @register
@@ -381,15 +349,4 @@ class Kusumoto2019Approximate(_LowerSets):
     """The approximate program: the ancestors of each node."""
 
     name: ClassVar[str] = "kusumoto2019_approximate"
-
-    def family(self, nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the ancestors of each node.
-
-        Raises:
-            ValueError: If there are too many.
-        """
-        if len(nodes.costs) > _MOST_LOWER_SETS:
-            raise ValueError(
-                f"the graph has {len(nodes.costs)} nodes, and the approximate program goes to {_MOST_LOWER_SETS}"
-            )
-        return ancestor_closures(nodes)
+    family = staticmethod(ancestor_closures)

@@ -11,12 +11,7 @@ from rmm_linear.planning.graph import Graph
 
 
 def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[int]:
-    """Return the storages that a forward op of another segment reads, results, and what must not be computed twice.
-
-    Args:
-        graph: The graph.
-        segments: Indices of forward ops, each op in one segment.
-    """
+    """Return the storages that a forward op of another segment reads, outputs, and what must not be computed twice."""
     # -1 for an op that is in none: backward ones above all
     segment_of = [-1] * len(graph.ops)
     for number, segment in enumerate(segments):
@@ -40,11 +35,8 @@ def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[in
 def order_of_segments(graph: Graph, segments: Sequence[Sequence[int]], kept: Iterable[int] | None = None) -> list[int]:
     """Return the order of computations in which each segment is recomputed as one, when it is first needed.
 
-    Args:
-        graph: The graph.
-        segments: Indices of forward ops, each op in one segment, an order in which they can run.
-        kept: Storages that stay until the backward pass; `crossing_storages` if None. Outputs, and what must not be
-            computed twice, stay in any case.
+    The segments have indices of forward ops, in an order in which they can run. The storages `kept` stay until the
+    backward pass, `crossing_storages` if None. Outputs, and what must not be computed twice, stay in any case.
 
     Raises:
         ValueError: If a forward op is in no segment, or in two.

@@ -1,69 +1,35 @@
 """OLLA: Steiner et al. 2022, "Optimizing the Lifetime and Location of Arrays" (arXiv 2210.12924).
 
-Nothing is computed twice. First the *lifetimes*: the order of the ops with the least peak (section 3.2). Then the
-*locations*: each storage gets an address, so that the arena that holds all of them is as small as can be (section 3.3).
+Nothing is computed twice: the order of the ops with the least peak is proposed (the paper's *lifetimes*, section 3.2).
+Its *locations* give each storage an address; no schedule has addresses, and `experiments.checkpointing.arenas` computes
+them.
 
-The paper writes integer programs over (storage, step). Here both are constraint programs: with p(v) the place of op v,
+The paper writes integer programs over (storage, step). Here it is a constraint program: with p(v) the place of op v,
 
     p(u) < p(v) for each op u that v reads from;  all places differ
     storage x is in memory from p(writer) to e(x) >= p(v) for each reader v; outputs to the end
     minimise the capacity of one cumulative constraint over these intervals
 
-and with the lifetimes fixed, rectangles of a storage's lifetime and its addresses must not overlap, and the highest
-address is minimised. The paper's bounds of places by ancestors and descendants (its ASAP and ALAP, section 4.1) are the
-variables' domains. The plain program's order, and best-fit addresses, are what the solver begins with.
+The paper's bounds of places by ancestors and descendants (its ASAP and ALAP, section 4.1) are the variables' domains.
+The solver begins with the plain program's order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import ClassVar
 
 from rmm_linear.planning.constraint_solver import constraint_programs, search
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.schedule import frees_of_order
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.base import Strategy, register
-
-
-class Lifetime(NamedTuple):
-    """The time for which a piece of memory is there.
-
-    Attributes:
-        name: Number of the storage; -1 for what an op takes while it runs.
-        first: The computation before which it is allocated.
-        end: The computation before which it is free again.
-        size_bytes: Its size, more than 0.
-    """
-
-    name: int
-    first: int
-    end: int
-    size_bytes: int
-
-
-class Arena(NamedTuple):
-    """Addresses of all that a schedule has in memory.
-
-    Attributes:
-        size_bytes: The size of the arena.
-        addresses: One for each lifetime.
-        is_optimal: Whether no arena is smaller.
-    """
-
-    size_bytes: int
-    addresses: tuple[int, ...]
-    is_optimal: bool
 
 
 def least_peak_order(
     graph: Graph, *, time_limit_s: float = 20.0, deterministic_limit: float | None = None
 ) -> tuple[int, ...]:
-    """Return an order of the ops, each once, with the least peak that is found.
+    """Return an order of the ops, each once, with the least peak that is found within two limits.
 
-    Args:
-        graph: The graph.
-        time_limit_s: Seconds.
-        deterministic_limit: The solver's own measure of work; unlike a time, it gives the same order each time.
+    The deterministic limit is the solver's own measure of work; unlike a time, it gives the same order each time.
 
     Raises:
         ImportError: If OR-tools, which solves the program, is not installed.
@@ -141,96 +107,6 @@ def _before(graph: Graph) -> list[int]:
     return found
 
 
-def lifetimes(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
-    """Say what an order has in memory, and when.
-
-    Args:
-        graph: The graph.
-        order: Indices of ops, with repetitions.
-    """
-    found, since = [], dict[int, int]()
-    for place, (op, freed) in enumerate(zip(order, frees_of_order(graph, order), strict=True)):
-        written = graph.ops[op].writes
-        again = sum(graph.sizes[index] for index in written if index in since)
-        temporary = graph.bytes_while_running[op] - sum(graph.sizes[index] for index in written) + again
-        if temporary:
-            found.append(Lifetime(-1, place, place + 1, temporary))
-        for index in written:
-            since.setdefault(index, place)
-        for index in freed:
-            found.append(Lifetime(index, since.pop(index), place + 1, graph.sizes[index]))
-    found += [Lifetime(index, place, len(order), graph.sizes[index]) for index, place in since.items()]
-    return [each for each in found if each.size_bytes]
-
-
-def arena_for(alive: Sequence[Lifetime], *, time_limit_s: float = 20.0) -> Arena:
-    """Give addresses to lifetimes, in as small an arena as is found.
-
-    Args:
-        alive: Lifetimes.
-        time_limit_s: Seconds, for the solver; 0 for best-fit addresses alone.
-
-    Raises:
-        ImportError: If OR-tools, which solves the program, is not installed, and best-fit addresses need it.
-    """
-    least = _most_at_once(alive)
-    best = min((_best_fit(alive, key) for key in _KEYS), key=lambda arena: arena.size_bytes)
-    if best.size_bytes == least or not time_limit_s:
-        return best._replace(is_optimal=best.size_bytes == least)
-    programs = constraint_programs("OLLA")
-    model = programs.CpModel()
-    top = model.new_int_var(least, best.size_bytes, "top")
-    across, along, addresses = [], [], []
-    for number, each in enumerate(alive):
-        address = model.new_int_var(0, best.size_bytes - each.size_bytes, f"address {number}")
-        model.add(address + each.size_bytes <= top)
-        model.add_hint(address, best.addresses[number])
-        across.append(model.new_fixed_size_interval_var(each.first, each.end - each.first, f"life {number}"))
-        along.append(model.new_fixed_size_interval_var(address, each.size_bytes, f"bytes {number}"))
-        addresses.append(address)
-    model.add_no_overlap_2d(across, along)
-    model.minimize(top)
-    found = search(programs, model, time_limit_s=time_limit_s, num_workers=8)
-    if found.status not in ("optimal", "found"):
-        return best
-    placed = tuple(int(found.solver.value(address)) for address in addresses)
-    return Arena(int(found.solver.value(top)), placed, found.status == "optimal")
-
-
-def _most_at_once(alive: Sequence[Lifetime]) -> int:
-    changes: dict[int, int] = {}
-    for each in alive:
-        changes[each.first] = changes.get(each.first, 0) + each.size_bytes
-        changes[each.end] = changes.get(each.end, 0) - each.size_bytes
-    return max(accumulate(changes[place] for place in sorted(changes)), default=0)
-
-
-_KEYS = (
-    lambda each: (-each.size_bytes, each.first),
-    lambda each: (-each.size_bytes * (each.end - each.first), each.first),
-    lambda each: (-(each.end - each.first), -each.size_bytes),
-)
-
-
-def _best_fit(alive: Sequence[Lifetime], key: Callable[[Lifetime], tuple[int, int]]) -> Arena:
-    """Place each lifetime into the smallest gap between the addresses of lifetimes that overlap it in time."""
-    placed: list[tuple[int, int, Lifetime]] = []
-    address_of: dict[int, int] = {}
-    for number in sorted(range(len(alive)), key=lambda number: key(alive[number])):
-        own = alive[number]
-        taken = sorted((at, end) for at, end, other in placed if other.first < own.end and own.first < other.end)
-        best, smallest, high = None, None, 0
-        for at, end in taken:
-            gap = at - high
-            if gap >= own.size_bytes and (smallest is None or gap < smallest):
-                best, smallest = high, gap
-            high = max(high, end)
-        address_of[number] = high if best is None else best
-        placed.append((address_of[number], address_of[number] + own.size_bytes, own))
-    size = max((end for _, end, _ in placed), default=0)
-    return Arena(size, tuple(address_of[number] for number in range(len(alive))), is_optimal=False)
-
-
 @register
 class Olla(Strategy):
     """Steiner et al. 2022: the order of the least peak, nothing computed twice.
@@ -247,5 +123,4 @@ class Olla(Strategy):
     deterministic_limit: ClassVar[float] = 2.0
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
-        """Propose the order of the least peak."""
         yield least_peak_order(graph, time_limit_s=self.time_limit_s, deterministic_limit=self.deterministic_limit)

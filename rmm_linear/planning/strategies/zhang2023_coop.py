@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.base import Strategy, register
 from rmm_linear.planning.strategies.kirisame2021_dtr import OnlineRun, UnionFind, budgets_to_try
 
@@ -41,26 +40,13 @@ class Block(NamedTuple):
 
 
 class Arena:
-    """One piece of memory, as blocks in the order of addresses; no two holes lie beside each other.
-
-    Args:
-        size_bytes: Its size.
-    """
+    """One piece of memory, as blocks in the order of addresses; no two holes lie beside each other."""
 
     def __init__(self, size_bytes: int) -> None:
         self.blocks = [Block(size_bytes, None)]
 
     def place(self, owner: int, size_bytes: int, *, is_low: bool) -> bool:
-        """Place a storage at the near end of the first hole that fits.
-
-        Args:
-            owner: The storage.
-            size_bytes: Its size.
-            is_low: Whether holes are tried from the low end.
-
-        Returns:
-            Whether there is such a hole.
-        """
+        """Place a storage at the near end of the first hole that fits, seen from either end; tell whether one does."""
         places = range(len(self.blocks))
         for place in places if is_low else reversed(places):
             hole = self.blocks[place]
@@ -81,14 +67,9 @@ class Arena:
         self.blocks[first:last] = [Block(sum(block.size_bytes for block in self.blocks[first:last]), None)]
 
     def cheapest_window(self, size_bytes: int, price: Callable[[int], float | None]) -> list[int] | None:
-        """Return neighbours that make one hole when they are evicted.
+        """Return the storages of the cheapest window that makes a hole of so many bytes; None if none is large enough.
 
-        Args:
-            size_bytes: The least size of the hole.
-            price: The price of evicting a storage; None if that can't be.
-
-        Returns:
-            The storages of the cheapest window; None if no window is large enough.
+        `price` is the price of evicting a storage, or None if that can't be.
         """
         best: tuple[float, list[int]] | None = None
         window: list[tuple[Block, float]] = []
@@ -107,18 +88,9 @@ class Arena:
                 best = total, [each.owner for each, _ in window if each.owner is not None]
         return best and best[1]
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of all holes."""
-        return sum(block.size_bytes for block in self.blocks if block.owner is None)
-
 
 class CoopRun(OnlineRun):
     """One run of the plain program in an arena.
-
-    Args:
-        graph: The graph.
-        arena_bytes: The size of the arena.
 
     Attributes:
         arena: The arena, as the run left it.
@@ -163,36 +135,6 @@ class CoopRun(OnlineRun):
         super()._evict(index)
         if self._graph.sizes[index]:
             self.arena.free(index)
-
-
-class DtrInArena(CoopRun):
-    """DTR in the same arena: it evicts the storage of the least h, wherever that lies, until a hole fits."""
-
-    def _to_evict(self, size_bytes: int) -> list[int] | None:
-        may_go = [index for index in self._live if self._may_go(index)]
-        return [min(may_go, key=lambda index: (self._h(index), index))] if may_go else None
-
-
-def least_arena(graph: Graph, kind: type[CoopRun]) -> tuple[float, float]:
-    """Scan arenas from the plain peak, and a half more, downwards: that one is met does not say that larger ones are.
-
-    Args:
-        graph: The graph.
-        kind: The policy.
-
-    Returns:
-        The least arena in which the policy ends, as a part of the plain peak, infinity if it ends in none; and the mean
-        part of the arena that is free where it fails, 0 if it never does.
-    """
-    plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
-    least, free = float("inf"), []
-    for arena_bytes in (plain_bytes * part // 40 for part in range(60, 0, -1)):
-        run = kind(graph, arena_bytes)
-        if run.run():
-            least = arena_bytes / plain_bytes
-        else:
-            free.append(run.arena.free_bytes / arena_bytes)
-    return least, sum(free) / max(1, len(free))
 
 
 @register

@@ -1,15 +1,11 @@
 """Binomial checkpointing: the closed form, the split, and schedules that take what it says."""
 
 import pytest
+from empty_chain import run_actions
 
 from rmm_linear.planning.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.chain_reversal import (
-    ChainView,
-    order_of_actions,
-    run_actions,
-    segments_of_cuts,
-)
+from rmm_linear.planning.strategies.chain_reversal import ChainView, order_of_actions, segments_of_cuts
 from rmm_linear.planning.strategies.griewank2000_revolve import forward_steps, repetitions, revolve, split
 
 

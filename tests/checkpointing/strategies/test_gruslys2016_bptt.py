@@ -4,10 +4,10 @@ import itertools
 from functools import cache
 
 import pytest
+from empty_chain import run_actions
 
 from rmm_linear.planning.strategies import griewank2000_revolve as revolve
-from rmm_linear.planning.strategies.chain_reversal import run_actions
-from rmm_linear.planning.strategies.gruslys2016_bptt import actions, hsm_table, ism_table, msm_table
+from rmm_linear.planning.strategies.gruslys2016_bptt import actions, tabulated
 
 
 def exhaustive(steps, memory, kind, alpha=1, input_units=0):
@@ -62,17 +62,13 @@ def exhaustive(steps, memory, kind, alpha=1, input_units=0):
     [("hsm", 1, (1, 2, 3)), ("ism", 1, (1, 2, 3)), ("msm", 1, (0, 2)), ("msm", 2, (1, 2, 3)), ("msm", 3, (4,))],
 )
 def test_tables_equal_exhaustive_search(kind, alpha, memories):
-    table = {
-        "hsm": lambda: hsm_table(6, 3),
-        "ism": lambda: ism_table(6, 3),
-        "msm": lambda: msm_table(6, max(memories), alpha),
-    }[kind]()
+    table = tabulated(kind, 6, max(memories), alpha)
     for memory, steps in itertools.product(memories, range(1, 7)):
         assert table.forward_steps[memory, steps] == exhaustive(steps, memory, kind, alpha), (steps, memory)
 
 
 def test_hidden_states_equal_the_closed_form():
-    table = hsm_table(120, 12)
+    table = tabulated("hsm", 120, 12)
     for steps, slots in itertools.product(range(1, 121), range(1, 13)):
         assert table.forward_steps[slots, steps] == revolve.forward_steps(steps, slots), (steps, slots)
 
@@ -100,11 +96,7 @@ def recursive(kind, alpha=1, input_units=0):
 )
 def test_tables_equal_the_recursions_and_schedules_take_what_tables_say(kind, alpha, input_units):
     most = 14
-    table = {
-        "hsm": lambda: hsm_table(33, most),
-        "ism": lambda: ism_table(33, most),
-        "msm": lambda: msm_table(33, most, alpha, input_units=input_units),
-    }[kind]()
+    table = tabulated(kind, 33, most, alpha, input_units=input_units)
     least = recursive(kind, alpha, input_units)
     for steps, memory in itertools.product(range(1, 34), range(kind != "msm", most + 1)):
         assert table.forward_steps[memory, steps] == least(steps, memory), (steps, memory)
@@ -116,28 +108,28 @@ def test_tables_equal_the_recursions_and_schedules_take_what_tables_say(kind, al
 
 def test_enough_memory_costs_no_step_and_hidden_states_alone_one_each():
     for steps in range(1, 20):
-        assert ism_table(steps, steps).forward_steps[steps, steps] == steps
-        assert hsm_table(steps, steps).forward_steps[steps, steps] == 2 * steps - 1
-        assert msm_table(steps, 3 * steps, 3).forward_steps[3 * steps, steps] == steps
+        assert tabulated("ism", steps, steps).forward_steps[steps, steps] == steps
+        assert tabulated("hsm", steps, steps).forward_steps[steps, steps] == 2 * steps - 1
+        assert tabulated("msm", steps, 3 * steps, 3).forward_steps[3 * steps, steps] == steps
 
 
 def test_a_thousand_steps_in_a_twentieth_of_the_memory_take_a_third_more_time():
     """Section 4 of the paper: 95 % of the memory, a third more time; a backward step takes as long as two forward."""
-    assert ism_table(1000, 50).forward_steps[50, 1000] == 1950
+    assert tabulated("ism", 1000, 50).forward_steps[50, 1000] == 1950
     assert (2 * 1000 + 1950) / 3000 < 1.32
-    found = hsm_table(1000, 100).forward_steps[[10, 20, 50, 100], 1000].tolist()
+    found = tabulated("hsm", 1000, 100).forward_steps[[10, 20, 50, 100], 1000].tolist()
     assert found == [4636, 3747, 2948, 2898]
 
 
 def test_wrong_arguments_are_named():
-    for wrong in (lambda: hsm_table(0, 3), lambda: ism_table(4, 0), lambda: msm_table(4, -1, 2)):
+    for wrong in (lambda: tabulated("hsm", 0, 3), lambda: tabulated("ism", 4, 0), lambda: tabulated("msm", 4, -1, 2)):
         with pytest.raises(ValueError, match="at least"):
             wrong()
     with pytest.raises(ValueError, match="at least one unit"):
-        msm_table(4, 3, 0)
+        tabulated("msm", 4, 3, 0)
     with pytest.raises(ValueError, match="not in the table"):
-        list(actions(ism_table(5, 2), 5, 3))
+        list(actions(tabulated("ism", 5, 2), 5, 3))
     with pytest.raises(ValueError, match="not in the table"):
-        list(actions(ism_table(5, 2), 6, 2))
+        list(actions(tabulated("ism", 5, 2), 6, 2))
     with pytest.raises(ValueError, match="turn of"):
         run_actions([revolve.Action("reverse", 0)], 2)

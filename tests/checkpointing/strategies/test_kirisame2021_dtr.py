@@ -11,7 +11,7 @@ from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
 from rmm_linear.planning.strategies.kirisame2021_dtr import (
     ExactNeighbourhood,
-    NoNeighbourhood,
+    Neighbourhood,
     OnlineRun,
     UnionFind,
     budgets_to_try,
@@ -57,7 +57,7 @@ def test_what_is_remembered_of_neighbourhoods_is_what_there_is(seed):
             assert remembering.cost(other) == anew.cost(other)
 
 
-@pytest.mark.parametrize("kind", [ExactNeighbourhood, UnionFind, NoNeighbourhood])
+@pytest.mark.parametrize("kind", [ExactNeighbourhood, UnionFind, Neighbourhood])
 def test_a_run_that_ends_kept_its_budget(kind):
     ended = 0
     for _, graph in large_graphs():
