@@ -72,7 +72,7 @@ class Program:
         self.is_interrupted = False
         self._end = _event(0, len(graph.ops))
         again = [op.is_recomputable and not op.is_backward for op in graph.ops]
-        fixed = {*graph.outputs, *graph.results, *graph.freed}
+        fixed = {*graph.outputs, *graph.freed}
         self._count = [
             runs if again[op] and fixed.isdisjoint(graph.ops[op].writes) and op + 1 < len(graph.ops) else 1
             for op in range(len(graph.ops))
@@ -121,7 +121,7 @@ class Program:
                 self._heights.append(graph.sizes[index])
                 if index in graph.outputs:
                     model.add(end == self._end)
-                elif index in graph.results:
+                elif index in graph.results and run == 0:
                     model.add(end >= _event(last_result, last_result))
             if temporary > 0:
                 self._intervals.append(
