@@ -141,10 +141,10 @@ def test_fused_attention_with_fewer_keys_than_queries_keeps_no_copies_of_them():
 
 def test_terabytes_are_no_mebibytes(folder, capsys):
     config = transformers.GPT2Config(
-        vocab_size=50, n_embd=8192, n_layer=64, n_head=64, n_positions=4096, architectures=["GPT2LMHeadModel"]
+        vocab_size=50, n_embd=8192, n_layer=16, n_head=64, n_positions=4096, architectures=["GPT2LMHeadModel"]
     )
     config.save_pretrained(folder / "large")
-    assert main(["profile", str(folder / "large"), "--meta", "--batch", "64", "--seq", "4096", "--ratio", "0.5"]) == 0
+    assert main(["profile", str(folder / "large"), "--meta", "--batch", "256", "--seq", "4096", "--ratio", "0.5"]) == 0
     text = capsys.readouterr().out
     assert "TiB" in text
     assert "MiB" not in text
