@@ -1,6 +1,7 @@
 """Fixtures for the whole suite: devices, seeds, offline transformers, and memory that is not zero by luck."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,10 @@ os.environ["RMM_LINEAR_PLANS"] = "off"
 
 import pytest
 import torch
+
+# pytest listens to loggers that pass nothing on, such as that of torch's traces; and torch writes its traces, each
+# graph as a text among them, wherever somebody listens.
+logging.getLogger("torch.__trace").propagate = True
 
 # The tests' matrices are tiny: two threads would wait for each other most of the time. OMP_NUM_THREADS asks for more.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -92,9 +97,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: collections, of which compilers cause many, need not look at it. A fifth of the time."""
+    """What was imported stays: collections, of which compilers cause many, need not look at it. A fifth of the time.
+
+    They are rarer than usual as well; a test that speaks of what a collector frees calls it.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

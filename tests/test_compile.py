@@ -1,8 +1,8 @@
 """torch.compile: one graph, no recompilation, the compiled gradient unbiased, and the sketch kept instead of x."""
 
+import uuid
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,10 +173,11 @@ def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not() -> N
 
 
 def test_inductor_gives_the_eager_gradients_and_finds_its_graph_on_disk_by_the_same_code_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x = torch.randn(4, 32, 16)
+    # a code that no test had before: in a new folder Inductor would compile a dozen questions to the compiler again
+    one, other = uuid.uuid4().hex, uuid.uuid4().hex
 
     def step(network: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
         torch.manual_seed(5)
@@ -186,7 +187,7 @@ def test_inductor_gives_the_eager_gradients_and_finds_its_graph_on_disk_by_the_s
 
     network = _network(CONFIG)
     eager, found, hits = step(network, network), {}, {}
-    for name, code in (("first", "a"), ("again", "a"), ("changed", "b")):
+    for name, code in (("first", one), ("again", one), ("changed", other)):
         monkeypatch.setattr(rmm_linear.fingerprint, "_FINGERPRINT", code)
         # a new configuration, whose key for the graph tells the code
         network = _network(CONFIG.replace())

@@ -1,7 +1,6 @@
 """The text by which torch finds compiled graphs on disk changes with the code that they were made by."""
 
 import copy
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,13 +15,20 @@ from rmm_linear.sketches import SKETCHES
 from rmm_linear.sketches.hadamard import Hadamard
 
 
-def _elsewhere(expression: str, **changes: str) -> str:
-    """What another process makes of it."""
-    imports = "from rmm_linear import fingerprint as sources\nfrom rmm_linear.sketches.hadamard import Hadamard"
-    code = f"{imports}\nprint({expression})"
-    environment = os.environ | changes
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    return done.stdout.strip()
+def _elsewhere() -> list[str]:
+    """What another process makes of it, before and after it is told to interpret Triton's kernels."""
+    code = (
+        "import importlib, os\n"
+        "from rmm_linear import backend, fingerprint\n"
+        "from rmm_linear.sketches.hadamard import Hadamard\n"
+        "from rmm_linear_kernels import interpreter\n"
+        "print(fingerprint.fingerprint(Hadamard))\n"
+        "os.environ['TRITON_INTERPRET'] = '1'\n"
+        "for module in (interpreter, backend, fingerprint):\n"
+        "    importlib.reload(module)\n"
+        "print(fingerprint.fingerprint(Hadamard))\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 class OfSomebody(Hadamard):
@@ -30,9 +36,8 @@ class OfSomebody(Hadamard):
 
 
 def test_sketches_of_the_library_are_found_again_by_another_process() -> None:
-    assert sources.fingerprint(Hadamard) == _elsewhere("sources.fingerprint(Hadamard)")
-    # whose ways are those of a GPU, or not, as is chosen
-    assert _elsewhere("sources.fingerprint(Hadamard)", TRITON_INTERPRET="1") == "None"
+    # in the interpreter the ways are those of a GPU, or not, as is chosen
+    assert _elsewhere() == [sources.fingerprint(Hadamard), "None"]
 
 
 def test_nothing_tells_what_sketches_of_others_are_made_of() -> None:

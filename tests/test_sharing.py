@@ -241,12 +241,12 @@ def test_padding_is_part_of_what_is_shared():
     assert measure_kept_bytes(forward) == sum(sizes)
 
 
-def test_nothing_grows_over_a_thousand_steps():
+def test_nothing_grows_over_many_steps():
     model = Three(RMMConfig(ratio=0.25, min_rows=1))
     static = torch.randn(8, WIDTH)
     gc.collect()
     before = len(current_groups._inputs)
-    for step in range(1000):
+    for step in range(200):
         model(static if step % 2 else torch.randn(8, WIDTH)).sum().backward()
     assert len(current_groups._inputs) <= before + 1
     del static

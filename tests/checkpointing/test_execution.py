@@ -229,7 +229,7 @@ def inputs_of(captured, model, x):
 def chain():
     """A model, its input, and its captured step."""
     torch.manual_seed(0)
-    layers = [layer for width in (24, 8, 16, 4) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
+    layers = [layer for width in (24, 8, 16) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
     model, x = nn.Sequential(*layers), torch.randn(64, 12)
     model(x)
     return model, x, capture(model, (x,), step=lambda model, x: model(x).square().mean())

@@ -76,14 +76,20 @@ def test_a_hub_that_cannot_be_reached_is_told_soon(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "answer"),
     [
-        ["profile", "--batch", "2", "--seq", "32"],
-        ["plan", "--strategy", "chen2016_sqrt", "--budget", "100%"],
-        ["fit", "--budget", "100%"],
+        (["profile", "--batch", "2", "--seq", "32"], ()),
+        (
+            [
+                *("plan", "--strategy", "chen2016_sqrt", "--budget", "70%", "--batch", "4", "--seq", "48"),
+                *("--figure", "plan.png"),
+            ],
+            ("transformer.h.0", "extra compute"),
+        ),
+        (["fit", "--budget", "100%", "--batch", "2", "--seq", "32"], ()),
     ],
 )
-def test_a_screen_holds_nothing_but_the_answer(command, folder, capfd, monkeypatch):
+def test_a_screen_holds_nothing_but_the_answer(command, answer, folder, capfd, monkeypatch):
     from rmm_linear.integrations import hf_models
 
     build = hf_models.build_model
@@ -95,10 +101,12 @@ def test_a_screen_holds_nothing_but_the_answer(command, folder, capfd, monkeypat
 
     monkeypatch.setattr(hf_models, "build_model", noisy)
     verbosity = transformers.utils.logging.get_verbosity()
-    assert main([command[0], str(folder / "gpt2-small"), *command[1:], "--batch", "2", "--seq", "32"]) == 0
+    assert main([command[0], str(folder / "gpt2-small"), *command[1:]]) == 0
     captured = capfd.readouterr()
     assert captured.err == ""
     assert captured.out.startswith(str(folder / "gpt2-small"))
+    assert all(part in captured.out for part in answer)
+    assert "--figure" not in command or (folder / "plan.png").stat().st_size > 10_000
     assert transformers.utils.logging.get_verbosity() == verbosity
 
 
@@ -141,10 +149,10 @@ def test_fused_attention_with_fewer_keys_than_queries_keeps_no_copies_of_them():
 
 def test_terabytes_are_no_mebibytes(folder, capsys):
     config = transformers.GPT2Config(
-        vocab_size=50, n_embd=8192, n_layer=64, n_head=64, n_positions=4096, architectures=["GPT2LMHeadModel"]
+        vocab_size=50, n_embd=8192, n_layer=16, n_head=64, n_positions=4096, architectures=["GPT2LMHeadModel"]
     )
     config.save_pretrained(folder / "large")
-    assert main(["profile", str(folder / "large"), "--meta", "--batch", "64", "--seq", "4096", "--ratio", "0.5"]) == 0
+    assert main(["profile", str(folder / "large"), "--meta", "--batch", "256", "--seq", "4096", "--ratio", "0.5"]) == 0
     text = capsys.readouterr().out
     assert "TiB" in text
     assert "MiB" not in text

@@ -58,8 +58,8 @@ def _large_graphs() -> Iterator[tuple[str, Graph]]:
     yield "chain of 53", with_backward(chain([1 + 37 * node % 101 for node in range(53)]))
     yield "U of 12 levels", with_backward(u_shape(12, size=1 << 14))
     yield "star of 23 arms", with_backward(star(23))
-    yield "random layers of 48", with_backward(random_layers(48, seed=3, density=0.3))
-    yield "random layers of 40 with effects", _with_effects(with_backward(random_layers(40, seed=4)))
+    yield "random layers of 36", with_backward(random_layers(36, seed=3, density=0.3))
+    yield "random layers of 30 with effects", _with_effects(with_backward(random_layers(30, seed=4)))
 
 
 @lru_cache(maxsize=1)

@@ -95,6 +95,7 @@ class HoldsTheInput(LowBitContract):
     """Without a sketch: nothing of the contract that is about S, and rounding is all the noise there is."""
 
     gradient_cases = ((37, 1.0), (67, 1.0))
+    gradient_draws = 4_000
     test_kept_rows_follow_the_ratio = None
     test_mean_of_s_s_transposed_is_identity = None
     test_dense_is_that_of_the_sketch_without_rounding = None
@@ -105,7 +106,7 @@ class HoldsTheInput(LowBitContract):
 
 class TestInt2Hadamard(LowBitContract):
     # a larger part of the variance is the rounding's
-    gradient_draws = 18_000
+    gradient_draws = 9_000
 
     def make(self, ratio):
         return LowBit(Hadamard(ratio=ratio), "int2", draws=self.draws)
@@ -124,6 +125,7 @@ TestInt8Hadamard, TestInt4Hadamard = map(contract_of, ("int8", "int4"))
 
 class TestCenteredInt4Hadamard(LowBitContract):
     seed = 1
+    gradient_draws = 6_000
 
     def make(self, ratio):
         return Centered(LowBit(Hadamard(ratio=ratio), "int4", draws=self.draws))

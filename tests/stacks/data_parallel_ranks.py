@@ -25,6 +25,11 @@ from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.convert import why_not
 
 RANKS, STEPS, MICRO_STEPS = 2, 2, 2
+IMPORTED_ONCE = [
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo.convert_frame"),
+    *("torch._functorch.aot_autograd", "rmm_linear.checkpointing", "rmm_linear.compiler.backend"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.roberta.modeling_roberta"),
+]
 LEARNING_RATE = 0.1
 
 Gradients = dict[str, Tensor]
@@ -361,5 +366,12 @@ def work(rank: int, folder: str, names: list[str], threads: int) -> None:
 
 def launched(folder: Path, names: list[str]) -> list[dict[str, object]]:
     """Run stacks on two processes; what each of them found."""
-    torch.multiprocessing.spawn(work, (str(folder), names, torch.get_num_threads()), nprocs=RANKS)
+    how = "spawn"
+    if "forkserver" in torch.multiprocessing.get_all_start_methods():
+        # both begin as copies of one process, which has imported what takes seconds
+        how = "forkserver"
+        torch.multiprocessing.get_context(how).set_forkserver_preload(IMPORTED_ONCE)
+    torch.multiprocessing.start_processes(
+        work, (str(folder), names, torch.get_num_threads()), nprocs=RANKS, start_method=how
+    )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]

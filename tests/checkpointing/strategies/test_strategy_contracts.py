@@ -3,7 +3,7 @@
 import pytest
 from strategy_contract import StrategyContract
 
-from rmm_linear.planning.strategies import available_strategies, get_strategy
+from rmm_linear.planning.strategies import auto, available_strategies, get_strategy
 
 
 class TestChen2016(StrategyContract):
@@ -103,6 +103,22 @@ class TestZhang2023(StrategyContract):
         return get_strategy("zhang2023_coop")
 
 
+@pytest.fixture(scope="module")
+def one_search_for_the_leanest_order():
+    """A strategy that tells the least budget at each refusal looks at all orders of a graph once."""
+    search, found = auto.leanest_order, {}
+
+    def leanest_order(graph):
+        if graph.fingerprint not in found:
+            found[graph.fingerprint] = search(graph)
+        return found[graph.fingerprint]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "leanest_order", leanest_order)
+        yield
+
+
+@pytest.mark.usefixtures("one_search_for_the_leanest_order")
 class TestAuto(StrategyContract):
     small = True
 
