@@ -49,7 +49,6 @@ from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_che
 from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
-from rmm_linear.sketches.row_sampling import ColumnRowSampling
 
 
 class _Kept(NamedTuple):
@@ -178,10 +177,14 @@ def linear(
         _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
-        known = None if row_norms is None else row_norms.known
+        known = None if row_norms is None else row_norms.known(x.device)
         made = _compressed(x.detach(), seed, config, layout, index, valid_rows, known)
         if shared is not None:
             shared.remember(seed, *made)
+            shared.row_norms = row_norms
+    elif shared is not None:
+        # the members draw as one, by the norms of all of their gradients
+        row_norms = shared.row_norms
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     looks = *(() if check is None else (check,)), *(() if row_norms is None else (row_norms.look,))
     kept = _Kept(config, x.shape[-1], layout, looks, shared, index, seed, *made)
@@ -274,11 +277,10 @@ def _compressed(
         if index is not None and valid_rows is not None:
             number, times = valid_rows.one_left_out(seed)
             left_out = number, _flat(x).index_select(0, number), times
-    sketch = config.sketch_object
-    if gradient_norms is None or not isinstance(sketch, ColumnRowSampling):
+    if gradient_norms is None:
         return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key))
     _, norms = split(gradient_norms.unsqueeze(1), layout, index)
-    return left_out, beside, sketch.compress(rest, seed, gradient_norms=norms.squeeze(1)).tensors
+    return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key, norms.squeeze(1)))
 
 
 def _flat(x: Tensor) -> Tensor:

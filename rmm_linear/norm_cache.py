@@ -3,8 +3,8 @@
 The best probabilities of a row-sampling sketch are proportional to ||x_i|| ||g_i|| (Liu et al. 2023, "Winner-Take-All
 Column Row Sampling", arXiv 2305.15265, section 3), and g is not known when x is sketched. So its norms are remembered,
 for each layer, sample of the dataset and position in the sequence, from the last time that the sample was trained on
-(their algorithm 1), in bfloat16 in the host's memory. What a cache holds decides about the variance alone: the estimate
-is unbiased whatever it is (`rmm_linear.sketches.row_sampling.sampling_norms`).
+(their algorithm 1), in bfloat16 in the host's memory. A cache changes the variance alone: the estimate is
+unbiased whatever it holds (`rmm_linear.sketches.row_sampling.sampling_norms`).
 
     model = convert_linears(model, config=RMMConfig(ratio=0.3, sketch="wta_crs", center=False))
     cache = NormCache(model, samples=len(dataset))
@@ -13,43 +13,61 @@ is unbiased whatever it is (`rmm_linear.sketches.row_sampling.sampling_norms`).
         loss = model(**batch).loss
     loss.backward()
 
-Their first epoch has no norms, and draws by ||x_i|| as the sketch does without a cache.
+In the first epoch no norm is known, and rows are drawn by ||x_i||, as without a cache.
 """
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.padding import Look
+from rmm_linear.padding import in_checkpoint
 from rmm_linear.sketches.row_sampling import ColumnRowSampling
 
 # Stands in a table for a norm that has not been seen.
 _UNKNOWN = -1.0
 
 
-class RowNorms(NamedTuple):
-    """What a layer's call is told, and tells.
+class RowNorms:
+    """The norms of the gradient's rows in one call of a layer, or of layers that share a sketch: before, and now."""
 
-    Attributes:
-        known: Norms that the rows of the gradient had before, shape (rows,), negative where none is known; None before
-            the layer's first backward pass.
-        look: Takes the gradient (rows, out) in the backward pass.
-    """
+    def __init__(self, batch: "_Batch", name: str, positions: int) -> None:
+        self._batch, self._name, self._positions = batch, name, positions
+        self._now: Tensor | None = None
 
-    known: Tensor | None
-    look: Look
+    def known(self, device: torch.device) -> Tensor | None:
+        """Return the norms that are remembered, shape (rows,), negative where none is; None if there is no table."""
+        self._batch.is_used = True
+        return self._batch.cache.remembered(self._name, self._batch.samples, self._positions, device)
+
+    def look(self, g: Tensor, _: Tensor | None) -> None:
+        """Take the gradient (rows, out) of the layer, or of one of the layers, in the backward pass."""
+        norms = torch.linalg.vector_norm(g, dim=1, dtype=torch.float32)
+        if self._now is None:
+            self._batch.cache.seen.append(self)
+        self._now = norms if self._now is None else torch.hypot(self._now, norms)
+
+    def write(self, tables: dict[str, Tensor], samples: int) -> None:
+        """Write the norms of now into a table."""
+        assert self._now is not None
+        shape = (samples, self._positions)
+        table = tables.get(self._name, torch.empty((samples, 0), dtype=torch.bfloat16))
+        tables[self._name] = table = _widened(table, shape[1])
+        old = table[self._batch.samples, : shape[1]]
+        new = self._now.view(-1, shape[1]).to(table.device, table.dtype)
+        # a step that overflows is skipped, and tells nothing
+        table[self._batch.samples, : shape[1]] = torch.where(new.isfinite(), new, old)
 
 
 class _Batch:
-    """The samples that a forward pass runs on."""
+    """The samples that a forward pass runs on, and the batch that was announced around it."""
 
-    def __init__(self, cache: "NormCache", samples: Tensor) -> None:
-        self.cache, self.samples, self.is_used = cache, samples, False
+    def __init__(self, cache: "NormCache", samples: Tensor, outer: "_Batch | None") -> None:
+        self.cache, self.samples, self.outer, self.is_used = cache, samples, outer, False
 
 
 class _Announced(threading.local):
@@ -64,24 +82,26 @@ _announced = _Announced()
 def current_norms(layer: nn.Module, x: Tensor) -> RowNorms | None:
     """Return the norms of the announced samples at a layer with the input (samples, ..., in); None for other layers."""
     batch = _announced.batch
-    name = None if batch is None else batch.cache.names.get(layer)
-    if batch is None or name is None or x.dim() < 2 or x.shape[0] != batch.samples.shape[0]:
+    while batch is not None and layer not in batch.cache.names:
+        batch = batch.outer
+    if batch is None or x.dim() < 2 or x.shape[0] != batch.samples.shape[0] or in_checkpoint():
         return None
-    batch.is_used = True
-    return batch.cache.row_norms(name, batch.samples, x)
+    return RowNorms(batch, batch.cache.names[layer], x.shape[1:-1].numel())
 
 
 class NormCache:
     """Remembers the norms of gradients' rows for layers whose sketch is "wta_crs" or "crs".
 
-    Each call of a layer within `samples` draws rows by what is known of its samples, and the backward pass remembers
-    what the norms are now. Layers that share a sketch (query, key and value) draw by the norms of the first of them. A
-    layer that runs several times in a step remembers the call whose backward pass comes last. The table grows with the
-    longest batch, and needs 2 bytes for each position, sample and layer. Padding on the left moves positions, and so
-    makes the norms less true.
+    Each call of a layer within `samples` draws rows by the norms that are known of its samples, and the backward pass
+    remembers the new ones. Layers that share a sketch (query, key and value) draw by the root of the sum of their
+    squared norms, which the first of them holds. A layer that runs several times in a step remembers the call whose
+    backward pass comes last. A gradient that is not finite leaves a norm as it was. The tables grow with the longest
+    batch, and need 2 bytes of the host's memory for each position, sample and layer. Padding on the left moves
+    positions, and so makes the norms less true. Each process remembers the samples that it has trained on itself: of n
+    processes that shuffle anew in each epoch, each knows an n-th of its samples in the second one.
 
-    Not used, and so as if nothing were known: in the second forward pass of a checkpoint, under `torch.compile`, and
-    for inputs whose first dimension is not the batch. `VarianceMonitor` and `AdaptiveRatios` know nothing of it: their
+    Rows are drawn by the input alone, and nothing is remembered, in checkpointed blocks, under `torch.compile`, and for
+    inputs whose first dimension is not the batch. `VarianceMonitor` and `AdaptiveRatios` do not know of a cache: their
     closed forms are of ||x_i|| alone.
 
     Args:
@@ -89,10 +109,10 @@ class NormCache:
         samples: Number of samples in the dataset.
 
     Attributes:
-        names: The layers that have a table, and their names.
+        names: The layers that may draw by remembered norms, and their names.
 
     Raises:
-        ValueError: If `samples` is no positive int, or no layer of the model samples rows by norm.
+        ValueError: If `samples` is no positive int, or no layer of the model draws rows by their norms.
     """
 
     def __init__(self, model: nn.Module, samples: int) -> None:
@@ -102,85 +122,75 @@ class NormCache:
         self.names = {layer: name for name, layer in model.named_modules() if _samples_rows(layer)}
         if not self.names:
             raise ValueError(
-                "no layer of the model draws rows by their norms; convert it first, such as by convert_linears(model,"
-                ' config=RMMConfig(sketch="wta_crs", center=False))'
+                "no layer of the model draws rows by their norms; convert it before, such as by convert_linears(model,"
+                ' config=RMMConfig(sketch="wta_crs", center=False)), without a storage'
             )
         self._model = model
         self._tables: dict[str, Tensor] = {}
-        # of backward passes since the last call of `_settle`, on the device
-        self._seen: list[tuple[str, Tensor, Tensor]] = []
+        # norms of backward passes that are not in the tables yet
+        self.seen: list[RowNorms] = []
 
     @contextmanager
     def samples(self, samples: Tensor | Sequence[int]) -> Iterator[None]:
         """Announce which samples of the dataset the forward pass within runs on.
 
-        The backward pass may come later. Waits for the device, once: for the norms of the step before.
+        The backward pass may come later. It waits for the device, until the step before has ended.
 
         Args:
             samples: Numbers of the samples, in the batch's order, shape (batch,), integers from 0 to `samples` - 1.
 
         Raises:
-            ValueError: If they are no such numbers, or, in training mode, no layer's input has them as its first
-                dimension (which is so under torch.compile, too).
+            ValueError: If they are no such numbers, or, in training mode, no layer has drawn by them.
         """
-        batch = _Batch(self, self._checked(samples))
+        numbers = self._checked(samples)
         self._settle()
-        outer, _announced.batch = _announced.batch, batch
+        batch = _announced.batch = _Batch(self, numbers, _announced.batch)
         try:
             yield
         finally:
-            _announced.batch = outer
+            _announced.batch = batch.outer
         if self._model.training and torch.is_grad_enabled() and not batch.is_used:
             raise ValueError(
-                f"no layer that draws rows by their norms ran on {batch.samples.shape[0]} samples: inputs need the"
-                " batch as their first dimension, and layers run by torch.compile draw by the input alone"
+                f"no layer has drawn rows by the norms of these {numbers.shape[0]} samples: the layers' inputs need the"
+                " batch as their first dimension; checkpointed blocks, layers run by torch.compile or by a plan,"
+                " replicas of DataParallel, and layers of another model than the cache's draw by the input alone"
             )
 
-    def row_norms(self, name: str, samples: Tensor, x: Tensor) -> RowNorms:
-        """Return what is known of samples at a layer, and what takes their gradient."""
-        positions = x.shape[1:-1].numel()
+    def remembered(self, name: str, samples: Tensor, positions: int, device: torch.device) -> Tensor | None:
+        """Return the norms of samples at a layer, shape (samples * positions,), or None if it has no table yet."""
         table = self._tables.get(name)
-        known = None
-        if table is not None:
-            known = _widened(table[samples, :positions], positions).flatten().to(x.device)
-
-        def look(g: Tensor, _: Tensor | None) -> None:
-            norms = torch.linalg.vector_norm(g, dim=1, dtype=torch.float32)
-            self._seen.append((name, samples, norms.view(-1, positions).to(torch.bfloat16)))
-
-        return RowNorms(known, look)
+        if table is None:
+            return None
+        return _widened(table[samples, :positions], positions).flatten().to(device, non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tables, for `load_state_dict`: a run that goes on with them draws what it would have drawn."""
+        """Return the tables, for `load_state_dict`: a run that goes on with them draws the same rows as this one."""
         self._settle()
-        return {"samples": self._size, "tables": {name: table.clone() for name, table in self._tables.items()}}
+        return {"samples": self._size, "tables": dict(self._tables)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Take over the tables that `state_dict` returned; without any, the cache begins anew.
 
         Raises:
-            ValueError: If it is of another number of samples, or of other layers.
+            ValueError: If they are of another number of samples, or of other layers.
         """
-        unknown = sorted(state["tables"].keys() - set(self.names.values()))
-        if state["samples"] != self._size or unknown:
+        tables = {name: table.clone() for name, table in state.get("tables", {}).items()}
+        unknown = sorted(tables.keys() - set(self.names.values()))
+        sizes = {state.get("samples", self._size), *(table.shape[0] for table in tables.values())}
+        if sizes != {self._size} or unknown:
             raise ValueError(
-                f"the state is of {state['samples']} samples and this cache of {self._size}"
+                f"the state is of {', '.join(map(str, sizes))} samples and this cache of {self._size}"
                 + (f"; no layer here is called {', '.join(unknown)}" if unknown else "")
-                + ": load what a cache of the same model and dataset saved"
+                + ": load the state of a cache of the same model and dataset"
             )
-        self._seen.clear()
-        self._tables = {name: table.clone() for name, table in state["tables"].items()}
+        self.seen.clear()
+        self._tables = tables
 
     def _settle(self) -> None:
         """Write the norms of past backward passes into the tables."""
-        for name, samples, norms in self._seen:
-            positions = norms.shape[1]
-            table = self._tables.get(name)
-            if table is None:
-                table = torch.full((self._size, 0), _UNKNOWN, dtype=torch.bfloat16)
-            self._tables[name] = table = _widened(table, positions)
-            table[samples, :positions] = norms.to(table.device)
-        self._seen.clear()
+        for norms in self.seen:
+            norms.write(self._tables, self._size)
+        self.seen.clear()
 
     def _checked(self, samples: Tensor | Sequence[int]) -> Tensor:
         found = torch.as_tensor(samples, device="cpu")
@@ -194,7 +204,8 @@ class NormCache:
                 f"samples go from {int(found.min())} to {int(found.max())}, and the cache is made for {self._size};"
                 f" pass numbers from 0 to {self._size - 1}, or NormCache(model, samples=len(dataset))"
             )
-        return found.long()
+        # the caller may fill the tensor anew before the backward pass
+        return found.to(torch.int64, copy=True)
 
 
 def _samples_rows(module: nn.Module) -> bool:

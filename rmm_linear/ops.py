@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear.config import config_of
 from rmm_linear.sketches.base import SavedSketch, accumulate_dtype, exact_grad_weight
+from rmm_linear.sketches.row_sampling import ColumnRowSampling
 
 # Odd multiplier of splitmix64 (Steele et al. 2014): rank r's seeds are shifted by r times it, modulo 2**64.
 _RANK_STRIDE = 0x9E3779B97F4A7C15
@@ -125,14 +126,20 @@ def _(x: Tensor) -> list[Tensor]:
     return [x.new_empty(x.shape[1]) for _ in range(x.shape[0])]
 
 
-@_define("compress(Tensor x, Tensor seed, str config) -> Tensor[]")
-def compress(x: Tensor, seed: Tensor, config: str) -> list[Tensor]:
-    """Return the tensors that a layer keeps of the sketch of rows (rows, in)."""
-    return list(config_of(config).sketch_object.compress(x, seed).tensors)
+@_define("compress(Tensor x, Tensor seed, str config, Tensor? gradient_norms=None) -> Tensor[]")
+def compress(x: Tensor, seed: Tensor, config: str, gradient_norms: Tensor | None = None) -> list[Tensor]:
+    """Return the tensors that a layer keeps of the sketch of rows (rows, in).
+
+    Norms of the gradient's rows (rows,) are used by sketches that sample rows.
+    """
+    sketch = config_of(config).sketch_object
+    if gradient_norms is not None and isinstance(sketch, ColumnRowSampling):
+        return list(sketch.compress(x, seed, gradient_norms=gradient_norms).tensors)
+    return list(sketch.compress(x, seed).tensors)
 
 
 @torch.library.register_fake("rmm_linear::compress")
-def _(x: Tensor, seed: Tensor, config: str) -> list[Tensor]:
+def _(x: Tensor, seed: Tensor, config: str, gradient_norms: Tensor | None = None) -> list[Tensor]:
     stored = config_of(config).sketch_object.stored(x.shape[0], x.shape[1], x.dtype)
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in stored]
 

@@ -237,7 +237,7 @@ _announced = _Announced()
 
 def current_valid_rows(x: Tensor) -> ValidRows | None:
     """Return the announced valid rows of an input (..., in), or None where nothing is known: all rows are kept then."""
-    if not torch.compiler.is_compiling() and _in_checkpoint():
+    if not torch.compiler.is_compiling() and in_checkpoint():
         return None
     return _announced.scopes[-1].rows_of(x) if _announced.scopes else None
 
@@ -462,7 +462,7 @@ def _parameters_of(module: nn.Module) -> tuple[str, ...]:
         return ()
 
 
-def _in_checkpoint() -> bool:
+def in_checkpoint() -> bool:
     """Tell whether a checkpoint decides what is saved here: it has put its hooks in front of all others."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

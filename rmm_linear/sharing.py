@@ -33,6 +33,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.norm_cache import RowNorms
+
 # The operation of `x.to(dtype)`.
 _COPY = "ToCopyBackward0"
 
@@ -40,9 +42,11 @@ _COPY = "ToCopyBackward0"
 class SharedSketch:
     """A seed, and the tensors that the first member of a group made of the input with it."""
 
-    __slots__ = ("__weakref__", "_parts", "seed")
+    __slots__ = ("__weakref__", "_parts", "row_norms", "seed")
 
     def __init__(self) -> None:
+        # by which rows were drawn, if a cache has them
+        self.row_norms: RowNorms | None = None
         # the first member's; None before
         self.seed: Tensor | None = None
         # tensors of the kept rows, and of the sketch

@@ -26,7 +26,7 @@ ALLOWED = {
     "config": {"sketches", "fingerprint", "errors"},
     "ops": {"config", "sketches"},
     "rows": {"errors"},
-    "sharing": set(),
+    "sharing": {"norm_cache"},
     "producers": set(),
     "names": set(),
     "padding": {"rows", "errors"},

@@ -1,9 +1,10 @@
 """Measure what norms of the epoch before are worth to WTA-CRS: `python -m experiments.glue.cached_norms --help`.
 
-A model is trained for an epoch with exact layers, and once more. One batch is taken before and after the second epoch:
-x and g of each linear layer, padding left out. A layer's noise is E||estimate - g^T x||^2 / ||g^T x||^2 in closed form,
-of WTA-CRS that draws rows by the input alone, by the norms of g that the same samples had an epoch before
-(`rmm_linear.NormCache`), and by those of the same step, which nothing can know; and of the hadamard sketch.
+A model is trained for an epoch with exact layers, and once more. One batch is taken before and after the second epoch,
+under other masks of dropout: x and g of each linear layer, padding left out. A layer's noise is
+E||estimate - g^T x||^2 / ||g^T x||^2 in closed form, of WTA-CRS that draws rows by the input alone, by the norms of g
+that the same samples had an epoch before (`rmm_linear.NormCache`; layers of one input by the root of the sum of their
+squares), and by those of the same step, which nothing can know; and of the default sketch.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from experiments.blocks import table
 from experiments.command_line import Parser, exit_status
-from experiments.glue.sketch_noise import Subject
+from experiments.glue.sketch_noise import Captured, Subject
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
 from rmm_linear import RMMConfig
@@ -28,7 +29,7 @@ from rmm_linear.variance import gradient_noise
 FILE = Path(__file__).parent / "results" / "cached_norms.csv"
 TASKS = ("mrpc", "stsb", "rte")
 RATIOS = (0.1, 0.3)
-HADAMARD, ALONE, BEFORE, NOW = "hadamard", "the input alone", "the epoch before", "the same step"
+DEFAULT, ALONE, BEFORE, NOW = "(hadamard, centered)", "the input alone", "the epoch before", "the same step"
 
 
 def noises(subject: Subject, steps: int) -> Iterator[dict[str, Any]]:
@@ -36,27 +37,33 @@ def noises(subject: Subject, steps: int) -> Iterator[dict[str, Any]]:
     subject.train(steps)
     before = subject.capture(0)
     subject.train(steps)
-    now = subject.capture(0)
+    now = subject.capture(0, seed=1)
     index = now.index
+    norms_before, norms_now = _norms(before, now, index), _norms(now, now, index)
     for ratio in RATIOS:
         found: dict[str, list[float]] = {}
         for name, (x, g) in now.layers.items():
-            old, new = before.layers[name][1].flatten(0, 1)[index], g.flatten(0, 1)[index]
-            rows = x.flatten(0, 1)[index]
-            # as a cache holds them
-            norms = {ALONE: None, BEFORE: _norms(old).bfloat16(), NOW: _norms(new)}
-            squared = float((new.double().t() @ rows.double()).square().sum())
-            for way, known in norms.items():
-                variance = WTACRS(ratio=ratio).variance(rows, new, gradient_norms=known)
+            rows, gradient = x.flatten(0, 1)[index], g.flatten(0, 1)[index]
+            squared = float((gradient.double().t() @ rows.double()).square().sum())
+            for way, known in ((ALONE, None), (BEFORE, norms_before[name]), (NOW, norms_now[name])):
+                variance = WTACRS(ratio=ratio).variance(rows, gradient, gradient_norms=known)
                 found.setdefault(way, []).append(float(variance) / squared)
-            noise = gradient_noise(rows, new, RMMConfig(ratio=ratio, center=False))
-            found.setdefault(HADAMARD, []).append(noise.relative_variance)
+            noise = gradient_noise(rows, gradient, RMMConfig(ratio=ratio))
+            found.setdefault(DEFAULT, []).append(noise.relative_variance)
         for way, values in found.items():
             yield {"ratio": ratio, "way": way, "relative_variance": statistics.fmean(values), "layers": len(values)}
 
 
-def _norms(g: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(g, dim=1)
+def _norms(captured: Captured, readers: Captured, index: Tensor) -> dict[str, Tensor]:
+    """The norms of the gradient's rows as a cache holds them: of all layers that read one input."""
+    groups: dict[int, list[str]] = {}
+    for name, (x, _) in readers.layers.items():
+        groups.setdefault(x.data_ptr(), []).append(name)
+    found = {}
+    for names in groups.values():
+        norms = [torch.linalg.vector_norm(captured.layers[name][1].flatten(0, 1)[index], dim=1) for name in names]
+        found |= dict.fromkeys(names, torch.stack(norms).square().sum(0).sqrt().bfloat16())
+    return found
 
 
 def cached_norms_table(path: Path = FILE) -> str:

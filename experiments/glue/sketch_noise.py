@@ -164,8 +164,11 @@ class Subject:
             self._optimizer.step()
             self._optimizer.zero_grad()
 
-    def capture(self, number: int) -> Captured:
-        """Take x and g of the layers that `convert_linears` converts from a batch of the split in its own order."""
+    def capture(self, number: int, *, seed: int | None = None) -> Captured:
+        """Take x and g of the layers that `convert_linears` converts from a batch of the split in its own order.
+
+        Dropout draws by the settings' seed if none is given.
+        """
         size = self.settings.batch_size
         batch = self._pad([self._split[row] for row in range(number * size, (number + 1) * size)])
         layers: dict[str, tuple[Tensor, Tensor]] = {}
@@ -182,7 +185,7 @@ class Subject:
 
         for name, layer in _converted_layers(self.model).items():
             watch(name, layer)
-        torch.manual_seed(self.settings.seed)
+        torch.manual_seed(self.settings.seed if seed is None else seed)
         self.model(**batch).loss.backward()
         for handle in handles:
             handle.remove()

@@ -92,7 +92,7 @@ class RMMCallback(TrainerCallback):
     With `budget` or `noise_target`, the first steps measure and every layer gets a ratio of its own
     (`rmm_linear.variance.AdaptiveRatios`). Changes go to `rmm_ratios.jsonl`, and the logs have `rmm/allocated_mib` and
     `rmm/mean_ratio`. The state of both is part of the trainer's checkpoints, and restored from them whatever
-    `restore_callback_states_from_checkpoint` says (if it is set, the trainer tells that it ignores "rmm_linear").
+    `restorecallback_states_from_checkpoint` says (if it is set, the trainer tells that it ignores "rmm_linear").
 
     With `compile`, training steps run by plan, within a byte budget: `compile={"budget": "60%"}` does what
     `torch.compile(backend="rmm_linear", options=...)` does, a name that `TrainingArguments(torch_compile_backend=...)`
@@ -339,7 +339,7 @@ class RMMCallback(TrainerCallback):
     def _watch(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
         """Start the monitor and the choice of ratios, where a resumed run was."""
         self.monitor = self.ratios = None
-        saved = _callback_states(state).get(_STATE_KEY, {}) if state.global_step else {}
+        saved = callback_states(state).get(_STATE_KEY, {}) if state.global_step else {}
         folder = Path(args.output_dir or ".")
         if self._every:
             path = folder / NOISE_FILE
@@ -360,7 +360,7 @@ class RMMCallback(TrainerCallback):
                     stacklevel=3,
                 )
         if self.monitor is not None or self.ratios is not None:
-            states = _callback_states(state)[_STATE_KEY] = _MadeWhenSaved()
+            states = callback_states(state)[_STATE_KEY] = _MadeWhenSaved()
             states.make = self._state
 
     def _plan(self, model: nn.Module, args: TrainingArguments) -> None:
@@ -487,7 +487,7 @@ class _MadeWhenSaved(dict[str, Any]):
         return super().items()
 
 
-def _callback_states(state: TrainerState) -> dict[str, Any]:
+def callback_states(state: TrainerState) -> dict[str, Any]:
     """What a checkpoint holds of callbacks: declared a list, but a dictionary once the state is made."""
     states: Any = state.stateful_callbacks
     assert isinstance(states, dict)

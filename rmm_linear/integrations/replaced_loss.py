@@ -15,8 +15,13 @@ class ReplacedLoss:
         self._attributes["compute_loss"] = self
 
     def remove(self) -> None:
-        """Give the trainer its own loss back."""
-        if self._attributes.get("compute_loss") is self:
+        """Give the trainer its own loss back, or the loss that stood in for it before to the one that came later."""
+        later = self._attributes.get("compute_loss")
+        while isinstance(later, ReplacedLoss) and later is not self and later._own_loss is not self:
+            later = later._own_loss
+        if later is self:
             del self._attributes["compute_loss"]
             if self._own_loss is not None:
                 self._attributes["compute_loss"] = self._own_loss
+        elif isinstance(later, ReplacedLoss):
+            later._loss_of, later._own_loss = self._loss_of, self._own_loss

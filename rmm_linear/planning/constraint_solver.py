@@ -1,6 +1,6 @@
 """OR-tools' solver of constraint programs (CP-SAT), with limits, and stopped by Ctrl-C."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 
@@ -58,7 +58,9 @@ def search(
             solving.result()
         except KeyboardInterrupt:
             is_interrupted = True
-            solver.stop_search()
+            # it does nothing until the search has begun
+            while not wait([solving], timeout=0.1).done:
+                solver.stop_search()
         status = solving.result()
     names = {programs.OPTIMAL: "optimal", programs.FEASIBLE: "found", programs.INFEASIBLE: "infeasible"}
     return Search(solver, names.get(status, "nothing"), is_interrupted)

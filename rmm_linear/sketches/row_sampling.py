@@ -70,23 +70,30 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
 
 
 def sampling_norms(x: Tensor, mean: Tensor | None, gradient_norms: Tensor | None) -> Tensor:
-    """Return what rows are drawn in proportion to, shape (rows,), float64: ||x_i||, or 0.9 ||x_i|| c_i + 0.1 ||x_i||.
+    """Return the weights by which rows are drawn, shape (rows,), float64: ||x_i||, or 0.9 ||x_i|| c_i + 0.1 ||x_i||.
 
     Both terms of the sum are divided by their totals. c_i (rows,) is a norm that the gradient's row had before: the
     less it has changed, the smaller the variance. The estimate is unbiased whatever c_i is, since a row with a norm
-    keeps a tenth of the probability that it had without c_i (a defensive mixture, Hesterberg 1995, "Weighted Average
+    keeps a tenth of the weight that it had without c_i (a defensive mixture, Hesterberg 1995, "Weighted Average
     Importance Sampling and Defensive Mixture Distributions"). Where c_i is negative or not finite it is not known, and
     taken for the mean of the others.
+
+    Raises:
+        ValueError: If there is not one norm for each row.
     """
     norms = row_norms(x, mean)
     if gradient_norms is None:
         return norms
+    if gradient_norms.shape != norms.shape:
+        raise ValueError(
+            f"{x.shape[0]} rows have gradient norms of shape {tuple(gradient_norms.shape)}; pass one a row"
+        )
     known = gradient_norms.to(torch.float64)
     is_known = known.isfinite() & (known >= 0)
     average = torch.where(is_known, known, 0).sum() / is_known.sum().clamp(min=1)
     products = norms * torch.where(is_known, known, average)
-    total = products.sum()
-    mixed = (1 - _OWN_SHARE) * products * norms.sum() + _OWN_SHARE * norms * total
+    total, own = products.sum(), norms.sum()
+    mixed = (1 - _OWN_SHARE) * products / total + _OWN_SHARE * norms / own
     return torch.where(total > 0, mixed, norms)
 
 

@@ -1,5 +1,7 @@
 """A cache of gradient norms through a real Trainer: numbers of samples in, tables in the checkpoints, runs resumed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tiny_trainer import make_data, make_model
 
 from rmm_linear import NormCache, RMMConfig, convert_linears
 from rmm_linear.integrations.norm_cache_callback import NormCacheCallback
+from rmm_linear.integrations.replaced_loss import ReplacedLoss
 
 SAMPLES = 16
 CONFIG = RMMConfig(ratio=0.2, sketch="wta_crs", center=False, min_rows=1)
@@ -40,8 +43,8 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(tmp_path):
     # three epochs of two steps: each layer that sees tokens knows each sample's positions
     tables = cache.state_dict()["tables"]
     assert {table.shape for table in tables.values()} == {(SAMPLES, 32)}
-    # two layers read the output of a fused attention, which is kept anyway, and stay exact
-    assert len(tables) == 10
+    # a layer of each block reads the output of a fused attention, which is kept anyway, and three have one table
+    assert len(tables) == 6
     assert all((table >= 0).all() for table in tables.values())
     resumed, again = make_trainer(tmp_path / "whole")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
@@ -50,7 +53,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(tmp_path):
     # without its tables the run goes on otherwise, and says so
     (tmp_path / "whole" / "checkpoint-3" / "rmm_norm_cache_0.pt").unlink()
     forgetful, _ = make_trainer(tmp_path / "whole")
-    with pytest.warns(UserWarning, match="goes on from step 3.*the norms begin anew"):
+    with pytest.warns(UserWarning, match=r"norms are not in .*rmm_norm_cache_0\.pt: they begin anew"):
         forgetful.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert not torch.equal(weights(forgetful), weights(trainer))
 
@@ -64,6 +67,38 @@ def test_the_first_epoch_is_that_of_a_run_without_a_cache(tmp_path):
             trained[steps, has_cache] = weights(trainer)
     assert torch.equal(trained[2, True], trained[2, False])
     assert not torch.equal(trained[4, True], trained[4, False])
+
+
+def test_the_norms_of_another_run_are_not_taken_over(tmp_path):
+    for name in ("one", "other"):
+        make_trainer(tmp_path / name, max_steps=3)[0].train()
+    trainer, cache = make_trainer(tmp_path / "other", max_steps=3)
+    with pytest.warns(UserWarning, match="they begin anew"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-3"))
+    # the other run's tables knew all samples, and nothing is left of them
+    assert all((table < 0).any() for table in cache.state_dict()["tables"].values())
+
+
+def test_a_loss_that_stands_in_for_another_outlives_it():
+    trainer = SimpleNamespace(compute_loss=lambda: "own")
+
+    class Loss(ReplacedLoss):
+        def __call__(self):
+            return f"{type(self).__name__} of {self._loss_of()}"
+
+    first, second, third = (Loss(trainer) for _ in range(3))
+    second.remove()
+    assert trainer.compute_loss() == "Loss of Loss of own"
+    first.remove()
+    assert trainer.compute_loss() == "Loss of own"
+    third.remove()
+    assert trainer.compute_loss() == "own"
+
+
+def test_checkpointed_training_is_refused(tmp_path):
+    trainer, _ = make_trainer(tmp_path, gradient_checkpointing=True)
+    with pytest.raises(ValueError, match="not used in checkpointed blocks"):
+        trainer.train()
 
 
 def test_a_batch_without_numbers_is_refused(tmp_path):

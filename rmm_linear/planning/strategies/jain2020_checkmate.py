@@ -70,21 +70,23 @@ class Solution(NamedTuple):
         order: Indices of ops, with repetitions; None if nothing was found that fits.
         bound: No plan of these stages costs less; infinity if none fits.
         status: "optimal", "infeasible", or "stopped", by a limit or by Ctrl-C.
+        is_interrupted: Whether Ctrl-C stopped it, where the solver is told of it.
     """
 
     cost: float
     order: tuple[int, ...] | None
     bound: float
     status: str
+    is_interrupted: bool = False
 
     def proof(self, plain_cost: float) -> str:
-        """Say what the solver proved, in parts of the cost of the plain program; nothing where it found no plan."""
-        if self.order is None:
+        """Return a sentence with the bound, in parts of the cost of the plain program; empty if there is none."""
+        least = 100 * (self.bound / plain_cost - 1)
+        if self.order is None or least <= 0:
             return ""
         if self.status == "optimal":
-            return "its program has no plan with less extra compute"
-        least = 100 * max(0.0, self.bound / plain_cost - 1)
-        return f"its program has no plan with less than {least:.1f} % of extra compute"
+            return "its program has no plan of less cost"
+        return f"its program has no plan that costs less than {least:.1f} % more than the plain step"
 
 
 class Program:

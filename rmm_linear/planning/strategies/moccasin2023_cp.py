@@ -115,7 +115,8 @@ class Program:
             for index in written:
                 end = model.new_int_var(0, self._end, f"end {index} {run}")
                 self._ends[index].append(end)
-                length = model.new_int_var(0, self._end, f"length {index} {run}")
+                # while the op runs it is there, whether or not a later op reads it
+                length = model.new_int_var(1, self._end + 1, f"length {index} {run}")
                 stays = model.new_optional_interval_var(start, length, end + 1, active, f"stays {index} {run}")
                 self._intervals.append(stays)
                 self._heights.append(graph.sizes[index])
@@ -255,10 +256,11 @@ class Moccasin(Strategy):
         """Propose the best plan for some parts of the plain peak."""
         plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
         for part in range(_BUDGETS - 1, 0, -1):
-            order = self._solution(graph, max(1, plain_bytes * part // _BUDGETS)).order
-            if order is None:
+            found = self._solution(graph, max(1, plain_bytes * part // _BUDGETS))
+            if found.order is not None:
+                yield found.order
+            if found.order is None or found.is_interrupted:
                 break
-            yield order
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
         """Return the cheapest schedule that the solver finds."""
@@ -294,4 +296,6 @@ class Moccasin(Strategy):
             if solution.status == "optimal" or program.is_interrupted:
                 break
         best = min(found, key=lambda each: each.cost)
-        return found[-1]._replace(cost=best.cost, order=best.order)
+        if best.order is None and program.is_interrupted:
+            raise KeyboardInterrupt
+        return found[-1]._replace(cost=best.cost, order=best.order, is_interrupted=program.is_interrupted)

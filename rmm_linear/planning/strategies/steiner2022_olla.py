@@ -18,16 +18,18 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import ClassVar
 
+from rmm_linear.byte_sizes import readable
 from rmm_linear.planning.constraint_solver import constraint_programs, search
 from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, choose, register
 
 
 def least_peak_order(
     graph: Graph, *, time_limit_s: float = 20.0, deterministic_limit: float | None = None
-) -> tuple[int, ...]:
-    """Return an order of the ops, each once, with the least peak that is found within two limits.
+) -> tuple[tuple[int, ...], int]:
+    """Return an order of the ops, each once, with the least peak that is found within two limits, and a bound of it.
 
     The deterministic limit is the solver's own measure of work; unlike a time, it gives the same order each time.
 
@@ -75,10 +77,11 @@ def least_peak_order(
     found = search(
         programs, model, time_limit_s=time_limit_s, deterministic_limit=deterministic_limit, num_workers=workers
     )
+    least_bytes = max(0, round(found.solver.best_objective_bound))
     if found.status not in ("optimal", "found"):
-        return plain
+        return plain, least_bytes
     order = tuple(sorted(plain, key=lambda op: int(found.solver.value(places[op]))))
-    return min(plain, order, key=lambda order: peak_and_cost(graph, order)[0])
+    return min(plain, order, key=lambda order: peak_and_cost(graph, order)[0]), least_bytes
 
 
 def _edges(graph: Graph) -> list[list[int]]:
@@ -114,7 +117,7 @@ class Olla(Strategy):
     Examples:
         >>> from rmm_linear.planning.generators import random_layers
         >>> graph = random_layers(12, seed=4)
-        >>> peak_and_cost(graph, range(12))[0], peak_and_cost(graph, least_peak_order(graph))[0]
+        >>> peak_and_cost(graph, range(12))[0], peak_and_cost(graph, least_peak_order(graph)[0])[0]
         (63, 57)
     """
 
@@ -123,4 +126,15 @@ class Olla(Strategy):
     deterministic_limit: ClassVar[float] = 2.0
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
-        yield least_peak_order(graph, time_limit_s=self.time_limit_s, deterministic_limit=self.deterministic_limit)
+        yield self._least(graph)[0]
+
+    def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
+        checked_budget(budget_bytes)
+        order, least_bytes = self._least(graph)
+        proposals = [Proposal(*peak_and_cost(graph, each), each) for each in (tuple(range(len(graph.ops))), order)]
+        proof = f"no order that computes nothing twice has a peak below {readable(least_bytes)}"
+        return choose(graph, proposals, budget_bytes, self.name, proof if least_bytes else "")
+
+    def _least(self, graph: Graph) -> tuple[tuple[int, ...], int]:
+        limits = {"time_limit_s": self.time_limit_s, "deterministic_limit": self.deterministic_limit}
+        return least_peak_order(graph, **limits)

@@ -46,7 +46,8 @@ def _least_peak(graph):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_order_without_recomputation_has_a_lower_peak(seed):
     graph = random_layers(11, seed=seed, width=4) if seed < 3 else with_backward(random_layers(5, seed=seed))
-    order = least_peak_order(graph)
+    order, bound = least_peak_order(graph)
+    assert bound == peak_and_cost(graph, order)[0]
     validate(graph, Schedule.from_order(graph, order))
     assert sorted(order) == list(range(len(graph.ops)))
     assert peak_and_cost(graph, order)[0] == _least_peak(graph)
@@ -81,7 +82,7 @@ def _run_in(arena, alive, graph, order):
     ids=["residual", "U", "star", "layers"],
 )
 def test_an_arena_holds_every_storage_whole_until_its_last_read(graph):
-    orders = [range(len(graph.ops)), least_peak_order(graph, time_limit_s=2)]
+    orders = [range(len(graph.ops)), least_peak_order(graph, time_limit_s=2)[0]]
     peak = peak_and_cost(graph, orders[0])[0]
     # a schedule that computes twice has storages with several lifetimes
     orders.append(get_strategy("chen2016_sqrt").frontier(graph)[-1].order)
@@ -114,3 +115,9 @@ def test_without_the_solver_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
         least_peak_order(random_layers(4, seed=0))
+
+
+def test_a_plan_tells_the_least_peak_that_was_proven():
+    graph = random_layers(12, seed=4)
+    plan = get_strategy("steiner2022_olla").plan(graph, 60)
+    assert plan.proof == "no order that computes nothing twice has a peak below 57 bytes"
