@@ -240,7 +240,7 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"noise": -0.1}, "noise=-0.1 is no share"),
         ({"noise": float("nan")}, "noise=nan is no share"),
         ({"noise": True}, "noise=True is no share"),
-        ({"allow": ["page"]}, "'page' is unknown; choose among recompute, code, sketch"),
+        ({"allow": ["pages"]}, "'pages' is unknown; choose among recompute, code, sketch, page"),
         ({"executor": "fast"}, "executor='fast' is unknown"),
     ],
 )
