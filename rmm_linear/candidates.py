@@ -82,13 +82,14 @@ class Candidate:
 
 def table(candidates: Sequence[Candidate], unit: Unit, time: str = "time", digits: int = 3) -> Iterator[str]:
     """Show peaks, times and noise, one candidate a line, and then what could not be measured."""
-    yield f"{'':24}  {f'peak, {unit.name}':>11}  {time:>8}  {'noise over minibatch noise':>27}"
+    width = max(24, *(len(each.name) for each in candidates))
+    yield f"{'':{width}}  {f'peak, {unit.name}':>11}  {time:>8}  {'noise over minibatch noise':>27}"
     for each in candidates:
         if not each.fits:
-            yield f"{each.name:24}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>8}  {'does not fit':>27}"
+            yield f"{each.name:{width}}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>8}  {'does not fit':>27}"
             continue
         noise = f"{each.noise_ratio:.2g}" if each.noise or each.is_exact else "not measured"
-        yield f"{each.name:24}  {unit.of(each.least_bytes):>11}  {each.time:8.{digits}f}  {noise:>27}"
+        yield f"{each.name:{width}}  {unit.of(each.least_bytes):>11}  {each.time:8.{digits}f}  {noise:>27}"
     yield from dict.fromkeys(each.obstacle for each in candidates if each.obstacle)
 
 

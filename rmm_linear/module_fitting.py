@@ -135,7 +135,7 @@ def fit_modules(
         trials.plain_ms,
         trials.budget_bytes,
         limit,
-        tuple(f"{', '.join(names)}: {reason}" for reason, names in trials.notes.items()),
+        tuple(trials.told()),
         trials.means,
     )
 
@@ -181,38 +181,47 @@ class _Trials:
             codes = sketches = ()
             self.notes["the model is converted already, and its layers stay as they are"] = ["int8, int4, ratios"]
         blocks = len(self.means.blocks) if is_tight and "recompute" in ways else 0
-        for options in (*([{}] if blocks else []), *codes, *sketches):
+        for options in ({}, *codes, *sketches):
             self._add(options, blocks)
         if not self.candidates:
-            raise ValueError(f"the step runs by no means: {'; '.join(self.notes)}")
+            raise ValueError(f"the step runs by no means: {'; '.join(self.told())}")
 
     def _add(self, options: dict[str, Any], blocks: int) -> None:
-        """Measure converted layers with as few checkpointed blocks as the budget allows."""
+        """Measure converted layers, with as few checkpointed blocks as the budget allows."""
         try:
-            # each checkpoint more takes the peak down
-            count = bisect_left(range(blocks + 1), True, key=lambda count: self._fits(_with(options, count)))
-            options = _with(options, min(count, blocks))
+            if blocks and not self._fits(options):
+                # each checkpoint more takes the peak down
+                count = 1 + bisect_left(range(1, blocks), True, key=lambda count: self._fits(_with(options, count)))
+                if self._peak(_with(options, count)) is not None:
+                    options = _with(options, count)
             peak_bytes = self._peak(options)
-            if peak_bytes is not None:
+            if peak_bytes is not None and options:
                 time = self._time(options) if self._fits(options) else math.inf
                 self.candidates.append(Candidate(_name(options), options, None, peak_bytes, time))
-        except (RuntimeError, ValueError) as error:
-            # no layers to convert, or a block that can't run twice
-            self.notes.setdefault(str(error).partition("\n")[0], []).append(_name(options))
+        except ValueError as error:
+            # there is no layer to convert
+            self._note(_name(options), error)
+
+    def _note(self, name: str, error: Exception) -> None:
+        self.notes.setdefault(str(error).partition("\n")[0], []).append(name)
 
     def _fits(self, options: dict[str, Any]) -> bool:
         peak_bytes = self._peak(options)
         return peak_bytes is not None and (self.budget_bytes is None or peak_bytes <= self.budget_bytes)
 
     def _peak(self, options: dict[str, Any]) -> int | None:
-        """Measure the peak of a step; None if memory does not suffice."""
+        """Measure the peak of a step; None if the step can't be run."""
         name = _name(options)
         if name not in self._peaks:
             with self.means.installed(options):
                 try:
                     self._peaks[name] = measure_peak_bytes(self._run, self._device)
-                except torch.OutOfMemoryError:
+                except RuntimeError as error:
+                    # too little memory, or a block that can't run twice
+                    if not options and not isinstance(error, torch.OutOfMemoryError):
+                        raise
                     self._peaks[name] = None
+                    self._note(name, error)
         return self._peaks[name]
 
     def _time(self, options: dict[str, Any]) -> float:
@@ -247,7 +256,12 @@ class _Trials:
         """Say that no means is within the budget."""
         assert self._budget is not None
         whole = "step takes as it is"
-        return refusal(self._budget, self.plain_bytes or 0, least_bytes, "fit", wanted="means", plain=whole)
+        text = refusal(self._budget, self.plain_bytes or 0, least_bytes, "fit", wanted="means", plain=whole)
+        return "; ".join([text, *self.told()])
+
+    def told(self) -> list[str]:
+        """Say what could not be tried, and why."""
+        return [f"{', '.join(names)}: {reason}" for reason, names in self.notes.items()]
 
 
 class _Means:
@@ -305,11 +319,11 @@ def _with(options: Mapping[str, Any], checkpoints: int) -> dict[str, Any]:
 
 
 def _name(options: Mapping[str, Any]) -> str:
-    """Such as "ratio 0.5, 4 checkpoints"."""
+    """Such as "ratio 0.5 + 4 checkpoints"."""
     parts = [options.get("storage") or f"ratio {options['ratio']:g}"] if "ratio" in options else []
     if count := options.get("checkpoints"):
         parts.append(f"{count} checkpoint{'s' if count > 1 else ''}")
-    return ", ".join(parts) or "as it is"
+    return " + ".join(parts) or "as it is"
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

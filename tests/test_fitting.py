@@ -11,14 +11,16 @@ from torch import nn
 from rmm_linear import fit, fitting
 from rmm_linear.checkpointing import capture, checkpoint_model
 from rmm_linear.checkpointing.planned import is_planned
-from rmm_linear.compiler import partial_coding, plans
+from rmm_linear.compiler import backend, partial_coding, plans
 from rmm_linear.compiler.backend import rmm_linear
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.coding import Bits
+from rmm_linear.planning.strategies.patil2022_poet import Poet
 
 ROWS, WIDTH = 2048, 96
 # Of the exact step's peak: 8 bits fit, and the exact step has to compute so much twice that it takes longer.
 CODES = "33%"
+_PAGING = {"allow": ["recompute", "page"], "executor": "exact", "page_to": "/tmp"}
 
 
 class Classifier(nn.Module):
@@ -242,6 +244,13 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"noise": True}, "noise=True is no share"),
         ({"allow": ["pages"]}, "'pages' is unknown; choose among recompute, code, sketch, page"),
         ({"executor": "fast"}, "executor='fast' is unknown"),
+        ({"allow": ["recompute", "page"], "executor": "exact"}, 'pass page_to="host", or a folder'),
+        ({"page_to": "host"}, 'add "page" to allow, or leave page_to out'),
+        ({"allow": ["recompute", "page"], "page_to": "/tmp"}, "executor='inductor' was given"),
+        ({"allow": "page", "page_to": "/tmp", "executor": "exact"}, '"page" needs "recompute"'),
+        ({**_PAGING, "page_to": "no such folder"}, 'neither "host" nor a folder that exists'),
+        ({**_PAGING, "page_to": 5}, "page_to=5 is neither"),
+        ({**_PAGING, "budget": None}, "needs a budget"),
     ],
 )
 def test_bad_arguments_are_refused(batch, change, message):
@@ -382,3 +391,34 @@ def test_noise_buys_time_without_a_budget(batch):
     assert "no budget" in str(found)
     # the default limit leaves no room for sketches
     assert fit(_model(), batch).chosen.name == "exact"
+
+
+def test_pages_take_the_place_of_second_computations_where_they_take_less_time(batch, monkeypatch, tmp_path):
+    pytest.importorskip("scipy")
+    monkeypatch.setattr(Poet, "time_limit_s", 1.0)
+    rates = iter([0.01, 1e9])
+    monkeypatch.setattr(backend, "page_cost", lambda *_: next(rates))
+    paging = {"noise": 0, "allow": ("recompute", "page"), "executor": "exact", "page_to": tmp_path}
+    model = _model(0.1)
+    del model.blocks[2:]
+    expected = _gradients_after_seed(copy.deepcopy(model), batch)
+    found = fit(model, batch, "60%", **paging)
+    assert found.chosen.name == "exact, paged"
+    assert found.plan.peak_bytes <= found.budget_bytes
+    assert found.plan.schedule.loads(found.plan.graph)
+    assert found.chosen.time < found.candidates[1].time
+    assert _are_equal(_gradients_after_seed(model, batch), expected)
+    assert list(tmp_path.iterdir()) == []
+    assert found.options["page_to"] == str(tmp_path)
+    # pages that take long are not taken, and a step that fits needs none
+    assert fit(found.remove(), batch, "60%", **paging).chosen.name == "exact"
+    other = fit(_model(), batch, "100%", **paging)
+    assert len(other.candidates) == 1
+    monkeypatch.setattr(fitting, "_MOST_OPS_OF_PAGER", 10)
+    with pytest.warns(UserWarning, match="would take minutes for the step's [0-9]+ ops"):
+        assert len(fit(other.remove(), batch, "80%", **paging).candidates) == 1
+
+
+def _gradients_after_seed(model, batch):
+    torch.manual_seed(3)
+    return _gradients(model, batch)
