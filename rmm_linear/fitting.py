@@ -43,6 +43,7 @@ from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.partial_coding import PartialCoding
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError
 from rmm_linear.module_fitting import ModuleFit, fit_modules
+from rmm_linear.paging import pager_for
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.coding import Bits, sketch_ratio
 from rmm_linear.planning.graph import Graph
@@ -315,6 +316,7 @@ def fit(
     asked = None if budget is None else Budget.of(budget)
     if page_to is not None:
         Options(budget, _PAGER, "exact", page_to=page_to)
+        pager_for(page_to, next(model.parameters()).device).close()
     refuse_planned(model)
     if not model.training:
         raise ValueError("the model is in eval mode, and its training steps are planned: call model.train() first")

@@ -119,67 +119,45 @@ def fit_modules(
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise NothingToTrainError
-    trials = _Trials(model, sample, loss_fn)
     # a conversion warns of layers that stay exact: once is enough
     with warnings.catch_warnings(), unchanged(model), torch.enable_grad():
         warnings.simplefilter("ignore")
-        trials.start(budget)
+        trials = _Trials(model, sample, budget, loss_fn)
         trials.run(ways, limit)
         chosen = choose(trials.candidates, limit, trials.noise_of, trials.budget_bytes, trials.refusal)
     trials.means.install(chosen.options)
-    return ModuleFit(
-        model,
-        chosen,
-        tuple(trials.candidates),
-        trials.plain_bytes,
-        trials.plain_ms,
-        trials.budget_bytes,
-        limit,
-        tuple(trials.told()),
-        trials.means,
-    )
+    plain, budget_bytes, means = (trials.plain_bytes, trials.plain_ms), trials.budget_bytes, trials.means
+    return ModuleFit(model, chosen, tuple(trials.candidates), *plain, budget_bytes, limit, tuple(trials.told()), means)
 
 
 class _Trials:
-    """Runs the step of a sample by several means.
+    """Runs the step of a sample by several means."""
 
-    Attributes:
-        means: What installs them.
-        candidates: Those that ran.
-        notes: Why others did not, and their names.
-        plain_bytes: Peak of the step as the model was given; None if memory did not suffice.
-        plain_ms: Its time.
-        budget_bytes: The budget; None if there is none.
-    """
-
-    def __init__(self, model: nn.Module, sample: Any, loss_fn: Loss | None) -> None:
+    def __init__(self, model: nn.Module, sample: Any, budget: Budget | None, loss_fn: Loss | None) -> None:
         self.means = _Means(model)
         self.candidates: list[Candidate] = []
-        self.notes: dict[str, list[str]] = {}
-        self._model, self._sample, self._loss_fn = model, sample, loss_fn
+        self._notes: dict[str, list[str]] = {}
+        self._model, self._sample, self._budget, self._loss_fn = model, sample, budget, loss_fn
         self._device = next(model.parameters()).device
         self._peaks: dict[str, int | None] = {}
         self._noises: dict[str, StepNoise] = {}
-
-    def start(self, budget: Budget | None) -> None:
-        """Measure the step of the model as it was given, and read the budget, which may be a part of its peak."""
-        self._budget, self.plain_bytes = budget, self._peak({})
+        self.plain_bytes = self._peak({})
         if self.plain_bytes is None and (budget is None or budget.is_relative):
             raise ValueError("the step runs out of memory as it is: pass a budget in bytes")
         self.plain_ms = math.inf if self.plain_bytes is None else self._time({})
         self.budget_bytes = None if budget is None else budget.in_bytes(self.plain_bytes or 0)
-        if self.plain_bytes is not None:
-            time = self.plain_ms if self._fits({}) else math.inf
-            self.candidates.append(Candidate(_name({}), {}, None, self.plain_bytes, time))
 
     def run(self, ways: Collection[str], limit: float) -> None:
-        """Try other means; where the step fits as it is, the sketches alone, which may take less time."""
+        """Try all means; where the step fits as it is, the sketches alone, which may take less time."""
         is_tight = not self._fits({})
+        if self.plain_bytes is not None:
+            time = math.inf if is_tight else self.plain_ms
+            self.candidates.append(Candidate(_name({}), {}, None, self.plain_bytes, time))
         codes = _CODES if is_tight and "code" in ways and limit > 0 else ()
         sketches = _SKETCHES if "sketch" in ways and limit >= LEAST_NOISE_OF_SKETCHES else ()
         if self.means.are_layers_converted and (codes or sketches):
             codes = sketches = ()
-            self.notes["the model is converted already, and its layers stay as they are"] = ["int8, int4, ratios"]
+            self._note("int8, int4, ratios", "the model is converted already, and its layers stay as they are")
         blocks = len(self.means.blocks) if is_tight and "recompute" in ways else 0
         for options in ({}, *codes, *sketches):
             self._add(options, blocks)
@@ -200,10 +178,10 @@ class _Trials:
                 self.candidates.append(Candidate(_name(options), options, None, peak_bytes, time))
         except ValueError as error:
             # there is no layer to convert
-            self._note(_name(options), error)
+            self._note(_name(options), str(error))
 
-    def _note(self, name: str, error: Exception) -> None:
-        self.notes.setdefault(str(error).partition("\n")[0], []).append(name)
+    def _note(self, name: str, reason: str) -> None:
+        self._notes.setdefault(reason.partition("\n")[0], []).append(name)
 
     def _fits(self, options: dict[str, Any]) -> bool:
         peak_bytes = self._peak(options)
@@ -221,7 +199,7 @@ class _Trials:
                     if not options and not isinstance(error, torch.OutOfMemoryError):
                         raise
                     self._peaks[name] = None
-                    self._note(name, error)
+                    self._note(name, str(error))
         return self._peaks[name]
 
     def _time(self, options: dict[str, Any]) -> float:
@@ -261,16 +239,11 @@ class _Trials:
 
     def told(self) -> list[str]:
         """Say what could not be tried, and why."""
-        return [f"{', '.join(names)}: {reason}" for reason, names in self.notes.items()]
+        return [f"{', '.join(names)}: {reason}" for reason, names in self._notes.items()]
 
 
 class _Means:
-    """Converts a model's linear layers and checkpoints its blocks, and undoes both.
-
-    Attributes:
-        blocks: What can be checkpointed.
-        are_layers_converted: Whether some linear layers were converted before.
-    """
+    """Converts a model's linear layers and checkpoints its blocks, and undoes both."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

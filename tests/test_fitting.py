@@ -393,32 +393,48 @@ def test_noise_buys_time_without_a_budget(batch):
     assert fit(_model(), batch).chosen.name == "exact"
 
 
-def test_pages_take_the_place_of_second_computations_where_they_take_less_time(batch, monkeypatch, tmp_path):
+@pytest.fixture
+def page_time(monkeypatch):
+    """The solver has a second, and the time in which a byte is paged is given."""
     pytest.importorskip("scipy")
     monkeypatch.setattr(Poet, "time_limit_s", 1.0)
-    rates = iter([0.01, 1e9])
-    monkeypatch.setattr(backend, "page_cost", lambda *_: next(rates))
-    paging = {"noise": 0, "allow": ("recompute", "page"), "executor": "exact", "page_to": tmp_path}
+    return lambda rate: monkeypatch.setattr(backend, "page_cost", lambda *_: rate)
+
+
+def _small_model():
     model = _model(0.1)
     del model.blocks[2:]
-    expected = _gradients_after_seed(copy.deepcopy(model), batch)
-    found = fit(model, batch, "60%", **paging)
-    assert found.chosen.name == "exact, paged"
-    assert found.plan.peak_bytes <= found.budget_bytes
-    assert found.plan.schedule.loads(found.plan.graph)
-    assert found.chosen.time < found.candidates[1].time
-    assert _are_equal(_gradients_after_seed(model, batch), expected)
-    assert list(tmp_path.iterdir()) == []
-    assert found.options["page_to"] == str(tmp_path)
-    # pages that take long are not taken, and a step that fits needs none
-    assert fit(found.remove(), batch, "60%", **paging).chosen.name == "exact"
-    other = fit(_model(), batch, "100%", **paging)
-    assert len(other.candidates) == 1
-    monkeypatch.setattr(fitting, "_MOST_OPS_OF_PAGER", 10)
-    with pytest.warns(UserWarning, match="would take minutes for the step's [0-9]+ ops"):
-        assert len(fit(other.remove(), batch, "80%", **paging).candidates) == 1
+    return model
 
 
 def _gradients_after_seed(model, batch):
     torch.manual_seed(3)
     return _gradients(model, batch)
+
+
+def test_pages_take_the_place_of_second_computations_where_they_take_less_time(batch, page_time, tmp_path):
+    page_time(0.01)
+    model = _small_model()
+    expected = _gradients_after_seed(copy.deepcopy(model), batch)
+    found = fit(model, batch, "60%", noise=0, **{**_PAGING, "page_to": tmp_path})
+    assert found.chosen.name == "exact, paged"
+    assert found.plan.peak_bytes <= found.budget_bytes
+    assert found.plan.schedule.loads(found.plan.graph)
+    assert found.chosen.time < found.candidates[1].time
+    assert "paged out and back" in str(found)
+    assert _are_equal(_gradients_after_seed(model, batch), expected)
+    assert list(tmp_path.iterdir()) == []
+    more = {"strategy": "patil2022_poet", "page_to": str(tmp_path)}
+    assert found.options == {"budget": found.budget_bytes, "executor": "exact", **more}
+
+
+@pytest.mark.slow
+def test_pages_that_take_long_or_are_not_needed_are_not_taken(batch, page_time, monkeypatch):
+    page_time(1e9)
+    model = _small_model()
+    found = fit(model, batch, "60%", noise=0, **_PAGING)
+    assert [each.name for each in found.candidates] == ["exact", "exact, paged"]
+    assert len(fit(found.remove(), batch, "100%", **_PAGING).candidates) == 1
+    monkeypatch.setattr(fitting, "_MOST_OPS_OF_PAGER", 10)
+    with pytest.warns(UserWarning, match="would take minutes for the step's [0-9]+ ops"):
+        assert len(fit(found.remove(), batch, "60%", noise=0, **_PAGING).candidates) == 1

@@ -54,7 +54,8 @@ ALLOWED = {
         *("planning", "variance"),
     },
     "fitting": {
-        *("byte_sizes", "candidates", "checkpointing", "compiler", "errors", "module_fitting", "planning", "variance"),
+        *("byte_sizes", "candidates", "checkpointing", "compiler", "errors", "module_fitting", "paging", "planning"),
+        "variance",
     },
 }
 # these sit on the public interface and may import all of it

@@ -53,7 +53,12 @@ def _gradients(model, run):
 
 
 def _attributes(model):
-    return [(type(module), {name: id(value) for name, value in vars(module).items()}) for module in model.modules()]
+    def described(value):
+        return {key: id(each) for key, each in value.items()} if isinstance(value, dict) else id(value)
+
+    return [
+        (type(module), {name: described(each) for name, each in vars(module).items()}) for module in model.modules()
+    ]
 
 
 def _peak_of(model, batch):
@@ -156,7 +161,7 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
 
     times.update({"int8": 1.0})
     found = fit(_stack(Once()), batch, "90%", noise=0.01, loss_fn=_loss, executor=None, allow=["recompute", "code"])
-    assert "2 checkpoints, 4 checkpoints: torch.utils.checkpoint: A different number of tensors" in str(found)
+    assert "3 checkpoints, 4 checkpoints: torch.utils.checkpoint: A different number of tensors" in str(found)
     assert found.chosen.name == "int8"
     found = fit(convert_linears(_stack(), 0.5), batch, "90%", loss_fn=_loss, executor=None)
     assert "the model is converted already" in str(found)
@@ -165,14 +170,14 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
 
     def measure(run, device):
         peak = measured(run, device)
-        if peak > 10 * 2**20:
+        if peak > 20 * 2**20:
             raise torch.OutOfMemoryError("out of memory")
         return peak
 
     monkeypatch.setattr(module_fitting, "measure_peak_bytes", measure)
     found = fit(_stack(), batch, "16MiB", noise=0, loss_fn=_loss, executor=None)
-    assert "as it is, 2 checkpoints: out of memory" in str(found)
-    assert found.chosen.name == "3 checkpoints"
+    assert "as it is: out of memory" in str(found)
+    assert found.chosen.least_bytes <= 16 * 2**20
     with pytest.raises(ValueError, match="pass a budget in bytes"):
         fit(_stack(), batch, "50%", loss_fn=_loss, executor=None)
 
