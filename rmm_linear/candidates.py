@@ -81,7 +81,7 @@ class Candidate:
 
 
 def table(candidates: Sequence[Candidate], unit: Unit, time: str = "time", digits: int = 3) -> Iterator[str]:
-    """Show peaks, times and noise, one candidate a line, and then what could not be measured."""
+    """Show peaks, times and noise, one candidate a line, and then why noise was not measured."""
     width = max(24, *(len(each.name) for each in candidates))
     yield f"{'':{width}}  {f'peak, {unit.name}':>11}  {time:>8}  {'noise over minibatch noise':>27}"
     for each in candidates:
@@ -103,7 +103,7 @@ def choose(
     """Return the fastest candidate within the budget whose noise is within the limit.
 
     Args:
-        candidates: All; they are sorted by time, and what is measured is written into the list.
+        candidates: All; they are sorted by time, and measured noise is written into the list.
         limit: The most noise, as a share of the minibatch's variance.
         measured: Measures the noise of one, or raises a `NotMeasurableError`.
         budget_bytes: The budget.
@@ -182,7 +182,7 @@ class _Called(BaseException):
 
 
 def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the model is called with for a batch: by `loss_fn`, which may keep the labels for itself.
+    """Return the arguments of the model's call for a batch: `loss_fn` may keep the labels for itself.
 
     Raises:
         ValueError: If `loss_fn` does not call the model.
@@ -207,7 +207,7 @@ def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tu
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
-    """Return the loss of a batch: what `loss_fn` computes, or what the model returns, as a tensor or as `.loss`.
+    """Return the loss of a batch: that of `loss_fn`, or the model's result, which is a tensor or has a `.loss`.
 
     Raises:
         NotMeasurableError: If the model returns none.

@@ -49,7 +49,7 @@ from rmm_linear.variance.step_noise import StepNoise, gradient_of
 # Options of converted layers.
 _CODES: tuple[dict[str, Any], ...] = ({"ratio": 1.0, "storage": "int8"}, {"ratio": 1.0, "storage": "int4"})
 _SKETCHES: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"ratio": 0.25}, {"ratio": 0.1})
-# What checkpoints change of a module. The flag and the function are those of transformers: its own method, which sets
+# Attributes of a module that checkpoints change. The flag and the function are those of transformers: its own method, which sets
 # them, installs hooks as well.
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _CHANGED = ("forward", _FLAG, _FUNCTION)
@@ -57,17 +57,17 @@ _CHANGED = ("forward", _FLAG, _FUNCTION)
 
 @dataclass(frozen=True)
 class ModuleFit:
-    """What `fit` chose without a compiler, and what else there was.
+    """The means that `fit` chose without a compiler, and the others that it tried.
 
     Attributes:
         model: The model.
         chosen: How its steps run.
-        candidates: All that was tried, in the order of measured time.
+        candidates: All means that ran, in the order of measured time.
         plain_bytes: Measured peak of the step as the model was given; None if memory did not suffice.
         plain_ms: Its measured time.
         budget_bytes: The budget; None if there is none.
         noise_limit: The limit.
-        notes: What could not be tried, and why.
+        notes: Why means were left out.
     """
 
     model: nn.Module = field(repr=False)
@@ -113,10 +113,7 @@ def fit_modules(
         ValueError: If the step can't be run.
     """
     if is_without_contents(model):
-        raise ValueError(
-            "executor=None measures steps, and the weights are on the meta device, without contents: load the model, or"
-            ' pass executor="inductor"'
-        )
+        raise ValueError("executor=None measures steps, and the weights are on the meta device: load the model")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise NothingToTrainError
     # a conversion warns of layers that stay exact: once is enough
@@ -126,8 +123,8 @@ def fit_modules(
         trials.run(ways, limit)
         chosen = choose(trials.candidates, limit, trials.noise_of, trials.budget_bytes, trials.refusal)
     trials.means.install(chosen.options)
-    plain, budget_bytes, means = (trials.plain_bytes, trials.plain_ms), trials.budget_bytes, trials.means
-    return ModuleFit(model, chosen, tuple(trials.candidates), *plain, budget_bytes, limit, tuple(trials.told()), means)
+    plain, candidates = (trials.plain_bytes, trials.plain_ms), tuple(trials.candidates)
+    return ModuleFit(model, chosen, candidates, *plain, trials.budget_bytes, limit, tuple(trials.notes), trials.means)
 
 
 class _Trials:
@@ -136,11 +133,11 @@ class _Trials:
     def __init__(self, model: nn.Module, sample: Any, budget: Budget | None, loss_fn: Loss | None) -> None:
         self.means = _Means(model)
         self.candidates: list[Candidate] = []
-        self._notes: dict[str, list[str]] = {}
+        # why some means are left out, each reason once
+        self.notes: dict[str, None] = {}
         self._model, self._sample, self._budget, self._loss_fn = model, sample, budget, loss_fn
         self._device = next(model.parameters()).device
         self._peaks: dict[str, int | None] = {}
-        self._noises: dict[str, StepNoise] = {}
         self.plain_bytes = self._peak({})
         if self.plain_bytes is None and (budget is None or budget.is_relative):
             raise ValueError("the step runs out of memory as it is: pass a budget in bytes")
@@ -157,12 +154,12 @@ class _Trials:
         sketches = _SKETCHES if "sketch" in ways and limit >= LEAST_NOISE_OF_SKETCHES else ()
         if self.means.are_layers_converted and (codes or sketches):
             codes = sketches = ()
-            self._note("int8, int4, ratios", "the model is converted already, and its layers stay as they are")
+            self.notes["linear layers that are converted already stay as they are"] = None
         blocks = len(self.means.blocks) if is_tight and "recompute" in ways else 0
         for options in ({}, *codes, *sketches):
             self._add(options, blocks)
         if not self.candidates:
-            raise ValueError(f"the step runs by no means: {'; '.join(self.told())}")
+            raise ValueError(f"the step runs by no means: {'; '.join(self.notes)}")
 
     def _add(self, options: dict[str, Any], blocks: int) -> None:
         """Measure converted layers, with as few checkpointed blocks as the budget allows."""
@@ -178,10 +175,7 @@ class _Trials:
                 self.candidates.append(Candidate(_name(options), options, None, peak_bytes, time))
         except ValueError as error:
             # there is no layer to convert
-            self._note(_name(options), str(error))
-
-    def _note(self, name: str, reason: str) -> None:
-        self._notes.setdefault(reason.partition("\n")[0], []).append(name)
+            self.notes[str(error)] = None
 
     def _fits(self, options: dict[str, Any]) -> bool:
         peak_bytes = self._peak(options)
@@ -199,7 +193,7 @@ class _Trials:
                     if not options and not isinstance(error, torch.OutOfMemoryError):
                         raise
                     self._peaks[name] = None
-                    self._note(name, str(error))
+                    self.notes[f"{name}: {str(error).partition(chr(10))[0]}"] = None
         return self._peaks[name]
 
     def _time(self, options: dict[str, Any]) -> float:
@@ -211,18 +205,14 @@ class _Trials:
 
     def noise_of(self, candidate: Candidate) -> StepNoise:
         """Measure the noise of a candidate, without its checkpoints, which add none."""
-        options = _with(candidate.options, 0)
-        name = _name(options)
-        if name not in self._noises:
-            parts = parts_of(self._sample)
-            if self._sketched(self._sample, options) != self._sketched(parts[0], options):
-                raise NotMeasurableError(
-                    f"the noise can't be measured: in {len(parts)} parts of the sample some linear layers have too few"
-                    " rows to be sketched; pass a larger batch"
-                )
-            with self.means.installed(options):
-                self._noises[name] = noise_on(self._model, parts, self._loss_fn)
-        return self._noises[name]
+        options, parts = _with(candidate.options, 0), parts_of(self._sample)
+        if self._sketched(self._sample, options) != self._sketched(parts[0], options):
+            raise NotMeasurableError(
+                f"the noise can't be measured: in {len(parts)} parts of the sample some linear layers have too few rows"
+                " to be sketched; pass a larger batch"
+            )
+        with self.means.installed(options):
+            return noise_on(self._model, parts, self._loss_fn)
 
     def _sketched(self, batch: Any, options: dict[str, Any]) -> set[str]:
         """The linear layers whose inputs have the rows that a sketch needs."""
@@ -235,11 +225,7 @@ class _Trials:
         assert self._budget is not None
         whole = "step takes as it is"
         text = refusal(self._budget, self.plain_bytes or 0, least_bytes, "fit", wanted="means", plain=whole)
-        return "; ".join([text, *self.told()])
-
-    def told(self) -> list[str]:
-        """Say what could not be tried, and why."""
-        return [f"{', '.join(names)}: {reason}" for reason, names in self._notes.items()]
+        return "; ".join([text, *self.notes])
 
 
 class _Means:

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Measure the most that a run has on a device at any time, beside what was there before.
+    """Measure the most bytes that a run adds to a device's memory at any time.
 
     Returns:
         Bytes. On a GPU it runs once before: libraries take their workspaces at the first call, and keep them.

@@ -104,7 +104,7 @@ def refusal(
     wanted: str = "schedule",
     plain: str = "captured step takes without a plan",
 ) -> str:
-    """Say in the user's unit that a budget can't be met: what was `wanted`, and what is the whole that parts are of.
+    """Say in the user's unit that a budget can't be met by a `wanted` thing; `plain` is the whole of percentages.
 
     Returns:
         The text: "20% = 312.00 MiB" where the budget is a part of the whole, or else its unit alone; with another
