@@ -49,9 +49,9 @@ from rmm_linear.variance.step_noise import StepNoise, gradient_of
 # Options of converted layers.
 _CODES: tuple[dict[str, Any], ...] = ({"ratio": 1.0, "storage": "int8"}, {"ratio": 1.0, "storage": "int4"})
 _SKETCHES: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"ratio": 0.25}, {"ratio": 0.1})
-# Attributes of a module that checkpoints change. The flag and the function are those of transformers: its own method, which sets
-# them, installs hooks as well.
-_FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+# Attributes of a module that checkpoints change. The flag and the function belong to transformers, whose own method
+# would install hooks beside them.
+_FLAG, _FUNCTION, _BLOCK = "gradient_checkpointing", "_gradient_checkpointing_func", "GradientCheckpointingLayer"
 _CHANGED = ("forward", _FLAG, _FUNCTION)
 
 
@@ -290,12 +290,12 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
     A block that averages over the batches that it sees, which would see each twice, is left out.
     """
-    flagged = [module for module in model.modules() if hasattr(module, _FLAG)]
-    if any(getattr(module, _FLAG) for module in flagged):
+    modules = list(model.modules())
+    if any(getattr(module, _FLAG, False) for module in modules):
         return []
-    # a model or a stack may have the flag beside its blocks
-    inner = [module for module in flagged if sum(hasattr(part, _FLAG) for part in module.modules()) == 1]
-    blocks = inner or list(dict.fromkeys(_members(model)))
+    # stacks and parts of blocks may have a flag as well
+    blocks = [each for each in modules if any(kind.__name__ == _BLOCK for kind in type(each).__mro__)]
+    blocks = blocks or list(dict.fromkeys(_members(model)))
     return [each for each in blocks if not any(getattr(part, "track_running_stats", False) for part in each.modules())]
 
 
