@@ -290,11 +290,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
     A block that averages over the batches that it sees, which would see each twice, is left out.
     """
-    modules = list(model.modules())
-    if any(getattr(module, _FLAG, False) for module in modules):
-        return []
     # stacks and parts of blocks may have a flag as well
-    blocks = [each for each in modules if any(kind.__name__ == _BLOCK for kind in type(each).__mro__)]
+    blocks = [each for each in model.modules() if any(kind.__name__ == _BLOCK for kind in type(each).__mro__)]
     blocks = blocks or list(dict.fromkeys(_members(model)))
     return [each for each in blocks if not any(getattr(part, "track_running_stats", False) for part in each.modules())]
 

@@ -1,6 +1,7 @@
 """`fit(..., executor=None)`: whole modules are converted or checkpointed, by measurement."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ def _loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+fit_stack = partial(fit, loss_fn=_loss, executor=None)
+
+
 @pytest.fixture
 def batch():
     return torch.randn(ROWS, WIDTH), torch.randint(0, 5, (ROWS,))
@@ -36,12 +40,9 @@ def batch():
 
 @pytest.fixture
 def times(monkeypatch):
-    """Milliseconds that the steps seem to take, by the beginning of a name."""
-    found = {"": 9.0}
-    longest = lambda name: max((each for each in found if name.startswith(each)), key=len)  # noqa: E731
-    monkeypatch.setattr(
-        module_fitting._Trials, "_time", lambda self, options: found[longest(module_fitting._name(options))]
-    )
+    """Milliseconds that steps seem to take, by name; 9 for others."""
+    found = {}
+    monkeypatch.setattr(module_fitting._Trials, "_time", lambda _, means: found.get(module_fitting._name(means), 9.0))
     return found
 
 
@@ -63,11 +64,8 @@ def _attributes(model):
 
 def _peak_of(model, batch):
     model.zero_grad()
-    loss = None
     with MeasuredPeak() as measured:
-        loss = _loss(model, batch)
-        loss.backward()
-    del loss
+        _loss(model, batch).backward()
     return measured.peak
 
 
@@ -75,7 +73,7 @@ def test_as_few_blocks_are_checkpointed_as_the_budget_allows_and_gradients_have_
     model = _stack()
     given, expected = _attributes(model), _gradients(model, lambda model: _loss(model, batch))
     plain = _peak_of(model, batch)
-    found = fit(model, batch, "60%", noise=0, loss_fn=_loss, executor=None)
+    found = fit_stack(model, batch, "60%", noise=0)
     count = found.chosen.options["checkpoints"]
     assert found.plain_bytes == pytest.approx(plain, rel=0.01)
     assert _peak_of(model, batch) == pytest.approx(found.chosen.least_bytes, rel=0.01)
@@ -107,7 +105,7 @@ def test_a_transformer_is_converted_and_checkpointed_and_stays_as_it_was(times):
     model.average.zero_()
     given, state = _attributes(model), torch.get_rng_state()
     contents = copy.deepcopy(model.state_dict())
-    times.update({"int8": 1.0})
+    times["int8 + 2 checkpoints"] = 1.0
     found = fit(model, batch, "50%", noise=0.05, executor=None)
     assert found.chosen.name == "int8 + 2 checkpoints"
     assert 0 < found.chosen.noise_ratio < 0.05
@@ -126,13 +124,13 @@ def test_a_transformer_is_converted_and_checkpointed_and_stays_as_it_was(times):
 
 def test_noise_buys_time_as_far_as_the_limit_goes(batch, times):
     times.update({"ratio 0.1": 1.0, "ratio 0.25": 2.0, "ratio 0.5": 3.0})
-    loud = fit(_stack(), batch, noise=1e9, loss_fn=_loss, executor=None).chosen
+    loud = fit_stack(_stack(), batch, noise=1e9).chosen
     assert loud.name == "ratio 0.1"
-    found = fit(_stack(), batch, noise=0.9 * loud.noise_ratio, loss_fn=_loss, executor=None)
+    found = fit_stack(_stack(), batch, noise=0.9 * loud.noise_ratio)
     assert found.chosen.name == "ratio 0.25"
     assert [each.name for each in found.candidates if each.noise] == ["ratio 0.1", "ratio 0.25"]
     # the default allows no sketches
-    assert fit(_stack(), batch, loss_fn=_loss, executor=None).candidates[0].name == "as it is"
+    assert fit_stack(_stack(), batch).candidates[0].name == "as it is"
 
 
 def test_what_can_not_be_met_names_the_least(batch):
@@ -141,17 +139,17 @@ def test_what_can_not_be_met_names_the_least(batch):
     with pytest.raises(
         InfeasibleBudgetError, match=r"found no means within 5% = .*takes [\d.]+% = .*takes as it is$"
     ) as told:
-        fit(model, batch, "5%", loss_fn=_loss, executor=None)
+        fit_stack(model, batch, "5%")
     assert _attributes(model) == given
-    found = fit(model, batch, told.value.least_bytes, loss_fn=_loss, executor=None)
+    found = fit_stack(model, batch, told.value.least_bytes)
     assert found.chosen.least_bytes <= told.value.least_bytes
     with pytest.raises(InfeasibleBudgetError, match="noisier than noise=1e-09: the least is .*exact gradients take"):
-        fit(_stack(), batch, "80%", noise=1e-9, loss_fn=_loss, executor=None, allow="code")
+        fit_stack(_stack(), batch, "80%", noise=1e-9, allow="code")
 
 
 def test_averages_over_batches_are_computed_once(batch):
     with pytest.raises(InfeasibleBudgetError) as told:
-        fit(_stack(nn.BatchNorm1d(WIDTH)), batch, "60%", noise=0, loss_fn=_loss, executor=None)
+        fit_stack(_stack(nn.BatchNorm1d(WIDTH)), batch, "60%", noise=0)
     assert told.value.budget_bytes == int(0.6 * told.value.least_bytes)
 
 
@@ -161,11 +159,11 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
             in_backward = torch._C._current_graph_task_id() >= 0
             return x if in_backward else super().forward(x)
 
-    times.update({"int8": 1.0})
-    found = fit(_stack(Once()), batch, "90%", noise=0.01, loss_fn=_loss, executor=None, allow=["recompute", "code"])
+    times["int8"] = 1.0
+    found = fit_stack(_stack(Once()), batch, "90%", noise=0.01, allow=["recompute", "code"])
     assert "\n4 checkpoints: torch.utils.checkpoint: A different number of tensors" in str(found)
     assert found.chosen.name == "int8"
-    found = fit(convert_linears(_stack(), 0.5), batch, "90%", loss_fn=_loss, executor=None)
+    found = fit_stack(convert_linears(_stack(), 0.5), batch, "90%")
     assert "that are converted already stay as they are" in str(found)
     assert isinstance(found.remove()[0][0], SketchedLayer)
     measured = module_fitting.measure_peak_bytes
@@ -177,11 +175,11 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
         return peak
 
     monkeypatch.setattr(module_fitting, "measure_peak_bytes", measure)
-    found = fit(_stack(), batch, "16MiB", noise=0, loss_fn=_loss, executor=None)
+    found = fit_stack(_stack(), batch, "16MiB", noise=0)
     assert "as it is: out of memory" in str(found)
     assert found.chosen.least_bytes <= 16 * 2**20
     with pytest.raises(ValueError, match="pass a budget in bytes"):
-        fit(_stack(), batch, "50%", loss_fn=_loss, executor=None)
+        fit_stack(_stack(), batch, "50%")
 
 
 @pytest.mark.parametrize(
