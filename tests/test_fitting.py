@@ -247,7 +247,7 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"page_to": "host"}, 'add "page" to allow, or leave page_to out'),
         ({"allow": ["recompute", "page"], "page_to": "/tmp"}, "executor='inductor' was given"),
         ({"allow": "page", "page_to": "/tmp", "executor": "exact"}, '"page" needs "recompute"'),
-        ({**_PAGING, "page_to": "no such folder"}, 'neither "host" nor a folder that exists'),
+        ({**_PAGING, "page_to": "no such folder", "budget": "100%"}, 'neither "host" nor a folder that exists'),
         ({**_PAGING, "page_to": 5}, "page_to=5 is neither"),
         ({**_PAGING, "budget": None}, "needs a budget"),
     ],
