@@ -11,26 +11,39 @@ one of the least predicted time is taken whose noise, measured on the sample, is
 """
 
 import contextlib
-import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
-import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
-from rmm_linear.byte_sizes import readable, unit_for
-from rmm_linear.checkpointing.planned import PlannedStep, arguments_of_sample, refuse_planned, remove_checkpointing
-from rmm_linear.compiler.backend import Options
+from rmm_linear.byte_sizes import unit_for
+from rmm_linear.candidates import (
+    LEAST_NOISE_OF_SKETCHES,
+    Candidate,
+    Loss,
+    NotMeasurableError,
+    arguments_of,
+    checked_noise,
+    choose,
+    is_without_contents,
+    noise_on,
+    parts_of,
+    plain_batch,
+    table,
+)
+from rmm_linear.checkpointing.planned import PlannedStep, refuse_planned, remove_checkpointing
+from rmm_linear.compiler.backend import Options, with_page_cost
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.partial_coding import PartialCoding
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError
-from rmm_linear.ops import ranked_higher
+from rmm_linear.module_fitting import ModuleFit, fit_modules
+from rmm_linear.paging import pager_for
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.coding import Bits, sketch_ratio
 from rmm_linear.planning.graph import Graph
@@ -40,9 +53,10 @@ from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
 from rmm_linear.planning.timeline import draw
-from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
+from rmm_linear.variance.step_noise import StepNoise
 
 ALLOWED = ("recompute", "code", "sketch")
+_PAGE, _PAGER, _MOST_OPS_OF_PAGER = "page", "patil2022_poet", 500
 # Bits of codes, and options of the backend, that are tried, by the name that they have in reports.
 _CODES: Mapping[str, Any] = MappingProxyType(
     {
@@ -54,51 +68,9 @@ _CODES: Mapping[str, Any] = MappingProxyType(
 _SKETCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"sketches": {"sketch": 0.375}, "8 bits, sketches": {"bits": 8, "sketch": 0.375}}
 )
-# Sketches are always noisier.
-_LEAST_NOISE_OF_SKETCHES = 0.05
 # Parts of the budget for which tensors are chosen that are coded, until a plan takes hardly longer than the bound.
 _PARTS_OF_BUDGET, _HARDLY = (0.95, 0.85, 0.7), 0.003
-# Parts of the sample with which noise is measured; the fewest, where so many would leave more than a share of it out.
-_PARTS, _FEWEST_PARTS, _LEFT_OUT = 8, 4, 0.1
 _MIB = 2**20
-# Draws of codes that differ are those of ranks that no process has.
-_OTHER_RANK = 1 << 20
-
-
-def cautious_ratio(noise: StepNoise) -> float:
-    """Return the noise ratio if the minibatch's variance is a standard error less: few batches tell little about it."""
-    minibatch = noise.minibatch.value - noise.minibatch.standard_error
-    return noise.step.value / minibatch if minibatch > 0 else math.inf
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run the step.
-
-    Attributes:
-        name: Such as "8 bits".
-        options: Options of the backend: "bits", "sketch", none for the exact step.
-        plan: What is kept and computed again within the budget; None if it can't be met.
-        least_bytes: The least that was found where the budget can't be met; else the plan's peak.
-        time: Predicted time over that of the exact step without a budget; infinite where there is no plan.
-        noise: What was measured; None if it was not, as of the exact step, which has none.
-        obstacle: Why the noise could not be measured; empty if it could, or was not wanted.
-    """
-
-    name: str
-    options: Mapping[str, Any]
-    plan: CheckpointPlan | None
-    least_bytes: int
-    time: float = math.inf
-    noise: StepNoise | None = None
-    obstacle: str = ""
-
-    @property
-    def noise_ratio(self) -> float:
-        """Variance over the step's draws, over that of minibatches; 0 for the exact step, infinite if not measured."""
-        if not self.options:
-            return 0.0
-        return math.inf if self.noise is None else cautious_ratio(self.noise)
 
 
 @dataclass(frozen=True)
@@ -202,7 +174,7 @@ class Fit:
         noise = f"{ratio:.2g} of the variance over minibatches" if math.isfinite(ratio) else "not measured"
         return f"{self.plan.card()}\n- variance that estimates add to a gradient: {noise}"
 
-    def measure(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None = None) -> StepNoise:
+    def measure(self, batch: Any, loss_fn: Loss | None = None) -> StepNoise:
         """Measure the noise of the step with the weights that the model has now.
 
         It takes a capture, and as long as two steps op by op.
@@ -220,7 +192,7 @@ class Fit:
         planned = self.model._compiled_call_impl
         remove_checkpointing(self.model)
         try:
-            return _measured(self.model, _plain_batch(batch), self.chosen, loss_fn, self.executor)
+            return _measured(self.model, plain_batch(batch), self.chosen, loss_fn, self.executor)
         finally:
             self.model._compiled_call_impl = planned
 
@@ -247,14 +219,34 @@ class Fit:
                 f"no mixture of recomputation and these codes is predicted to take less than {self.least_time:.3f}, by"
                 " the price of a code of each kind"
             )
-        yield f"{'':24}  {f'peak, {unit.name}':>11}  {'time':>6}  {'noise over minibatch noise':>27}"
-        for each in self.candidates:
-            if each.plan is None:
-                yield f"{each.name:24}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>6}  {'does not fit':>27}"
-                continue
-            noise = f"{each.noise_ratio:.2g}" if each.noise or not each.options else "not measured"
-            yield f"{each.name:24}  {unit.of(each.plan.peak_bytes):>11}  {each.time:6.3f}  {noise:>27}"
-        yield from dict.fromkeys(each.obstacle for each in self.candidates if each.obstacle)
+        yield from table(self.candidates, unit)
+
+
+@overload
+def fit(
+    model: nn.Module,
+    sample: Any,
+    budget: int | float | str | None = None,
+    noise: float = 0.01,
+    *,
+    loss_fn: Loss | None = None,
+    allow: Collection[str] = ALLOWED,
+    executor: str = "inductor",
+    page_to: str | Path | None = None,
+) -> Fit: ...
+
+
+@overload
+def fit(
+    model: nn.Module,
+    sample: Any,
+    budget: int | float | str | None = None,
+    noise: float = 0.01,
+    *,
+    loss_fn: Loss | None = None,
+    allow: Collection[str] = ALLOWED,
+    executor: None,
+) -> ModuleFit: ...
 
 
 def fit(
@@ -263,18 +255,19 @@ def fit(
     budget: int | float | str | None = None,
     noise: float = 0.01,
     *,
-    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    loss_fn: Loss | None = None,
     allow: Collection[str] = ALLOWED,
-    executor: str = "inductor",
-) -> Fit:
+    executor: str | None = "inductor",
+    page_to: str | Path | None = None,
+) -> Fit | ModuleFit:
     """Plan a model's training steps within a byte budget and a noise limit, in place.
 
-    Nothing of the model's full step runs. Where noise has to be measured, parts of the sample run, a quarter of it at
-    most, which takes four gradients of all parameters; buffers, gradients and random states are afterwards as they
-    were. The first training step compiles the plan. The plan and its budget are of the model's call alone: a loss that
-    `loss_fn` computes beside it comes on top. Gradients are exact where neither codes nor sketches are needed, and
-    unbiased otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are planned for the
-    same number of bytes when they first come; their noise is not measured.
+    Nothing of the model's full step runs, but without a compiler. Where noise has to be measured, parts of the sample
+    run, a quarter of it at most, which takes four gradients of all parameters; buffers, gradients and random states are
+    afterwards as they were. The first training step compiles the plan. The plan and its budget are of the model's call
+    alone: a loss that `loss_fn` computes beside it comes on top. Gradients are exact where neither codes nor sketches
+    are needed, and unbiased otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are
+    planned for the same number of bytes when they first come; their noise is not measured.
 
     Args:
         model: The model, in the mode in which it is trained. On the meta device it is planned as if it were on the CPU,
@@ -289,8 +282,14 @@ def fit(
         loss_fn: Called as `loss_fn(model, batch)` with the sample and parts of it, returns the loss; None if the model
             returns it, as a tensor or as `.loss`. It is needed only where noise is measured.
         allow: What may be done: "recompute", "code" and "sketch". Batches of other shapes, and steps that Inductor
-            compiles to a higher peak than planned, are recomputed in part where they would not fit otherwise.
-        executor: "inductor" compiles the step; "exact" runs it op by op.
+            compiles to a higher peak than planned, are recomputed in part where they would not fit otherwise. And
+            "page", by the executor "exact" alone: tensors of steps of up to 500 ops may be moved to `page_to` and
+            loaded again, where that takes less time than other plans.
+        executor: "inductor" compiles the step; "exact" runs it op by op. With None there is no compiler: steps run on
+            the sample with linear layers converted, repeated blocks checkpointed, or both, and the fastest such means
+            is installed, whose measured peak and noise are within the limits. "60%" is then of the measured peak of
+            the step as it is, loss included, and batches of other shapes have no plan.
+        page_to: A folder, or "host" for the host's memory, where "page" is allowed.
 
     Returns:
         What was chosen; print it. `remove()` undoes it.
@@ -313,39 +312,40 @@ def fit(
         True
         >>> model(x).square().mean().backward()
     """
-    limit, ways = checked_noise(noise), _checked_ways(allow)
+    limit, ways = checked_noise(noise), _checked_ways(allow, executor, page_to)
     asked = None if budget is None else Budget.of(budget)
+    if page_to is not None:
+        Options(budget, _PAGER, "exact", page_to=page_to)
+        pager_for(page_to, next(model.parameters()).device).close()
     refuse_planned(model)
     if not model.training:
         raise ValueError("the model is in eval mode, and its training steps are planned: call model.train() first")
-    sample = _plain_batch(sample)
-    arguments = _arguments(model, sample, loss_fn)
+    sample = plain_batch(sample)
+    if executor is None:
+        return fit_modules(model, sample, asked, limit, ways, loss_fn)
+    arguments = arguments_of(model, sample, loss_fn)
     step = PlannedStep(model._call_impl, model, Options(executor=executor))
     exact, plain = step.capture(*arguments)
     budget_bytes = None if asked is None else asked.in_bytes(plain.peak_bytes)
     trials = _Trials(exact, budget_bytes, is_replanned="recompute" in ways)
     trials.add("exact", {}, exact)
+    if page_to is not None:
+        trials.add_pages(page_to)
     if "code" in ways and limit > 0:
         trials.add_codes()
-    if "sketch" in ways and limit >= _LEAST_NOISE_OF_SKETCHES:
+    if "sketch" in ways and limit >= LEAST_NOISE_OF_SKETCHES:
         for name, options in _SKETCHES.items():
             trials.add(name, options)
-    candidates = sorted(trials.candidates, key=lambda each: each.time)
-    if not any(each.plan for each in candidates):
-        least_bytes = min(each.least_bytes for each in candidates)
-        assert asked is not None
-        assert budget_bytes is not None
-        text = refusal(asked, plain.peak_bytes, least_bytes, "fit")
-        raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
     # without contents nothing can be measured: any noise will do
-    most = math.inf if _is_without_contents(model) else limit
-    chosen = _quiet_enough(candidates, most, lambda each: _measured(model, sample, each, loss_fn, executor))
-    if chosen is None:
-        # the exact step has no noise: it does not fit
-        assert budget_bytes is not None
-        least_bytes = next(each.least_bytes for each in candidates if not each.options)
-        text = _refusal_for_noise(candidates, limit, least_bytes)
-        raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
+    most = math.inf if is_without_contents(model) else limit
+    candidates = trials.candidates
+    chosen = choose(
+        candidates,
+        most,
+        lambda each: _measured(model, sample, each, loss_fn, executor),
+        budget_bytes,
+        lambda least_bytes: refusal(asked, plain.peak_bytes, least_bytes, "fit"),  # type: ignore[arg-type]
+    )
     assert chosen.plan is not None
     # also without recomputation: batches of other shapes must fit as well
     taken = Options(executor=executor, budget=budget_bytes, **chosen.options)
@@ -363,11 +363,6 @@ def fit(
         trials.bounds,
         trials.least_time,
     )
-
-
-def _plain_batch(batch: Any) -> Any:
-    # batches of a tokenizer are no dicts
-    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 class _Trials:
@@ -402,6 +397,21 @@ class _Trials:
         candidate = self._planned(name, options, capture)
         self.candidates.append(candidate)
         return candidate
+
+    def add_pages(self, page_to: str | Path) -> None:
+        """Plan the exact step with pages in place of some second computations."""
+        count = len(self._exact.graph.ops)
+        if self._budget_bytes is None or _plain_bytes(self._exact.graph) <= self._budget_bytes:
+            return
+        if count > _MOST_OPS_OF_PAGER:
+            warnings.warn(
+                f"no plan pages: {_PAGER}, which plans pages, would take minutes for the step's {count} ops (up to"
+                f" {_MOST_OPS_OF_PAGER} are tried)",
+                stacklevel=3,
+            )
+            return
+        paged = with_page_cost(self._exact, page_to, "roofline")
+        self.add("exact, paged", {"strategy": _PAGER, "page_to": str(page_to)}, paged)
 
     def add_codes(self) -> None:
         """Plan the step with codes of fewer and fewer bits, until all codes together fit without recomputation."""
@@ -456,7 +466,7 @@ class _Trials:
             if self._replanned_bytes is None:
                 plan = CheckpointPlan.of(graph, Schedule.plain(graph), self._budget_bytes)
             else:
-                plan = plan_graph(graph, Budget.of(self._replanned_bytes), "auto")
+                plan = plan_graph(graph, Budget.of(self._replanned_bytes), options.get("strategy", "auto"))
         except InfeasibleBudgetError as error:
             return Candidate(name, options, None, error.least_bytes)
         if self._budget_bytes is not None and plan.peak_bytes > self._budget_bytes:
@@ -469,164 +479,52 @@ def _plain_bytes(graph: Graph) -> int:
     return simulate(graph, Schedule.plain(graph)).peak_bytes
 
 
-class _NotMeasurableError(ValueError):
-    """The sample or the model is such that the noise of its steps can't be measured."""
-
-
-def _quiet_enough(
-    candidates: list[Candidate], limit: float, measured: Callable[[Candidate], StepNoise]
-) -> Candidate | None:
-    """The first candidate with a plan whose noise is within the limit; what is measured is written into the list."""
-    for place, candidate in enumerate(candidates):
-        if candidate.plan is None:
-            continue
-        if candidate.options:
-            try:
-                candidates[place] = replace(candidate, noise=measured(candidate))
-            except _NotMeasurableError as error:
-                candidates[place] = replace(candidate, obstacle=str(error))
-        if candidates[place].noise_ratio <= limit:
-            return candidates[place]
-    return None
-
-
-def _is_without_contents(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def checked_noise(noise: float) -> float:
-    """Read a noise limit.
-
-    Args:
-        noise: A share of the minibatch's variance, at least 0.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
-        raise ValueError(
-            f"noise={noise!r} is no share of the minibatch's variance: pass 0 for exact gradients, or 0.01 for 1 %"
-        )
-    return float(noise)
-
-
-def _checked_ways(allow: Collection[str]) -> set[str]:
-    ways = {allow} if isinstance(allow, str) else set(allow)
+def _checked_ways(allow: Collection[str], executor: str | None, page_to: str | Path | None) -> set[str]:
+    ways, known = {allow} if isinstance(allow, str) else set(allow), (*ALLOWED, _PAGE)
     for each in ways:
-        if each not in ALLOWED:
-            raise ValueError(f"allow: {each!r} is unknown; choose among {', '.join(ALLOWED)}")
+        if each not in known:
+            raise ValueError(f"allow: {each!r} is unknown; choose among {', '.join(known)}")
+    if _PAGE not in ways:
+        if page_to is not None:
+            raise ValueError(f'page_to={page_to!r} is for pages: add "page" to allow, or leave page_to out')
+    elif page_to is None:
+        raise ValueError('allow: "page" needs a place for pages: pass page_to="host", or a folder')
+    elif executor != "exact":
+        raise ValueError(
+            f'allow: "page" needs executor="exact", which alone moves pages, and executor={executor!r} was given'
+        )
+    elif "recompute" not in ways:
+        raise ValueError('allow: "page" needs "recompute": plans that page compute again as well')
     return ways
-
-
-def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact_bytes: int) -> str:
-    end = f"exact gradients take {readable(exact_bytes)} at the least"
-    measured = [(each.noise_ratio, each.name) for each in candidates if each.noise is not None]
-    if not measured:
-        return f"{next(each.obstacle for each in candidates if each.obstacle)}; {end}"
-    ratio, name = min(measured)
-    if ratio == math.inf:
-        return f"the minibatch's variance can't be told from 0 on parts of the sample: pass a larger batch; {end}"
-    return (
-        f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
-        f" variance, with {name}. Allow more noise, or a larger budget: {end}"
-    )
 
 
 def _measured(
     model: nn.Module,
     sample: Any,
     candidate: Candidate,
-    loss_fn: Callable[[nn.Module, Any], Tensor] | None,
+    loss_fn: Loss | None,
     executor: str,
 ) -> StepNoise:
     """Measure a candidate's noise on parts of the sample, op by op."""
-    if _is_without_contents(model):
-        raise _NotMeasurableError("the noise can't be measured: the weights are on the meta device, without contents")
-    parts = _parts(sample)
+    if is_without_contents(model):
+        raise NotMeasurableError("the noise can't be measured: the weights are on the meta device, without contents")
+    parts = parts_of(sample)
     assert candidate.plan is not None
     whole = candidate.plan.coding.names
     step = PlannedStep(model._call_impl, model, Options(executor=executor, **candidate.options))
     step.group.is_compiled = False
-    numbers = itertools.count()
-
-    def loss_of(model: nn.Module, part: Any) -> Tensor:
-        # two draws of a part differ by their codes alone: dropout draws the same masks
-        number = next(numbers)
-        torch.manual_seed(number // 2)
-        with ranked_higher(_OTHER_RANK * (number % 2)):
-            return _loss(model, part) if loss_fn is None else loss_fn(model, part)
-
     try:
-        _, plan = step.capture(*_arguments(model, parts[0], loss_fn))
+        _, plan = step.capture(*arguments_of(model, parts[0], loss_fn))
         if plan.coding.names != whole:
-            raise _NotMeasurableError(
+            raise NotMeasurableError(
                 f"the noise can't be measured: {len(whole)} tensors of the sample are coded or sketched, and"
                 f" {len(plan.coding.names & whole)} of these in its {len(parts)} parts, which may have too few rows;"
                 " pass a larger batch"
             )
         model._compiled_call_impl = step
-        with torch.enable_grad():
-            noise = measure_step_noise(model, parts, loss_fn=loss_of)
-        if not math.isfinite(noise.gradient_squared):
-            raise _NotMeasurableError("the noise can't be measured: the gradient of the sample is not finite")
-        return noise
+        return noise_on(model, parts, loss_fn)
     except CaptureError as error:
-        raise _NotMeasurableError(f"the noise can't be measured: parts of the sample are refused: {error}") from None
+        raise NotMeasurableError(f"the noise can't be measured: parts of the sample are refused: {error}") from None
     finally:
         remove_checkpointing(model)
         step.forget()
-
-
-class _Called(BaseException):
-    """Raised in place of a model's call, whose arguments are all that is wanted of it."""
-
-
-def _arguments(
-    model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with for a batch: by `loss_fn`, which may keep the labels for itself."""
-    if loss_fn is None:
-        return arguments_of_sample(batch)
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        raise _Called(args, kwargs)
-
-    model._compiled_call_impl = call
-    devices = {each.device for each in model.parameters() if each.is_cuda}
-    try:
-        with torch.random.fork_rng(devices):
-            loss_fn(model, batch)
-    except _Called as called:
-        args, kwargs = called.args
-        return args, kwargs
-    finally:
-        del model._compiled_call_impl
-    raise ValueError("loss_fn does not call the model that it is given: compute the loss from model(...)")
-
-
-def _loss(model: nn.Module, part: Any) -> Tensor:
-    args, kwargs = arguments_of_sample(part)
-    found = model(*args, **kwargs)
-    loss = getattr(found, "loss", found)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise _NotMeasurableError("the noise can't be measured: the model returns no loss; pass loss_fn(model, batch)")
-    return loss
-
-
-def _parts(sample: Any) -> list[Any]:
-    """Cut a batch into parts of one size, at random: along the first dimension that most of its tensors have."""
-    sizes = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
-    size = max(sizes, key=sizes.count, default=0)
-    if size < _FEWEST_PARTS:
-        raise _NotMeasurableError(
-            f"the noise can't be measured: the sample has {size} examples; pass {_FEWEST_PARTS} or more"
-        )
-    count = _PARTS if size >= _PARTS and size % _PARTS <= _LEFT_OUT * size else _FEWEST_PARTS
-    # a batch may be sorted
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))[: size - size % count]
-
-    def part_of(leaf: Any, rows: Tensor) -> Any:
-        is_cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size
-        return leaf[rows.to(leaf.device)] if is_cut else leaf
-
-    return [pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample) for rows in order.chunk(count)]

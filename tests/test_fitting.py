@@ -11,7 +11,7 @@ from torch import nn
 from rmm_linear import fit, fitting
 from rmm_linear.checkpointing import capture, checkpoint_model
 from rmm_linear.checkpointing.planned import is_planned
-from rmm_linear.compiler import partial_coding, plans
+from rmm_linear.compiler import backend, partial_coding, plans
 from rmm_linear.compiler.backend import rmm_linear
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.coding import Bits
@@ -19,6 +19,7 @@ from rmm_linear.planning.coding import Bits
 ROWS, WIDTH = 2048, 96
 # Of the exact step's peak: 8 bits fit, and the exact step has to compute so much twice that it takes longer.
 CODES = "33%"
+_PAGING = {"allow": ["recompute", "page"], "executor": "exact", "page_to": "/tmp"}
 
 
 class Classifier(nn.Module):
@@ -240,8 +241,15 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"noise": -0.1}, "noise=-0.1 is no share"),
         ({"noise": float("nan")}, "noise=nan is no share"),
         ({"noise": True}, "noise=True is no share"),
-        ({"allow": ["page"]}, "'page' is unknown; choose among recompute, code, sketch"),
+        ({"allow": ["pages"]}, "'pages' is unknown; choose among recompute, code, sketch, page"),
         ({"executor": "fast"}, "executor='fast' is unknown"),
+        ({"allow": ["recompute", "page"], "executor": "exact"}, 'pass page_to="host", or a folder'),
+        ({"page_to": "host"}, 'add "page" to allow, or leave page_to out'),
+        ({"allow": ["recompute", "page"], "page_to": "/tmp"}, "executor='inductor' was given"),
+        ({"allow": "page", "page_to": "/tmp", "executor": "exact"}, '"page" needs "recompute"'),
+        ({**_PAGING, "page_to": "no such folder", "budget": "100%"}, 'neither "host" nor a folder that exists'),
+        ({**_PAGING, "page_to": 5}, "page_to=5 is neither"),
+        ({**_PAGING, "budget": None}, "needs a budget"),
     ],
 )
 def test_bad_arguments_are_refused(batch, change, message):
@@ -382,3 +390,50 @@ def test_noise_buys_time_without_a_budget(batch):
     assert "no budget" in str(found)
     # the default limit leaves no room for sketches
     assert fit(_model(), batch).chosen.name == "exact"
+
+
+@pytest.fixture
+def page_time(monkeypatch):
+    """Sets the time in which a byte is paged."""
+    pytest.importorskip("scipy")
+    return lambda rate: monkeypatch.setattr(backend, "page_cost", lambda *_: rate)
+
+
+def _small_model():
+    """The solver plans its 26 ops in seconds, to the end."""
+    model = _model(0.1)
+    del model.blocks[1:]
+    return model
+
+
+def _gradients_after_seed(model, batch):
+    torch.manual_seed(3)
+    return _gradients(model, batch)
+
+
+def test_pages_take_the_place_of_second_computations_where_they_take_less_time(batch, page_time, tmp_path):
+    page_time(0.01)
+    model = _small_model()
+    expected = _gradients_after_seed(copy.deepcopy(model), batch)
+    found = fit(model, batch, "90%", noise=0, **{**_PAGING, "page_to": tmp_path})
+    assert found.chosen.name == "exact, paged"
+    assert found.plan.peak_bytes <= found.budget_bytes
+    assert found.plan.schedule.loads(found.plan.graph)
+    assert found.chosen.time < found.candidates[1].time
+    assert "paged out and back" in str(found)
+    assert _are_equal(_gradients_after_seed(model, batch), expected)
+    assert list(tmp_path.iterdir()) == []
+    more = {"strategy": "patil2022_poet", "page_to": str(tmp_path)}
+    assert found.options == {"budget": found.budget_bytes, "executor": "exact", **more}
+
+
+@pytest.mark.slow
+def test_pages_that_take_long_or_are_not_needed_are_not_taken(batch, page_time, monkeypatch):
+    page_time(1e9)
+    model = _small_model()
+    found = fit(model, batch, "90%", noise=0, **_PAGING)
+    assert [each.name for each in found.candidates] == ["exact", "exact, paged"]
+    assert len(fit(found.remove(), batch, "100%", **_PAGING).candidates) == 1
+    monkeypatch.setattr(fitting, "_MOST_OPS_OF_PAGER", 10)
+    with pytest.warns(UserWarning, match="would take minutes for the step's [0-9]+ ops"):
+        assert len(fit(found.remove(), batch, "90%", noise=0, **_PAGING).candidates) == 1

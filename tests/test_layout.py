@@ -50,7 +50,15 @@ ALLOWED = {
     "paging": {"errors"},
     "compiler": {"planning", "memory", "config", "paging", "errors"},
     "checkpointing": {"compiler", "planning", "memory", "paging", "errors"},
-    "fitting": {"byte_sizes", "checkpointing", "compiler", "errors", "ops", "planning", "variance"},
+    "candidates": {"byte_sizes", "checkpointing", "errors", "ops", "planning", "variance"},
+    "module_fitting": {
+        *("byte_sizes", "candidates", "compiler", "config", "convert", "errors", "layer", "memory"),
+        *("planning", "variance"),
+    },
+    "fitting": {
+        *("byte_sizes", "candidates", "checkpointing", "compiler", "errors", "module_fitting", "paging", "planning"),
+        "variance",
+    },
 }
 # these sit on the public interface and may import all of it
 ON_TOP = {"__init__", "integrations", "cli"}

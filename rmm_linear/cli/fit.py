@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rmm_linear.candidates import checked_noise
 from rmm_linear.checkpointing.planned import PlannedStep
 from rmm_linear.cli.models import add_model_options, build_model, check_model_options, hf_models, planning_heading
 from rmm_linear.compiler.backend import Options
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.fitting import Fit, checked_noise, fit
+from rmm_linear.fitting import Fit, fit
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.plan import CheckpointPlan
 

@@ -409,9 +409,7 @@ class PlannedGraph:
             capture = replace(capture, rewritten=None)
             self._warn_of_names(capture)
         if options.page_to is not None:
-            device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
-            rate = page_cost(options.page_to, device, options.costs)
-            capture = replace(capture, graph=replace(capture.graph, page_cost=rate))
+            capture = with_page_cost(capture, options.page_to, options.costs)
         plan = self._plan(capture)
         plan = replace(plan, eager_peak_bytes=capture.eager_peak_bytes, coding=capture.coding)
         if self.has_checkpoints:
@@ -484,6 +482,12 @@ class PlannedGraph:
                 stacklevel=2,
             )
             return plan_graph(graph, Budget.of(error.least_bytes), options.strategy)
+
+
+def with_page_cost(capture: Capture, page_to: str | Path, costs: str) -> Capture:
+    """Add the time of paging a byte to a captured graph; see `rmm_linear.compiler.costs.page_cost`."""
+    device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
+    return replace(capture, graph=replace(capture.graph, page_cost=page_cost(page_to, device, costs)))
 
 
 def _warn(error: CaptureError) -> None:

@@ -95,17 +95,18 @@ def page_cost(page_to: str | Path, device: torch.device, costs: str) -> float:
         raise ValueError(f'costs={costs!r} are no times, which paging takes: pass "roofline", "ms" or "bytes"')
     pager, memory = pager_for(page_to, device), torch.zeros(_PAGED_BYTES, dtype=torch.uint8, device=device)
     try:
-        both_ms = _median_ms(lambda: pager.take(pager.put([memory])), [device])
+        both_ms = median_ms(lambda: pager.take(pager.put([memory])), [device])
     finally:
         pager.close()
     paged_ms = both_ms / (2 * _PAGED_BYTES)
     if costs == "ms":
         return paged_ms
     # a copy reads and writes
-    return paged_ms * 2 * _PAGED_BYTES / _median_ms(memory.clone, [device])
+    return paged_ms * 2 * _PAGED_BYTES / median_ms(memory.clone, [device])
 
 
-def _median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
+def median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
+    """Measure the time of a run on devices, in ms: the median of some, after one that warms up."""
     times = []
     for _ in range(_REPEATS + 1):
         begin = time.perf_counter()
@@ -124,7 +125,7 @@ def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
         devices = list({leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             args, kwargs = with_contents((args, kwargs))
-            _MEASURED_MS[key] = _median_ms(lambda: node.target(*args, **kwargs), devices)  # type: ignore[operator]
+            _MEASURED_MS[key] = median_ms(lambda: node.target(*args, **kwargs), devices)  # type: ignore[operator]
     return _MEASURED_MS[key]
 
 

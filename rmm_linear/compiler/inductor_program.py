@@ -35,6 +35,7 @@ from rmm_linear.compiler.torch_private import (
     fake_mode_of,
     is_profiled,
 )
+from rmm_linear.memory.peak import measure_peak_bytes
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule, end_of_forward, frees_of_order
@@ -230,27 +231,9 @@ def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Ten
             pass
         del kept
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
     devices = sorted({tensor.device.index for tensor in inputs if tensor.is_cuda})
-    if devices:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        if devices:
-            # libraries of a GPU take their workspaces at the first call, and keep them
-            run()
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            run()
-    return _peak(profile, tensors_of(capture.results[0])[0].device.type)
-
-
-def _peak(profile: Any, device_type: str) -> int:
-    events = [
-        event
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]" and str(event.device_type()).lower().endswith(device_type)
-    ]
-    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    return max(accumulate(changes, initial=0))
+        return measure_peak_bytes(run, tensors_of(capture.results[0])[0].device)
 
 
 def _zeros_like(fake: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from rmm_linear.candidates import cautious_ratio
 from rmm_linear.checkpointing.planned import remove_checkpointing
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.fitting import Fit, cautious_ratio, fit
+from rmm_linear.fitting import Fit, fit
 from rmm_linear.integrations.replaced_loss import ReplacedLoss
 
 

@@ -76,7 +76,7 @@ def measure_step_noise(
         raise ValueError("no parameter of the model requires a gradient")
     with unchanged(model):
         for at in range(0, len(batches) - 1, 2):
-            draws = [[_gradient(model, batch, loss_fn) for _ in range(2)] for batch in batches[at : at + 2]]
+            draws = [[gradient_of(model, batch, loss_fn) for _ in range(2)] for batch in batches[at : at + 2]]
             for a, b in draws:
                 own = {name: _product(a[name] - b[name], a[name] - b[name]) / 2 for name in a}
                 step.append(sum(own.values()))
@@ -97,7 +97,8 @@ def _product(first: Tensor, second: Tensor) -> float:
     return float((first.double() * second).sum())
 
 
-def _gradient(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None) -> dict[str, Tensor]:
+def gradient_of(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None) -> dict[str, Tensor]:
+    """Run a step, and return the gradients by the names of their parameters, whose `.grad` is None afterwards."""
     loss = model(**batch).loss if loss_fn is None else loss_fn(model, batch)
     # as in training: a backward pass is no part of the autocast that the forward pass runs under
     with autocast_as((), {loss.device.type, *(parameter.device.type for parameter in model.parameters())}):

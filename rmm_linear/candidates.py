@@ -1,0 +1,267 @@
+"""Ways to run a training step that `fit` chooses among, and their noise, which is measured on parts of a sample."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from rmm_linear.byte_sizes import Unit, readable
+from rmm_linear.checkpointing.planned import arguments_of_sample
+from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.ops import ranked_higher
+from rmm_linear.planning.plan import CheckpointPlan
+from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
+
+# The loss of a model for a batch.
+Loss = Callable[[nn.Module, Any], Tensor]
+
+# Sketches are always noisier.
+LEAST_NOISE_OF_SKETCHES = 0.05
+# Options that leave gradients exact.
+_EXACT = frozenset({"strategy", "page_to", "checkpoints"})
+# Parts of the sample with which noise is measured; the fewest, where so many would leave more than a share of it out.
+_PARTS, _FEWEST_PARTS, _LEFT_OUT = 8, 4, 0.1
+# Draws of codes that differ are those of ranks that no process has.
+_OTHER_RANK = 1 << 20
+
+
+def cautious_ratio(noise: StepNoise) -> float:
+    """Return the noise ratio if the minibatch's variance is a standard error less: few batches tell little about it."""
+    minibatch = noise.minibatch.value - noise.minibatch.standard_error
+    return noise.step.value / minibatch if minibatch > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the step.
+
+    Attributes:
+        name: Such as "8 bits".
+        options: Options of the backend: "bits" and "sketch"; "strategy" and "page_to" of an exact step that pages; none
+            for other exact ones. Without a compiler: "ratio" and "storage" of converted layers, and how many blocks
+            have "checkpoints".
+        plan: What is kept and computed again within the budget; None if it can't be met, and without a compiler.
+        least_bytes: The least that was found where the budget can't be met; else the plan's peak. Without a compiler,
+            the measured peak.
+        time: Predicted time over that of the exact step without a budget, or, without a compiler, the measured time in
+            ms; infinite where the budget is not met.
+        noise: What was measured; None if it was not, as of the exact step, which has none.
+        obstacle: Why the noise could not be measured; empty if it could, or was not wanted.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    plan: CheckpointPlan | None
+    least_bytes: int
+    time: float = math.inf
+    noise: StepNoise | None = None
+    obstacle: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget is met."""
+        return self.time < math.inf
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its gradients are exact."""
+        return self.options.keys() <= _EXACT
+
+    @property
+    def noise_ratio(self) -> float:
+        """Variance over the step's draws, over that of minibatches; 0 for the exact step, infinite if not measured."""
+        if self.is_exact:
+            return 0.0
+        return math.inf if self.noise is None else cautious_ratio(self.noise)
+
+
+def table(candidates: Sequence[Candidate], unit: Unit, time: str = "time", digits: int = 3) -> Iterator[str]:
+    """Show peaks, times and noise, one candidate a line, and then why noise was not measured."""
+    width = max(24, *(len(each.name) for each in candidates))
+    yield f"{'':{width}}  {f'peak, {unit.name}':>11}  {time:>8}  {'noise over minibatch noise':>27}"
+    for each in candidates:
+        if not each.fits:
+            yield f"{each.name:{width}}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>8}  {'does not fit':>27}"
+            continue
+        noise = f"{each.noise_ratio:.2g}" if each.noise or each.is_exact else "not measured"
+        yield f"{each.name:{width}}  {unit.of(each.least_bytes):>11}  {each.time:8.{digits}f}  {noise:>27}"
+    yield from dict.fromkeys(each.obstacle for each in candidates if each.obstacle)
+
+
+def choose(
+    candidates: list[Candidate],
+    limit: float,
+    measured: Callable[[Candidate], StepNoise],
+    budget_bytes: int | None,
+    refusal: Callable[[int], str],
+) -> Candidate:
+    """Return the fastest candidate within the budget whose noise is within the limit.
+
+    Args:
+        candidates: All; they are sorted by time, and measured noise is written into the list.
+        limit: The most noise, as a share of the minibatch's variance.
+        measured: Measures the noise of one, or raises a `NotMeasurableError`.
+        budget_bytes: The budget.
+        refusal: Says that no candidate meets the budget, of the least bytes that were found.
+
+    Raises:
+        InfeasibleBudgetError: If there is none.
+    """
+    candidates.sort(key=lambda each: each.time)
+    fitting = [place for place, each in enumerate(candidates) if each.fits]
+    for place in fitting:
+        if not candidates[place].is_exact:
+            try:
+                candidates[place] = replace(candidates[place], noise=measured(candidates[place]))
+            except NotMeasurableError as error:
+                candidates[place] = replace(candidates[place], obstacle=str(error))
+        if candidates[place].noise_ratio <= limit:
+            return candidates[place]
+    # without a budget the exact step would have fitted
+    assert budget_bytes is not None
+    if fitting:
+        least_bytes = min((each.least_bytes for each in candidates if each.is_exact), default=budget_bytes)
+        text = _refusal_for_noise(candidates, limit, least_bytes)
+    else:
+        least_bytes = min(each.least_bytes for each in candidates)
+        text = refusal(least_bytes)
+    raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
+
+
+def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact_bytes: int) -> str:
+    end = f"exact gradients take {readable(exact_bytes)} at the least"
+    measured = [(each.noise_ratio, each.name) for each in candidates if each.noise is not None]
+    if not measured:
+        return f"{next(each.obstacle for each in candidates if each.obstacle)}; {end}"
+    ratio, name = min(measured)
+    if ratio == math.inf:
+        return f"the minibatch's variance can't be told from 0 on parts of the sample: pass a larger batch; {end}"
+    return (
+        f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
+        f" variance, with {name}. Allow more noise, or a larger budget: {end}"
+    )
+
+
+def is_without_contents(model: nn.Module) -> bool:
+    """Tell whether a model is on the meta device."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def checked_noise(noise: float) -> float:
+    """Read a noise limit.
+
+    Args:
+        noise: A share of the minibatch's variance, at least 0.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
+        raise ValueError(
+            f"noise={noise!r} is no share of the minibatch's variance: pass 0 for exact gradients, or 0.01 for 1 %"
+        )
+    return float(noise)
+
+
+class NotMeasurableError(ValueError):
+    """The sample or the model is such that the noise of its steps can't be measured."""
+
+
+def plain_batch(batch: Any) -> Any:
+    """Return a batch as a dict where it is one of a tokenizer, which is none."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+class _Called(BaseException):
+    """Raised in place of a model's call, whose arguments are all that is wanted of it."""
+
+
+def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the model's call for a batch: `loss_fn` may keep the labels for itself.
+
+    Raises:
+        ValueError: If `loss_fn` does not call the model.
+    """
+    if loss_fn is None:
+        return arguments_of_sample(batch)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        raise _Called(args, kwargs)
+
+    model._compiled_call_impl = call
+    devices = {each.device for each in model.parameters() if each.is_cuda}
+    try:
+        with torch.random.fork_rng(devices):
+            loss_fn(model, batch)
+    except _Called as called:
+        args, kwargs = called.args
+        return args, kwargs
+    finally:
+        del model._compiled_call_impl
+    raise ValueError("loss_fn does not call the model that it is given: compute the loss from model(...)")
+
+
+def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
+    """Return the loss of a batch: that of `loss_fn`, or the model's result, which is a tensor or has a `.loss`.
+
+    Raises:
+        NotMeasurableError: If the model returns none.
+    """
+    if loss_fn is not None:
+        return loss_fn(model, batch)
+    args, kwargs = arguments_of_sample(batch)
+    found = model(*args, **kwargs)
+    loss = getattr(found, "loss", found)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise NotMeasurableError("the model returns no loss: pass loss_fn(model, batch)")
+    return loss
+
+
+def noise_on(model: nn.Module, parts: Sequence[Any], loss_fn: Loss | None) -> StepNoise:
+    """Measure the noise of a model's steps on parts of a sample.
+
+    Raises:
+        NotMeasurableError: If gradients are not finite, or the model returns no loss.
+    """
+    numbers = itertools.count()
+
+    def loss_of_draw(model: nn.Module, part: Any) -> Tensor:
+        # two draws of a part differ by their codes alone: dropout draws the same masks
+        number = next(numbers)
+        torch.manual_seed(number // 2)
+        with ranked_higher(_OTHER_RANK * (number % 2)):
+            return loss_of(model, part, loss_fn)
+
+    with torch.enable_grad():
+        noise = measure_step_noise(model, parts, loss_fn=loss_of_draw)
+    if not math.isfinite(noise.gradient_squared):
+        raise NotMeasurableError("the noise can't be measured: the gradient of the sample is not finite")
+    return noise
+
+
+def parts_of(sample: Any) -> list[Any]:
+    """Cut a batch into parts of one size, at random: along the first dimension that most of its tensors have.
+
+    Raises:
+        NotMeasurableError: If there are too few examples.
+    """
+    sizes = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
+    size = max(sizes, key=sizes.count, default=0)
+    if size < _FEWEST_PARTS:
+        raise NotMeasurableError(
+            f"the noise can't be measured: the sample has {size} examples; pass {_FEWEST_PARTS} or more"
+        )
+    count = _PARTS if size >= _PARTS and size % _PARTS <= _LEFT_OUT * size else _FEWEST_PARTS
+    # a batch may be sorted
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))[: size - size % count]
+
+    def part_of(leaf: Any, rows: Tensor) -> Any:
+        is_cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size
+        return leaf[rows.to(leaf.device)] if is_cut else leaf
+
+    return [pytree.tree_map(lambda leaf, rows=rows: part_of(leaf, rows), sample) for rows in order.chunk(count)]
