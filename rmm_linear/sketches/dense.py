@@ -22,7 +22,6 @@ from rmm_linear.sketches.closed_forms import gradient_sums
 class DenseProjection(ObliviousSketch):
     """Independent entries of mean 0 and variance 1 / rank. Costs rows * rank * in multiply-adds."""
 
-    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
     gaussian: ClassVar[bool]
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:

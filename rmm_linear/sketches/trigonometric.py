@@ -38,8 +38,6 @@ _SLAB_ELEMENTS = 1 << 20
 class TrigonometricSketch(ObliviousSketch):
     """Random row signs, an orthonormal trigonometric transform over the rows, `rank` random columns of it."""
 
-    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
-
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         (rows, features), rank, compute = y.shape, self.rank(y.shape[0]), accumulate_dtype(y.dtype)
         scale, dtype = (rows / max(1, rank), compute) if gradient else (1.0, y.dtype)
