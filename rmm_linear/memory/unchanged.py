@@ -10,12 +10,6 @@ from torch import nn
 _INTERNALS = frozenset(vars(nn.Module()))
 
 
-def drop_gradients(model: nn.Module) -> None:
-    """Set all gradients to None."""
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Run a model without a trace.
@@ -26,7 +20,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     states = [_State(module) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters()}
-    drop_gradients(model)
+    for parameter, _ in gradients:
+        parameter.grad = None
     try:
         with torch.random.fork_rng(devices=[device.index for device in devices if device.type == "cuda"]):
             yield

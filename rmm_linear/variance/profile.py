@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.layer import SketchedLayer
-from rmm_linear.memory.unchanged import drop_gradients, unchanged
+from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.rows import sequences_of
 from rmm_linear.sketches.low_bit import with_draws
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
@@ -207,16 +206,12 @@ def profile_noise(
 
     probe = LayerProbe(model, measure)
     names = list(probe.layers)
-    devices = {parameter.device for parameter in model.parameters()}
-    generators = [device.index for device in devices if device.type == "cuda"]
-    with unchanged(model):
-        try:
-            for run in runs:
-                for start in range(0, len(names), int(layers_at_once)):
-                    probe.watch(names[start : start + int(layers_at_once)])
-                    with torch.random.fork_rng(devices=generators):
-                        run()
-                    drop_gradients(model)
-        finally:
-            probe.close()
+    try:
+        for run in runs:
+            for start in range(0, len(names), int(layers_at_once)):
+                probe.watch(names[start : start + int(layers_at_once)])
+                with unchanged(model):
+                    run()
+    finally:
+        probe.close()
     return builder.build()
