@@ -276,9 +276,8 @@ class AdaptiveRatios(LayerSampler):
 def _without_lower(profile: NoiseProfile, now: Allocation) -> NoiseProfile:
     """Leave to each layer the options that keep no fewer bytes than it keeps now."""
     layers = []
-    for layer in profile.layers:
-        least = next(option.saved_bytes for option in layer.options if option.config == now.configs[layer.name])
-        options = tuple(option for option in layer.options if option.saved_bytes >= least)
+    for layer, kept in zip(profile.layers, now.layers, strict=True):
+        options = tuple(option for option in layer.options if option.saved_bytes >= kept.option.saved_bytes)
         layers.append(replace(layer, options=options))
     return NoiseProfile(tuple(layers))
 
