@@ -89,9 +89,8 @@ class ValidRows:
         self.mask = mask
         self.check = check
         self._count = count
-        self._index: dict[torch.device, Tensor] = {}
-        # numbers of the others, and how many they are
-        self._left_out: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        # numbers of the valid rows, of the others, and how many these are
+        self._found: dict[torch.device, tuple[Tensor, ...]] = {}
         self._ordered: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:
@@ -114,7 +113,7 @@ class ValidRows:
         Raises:
             ValueError: If no row is valid, or another number than the one given.
         """
-        index = self._find(device)
+        index = self._find(device)[0]
         if self._count == self.mask.numel():
             return None
         if not keep_tokens or self.mask.dim() < _MASK_DIMENSIONS:
@@ -131,20 +130,20 @@ class ValidRows:
         Returns:
             The row's number, each as likely, shape (1,), and how many they are, 0-d; both int32.
         """
-        rows, times = self._left_out[seed.device]
+        _, rows, times = self._found[seed.device]
         return rows.index_select(0, seed.remainder(rows.shape[0]).reshape(1)), times
 
     def keep_only_valid(self, x: Tensor) -> Tensor:
         """Return x with its other rows set to zero: a compiled graph has static shapes."""
         return torch.where(self.mask.unsqueeze(-1) != 0, x, 0)
 
-    def _find(self, device: torch.device) -> Tensor:
-        if device in self._index:
-            return self._index[device]
-        if self._index:
-            first = next(iter(self._index))
-            self._left_out[device] = self._left_out[first][0].to(device), self._left_out[first][1].to(device)
-            return self._index.setdefault(device, self._index[first].to(device))
+    def _find(self, device: torch.device) -> tuple[Tensor, ...]:
+        if device not in self._found:
+            found = next(iter(self._found.values())) if self._found else self._divided()
+            self._found[device] = tuple(part.to(device) for part in found)
+        return self._found[device]
+
+    def _divided(self) -> tuple[Tensor, ...]:
         mask = self.mask.detach().flatten()
         valid = mask != 0
         if self._count is None:
@@ -170,9 +169,9 @@ class ValidRows:
                 )
         # in order, and without a device sync
         order = torch.argsort((~valid).to(torch.uint8), stable=True)
-        left_out = order[self._count :].to(device, torch.int32)
-        self._left_out[device] = left_out, torch.full((), left_out.shape[0], dtype=torch.int32, device=device)
-        return self._index.setdefault(device, order[: self._count].to(device, torch.int32))
+        # copies: a part of one tensor would keep all of it alive
+        valid_rows, left_out = order[: self._count].int(), order[self._count :].int()
+        return valid_rows, left_out, torch.full((), left_out.shape[0], dtype=torch.int32, device=order.device)
 
 
 def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -433,14 +432,11 @@ def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:
     Of models in the sense of transformers the innermost: one that hands its mask on has other towers too. Of other
     modules the outermost: their layers take the mask as well.
     """
-    takers = [(name, module) for name, module in model.named_modules() if _MASK_ARGUMENT in _parameters_of(module)]
-    models = [(name, module) for name, module in takers if _is_pretrained_model(module)]
-    for name, module in models or takers:
-        others = [other for other, _ in (models or takers) if other != name]
-        if models:
-            is_wanted = not any(_is_inside(other, name) for other in others)
-        else:
-            is_wanted = not any(_is_inside(name, other) for other in others)
+    takers = {name: module for name, module in model.named_modules() if _MASK_ARGUMENT in _parameters_of(module)}
+    models = {name: module for name, module in takers.items() if _is_pretrained_model(module)}
+    for name, module in (models or takers).items():
+        others = (models or takers).keys() - {name}
+        is_wanted = not any(_is_inside(other, name) if models else _is_inside(name, other) for other in others)
         model_type = getattr(getattr(module, "config", None), "model_type", None)
         has_others = not set(_OTHER_SEQUENCES).isdisjoint(_parameters_of(module))
         if is_wanted and not has_others and model_type not in TIME_FIRST:
