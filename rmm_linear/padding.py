@@ -127,8 +127,7 @@ class ValidRows:
     def one_left_out(self, seed: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one of the rows that `index_on` leaves out, by a seed on that device. Does not wait for the device.
 
-        Returns:
-            The row's number, each as likely, shape (1,), and how many they are, 0-d; both int32.
+        Return its number, each as likely, shape (1,), and how many rows they are, 0-d; both int32.
         """
         _, rows, times = self._found[seed.device]
         return rows.index_select(0, seed.remainder(rows.shape[0]).reshape(1)), times
@@ -175,10 +174,9 @@ class ValidRows:
 
 
 def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one of the rows where the mask is zero, as `ValidRows.one_left_out` does, for compilers: by shapes alone.
+    """Do what `ValidRows.one_left_out` does for compilers, by shapes alone; both results are int64.
 
-    Returns:
-        The row's number, shape (1,), any where all are valid, and how many there are to draw from, 0-d; both int64.
+    Where all rows are valid, the number is that of any.
     """
     # how many there are up to each row
     found = (mask.flatten() == 0).cumsum(0)
