@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.adapters import is_adapted
@@ -49,7 +50,7 @@ _NO_RECOMPUTING = "rmm_linear reads a graph without running any of it"
 class _Pack:
     """A tensor that autograd handed over, and the number of the linear layer's call that it belongs to."""
 
-    storages: tuple[int, ...]
+    storages: tuple[StorageWeakRef, ...]
     device: str
     call: int | None
     keeper: Keeper

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rmm_linear.functional import compute_dtype
 from rmm_linear.layer import SketchedLayer, layer_input
@@ -54,9 +55,9 @@ class MeasuredSaving(WatchedModules):
         self._saved_elsewhere = StorageSet()
         self._inputs = StorageSet()
         # inputs that exact layers would keep: those that lie in memory, by key, and fresh copies (casts), in bytes
-        self._exact_inputs: set[int] = set()
+        self._exact_inputs: set[StorageWeakRef] = set()
         # of these, those that what made them keeps
-        self._free_inputs: set[int] = set()
+        self._free_inputs: set[StorageWeakRef] = set()
         self._fresh_bytes = 0
         self._cast_weights: set[int] = set()
         # calls of sketched layers, by what keeps them from saving anything
