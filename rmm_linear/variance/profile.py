@@ -98,9 +98,7 @@ class ProfileBuilder:
         noise = gradient_noise(x, g, _EXACT)
         options = layer_options(x, g, configs, index=index)
         # an infinity where g is zero leaves the gradient finite, and no variance
-        if not all(
-            math.isfinite(value) for value in (noise.gradient_squared, *(option.variance for option in options))
-        ):
+        if not all(map(math.isfinite, (noise.gradient_squared, *(option.variance for option in options)))):
             return
         minibatch = noise.sequence_variance
         if minibatch is None or math.isnan(minibatch):
