@@ -65,16 +65,9 @@ Look = Callable[[Tensor, Any], None]
 
 
 class ValidRows:
-    """Which rows of an input are kept: those where a mask is not zero.
+    """Which rows of an input are kept: those where a mask is not zero. Arguments and errors are those of `valid_rows`.
 
-    Args:
-        mask: Shape of the input without its last dimension; bool, integer or float, non-zero where a row is valid.
-        count: How many rows are valid, if that is known: finding out waits for the device otherwise, once a mask.
-        check: Whether all backward passes check that the gradient is zero at the rows left out.
-
-    Raises:
-        ValueError: If the mask is no tensor, has negative values (one that is added to scores has its zeros where rows
-            are valid) or marks no row valid, or the count is not the mask's.
+    The number of valid rows, if it is not given, is found once a mask, and waits for the device.
     """
 
     def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
