@@ -60,7 +60,6 @@ class Gaussian(DenseProjection):
     gaussian: ClassVar[bool] = True
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (P Q + C) / r."""
         sums = gradient_sums(x, g)
         return (sums.x_squared * sums.g_squared + sums.gradient_squared) / max(1, self.rank(sums.rows))
 
@@ -74,7 +73,6 @@ class Rademacher(DenseProjection):
     gaussian: ClassVar[bool] = False
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (P Q + C - 2 s) / r."""
         sums = gradient_sums(x, g)
         pairs = sums.x_squared * sums.g_squared + sums.gradient_squared - 2 * sums.row_products
         # rounding may leave a little less than nothing

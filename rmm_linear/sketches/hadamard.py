@@ -88,7 +88,6 @@ class Hadamard(ObliviousSketch):
         return rows * self.geometry(rows)[1]
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
         rows = x.shape[0]
         blocks, kept = self.geometry(rows)
         block_rows = -(-rows // max(1, blocks))

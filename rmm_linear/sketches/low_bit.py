@@ -113,7 +113,6 @@ class LowBit(Sketch):
         return 0 if self.inner is None else self.inner.multiply_adds(rows)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the inner sketch's variance and the rounding's, averaged over `draws` draws of S."""
         if self.inner is None:
             return self._rounding(x, g)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
