@@ -73,11 +73,10 @@ class MeasuredSaving(WatchedModules):
     @property
     def exact_bytes(self) -> int:
         """Bytes that the model would have kept with exact layers."""
-        kept = self._kept.sizes
-        own = {key for key in kept if key not in self._saved_elsewhere.sizes and key not in self._inputs.sizes}
-        stays = sum(size for key, size in kept.items() if key not in own)
-        inputs = sum(self._inputs.sizes[key] for key in self._exact_inputs if key not in kept or key in own)
-        return stays + inputs + self._fresh_bytes
+        kept, inputs = self._kept.sizes, self._inputs.sizes
+        # without what the sketched layers keep of their own
+        stays = sum(size for key, size in kept.items() if key in self._saved_elsewhere.sizes or key in inputs)
+        return stays + sum(inputs[key] for key in self._exact_inputs - kept.keys()) + self._fresh_bytes
 
     @property
     def saving_bytes(self) -> int:
