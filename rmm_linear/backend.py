@@ -244,16 +244,11 @@ def product_dtype(g: Tensor) -> torch.dtype:
 
 
 def estimate(sketched_g: Tensor, sketched_x: Tensor, dtype: torch.dtype, headroom: float = 1.0) -> Tensor:
-    """Return (S^T g)^T (S^T x), with sums in float32 or float64.
+    """Return (S^T g)^T (S^T x), shape (out, in), with sums in float32 or float64.
 
-    Args:
-        sketched_g: S^T g over the storage scale, shape (rank, out), float32 or float64.
-        sketched_x: S^T x times the storage scale, shape (rank, in), any float dtype.
-        dtype: Dtype of the product's factors: `product_dtype`.
-        headroom: A power of 2 that a float16 S^T g is divided by before the product: it exceeds g's size by about that.
-
-    Returns:
-        Shape (out, in), float32 or float64.
+    S^T g over the storage scale is (rank, out), S^T x times it (rank, in); `dtype`, that of the factors, is
+    `product_dtype`. A float16 S^T g is divided by `headroom`, a power of 2, before the product: it exceeds g's size by
+    about that.
     """
     if torch._C._is_any_autocast_enabled() and not sketched_g.is_meta:
         with torch.autocast(device_type=sketched_g.device.type, enabled=False):

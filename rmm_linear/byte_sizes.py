@@ -37,14 +37,11 @@ def unit_for(largest_bytes: float) -> Unit:
 
 
 def readable(size_bytes: int) -> str:
-    """Show a size with its unit.
+    """Show a size with its unit: bytes below a KiB, KiB below a MiB, and so on.
 
     Examples:
         >>> readable(300), readable(20_388), readable(5 * 2**20), readable(3 * 2**40)
         ('300 bytes', '19.91 KiB', '5.00 MiB', '3072.00 GiB')
-
-    Returns:
-        The number and its unit: bytes below a KiB, KiB below a MiB, and so on.
     """
     if size_bytes < UNITS["KiB"]:
         return f"{size_bytes} bytes"

@@ -86,7 +86,7 @@ def _(x: Tensor, token: Tensor | None) -> Tensor:
 
 
 def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
-    """Draw a sketch's seed from the default generator of `x`'s device.
+    """Draw a sketch's seed, 0-d int64, from the default generator of the device of `x`, which is to be sketched.
 
     `torch.manual_seed`, checkpointing's `preserve_rng_state` and resumed runs therefore govern it. The op is tagged
     `nondeterministic_seeded`: the AOT partitioner must save the seed, never draw it anew in the backward pass. The
@@ -96,14 +96,8 @@ def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
     for the same tensor draw once, equal calls of the sketching op are merged then as well, and they keep one sketch.
     And it moves nodes that the output does not need into the backward pass, if their arguments are there: a draw and
     its sketch move together if the sketch is made of this `x`. If `x` were another tensor that is kept, the draw would
-    move alone, and the sketch would have another seed.
-
-    Args:
-        x: The tensor that is to be sketched; in eager mode any other will do, since only its device matters.
-        alone: For compilers: make this draw unlike any other.
-
-    Returns:
-        0-d int64 on the device of `x`.
+    move alone, and the sketch would have another seed. In eager mode only the device of `x` matters. `alone` makes this
+    draw unlike any other.
     """
     # calls of torch.empty are not merged
     return _draw_seed(x, torch.empty((), device=x.device) if alone else None)

@@ -65,16 +65,9 @@ Look = Callable[[Tensor, Any], None]
 
 
 class ValidRows:
-    """Which rows of an input are kept: those where a mask is not zero.
+    """Which rows of an input are kept: those where a mask is not zero. Arguments and errors are those of `valid_rows`.
 
-    Args:
-        mask: Shape of the input without its last dimension; bool, integer or float, non-zero where a row is valid.
-        count: How many rows are valid, if that is known: finding out waits for the device otherwise, once a mask.
-        check: Whether all backward passes check that the gradient is zero at the rows left out.
-
-    Raises:
-        ValueError: If the mask is no tensor, has negative values (one that is added to scores has its zeros where rows
-            are valid) or marks no row valid, or the count is not the mask's.
+    The number of valid rows, if it is not given, is found once a mask, and waits for the device.
     """
 
     def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
@@ -89,9 +82,8 @@ class ValidRows:
         self.mask = mask
         self.check = check
         self._count = count
-        self._index: dict[torch.device, Tensor] = {}
-        # numbers of the others, and how many they are
-        self._left_out: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        # numbers of the valid rows, of the others, and how many these are
+        self._found: dict[torch.device, tuple[Tensor, ...]] = {}
         self._ordered: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:
@@ -114,7 +106,7 @@ class ValidRows:
         Raises:
             ValueError: If no row is valid, or another number than the one given.
         """
-        index = self._find(device)
+        index = self._find(device)[0]
         if self._count == self.mask.numel():
             return None
         if not keep_tokens or self.mask.dim() < _MASK_DIMENSIONS:
@@ -128,23 +120,22 @@ class ValidRows:
     def one_left_out(self, seed: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one of the rows that `index_on` leaves out, by a seed on that device. Does not wait for the device.
 
-        Returns:
-            The row's number, each as likely, shape (1,), and how many they are, 0-d; both int32.
+        Return its number, each as likely, shape (1,), and how many rows they are, 0-d; both int32.
         """
-        rows, times = self._left_out[seed.device]
+        _, rows, times = self._found[seed.device]
         return rows.index_select(0, seed.remainder(rows.shape[0]).reshape(1)), times
 
     def keep_only_valid(self, x: Tensor) -> Tensor:
         """Return x with its other rows set to zero: a compiled graph has static shapes."""
         return torch.where(self.mask.unsqueeze(-1) != 0, x, 0)
 
-    def _find(self, device: torch.device) -> Tensor:
-        if device in self._index:
-            return self._index[device]
-        if self._index:
-            first = next(iter(self._index))
-            self._left_out[device] = self._left_out[first][0].to(device), self._left_out[first][1].to(device)
-            return self._index.setdefault(device, self._index[first].to(device))
+    def _find(self, device: torch.device) -> tuple[Tensor, ...]:
+        if device not in self._found:
+            found = next(iter(self._found.values())) if self._found else self._divided()
+            self._found[device] = tuple(part.to(device) for part in found)
+        return self._found[device]
+
+    def _divided(self) -> tuple[Tensor, ...]:
         mask = self.mask.detach().flatten()
         valid = mask != 0
         if self._count is None:
@@ -170,16 +161,15 @@ class ValidRows:
                 )
         # in order, and without a device sync
         order = torch.argsort((~valid).to(torch.uint8), stable=True)
-        left_out = order[self._count :].to(device, torch.int32)
-        self._left_out[device] = left_out, torch.full((), left_out.shape[0], dtype=torch.int32, device=device)
-        return self._index.setdefault(device, order[: self._count].to(device, torch.int32))
+        # copies: a part of one tensor would keep all of it alive
+        valid_rows, left_out = order[: self._count].int(), order[self._count :].int()
+        return valid_rows, left_out, torch.full((), left_out.shape[0], dtype=torch.int32, device=order.device)
 
 
 def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one of the rows where the mask is zero, as `ValidRows.one_left_out` does, for compilers: by shapes alone.
+    """Do what `ValidRows.one_left_out` does for compilers, by shapes alone; both results are int64.
 
-    Returns:
-        The row's number, shape (1,), any where all are valid, and how many there are to draw from, 0-d; both int64.
+    Where all rows are valid, the number is that of any.
     """
     # how many there are up to each row
     found = (mask.flatten() == 0).cumsum(0)
@@ -433,14 +423,11 @@ def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:
     Of models in the sense of transformers the innermost: one that hands its mask on has other towers too. Of other
     modules the outermost: their layers take the mask as well.
     """
-    takers = [(name, module) for name, module in model.named_modules() if _MASK_ARGUMENT in _parameters_of(module)]
-    models = [(name, module) for name, module in takers if _is_pretrained_model(module)]
-    for name, module in models or takers:
-        others = [other for other, _ in (models or takers) if other != name]
-        if models:
-            is_wanted = not any(_is_inside(other, name) for other in others)
-        else:
-            is_wanted = not any(_is_inside(name, other) for other in others)
+    takers = {name: module for name, module in model.named_modules() if _MASK_ARGUMENT in _parameters_of(module)}
+    models = {name: module for name, module in takers.items() if _is_pretrained_model(module)}
+    for name, module in (models or takers).items():
+        others = (models or takers).keys() - {name}
+        is_wanted = not any(_is_inside(other, name) if models else _is_inside(name, other) for other in others)
         model_type = getattr(getattr(module, "config", None), "model_type", None)
         has_others = not set(_OTHER_SEQUENCES).isdisjoint(_parameters_of(module))
         if is_wanted and not has_others and model_type not in TIME_FIRST:

@@ -26,19 +26,14 @@ _SEQUENCE_DIMENSIONS = 3
 
 
 class Layout(NamedTuple):
-    """How the rows of an input are dealt out, in plain numbers.
+    """How the rows of an input are dealt out, in plain numbers."""
 
-    Attributes:
-        kept: Number of rows that are kept as they are.
-        sequences: Number of sequences.
-        length: Rows of each, padding included.
-        places: Positions of the kept rows in every sequence, in order, those from its end negative, where no index says
-            which they are.
-    """
-
+    # rows that are kept as they are
     kept: int = 0
     sequences: int = 0
+    # rows of each sequence, padding included
     length: int = 0
+    # positions of the kept rows in every sequence, in order, where no index has them; negative ones are from its end
     places: tuple[int, ...] = ()
 
 
@@ -73,12 +68,10 @@ def _places(length: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
     if length >= max(front, default=-1) + 1 - min(back, default=0):
         return (*front, *back)
     wanted = [token if token >= 0 else length + token for token in tokens]
-    found = sorted({place for place in wanted if 0 <= place < length})
+    found = {place for place in wanted if 0 <= place < length}
     # as many from every sequence, so that the bytes follow from the shape
-    for place in range(min(len(tokens), length)):
-        if len(found) < min(len(tokens), length) and place not in found:
-            found.append(place)
-    return tuple(sorted(found))
+    others = [place for place in range(length) if place not in found]
+    return tuple(sorted([*found, *others[: len(tokens) - len(found)]]))
 
 
 def kept_first(index: Tensor, sequences: int, length: int, tokens: tuple[int, ...]) -> Tensor:

@@ -13,11 +13,10 @@ _COMMANDS = {"profile": profile, "plan": plan, "fit": fit, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, with the process's arguments if None.
+    """Run the command line, with the process's arguments if None, and return the exit status.
 
-    Returns:
-        The exit status: 0, 1 if the command found what it looks for to be wrong, or 2 with one line on stderr if the
-        user has something to put right.
+    It is 0, 1 if the command found what it looks for to be wrong, or 2 with one line on stderr if the user has
+    something to put right.
     """
     parser = argparse.ArgumentParser(
         prog="rmm-linear", description="Linear layers that keep a sketch of their input.", allow_abbrev=False

@@ -48,22 +48,19 @@ class StorageSet:
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._references: dict[int, StorageWeakRef] = {}
-        self.sizes: dict[int, int] = {}
+        self.sizes: dict[StorageWeakRef, int] = {}
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self.add(storage)
 
-    def add(self, storage: torch.UntypedStorage) -> int:
+    def add(self, storage: torch.UntypedStorage) -> StorageWeakRef:
         """Add a storage, if it is not there yet, and return its key in `sizes`."""
-        key = storage._cdata
-        if key not in self._references:
-            self._references[key] = StorageWeakRef(storage)
-            self.sizes[key] = storage.nbytes()
+        key = StorageWeakRef(storage)
+        self.sizes.setdefault(key, storage.nbytes())
         return key
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._references
+        return StorageWeakRef(storage) in self.sizes
 
 
 def own_tensors(exclude: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.adapters import is_adapted
 from rmm_linear.convertible import why_not
 from rmm_linear.functional import compute_dtype
 from rmm_linear.layer import SketchedLayer, features, is_linear_layer, layer_input
-from rmm_linear.memory.kept import SavedTensors, StorageSet, WatchedModules, storages_of
+from rmm_linear.memory.kept import SavedTensors, WatchedModules, storages_of
 from rmm_linear.memory.report import (
     CHECKPOINTED,
     EVALUATING,
@@ -49,7 +50,7 @@ _NO_RECOMPUTING = "rmm_linear reads a graph without running any of it"
 class _Pack:
     """A tensor that autograd handed over, and the number of the linear layer's call that it belongs to."""
 
-    storages: tuple[int, ...]
+    storages: tuple[StorageWeakRef, ...]
     device: str
     call: int | None
     keeper: Keeper
@@ -80,10 +81,9 @@ class _Recorder(WatchedModules):
         # nodes that modules have made: what a model returns need not lead to all of them
         self._nodes: list[Any] = []
         self._group_numbers: list[SharedSketch] = []
-        self._keys = StorageSet()
 
     def _pack(self, tensor: Tensor) -> tuple[Any, ...]:
-        storages = tuple(self._keys.add(each) for each in storages_of(tensor) if each not in self._excluded)
+        storages = tuple(self._kept.add(each) for each in storages_of(tensor) if each not in self._excluded)
         name, module, call = self._running[-1] if self._running else ("", self._model, None)
         if call is not None:
             self.calls[call].packs += 1
@@ -181,7 +181,7 @@ class _Recorder(WatchedModules):
 
     def report(self) -> MemoryReport:
         """Put together what was written down."""
-        place = {key: number for number, key in enumerate(self._keys.sizes)}
+        place = {key: number for number, key in enumerate(self._kept.sizes)}
         keepers: list[list[Keeper]] = [[] for _ in place]
         devices = [""] * len(place)
         inputs: dict[int, int | None] = {}
@@ -201,7 +201,7 @@ class _Recorder(WatchedModules):
             model=type(self._model).__name__,
             storages=tuple(
                 KeptStorage(size, device, tuple(who))
-                for size, device, who in zip(self._keys.sizes.values(), devices, keepers, strict=True)
+                for size, device, who in zip(self._kept.sizes.values(), devices, keepers, strict=True)
             ),
             linears=tuple(
                 replace(

@@ -12,7 +12,7 @@ and says what any configuration would leave, to the byte, before a layer is conv
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -154,21 +154,22 @@ class MemoryReport:
 
     def _kept_with(self, configs: Mapping[str, RMMConfig]) -> int:
         """What the model would keep with these layers converted."""
-        converted = {
-            number: configs[call.layer]
-            for number, call in enumerate(self.linears)
-            if call.layer in configs and call.is_sketched_by(configs[call.layer])
-        }
+        sketched: list[LinearCall] = []
+        exact: list[LinearCall] = []
+        for call in self.linears:
+            is_sketched = call.layer in configs and call.is_sketched_by(configs[call.layer])
+            (sketched if is_sketched else exact).append(call)
         # one sketch for those of a group that are configured alike
         sketches: dict[object, int] = {}
-        for number, config in converted.items():
-            call = self.linears[number]
+        for number, call in enumerate(sketched):
+            config = configs[call.layer]
             sketches[(call.group, config) if config.share_sketch else number] = call.saved_bytes(config)
+        inputs = {call.storage for call in sketched if call.status == KEPT}
+        inputs -= {call.storage for call in exact if call.status == KEPT}
+        freed = {place for place in inputs if place is not None and self._is_own(place)}
         # a sketched layer keeps its weight as it is, and casts it again
-        copies = self._calls_by(lambda call: call.weight_copy)
-        freed = {place for place, calls in copies.items() if converted.keys() >= calls}
-        inputs = self._calls_by(lambda call: call.storage if call.status == KEPT else None)
-        freed |= {place for place, calls in inputs.items() if self._is_own(place) and converted.keys() >= calls}
+        copies = {call.weight_copy for call in sketched} - {call.weight_copy for call in exact}
+        freed |= {place for place in copies if place is not None}
         return self.total_bytes + sum(sketches.values()) - sum(self.storages[place].bytes for place in freed)
 
     def frees_nothing(self, configs: Mapping[str, RMMConfig]) -> dict[str, str]:
@@ -221,13 +222,6 @@ class MemoryReport:
             return LINEAR_INPUTS
         keeper = self.storages[place].keepers[0]
         return next(iter(self._others(place)), keeper.op or keeper.kind)
-
-    def _calls_by(self, place: Callable[[LinearCall], int | None]) -> dict[int, set[int]]:
-        found: dict[int, set[int]] = {}
-        for number, call in enumerate(self.linears):
-            if (key := place(call)) is not None:
-                found.setdefault(key, set()).add(number)
-        return found
 
     def _is_own(self, place: int) -> bool:
         names = {call.layer for call in self.linears if call.status == KEPT and call.storage == place}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rmm_linear.functional import compute_dtype
 from rmm_linear.layer import SketchedLayer, layer_input
@@ -54,9 +55,9 @@ class MeasuredSaving(WatchedModules):
         self._saved_elsewhere = StorageSet()
         self._inputs = StorageSet()
         # inputs that exact layers would keep: those that lie in memory, by key, and fresh copies (casts), in bytes
-        self._exact_inputs: set[int] = set()
+        self._exact_inputs: set[StorageWeakRef] = set()
         # of these, those that what made them keeps
-        self._free_inputs: set[int] = set()
+        self._free_inputs: set[StorageWeakRef] = set()
         self._fresh_bytes = 0
         self._cast_weights: set[int] = set()
         # calls of sketched layers, by what keeps them from saving anything
@@ -72,11 +73,10 @@ class MeasuredSaving(WatchedModules):
     @property
     def exact_bytes(self) -> int:
         """Bytes that the model would have kept with exact layers."""
-        kept = self._kept.sizes
-        own = {key for key in kept if key not in self._saved_elsewhere.sizes and key not in self._inputs.sizes}
-        stays = sum(size for key, size in kept.items() if key not in own)
-        inputs = sum(self._inputs.sizes[key] for key in self._exact_inputs if key not in kept or key in own)
-        return stays + inputs + self._fresh_bytes
+        kept, inputs = self._kept.sizes, self._inputs.sizes
+        # without what the sketched layers keep of their own
+        stays = sum(size for key, size in kept.items() if key in self._saved_elsewhere.sizes or key in inputs)
+        return stays + sum(inputs[key] for key in self._exact_inputs - kept.keys()) + self._fresh_bytes
 
     @property
     def saving_bytes(self) -> int:

@@ -12,7 +12,6 @@ Sketches are frozen dataclasses: hashable, comparable, with no state between cal
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar, NamedTuple
@@ -73,15 +72,12 @@ class Sketch(ABC):
         ratio: Rows kept over rows, in (0, 1].
         numerator: Of the ratio as the decimal fraction that the user wrote, in integers that a compiler can trace.
         denominator: Of the same, up to a million.
-        variance_is_affine_in_inverse_rank: Whether `variance` is a + b / rank at all ratios, a and b depending on the
-            pair (x, g) alone; see `variance_family`. A subclass says so.
     """
 
     ratio: float
     numerator: int = field(init=False, repr=False, compare=False)
     denominator: int = field(init=False, repr=False, compare=False)
     name: ClassVar[str]
-    variance_is_affine_in_inverse_rank: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         fraction = Fraction(self.ratio).limit_denominator(_RATIO_DENOMINATOR)
@@ -159,14 +155,6 @@ class Sketch(ABC):
 
         It is 0 where S S^T = I in every draw, and the estimate so the gradient itself.
         """
-
-    def variance_family(self, rows: int) -> Hashable | None:
-        """Return a key of the sketches whose variances lie on one line in 1 / rank, or None.
-
-        Where two sketches have equal keys for a number of rows, each pair (x, g) has an a and a b such that
-        `variance` is a + b / rank(rows) for both: two evaluations serve all ratios.
-        """
-        return self.name if self.variance_is_affine_in_inverse_rank else None
 
     @abstractmethod
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:

@@ -78,11 +78,9 @@ class Centered(Sketch):
         return self.inner.multiply_adds(rows)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the inner sketch's closed form on x - 1 mu^T and g - 1 nu^T."""
         return self.inner.variance(centred(x), centred(g))
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return the inner sketch's S for x - 1 mu^T."""
         return self.inner.dense(centred(x), seeds)
 
 

@@ -89,13 +89,8 @@ def gradient_sums(x: Tensor, g: Tensor) -> GradientSums:
     rows = g_rows.nonzero().squeeze(1)
     gradient = torch.zeros(g.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
     step = max(1, SLAB_ELEMENTS // max(1, x.shape[1] + g.shape[1]))
-    for start in range(0, rows.numel(), step):
-        if rows.numel() == x.shape[0]:
-            part_x, part_g = x[start : start + step], g[start : start + step]
-        else:
-            some = rows[start : start + step]
-            part_x, part_g = x.index_select(0, some), g.index_select(0, some)
-        gradient += product(part_g.to(dtype).t(), part_x.to(dtype))
+    for some in rows.split(step):
+        gradient += product(g.index_select(0, some).to(dtype).t(), x.index_select(0, some).to(dtype))
     return GradientSums(
         rows=x.shape[0],
         x_squared=x_rows.sum(),

@@ -22,7 +22,6 @@ from rmm_linear.sketches.closed_forms import gradient_sums
 class DenseProjection(ObliviousSketch):
     """Independent entries of mean 0 and variance 1 / rank. Costs rows * rank * in multiply-adds."""
 
-    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
     gaussian: ClassVar[bool]
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
@@ -61,7 +60,6 @@ class Gaussian(DenseProjection):
     gaussian: ClassVar[bool] = True
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (P Q + C) / r."""
         sums = gradient_sums(x, g)
         return (sums.x_squared * sums.g_squared + sums.gradient_squared) / max(1, self.rank(sums.rows))
 
@@ -75,7 +73,6 @@ class Rademacher(DenseProjection):
     gaussian: ClassVar[bool] = False
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (P Q + C - 2 s) / r."""
         sums = gradient_sums(x, g)
         pairs = sums.x_squared * sums.g_squared + sums.gradient_squared - 2 * sums.row_products
         # rounding may leave a little less than nothing

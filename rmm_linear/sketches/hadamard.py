@@ -12,7 +12,6 @@ diagonal is 1 in every draw, and the signs make different pairs uncorrelated, bl
 """
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -89,7 +88,6 @@ class Hadamard(ObliviousSketch):
         return rows * self.geometry(rows)[1]
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
         rows = x.shape[0]
         blocks, kept = self.geometry(rows)
         block_rows = -(-rows // max(1, blocks))
@@ -101,10 +99,6 @@ class Hadamard(ObliviousSketch):
         pairs = x_rows.sum(1) * g_rows.sum(1) + (x_gram * g_gram).sum((1, 2)) - 2 * (x_rows * g_rows).sum(1)
         # rounding may leave a little less than nothing
         return (order - kept) / (kept * (order - 1)) * pairs.sum().clamp(min=0)
-
-    def variance_family(self, rows: int) -> Hashable | None:
-        """Return the name and the number of blocks: below a ratio of 1/32 there are others."""
-        return self.name, self.geometry(rows)[0]
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         blocks, kept = self.geometry(x.shape[0])

@@ -113,12 +113,6 @@ class LowBit(Sketch):
         return 0 if self.inner is None else self.inner.multiply_adds(rows)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the inner sketch's variance and the rounding's, averaged over `draws` draws of S."""
-        rounding = self.rounding_variance(x, g)
-        return rounding if self.inner is None else self.inner.variance(x, g) + rounding
-
-    def rounding_variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the rounding's part of the variance, averaged over `draws` draws of S; exact without a sketch."""
         if self.inner is None:
             return self._rounding(x, g)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -126,7 +120,7 @@ class LowBit(Sketch):
             seed = torch.full((), draw, dtype=torch.int64, device=x.device)
             saved = self.inner.compress(x, seed)
             total += self._rounding(saved.tensors[0], self.inner.sketch_gradient(g, saved))
-        return total / self.draws
+        return self.inner.variance(x, g) + total / self.draws
 
     def _rounding(self, values: Tensor, sketched_g: Tensor) -> Tensor:
         elements = backend.rounding_variance(values, None, kind=self.storage, group=self.group)

@@ -38,8 +38,6 @@ _SLAB_ELEMENTS = 1 << 20
 class TrigonometricSketch(ObliviousSketch):
     """Random row signs, an orthonormal trigonometric transform over the rows, `rank` random columns of it."""
 
-    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
-
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         (rows, features), rank, compute = y.shape, self.rank(y.shape[0]), accumulate_dtype(y.dtype)
         scale, dtype = (rows / max(1, rank), compute) if gradient else (1.0, y.dtype)
@@ -66,7 +64,6 @@ class TrigonometricSketch(ObliviousSketch):
         """Return, for every row 0 .. n - 1, the rows with which its squared entries of Q correlate, itself first."""
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return E||estimate - g^T x||_F^2; the module's docstring derives it."""
         n, rank = x.shape[0], self.rank(x.shape[0])
         if rank == n:
             return torch.zeros((), dtype=torch.float64, device=x.device)
@@ -112,7 +109,6 @@ class DCT(TrigonometricSketch):
         return (spectrum * torch.polar(factor, angle).unsqueeze(1)).real
 
     def partners(self, row: Tensor) -> list[Tensor]:
-        """Return i and n - 1 - i; see `TrigonometricSketch.partners`."""
         return [row, row.flip(0)]
 
 
@@ -124,7 +120,6 @@ class DFT(TrigonometricSketch):
     name: ClassVar[str] = "dft"
 
     def transformed(self, y: Tensor, columns: Tensor) -> Tensor:
-        """Return rows of the real DFT, out of the spectrum's real and imaginary parts."""
         n, frequency = y.shape[0], (columns + 1) // 2
         spectrum = torch.fft.rfft(y, dim=0).index_select(0, frequency)
         factor = torch.full_like(columns, math.sqrt(2 / n), dtype=y.dtype)
@@ -133,7 +128,6 @@ class DFT(TrigonometricSketch):
         return torch.where(is_cosine, spectrum.real, -spectrum.imag) * factor.unsqueeze(1)
 
     def partners(self, row: Tensor) -> list[Tensor]:
-        """Return i and -i, and for an even n also i + n / 2 and n / 2 - i, modulo n."""
         n = row.numel()
         shifts = (0,) if n % 2 else (0, n // 2)
         return [(shift + sign * row) % n for shift in shifts for sign in (1, -1)]

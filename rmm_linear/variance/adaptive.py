@@ -158,24 +158,25 @@ class AdaptiveRatios(LayerSampler):
 
     def _decide(self) -> list[RatioChange]:
         """Have the first data-parallel rank decide, and do what it says."""
-        outcome: dict[str, Any] = {}
-        if ops.data_parallel_rank() == 0:
+        error = allocation = None
+        if ops.data_parallel_rank() == 0 and self._builder:
             try:
-                if self._builder:
-                    allocation = self._decided(self._builder.build())
-                    outcome = {"allocation": allocation, "budget_bytes": self.budget_bytes, "share": self._share}
-            except ValueError as error:
-                outcome = {"error": str(error)}
-        outcome = _from_first_rank(outcome)
-        if "error" in outcome:
-            raise ValueError(outcome["error"])
+                allocation = self._decided(self._builder.build())
+            except ValueError as refused:
+                error = str(refused)
+        decided: list[Any] = [error, allocation, self.budget_bytes, self._share]
+        # every rank has to come here, whatever it has measured
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(decided, src=0)
+        error, allocation, self.budget_bytes, self._share = decided
+        if error is not None:
+            raise ValueError(error)
         # nothing was measured: an overflow in every sampled step, say
-        if not outcome:
+        if allocation is None:
             return []
-        self.allocation, self.budget_bytes = outcome["allocation"], outcome["budget_bytes"]
-        self._share = outcome["share"]
+        self.allocation = allocation
         made = []
-        for name, config in outcome["allocation"].configs.items():
+        for name, config in allocation.configs.items():
             layer = self._probe.layers[name]
             if layer.rmm_config != config:
                 made.append(RatioChange(self._steps, name, layer.rmm_config.ratio, config.ratio))
@@ -276,17 +277,7 @@ class AdaptiveRatios(LayerSampler):
 def _without_lower(profile: NoiseProfile, now: Allocation) -> NoiseProfile:
     """Leave to each layer the options that keep no fewer bytes than it keeps now."""
     layers = []
-    for layer in profile.layers:
-        least = next(option.saved_bytes for option in layer.options if option.config == now.configs[layer.name])
-        options = tuple(option for option in layer.options if option.saved_bytes >= least)
+    for layer, kept in zip(profile.layers, now.layers, strict=True):
+        options = tuple(option for option in layer.options if option.saved_bytes >= kept.option.saved_bytes)
         layers.append(replace(layer, options=options))
     return NoiseProfile(tuple(layers))
-
-
-def _from_first_rank(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return what data-parallel rank 0 passes: every rank has to come here, whatever it has measured."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return outcome
-    passed = [outcome]
-    torch.distributed.broadcast_object_list(passed, src=0)
-    return passed[0]

@@ -107,12 +107,12 @@ class NoiseProfile:
     @property
     def least_bytes(self) -> int:
         """The fewest bytes that the layers can keep together."""
-        return sum(min(option.saved_bytes for option in self.layers[unit[0]].options) for unit in _units(self))
+        return sum(min(option.saved_bytes for option in unit[0].options) for unit in _units(self))
 
     @property
     def most_bytes(self) -> int:
         """The most bytes that the layers can keep together."""
-        return sum(max(option.saved_bytes for option in self.layers[unit[0]].options) for unit in _units(self))
+        return sum(max(option.saved_bytes for option in unit[0].options) for unit in _units(self))
 
     def uniform(self, config: RMMConfig) -> "Allocation":
         """Return the allocation that gives every layer the same configuration, one of its options.
@@ -128,11 +128,12 @@ class NoiseProfile:
         Raises:
             ValueError: If a layer has no such option, or names are missing or unknown.
         """
-        known = {layer.name: [option.config for option in layer.options] for layer in self.layers}
+        known = {layer.name: {option.config: option for option in layer.options} for layer in self.layers}
         wrong = sorted(name for name in {*known, *configs} if configs.get(name) not in known.get(name, ()))
         if wrong:
             raise ValueError(f"no such options of {listed(wrong)}; pass for every layer one that was profiled")
-        return _allocation(self, [known[layer.name].index(configs[layer.name]) for layer in self.layers])
+        chosen = (replace(layer, options=(known[layer.name][configs[layer.name]],)) for layer in self.layers)
+        return Allocation(tuple(chosen))
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
     units = _units(profile)
     costs = _costs(profile, objective, units)
     _check_bound("budget_bytes", budget_bytes)
-    weights = _bytes(profile, units)
+    weights = _bytes(units)
     least = profile.least_bytes
     if budget_bytes < least:
         raise ValueError(
@@ -255,7 +256,7 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
             " layer; pass at least that, or profile smaller options"
         )
     choice, gap = _solve(weights, costs, math.floor(min(budget_bytes, profile.most_bytes)))
-    return _allocation(profile, _expanded(units, choice), gap)
+    return _allocation(profile, units, choice, gap)
 
 
 def allocate_for_noise(profile: NoiseProfile, variance_limit: float) -> Allocation:
@@ -280,8 +281,8 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float) -> Allocati
             f"variance_limit={variance_limit} is below the least possible, {least!r} with the option of least variance"
             " of every layer; pass at least that, or profile larger ratios or the exact layer"
         )
-    choice, gap = _solve(variances, _bytes(profile, units), capacity)
-    return _allocation(profile, _expanded(units, choice), gap)
+    choice, gap = _solve(variances, _bytes(units), capacity)
+    return _allocation(profile, units, choice, gap)
 
 
 def _check_bound(name: str, value: object) -> None:
@@ -289,50 +290,47 @@ def _check_bound(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} is not a number of at least 0; pass an int or a float")
 
 
-def _allocation(profile: NoiseProfile, choice: Sequence[int], gap: float | None = None) -> Allocation:
-    layers = zip(profile.layers, choice, strict=True)
-    return Allocation(tuple(replace(layer, options=(layer.options[index],)) for layer, index in layers), gap)
+def _allocation(
+    profile: NoiseProfile, units: Sequence[Sequence[LayerProfile]], choice: Sequence[int], gap: float
+) -> Allocation:
+    chosen = zip(units, choice, strict=True)
+    configs = {layer.name: layer.options[index].config for unit, index in chosen for layer in unit}
+    return replace(profile.allocation(configs), gap=gap)
 
 
-def _units(profile: NoiseProfile) -> list[list[int]]:
+def _units(profile: NoiseProfile) -> list[list[LayerProfile]]:
     """Layers that get one option: those of a group whose options are the same, and each other one alone."""
-    found: dict[object, list[int]] = {}
-    for number, layer in enumerate(profile.layers):
+    found: dict[object, list[LayerProfile]] = {}
+    for layer in profile.layers:
         shares = layer.group is not None and all(option.config.share_sketch for option in layer.options)
         options = tuple((option.config, option.saved_bytes) for option in layer.options)
-        found.setdefault((layer.group, options) if shares else number, []).append(number)
+        found.setdefault((layer.group, options) if shares else layer.name, []).append(layer)
     return list(found.values())
 
 
-def _expanded(units: Sequence[Sequence[int]], choice: Sequence[int]) -> list[int]:
-    """An option a layer, of one a unit."""
-    by_layer = {layer: index for unit, index in zip(units, choice, strict=True) for layer in unit}
-    return [by_layer[layer] for layer in range(len(by_layer))]
-
-
-def _bytes(profile: NoiseProfile, units: Sequence[Sequence[int]]) -> list[list[float]]:
+def _bytes(units: Sequence[Sequence[LayerProfile]]) -> list[list[float]]:
     """Of each unit's options."""
-    return [[option.saved_bytes for option in profile.layers[unit[0]].options] for unit in units]
+    return [[option.saved_bytes for option in unit[0].options] for unit in units]
 
 
-def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[int]]) -> list[list[float]]:
+def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[LayerProfile]]) -> list[list[float]]:
     """Of each unit's options: sums over its layers."""
     if objective not in get_args(Objective):
         raise ValueError(f"objective={objective!r} is unknown; choose one of {', '.join(get_args(Objective))}")
-    values = [
-        [
+    values = {
+        layer.name: [
             option.variance if objective == "total" else _ratio(option.variance, layer.gradient_squared)
             for option in layer.options
         ]
         for layer in profile.layers
-    ]
-    without = [layer.name for layer, each in zip(profile.layers, values, strict=True) if math.inf in each]
+    }
+    without = [name for name, each in values.items() if math.inf in each]
     if without:
         raise ValueError(
             f"gradient_squared is 0 and a variance is not: {listed(without)}; leave these layers out, or pass"
             ' objective="total"'
         )
-    return [[math.fsum(each) for each in zip(*(values[layer] for layer in unit), strict=True)] for unit in units]
+    return [[math.fsum(each) for each in zip(*(values[layer.name] for layer in unit), strict=True)] for unit in units]
 
 
 def _solve(

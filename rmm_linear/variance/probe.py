@@ -57,11 +57,8 @@ class LayerProbe:
     input was changed in place before its backward pass, that gets no gradient, or whose input is kept anyway, so that
     it is exact (see `rmm_linear.producers`). The random state is not touched.
 
-    Args:
-        model: A model with sketched layers, in eager mode.
-        measure: Called as `measure(name, layer, x, g, index)`: the layer's name without wrappers' prefixes; the input
-            (..., in); the gradient of the output (..., out); and the numbers of the rows that the layer sketched, or
-            None for all.
+    `measure(name, layer, x, g, index)` gets the layer's name without wrappers' prefixes; the input (..., in); the
+    gradient of the output (..., out); and the numbers of the rows that the layer sketched, or None for all.
 
     Attributes:
         layers: The sketched layers by name.

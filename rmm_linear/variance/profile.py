@@ -2,27 +2,21 @@
 
 A layer's x and g of a few batches tell the variances of all configurations, whatever the layer itself is configured to:
 its output and its grad_input are exact, so that no layer's noise reaches another's x or g within a step.
-
-Two evaluations serve many ratios. Nearly every sketch's variance is a + b / rank, with a and b from x and g alone
-(`Sketch.variance_family`). What low-bit storage adds is about (a + b log rows of a group) / rank.
 """
 
 import math
-import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.layer import SketchedLayer
-from rmm_linear.memory.unchanged import drop_gradients, unchanged
+from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.rows import sequences_of
-from rmm_linear.sketches import Centered, LowBit, Sketch
-from rmm_linear.sketches.centered import centred
+from rmm_linear.sketches.low_bit import with_draws
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
 from rmm_linear.variance.gradient_noise import _rows, dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe, _read_as
@@ -30,7 +24,6 @@ from rmm_linear.variance.probe import LayerProbe, _read_as
 # Draws of S for what low-bit storage adds.
 _DRAWS = 2
 _EXACT = RMMConfig(ratio=1.0)
-_S = TypeVar("_S")
 
 
 def layer_options(
@@ -44,79 +37,16 @@ def layer_options(
     shape = x.shape
     x, g = _rows(x, g)
     valid_rows = x.shape[0] if index is None else index.numel()
-    # those that deal the rows out alike
-    alike: dict[tuple[bool, tuple[int, ...]], list[RMMConfig]] = {}
-    for config in configs:
-        alike.setdefault((config.skip_padding and index is not None, config.keep_tokens), []).append(config)
-    variances: dict[RMMConfig, float] = {}
-    for (skips, tokens), some in alike.items():
-        variances |= _variances(*dealt_rows(x, g, shape, tokens, index if skips else None), some)
     sequences = sequences_of(shape)
-    return tuple(
-        Option(
-            config=config,
-            saved_bytes=config.saved_bytes(x.shape[0], x.shape[1], g.dtype, valid_rows, sequences),
-            variance=variances[config],
-        )
-        for config in configs
-    )
-
-
-def _variances(x: Tensor, g: Tensor, kept: int, configs: Sequence[RMMConfig]) -> dict[RMMConfig, float]:
-    rows = x.shape[0]
-    sketched = {config: config.sketch_object for config in configs if config.sketches(rows + kept, kept)}
-    families: dict[Hashable, list[Sketch]] = {}
-    for sketch in dict.fromkeys(sketched.values()):
-        families.setdefault(_family(sketch, rows), []).append(sketch)
-    found: dict[Sketch, float] = {}
-    for members in families.values():
-        members.sort(key=lambda sketch: sketch.rank(rows))
-        found.update(zip(members, _of_family(x, g, members), strict=True))
-    return {config: found[sketched[config]] if config in sketched else 0.0 for config in configs}
-
-
-def _family(sketch: Sketch, rows: int) -> Hashable:
-    """Equal for sketches that differ in their ratio alone, and whose variances tell each other."""
-    inner = sketch.inner if isinstance(sketch, Centered) else sketch
-    plain, storage = (inner.inner, inner.storage) if isinstance(inner, LowBit) else (inner, None)
-    family = None if plain is None else plain.variance_family(rows)
-    return sketch if family is None else (type(sketch), storage, family)
-
-
-def _of_family(x: Tensor, g: Tensor, members: Sequence[Sketch]) -> list[float]:
-    """The closed forms: of the sketches without their storages, and of what these add."""
-    ranks = [max(1, sketch.rank(x.shape[0])) for sketch in members]
-    if isinstance(members[0], Centered):
-        x, g = centred(x), centred(g)
-    inner = [sketch.inner if isinstance(sketch, Centered) else sketch for sketch in members]
-    low_bit = [sketch for sketch in inner if isinstance(sketch, LowBit)]
-    plain = [sketch.inner for sketch in low_bit] or inner
-    found = _along_ranks(
-        plain,
-        evaluate=lambda sketch: 0.0 if sketch is None else float(sketch.variance(x, g)),
-        shapes=[(1.0, 1 / rank) for rank in ranks],
-    )
-    if not low_bit:
-        return found
-    rounding = _along_ranks(
-        low_bit,
-        evaluate=lambda sketch: float(replace(sketch, draws=_DRAWS).rounding_variance(x, g)),
-        # The squared range of the rows in a group, and so that of a step, grows like the logarithm of their number.
-        shapes=[(1 / rank, math.log(min(rank, low_bit[0].group))) for rank in ranks],
-    )
-    return list(map(operator.add, found, rounding))
-
-
-def _along_ranks(
-    sketches: Sequence[_S], *, evaluate: Callable[[_S], float], shapes: Sequence[tuple[float, float]]
-) -> list[float]:
-    """Return u (a + b v) of each sketch, (u, v) being its shape; of more than two, the ends alone are evaluated."""
-    if len(sketches) <= 2:
-        return [evaluate(sketch) for sketch in sketches]
-    (low_u, low_v), (high_u, high_v) = shapes[0], shapes[-1]
-    low, high = evaluate(sketches[0]) / low_u, evaluate(sketches[-1]) / high_u
-    shares = [(v - high_v) / (low_v - high_v) if low_v != high_v else 0.0 for _, v in shapes]
-    return [max(0.0, u * (high + share * (low - high))) for (u, _), share in zip(shapes, shares, strict=True)]
+    options = []
+    for config in configs:
+        some_x, some_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index if config.skip_padding else None)
+        variance = 0.0
+        if config.sketches(some_x.shape[0] + kept, kept):
+            variance = float(with_draws(config.sketch_object, _DRAWS).variance(some_x, some_g))
+        saved_bytes = config.saved_bytes(x.shape[0], x.shape[1], g.dtype, valid_rows, sequences)
+        options.append(Option(config, saved_bytes, variance))
+    return tuple(options)
 
 
 @dataclass
@@ -168,9 +98,7 @@ class ProfileBuilder:
         noise = gradient_noise(x, g, _EXACT)
         options = layer_options(x, g, configs, index=index)
         # an infinity where g is zero leaves the gradient finite, and no variance
-        if not all(
-            math.isfinite(value) for value in (noise.gradient_squared, *(option.variance for option in options))
-        ):
+        if not all(map(math.isfinite, (noise.gradient_squared, *(option.variance for option in options)))):
             return
         minibatch = noise.sequence_variance
         if minibatch is None or math.isnan(minibatch):
@@ -276,16 +204,12 @@ def profile_noise(
 
     probe = LayerProbe(model, measure)
     names = list(probe.layers)
-    devices = {parameter.device for parameter in model.parameters()}
-    generators = [device.index for device in devices if device.type == "cuda"]
-    with unchanged(model):
-        try:
-            for run in runs:
-                for start in range(0, len(names), int(layers_at_once)):
-                    probe.watch(names[start : start + int(layers_at_once)])
-                    with torch.random.fork_rng(devices=generators):
-                        run()
-                    drop_gradients(model)
-        finally:
-            probe.close()
+    try:
+        for run in runs:
+            for start in range(0, len(names), int(layers_at_once)):
+                probe.watch(names[start : start + int(layers_at_once)])
+                with unchanged(model):
+                    run()
+    finally:
+        probe.close()
     return builder.build()

@@ -1,4 +1,4 @@
-"""profile_noise: its numbers are the closed forms, few evaluations give many ratios, and training does not notice."""
+"""profile_noise: its numbers are the closed forms, and training does not notice."""
 
 import copy
 import json
