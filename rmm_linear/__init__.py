@@ -5,7 +5,6 @@
 `rmm_linear.functional` opens with the method in a page.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear.backend import use_kernels
@@ -45,11 +44,14 @@ __all__ = [
 ]
 
 
-# Imported on demand: only the callback needs transformers, and only `fit` the compiler.
-_ON_DEMAND = {"fit": "rmm_linear.fitting", "RMMCallback": "rmm_linear.integrations.hf_trainer"}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:
-        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
+    # Imported on demand: only the callback needs transformers, and only `fit` the compiler.
+    if name == "fit":
+        from rmm_linear.fitting import fit
+
+        return fit
+    if name == "RMMCallback":
+        from rmm_linear.integrations.hf_trainer import RMMCallback
+
+        return RMMCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

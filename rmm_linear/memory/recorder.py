@@ -182,15 +182,15 @@ class _Recorder(WatchedModules):
     def report(self) -> MemoryReport:
         """Put together what was written down."""
         place = {key: number for number, key in enumerate(self._kept.sizes)}
-        keepers: list[list[Keeper]] = [[] for _ in place]
-        devices = [""] * len(place)
+        keepers: dict[StorageWeakRef, list[Keeper]] = {key: [] for key in place}
+        devices: dict[StorageWeakRef, str] = {}
         inputs: dict[int, int | None] = {}
         copies: dict[int, int] = {}
         for pack in self.packs:
             keeper, number = pack.keeper, pack.call
             for key in pack.storages:
-                keepers[place[key]].append(keeper)
-                devices[place[key]] = pack.device
+                keepers[key].append(keeper)
+                devices[key] = pack.device
             first = place[pack.storages[0]] if pack.storages else None
             if number is not None and keeper.role in INPUT_ROLES:
                 # of a parameter there is no storage
@@ -200,8 +200,7 @@ class _Recorder(WatchedModules):
         return MemoryReport(
             model=type(self._model).__name__,
             storages=tuple(
-                KeptStorage(size, device, tuple(who))
-                for size, device, who in zip(self._kept.sizes.values(), devices, keepers, strict=True)
+                KeptStorage(size, devices[key], tuple(keepers[key])) for key, size in self._kept.sizes.items()
             ),
             linears=tuple(
                 replace(

@@ -137,11 +137,8 @@ class VarianceMonitor(LayerSampler):
 
     def noise(self) -> NoiseSummary | None:
         """Sum up the latest records of all layers; None before anything is measured."""
-        records = [
-            record
-            for record in self.latest.values()
-            if math.isfinite(record.gradient_squared) and math.isfinite(record.sketch_variance)
-        ]
+        found = self.latest.values()
+        records = [record for record in found if math.isfinite(record.gradient_squared + record.sketch_variance)]
         if not records:
             return None
         known = [record for record in records if math.isfinite(record.minibatch_variance)]
