@@ -151,7 +151,6 @@ class RowsWithoutReplacement(ObliviousSketch):
     """A uniform subset of `rank` rows."""
 
     name: ClassVar[str] = "rows_without_replacement"
-    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         rows, rank = y.shape[0], self.rank(y.shape[0])
@@ -227,7 +226,6 @@ class CRS(ColumnRowSampling):
     """Rows drawn with replacement, with probabilities proportional to their norms."""
 
     name: ClassVar[str] = "crs"
-    variance_is_affine_in_inverse_rank: ClassVar[bool] = True
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
         weights, factor = integer_weights(norms), _nan_if_not_finite(norms)
