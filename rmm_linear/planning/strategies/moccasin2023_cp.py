@@ -19,6 +19,9 @@ start of an interval and have ends of their own. Temporaries are intervals of on
 pass ends, outputs to the end, and ops that must not run twice, and backward ops, have one interval. Random states are
 not in the program: the simulator judges what is found.
 
+**Large graphs.** The paper solves graphs of more than 250 nodes part by part. Here neighbouring ops are joined to
+parts (`rmm_linear.planning.contraction`), the program plans the parts, and the plan is spelled out in ops.
+
 The paper's first phase looks for any plan that fits. Here `auto`'s plan is the hint that the solver begins with, if
 there is one; else the peak above the budget is minimised first.
 """
@@ -32,7 +35,9 @@ from typing import Any, ClassVar
 
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.constraint_solver import constraint_programs, search
+from rmm_linear.planning.contraction import contracted, divided
 from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.auto import Auto
@@ -43,6 +48,8 @@ from rmm_linear.planning.strategies.jain2020_checkmate import Solution
 _PARTS_OF_COST = 1_000_000
 # the most runs of an op: the second where the first is not known to give the best plan
 _RUNS = (2, 3)
+# beyond so many ops, neighbours are joined to so many parts of the forward pass, and of the backward pass
+_MOST_OPS, _PARTS = 250, 12
 # parts of the plain peak that are proposed
 _BUDGETS = 5
 
@@ -285,6 +292,8 @@ class Moccasin(Strategy):
         hint: tuple[int, ...] | None = None
         with contextlib.suppress(InfeasibleBudgetError):
             hint = Auto().plan(graph, budget_bytes).order
+        if len(graph.ops) > _MOST_OPS:
+            return self._solution_by_parts(graph, budget_bytes, hint)
         found: list[Solution] = []
         end = time.monotonic() + self.time_limit_s
         for runs in _RUNS:
@@ -299,3 +308,19 @@ class Moccasin(Strategy):
         if best.order is None and program.is_interrupted:
             raise KeyboardInterrupt
         return found[-1]._replace(cost=best.cost, order=best.order, is_interrupted=program.is_interrupted)
+
+    def _solution_by_parts(self, graph: Graph, budget_bytes: int, hint: tuple[int, ...] | None) -> Solution:
+        """Plan the graph of its parts, spell the plan out, and leave out computations that no op needs; no bound."""
+        parts = divided(graph, _PARTS)
+        program = Program(contracted(graph, parts), budget_bytes, runs=_RUNS[0])
+        # the rest of the time is for the hint
+        found = program.solve(time_limit_s=self.time_limit_s / 2, deterministic_limit=self.deterministic_limit)
+        orders = [] if hint is None else [hint]
+        if found.order is not None:
+            spelled = [op for part in found.order for op in parts[part]]
+            if peak_and_cost(graph, spelled)[0] <= budget_bytes:
+                orders.append(tuple(LocalSearch(graph, budget_bytes).reduced(spelled)))
+        if not orders and program.is_interrupted:
+            raise KeyboardInterrupt
+        cost, best = min(((peak_and_cost(graph, order)[1], order) for order in orders), default=(math.inf, None))
+        return Solution(cost, best, 0.0, "stopped", program.is_interrupted)

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ import pytest
 pytest.importorskip("ortools")
 pytest.importorskip("scipy")
 
+from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.planning.graph import Storage
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy, moccasin2023_cp
 from rmm_linear.planning.strategies.jain2020_checkmate import Program as Checkmate
@@ -117,6 +120,49 @@ def test_a_deterministic_limit_gives_the_same_plan_twice():
     budget = _plain_peak(graph) * 7 // 10
     found = [Program(graph, budget).solve(deterministic_limit=0.05, time_limit_s=100).order for _ in range(2)]
     assert found[0] == found[1] is not None
+
+
+def test_a_large_graph_is_planned_in_parts(monkeypatch):
+    monkeypatch.setattr(moccasin2023_cp, "_MOST_OPS", 20)
+    monkeypatch.setattr(moccasin2023_cp, "_PARTS", 4)
+    strategy, graph = get_strategy("moccasin2023_cp"), with_backward(chain([4, 2, 7, 1, 3] * 3))
+    budget = _plain_peak(graph) * 7 // 10
+    by_auto = get_strategy("auto").plan(graph, budget)
+    best = peak_and_cost(graph, by_auto.order)[1]
+
+    def nothing(*_):
+        raise InfeasibleBudgetError("", budget_bytes=budget, least_bytes=budget)
+
+    monkeypatch.setattr(moccasin2023_cp, "Auto", lambda: SimpleNamespace(plan=nothing))
+    found = strategy.plan(graph, budget)
+    peak, cost = peak_and_cost(graph, found.order)
+    assert peak <= budget
+    assert graph.cost < best <= cost < 1.5 * graph.cost
+    # the bound of the parts is none of the ops
+    assert found.proof == ""
+    # with a plan of auto the cheaper one is taken
+    monkeypatch.setattr(moccasin2023_cp, "Auto", lambda: SimpleNamespace(plan=lambda *_: by_auto))
+    assert strategy.plan(graph, budget).order == by_auto.order
+
+
+def test_outputs_that_nothing_reads_take_memory_while_their_op_runs():
+    """A batch norm writes new statistics each time that it runs, and no op reads the second ones."""
+    graph = with_backward(chain([4] * 6))
+    ops, storages, results = list(graph.ops), list(graph.storages), list(graph.results)
+    for number in range(1, 5):
+        storages.append(Storage("statistics", 3))
+        results.append(len(storages) - 1)
+        ops[number] = replace(ops[number], writes=(*ops[number].writes, len(storages) - 1))
+    graph = replace(graph, ops=tuple(ops), storages=tuple(storages), results=tuple(results))
+    repeated = 0
+    for budget in range(24, _plain_peak(graph), 5):
+        found = Program(graph, budget, runs=3).solve()
+        expected = Checkmate(graph).solve(budget)
+        assert found.cost == pytest.approx(expected.cost, rel=1e-5)
+        if found.order is not None:
+            assert peak_and_cost(graph, found.order)[0] <= budget
+            repeated += any(found.order.count(number) > 1 for number in range(1, 5))
+    assert repeated >= 2
 
 
 def test_without_the_solver_the_extra_is_named(monkeypatch):
