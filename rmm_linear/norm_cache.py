@@ -1,7 +1,7 @@
 """WTA-CRS as its authors use it: rows are drawn by the norms that their gradients had in the epoch before.
 
 The best probabilities of a row-sampling sketch are proportional to ||x_i|| ||g_i|| (Liu et al. 2023, "Winner-Take-All
-Column Row Sampling", arXiv 2305.15265, section 3), and g is not known when x is sketched. So its norms are remembered,
+Column Row Sampling", arXiv 2305.15265, section 3), and g is not known when x is sketched. Its norms are remembered,
 for each layer, sample of the dataset and position in the sequence, from the last time that the sample was trained on
 (their algorithm 1), in bfloat16 in the host's memory. A cache changes the variance alone: the estimate is
 unbiased whatever it holds (`rmm_linear.sketches.row_sampling.sampling_norms`).

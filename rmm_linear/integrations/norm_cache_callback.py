@@ -77,8 +77,7 @@ class NormCacheCallback(TrainerCallback):
 
     def __init__(self, cache: NormCache, column: str) -> None:
         self.cache, self.column = cache, column
-        # by which a checkpoint knows its file
-        self._run = uuid.uuid4().hex
+        self._run = ""
         self._loss: _AnnouncedLoss | None = None
 
     def on_train_begin(
@@ -94,6 +93,11 @@ class NormCacheCallback(TrainerCallback):
         states = callback_states(state)
         if state.global_step:
             self._load(self._path(args, state), states.get(_STATE_KEY, {}).get("run"))
+        # by which a checkpoint, whose state the first process writes, knows the files of all
+        run = [uuid.uuid4().hex]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(run)
+        self._run = run[0]
         states[_STATE_KEY] = {"run": self._run}
         trainer = trainer_of(self)
         if trainer is None:
