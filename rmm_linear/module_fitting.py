@@ -331,8 +331,13 @@ class _Means:
 
 
 def _checkpointed(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # together: `checkpoint` has keywords of its own, and looks for devices, whose random states it keeps, in arguments
-    return checkpoint(lambda args, kwargs: forward(*args, **kwargs), args, kwargs, use_reentrant=False)
+    # `checkpoint` has keywords of its own; of positional tensors alone it keeps random states and sees changes in place
+    count, names = len(args), tuple(kwargs)
+
+    def run(*values: Any) -> Any:
+        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
 
 def _name(options: Mapping[str, Any], checkpoints: int) -> str:
