@@ -358,27 +358,12 @@ def fit(
     taken = Options(executor=executor, budget=budget_bytes, **chosen.options)
     step.take(taken, trials.captures[json.dumps(chosen.options)], chosen.plan)
     model._compiled_call_impl = step
-    return Fit(
-        model,
-        step,
-        chosen,
-        tuple(candidates),
-        plain,
-        budget_bytes,
-        limit,
-        executor,
-        trials.bounds,
-        trials.least_time,
-    )
+    bounds, least_time = trials.bounds, trials.least_time
+    return Fit(model, step, chosen, tuple(candidates), plain, budget_bytes, limit, executor, bounds, least_time)
 
 
 class _Trials:
-    """Ways to run a captured step within a budget.
-
-    Args:
-        exact: The step.
-        budget_bytes: The budget; None if there is none.
-        is_replanned: Whether ops may run twice.
+    """Ways to run a captured step within a budget, with ops that run twice if `is_replanned`.
 
     Attributes:
         candidates: Those that were tried.
@@ -509,13 +494,7 @@ def _checked_ways(
     return ways
 
 
-def _measured(
-    model: nn.Module,
-    sample: Any,
-    candidate: Candidate,
-    loss_fn: Loss | None,
-    executor: str,
-) -> StepNoise:
+def _measured(model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Loss | None, executor: str) -> StepNoise:
     """Measure a candidate's noise on parts of the sample, op by op."""
     if is_without_contents(model):
         raise NotMeasurableError("the noise can't be measured: the weights are on the meta device, without contents")

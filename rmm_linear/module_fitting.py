@@ -11,7 +11,7 @@ import math
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,7 +108,7 @@ class ModuleFit:
 
 
 def fit_modules(
-    model: nn.Module, sample: Any, budget: Budget | None, limit: float, ways: Collection[str], loss_fn: Loss | None
+    model: nn.Module, sample: Any, budget: Budget | None, limit: float, ways: set[str], loss_fn: Loss | None
 ) -> ModuleFit:
     """Install the fastest means within a budget and a noise limit; `rmm_linear.fit` has the arguments.
 
@@ -135,23 +135,15 @@ def fit_modules(
         chosen = choose(candidates, limit, trials.noise_of, trials.budget_bytes, trials.refusal, _LEAST_GAIN)
     trials.means.install(chosen.options, chosen.checkpoints)
     _FITTED.add(model)
-    plain = trials.plain_bytes, trials.plain_ms
-    return ModuleFit(
-        model, chosen, tuple(candidates), *plain, trials.budget_bytes, limit, tuple(trials.notes), trials.means
-    )
+    sizes = trials.plain_bytes, trials.plain_ms, trials.budget_bytes
+    return ModuleFit(model, chosen, tuple(candidates), *sizes, limit, tuple(trials.notes), trials.means)
 
 
 class _Trials:
     """Runs the step of a sample by all means; where the step fits as it is, by sketches alone, which may be faster."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        sample: Any,
-        budget: Budget | None,
-        limit: float,
-        ways: Collection[str],
-        loss_fn: Loss | None,
+        self, model: nn.Module, sample: Any, budget: Budget | None, limit: float, ways: set[str], loss_fn: Loss | None
     ) -> None:
         self.means = _Means(model)
         self.candidates: list[Candidate] = []
@@ -231,24 +223,23 @@ class _Trials:
     def _peak(self, options: Mapping[str, Any], checkpoints: int = 0) -> int | None:
         name = _name(options, checkpoints)
         if name not in self._peaks:
-            self._peaks[name] = self._tried(name, options, checkpoints, measure_peak_bytes, self._device)
+            measure = partial(measure_peak_bytes, self._run, self._device)
+            self._peaks[name] = self._tried(measure, options, checkpoints)
         return self._peaks[name]
 
     def _time(self, options: Mapping[str, Any], checkpoints: int) -> float | None:
-        return self._tried(_name(options, checkpoints), options, checkpoints, median_ms, [self._device])
+        return self._tried(partial(median_ms, self._run, [self._device]), options, checkpoints)
 
-    def _tried(
-        self, name: str, options: Mapping[str, Any], checkpoints: int, measure: Callable[..., T], device: Any
-    ) -> T | None:
+    def _tried(self, measure: Callable[[], T], options: Mapping[str, Any], checkpoints: int) -> T | None:
         """Measure a step; None if it can't be run."""
         try:
             with self.means.installed(options, checkpoints):
-                return measure(self._run, device)
+                return measure()
         except RuntimeError as error:
             # too little memory, or a block that can't run twice
             if not options and not checkpoints and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.notes[f"{name}: {_first_line(error)}"] = None
+            self.notes[f"{_name(options, checkpoints)}: {_first_line(error)}"] = None
             return None
 
     def _run(self) -> None:
