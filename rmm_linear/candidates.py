@@ -23,7 +23,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 # Sketches are always noisier.
 LEAST_NOISE_OF_SKETCHES = 0.05
 # Options that leave gradients exact.
-_EXACT = frozenset({"strategy", "page_to", "checkpoints"})
+_EXACT = frozenset({"strategy", "page_to"})
 # Parts of the sample with which noise is measured; the fewest, where so many would leave more than a share of it out.
 _PARTS, _FEWEST_PARTS, _LEFT_OUT = 8, 4, 0.1
 # Draws of codes that differ are those of ranks that no process has.
@@ -43,15 +43,16 @@ class Candidate:
     Attributes:
         name: Such as "8 bits".
         options: Options of the backend: "bits" and "sketch"; "strategy" and "page_to" of an exact step that pages; none
-            for other exact ones. Without a compiler: "ratio" and "storage" of converted layers, and how many blocks
-            have "checkpoints".
+            for other exact ones. Without a compiler: "ratio" and "storage" of converted layers.
         plan: What is kept and computed again within the budget; None if it can't be met, and without a compiler.
         least_bytes: The least that was found where the budget can't be met; else the plan's peak. Without a compiler,
             the measured peak.
-        time: Predicted time over that of the exact step without a budget, or, without a compiler, the measured time in
-            ms; infinite where the budget is not met.
+        time: Predicted time over that of the exact step without a budget, infinite where the budget is not met; without
+            a compiler, the measured time in ms.
         noise: What was measured; None if it was not, as of the exact step, which has none.
         obstacle: Why the noise could not be measured; empty if it could, or was not wanted.
+        checkpoints: How many blocks are checkpointed, without a compiler.
+        fits: Whether the budget is met.
     """
 
     name: str
@@ -61,11 +62,8 @@ class Candidate:
     time: float = math.inf
     noise: StepNoise | None = None
     obstacle: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the budget is met."""
-        return self.time < math.inf
+    checkpoints: int = 0
+    fits: bool = True
 
     @property
     def is_exact(self) -> bool:
@@ -85,11 +83,12 @@ def table(candidates: Sequence[Candidate], unit: Unit, time: str = "time", digit
     width = max(24, *(len(each.name) for each in candidates))
     yield f"{'':{width}}  {f'peak, {unit.name}':>11}  {time:>8}  {'noise over minibatch noise':>27}"
     for each in candidates:
-        if not each.fits:
-            yield f"{each.name:{width}}  {f'> {unit.of(each.least_bytes - 1)}':>11}  {'':>8}  {'does not fit':>27}"
-            continue
+        peak, time_of_step = unit.of(each.least_bytes), f"{each.time:.{digits}f}"
+        if each.time == math.inf:
+            # no plan was found that fits
+            peak, time_of_step = f"> {unit.of(each.least_bytes - 1)}", ""
         noise = f"{each.noise_ratio:.2g}" if each.noise or each.is_exact else "not measured"
-        yield f"{each.name:{width}}  {unit.of(each.least_bytes):>11}  {each.time:8.{digits}f}  {noise:>27}"
+        yield f"{each.name:{width}}  {peak:>11}  {time_of_step:>8}  {noise if each.fits else 'does not fit':>27}"
     yield from dict.fromkeys(each.obstacle for each in candidates if each.obstacle)
 
 
@@ -99,20 +98,14 @@ def choose(
     measured: Callable[[Candidate], StepNoise],
     budget_bytes: int | None,
     refusal: Callable[[int], str],
+    least_gain: float = 1.0,
 ) -> Candidate:
-    """Return the fastest candidate within the budget whose noise is within the limit.
-
-    Args:
-        candidates: All; they are sorted by time, and measured noise is written into the list.
-        limit: The most noise, as a share of the minibatch's variance.
-        measured: Measures the noise of one, or raises a `NotMeasurableError`.
-        budget_bytes: The budget.
-        refusal: Says that no candidate meets the budget, of the least bytes that were found.
+    """Return the fastest candidate within the budget and the noise limit, a noisy one if it gains a factor of time.
 
     Raises:
         InfeasibleBudgetError: If there is none.
     """
-    candidates.sort(key=lambda each: each.time)
+    candidates.sort(key=lambda each: (not each.fits, each.time if each.is_exact else least_gain * each.time))
     fitting = [place for place, each in enumerate(candidates) if each.fits]
     for place in fitting:
         if not candidates[place].is_exact:
@@ -125,26 +118,28 @@ def choose(
     # without a budget the exact step would have fitted
     assert budget_bytes is not None
     if fitting:
-        least_bytes = min((each.least_bytes for each in candidates if each.is_exact), default=budget_bytes)
-        text = _refusal_for_noise(candidates, limit, least_bytes)
+        exact = [each.least_bytes for each in candidates if each.is_exact]
+        text, least_bytes = _refusal_for_noise(candidates, limit, exact), min(exact, default=budget_bytes)
     else:
         least_bytes = min(each.least_bytes for each in candidates)
         text = refusal(least_bytes)
     raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
 
 
-def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact_bytes: int) -> str:
-    end = f"exact gradients take {readable(exact_bytes)} at the least"
+def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact: Sequence[int]) -> str:
+    end = f"exact gradients take {readable(min(exact))} at the least" if exact else ""
     measured = [(each.noise_ratio, each.name) for each in candidates if each.noise is not None]
     if not measured:
-        return f"{next(each.obstacle for each in candidates if each.obstacle)}; {end}"
-    ratio, name = min(measured)
-    if ratio == math.inf:
-        return f"the minibatch's variance can't be told from 0 on parts of the sample: pass a larger batch; {end}"
-    return (
-        f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
-        f" variance, with {name}. Allow more noise, or a larger budget: {end}"
-    )
+        text = next(each.obstacle for each in candidates if each.obstacle)
+    elif min(measured)[0] == math.inf:
+        text = "the minibatch's variance can't be told from 0 on parts of the sample: pass a larger batch"
+    else:
+        ratio, name = min(measured)
+        text = (
+            f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
+            f" variance, with {name}; allow more noise, or a larger budget"
+        )
+    return f"{text}; {end}" if end else text
 
 
 def is_without_contents(model: nn.Module) -> bool:
@@ -153,14 +148,7 @@ def is_without_contents(model: nn.Module) -> bool:
 
 
 def checked_noise(noise: float) -> float:
-    """Read a noise limit.
-
-    Args:
-        noise: A share of the minibatch's variance, at least 0.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Return a noise limit as a float, or raise a ValueError if it is no share of the minibatch's variance."""
     if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
         raise ValueError(
             f"noise={noise!r} is no share of the minibatch's variance: pass 0 for exact gradients, or 0.01 for 1 %"
@@ -182,11 +170,7 @@ class _Called(BaseException):
 
 
 def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the model's call for a batch: `loss_fn` may keep the labels for itself.
-
-    Raises:
-        ValueError: If `loss_fn` does not call the model.
-    """
+    """Return the arguments of the model's call for a batch, of which `loss_fn` may keep the labels for itself."""
     if loss_fn is None:
         return arguments_of_sample(batch)
 
@@ -207,11 +191,7 @@ def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tu
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
-    """Return the loss of a batch: that of `loss_fn`, or the model's result, which is a tensor or has a `.loss`.
-
-    Raises:
-        NotMeasurableError: If the model returns none.
-    """
+    """Return the loss of a batch: that of `loss_fn`, or the model's result, which is a tensor or has a `.loss`."""
     if loss_fn is not None:
         return loss_fn(model, batch)
     args, kwargs = arguments_of_sample(batch)
@@ -223,11 +203,7 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
 
 
 def noise_on(model: nn.Module, parts: Sequence[Any], loss_fn: Loss | None) -> StepNoise:
-    """Measure the noise of a model's steps on parts of a sample.
-
-    Raises:
-        NotMeasurableError: If gradients are not finite, or the model returns no loss.
-    """
+    """Measure the noise of a model's steps on parts of a sample, if its gradients are finite."""
     numbers = itertools.count()
 
     def loss_of_draw(model: nn.Module, part: Any) -> Tensor:
@@ -245,11 +221,7 @@ def noise_on(model: nn.Module, parts: Sequence[Any], loss_fn: Loss | None) -> St
 
 
 def parts_of(sample: Any) -> list[Any]:
-    """Cut a batch into parts of one size, at random: along the first dimension that most of its tensors have.
-
-    Raises:
-        NotMeasurableError: If there are too few examples.
-    """
+    """Cut a batch into parts of one size, at random: along the first dimension that most of its tensors have."""
     sizes = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
     size = max(sizes, key=sizes.count, default=0)
     if size < _FEWEST_PARTS:

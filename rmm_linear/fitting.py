@@ -262,16 +262,17 @@ def fit(
 ) -> Fit | ModuleFit:
     """Plan a model's training steps within a byte budget and a noise limit, in place.
 
-    Nothing of the model's full step runs, but without a compiler. Where noise has to be measured, parts of the sample
-    run, a quarter of it at most, which takes four gradients of all parameters; buffers, gradients and random states are
-    afterwards as they were. The first training step compiles the plan. The plan and its budget are of the model's call
+    With an executor, nothing of the model's full step runs. Where noise has to be measured, parts of the sample run, a
+    quarter of it at most, which takes four gradients of all parameters. The model's buffers and gradients and torch's
+    random states are afterwards as they were; Python's own random state, and the gradients of other parameters that
+    `loss_fn` uses, are not. The first training step compiles the plan. The plan and its budget are of the model's call
     alone: a loss that `loss_fn` computes beside it comes on top. Gradients are exact where neither codes nor sketches
     are needed, and unbiased otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are
     planned for the same number of bytes when they first come; their noise is not measured.
 
     Args:
-        model: The model, in the mode in which it is trained. On the meta device it is planned as if it were on the CPU,
-            and for the least time, whatever the noise is: nothing is measured.
+        model: The model, in the mode in which it is trained. With an executor, it may be on the meta device: it is
+            planned as if it were on the CPU, and for the least time, whatever the noise is, for nothing is measured.
         sample: A batch: what `loss_fn` takes; without one, a mapping of the model's keyword arguments, a tuple of
             positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
@@ -280,7 +281,7 @@ def fit(
             minibatches of the sample's size, and dropout; 0 for exact gradients. Parts of the sample are minibatches:
             its first dimension counts examples.
         loss_fn: Called as `loss_fn(model, batch)` with the sample and parts of it, returns the loss; None if the model
-            returns it, as a tensor or as `.loss`. It is needed only where noise is measured.
+            returns it, as a tensor or as `.loss`. With an executor, the loss is needed only where noise is measured.
         allow: What may be done: "recompute", "code" and "sketch". Batches of other shapes, and steps that Inductor
             compiles to a higher peak than planned, are recomputed in part where they would not fit otherwise. And
             "page", by the executor "exact" alone: tensors of steps of up to 500 ops may be moved to `page_to` and
@@ -288,18 +289,20 @@ def fit(
         executor: "inductor" compiles the step; "exact" runs it op by op. With None there is no compiler: steps run on
             the sample with linear layers converted, repeated blocks checkpointed, or both, and the fastest such means
             is installed, whose measured peak and noise are within the limits. "60%" is then of the measured peak of
-            the step as it is, loss included, and batches of other shapes have no plan.
+            the step as it is, loss included; batches of other shapes have no plan; and all parameters have to be on
+            one device, a CPU or a CUDA GPU.
         page_to: A folder, or "host" for the host's memory, where "page" is allowed.
 
     Returns:
         What was chosen; print it. `remove()` undoes it.
 
     Raises:
-        InfeasibleBudgetError: If no plan fits; it names the least budget that does. The step of a later batch of
+        InfeasibleBudgetError: If no plan fits; it names the least budget that was found. The step of a later batch of
             another shape, which has no plan within the bytes, raises it as well.
         CaptureError: If the model can't be captured as one graph; it stays as it is then.
         ValueError: If an argument is none that it can be, the model is planned or compiled already, or the noise can't
             be measured with the sample.
+        ImportError: If "page" is allowed, and scipy is missing.
 
     Examples:
         >>> import torch
@@ -312,9 +315,13 @@ def fit(
         True
         >>> model(x).square().mean().backward()
     """
-    limit, ways = checked_noise(noise), _checked_ways(allow, executor, page_to)
+    limit, ways = checked_noise(noise), _checked_ways(allow, executor, page_to, budget)
     asked = None if budget is None else Budget.of(budget)
     if page_to is not None:
+        try:
+            import scipy.optimize  # noqa: F401
+        except ImportError as error:
+            raise ImportError('allow: "page" needs scipy: pip install rmm-linear[plan]') from error
         Options(budget, _PAGER, "exact", page_to=page_to)
         pager_for(page_to, next(model.parameters()).device).close()
     refuse_planned(model)
@@ -351,27 +358,12 @@ def fit(
     taken = Options(executor=executor, budget=budget_bytes, **chosen.options)
     step.take(taken, trials.captures[json.dumps(chosen.options)], chosen.plan)
     model._compiled_call_impl = step
-    return Fit(
-        model,
-        step,
-        chosen,
-        tuple(candidates),
-        plain,
-        budget_bytes,
-        limit,
-        executor,
-        trials.bounds,
-        trials.least_time,
-    )
+    bounds, least_time = trials.bounds, trials.least_time
+    return Fit(model, step, chosen, tuple(candidates), plain, budget_bytes, limit, executor, bounds, least_time)
 
 
 class _Trials:
-    """Ways to run a captured step within a budget.
-
-    Args:
-        exact: The step.
-        budget_bytes: The budget; None if there is none.
-        is_replanned: Whether ops may run twice.
+    """Ways to run a captured step within a budget, with ops that run twice if `is_replanned`.
 
     Attributes:
         candidates: Those that were tried.
@@ -468,9 +460,9 @@ class _Trials:
             else:
                 plan = plan_graph(graph, Budget.of(self._replanned_bytes), options.get("strategy", "auto"))
         except InfeasibleBudgetError as error:
-            return Candidate(name, options, None, error.least_bytes)
+            return Candidate(name, options, None, error.least_bytes, fits=False)
         if self._budget_bytes is not None and plan.peak_bytes > self._budget_bytes:
-            return Candidate(name, options, None, plan.peak_bytes)
+            return Candidate(name, options, None, plan.peak_bytes, fits=False)
         plan = replace(plan, coding=capture.coding, eager_peak_bytes=self._exact.eager_peak_bytes)
         return Candidate(name, options, plan, plan.peak_bytes, plan.planned.cost / self._exact.graph.cost)
 
@@ -479,7 +471,9 @@ def _plain_bytes(graph: Graph) -> int:
     return simulate(graph, Schedule.plain(graph)).peak_bytes
 
 
-def _checked_ways(allow: Collection[str], executor: str | None, page_to: str | Path | None) -> set[str]:
+def _checked_ways(
+    allow: Collection[str], executor: str | None, page_to: str | Path | None, budget: int | float | str | None
+) -> set[str]:
     ways, known = {allow} if isinstance(allow, str) else set(allow), (*ALLOWED, _PAGE)
     for each in ways:
         if each not in known:
@@ -493,25 +487,22 @@ def _checked_ways(allow: Collection[str], executor: str | None, page_to: str | P
         raise ValueError(
             f'allow: "page" needs executor="exact", which alone moves pages, and executor={executor!r} was given'
         )
+    elif budget is None:
+        raise ValueError('allow: "page" needs a budget: without one nothing has to be paged')
     elif "recompute" not in ways:
         raise ValueError('allow: "page" needs "recompute": plans that page compute again as well')
     return ways
 
 
-def _measured(
-    model: nn.Module,
-    sample: Any,
-    candidate: Candidate,
-    loss_fn: Loss | None,
-    executor: str,
-) -> StepNoise:
+def _measured(model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Loss | None, executor: str) -> StepNoise:
     """Measure a candidate's noise on parts of the sample, op by op."""
     if is_without_contents(model):
         raise NotMeasurableError("the noise can't be measured: the weights are on the meta device, without contents")
     parts = parts_of(sample)
     assert candidate.plan is not None
     whole = candidate.plan.coding.names
-    step = PlannedStep(model._call_impl, model, Options(executor=executor, **candidate.options))
+    noisy = {name: value for name, value in candidate.options.items() if name in ("bits", "sketch")}
+    step = PlannedStep(model._call_impl, model, Options(executor=executor, **noisy))
     step.group.is_compiled = False
     try:
         _, plan = step.capture(*arguments_of(model, parts[0], loss_fn))

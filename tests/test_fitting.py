@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -249,7 +250,7 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"allow": "page", "page_to": "/tmp", "executor": "exact"}, '"page" needs "recompute"'),
         ({**_PAGING, "page_to": "no such folder", "budget": "100%"}, 'neither "host" nor a folder that exists'),
         ({**_PAGING, "page_to": 5}, "page_to=5 is neither"),
-        ({**_PAGING, "budget": None}, "needs a budget"),
+        ({**_PAGING, "budget": None}, 'allow: "page" needs a budget'),
     ],
 )
 def test_bad_arguments_are_refused(batch, change, message):
@@ -423,8 +424,16 @@ def test_pages_take_the_place_of_second_computations_where_they_take_less_time(b
     assert "paged out and back" in str(found)
     assert _are_equal(_gradients_after_seed(model, batch), expected)
     assert list(tmp_path.iterdir()) == []
+    assert found.measure(batch).step.value == 0
     more = {"strategy": "patil2022_poet", "page_to": str(tmp_path)}
     assert found.options == {"budget": found.budget_bytes, "executor": "exact", **more}
+
+
+def test_pages_without_scipy_are_refused_before_anything_is_captured(batch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    monkeypatch.setattr(fitting.PlannedStep, "capture", None)
+    with pytest.raises(ImportError, match=r'"page" needs scipy: pip install rmm-linear\[plan\]'):
+        fit(_small_model(), batch, "90%", **_PAGING)
 
 
 @pytest.mark.slow

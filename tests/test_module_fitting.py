@@ -1,6 +1,7 @@
 """`fit(..., executor=None)`: whole modules are converted or checkpointed, by measurement."""
 
 import copy
+import inspect
 from functools import partial
 
 import pytest
@@ -42,7 +43,7 @@ def batch():
 def times(monkeypatch):
     """Milliseconds that steps seem to take, by name; 9 for others."""
     found = {}
-    monkeypatch.setattr(module_fitting._Trials, "_time", lambda _, means: found.get(module_fitting._name(means), 9.0))
+    monkeypatch.setattr(module_fitting._Trials, "_time", lambda _, *means: found.get(module_fitting._name(*means), 9.0))
     return found
 
 
@@ -74,7 +75,7 @@ def test_as_few_blocks_are_checkpointed_as_the_budget_allows_and_gradients_have_
     given, expected = _attributes(model), _gradients(model, lambda model: _loss(model, batch))
     plain = _peak_of(model, batch)
     found = fit_stack(model, batch, "60%", noise=0)
-    count = found.chosen.options["checkpoints"]
+    count = found.chosen.checkpoints
     assert found.plain_bytes == pytest.approx(plain, rel=0.01)
     assert _peak_of(model, batch) == pytest.approx(found.chosen.least_bytes, rel=0.01)
     assert found.chosen.least_bytes <= found.budget_bytes == int(0.6 * found.plain_bytes)
@@ -137,20 +138,241 @@ def test_what_can_not_be_met_names_the_least(batch):
     model = _stack()
     given = _attributes(model)
     with pytest.raises(
-        InfeasibleBudgetError, match=r"found no means within 5% = .*takes [\d.]+% = .*takes as it is$"
+        InfeasibleBudgetError, match=r"found no means within 5% = .*takes [\d.]+% = .*; the step takes .* as it is$"
     ) as told:
         fit_stack(model, batch, "5%")
     assert _attributes(model) == given
     found = fit_stack(model, batch, told.value.least_bytes)
     assert found.chosen.least_bytes <= told.value.least_bytes
-    with pytest.raises(InfeasibleBudgetError, match="noisier than noise=1e-09: the least is .*exact gradients take"):
+    with pytest.raises(
+        InfeasibleBudgetError, match="noisier than noise=1e-09: the least is .*exact gradients take .* at the least$"
+    ):
         fit_stack(_stack(), batch, "80%", noise=1e-9, allow="code")
 
 
-def test_averages_over_batches_are_computed_once(batch):
-    with pytest.raises(InfeasibleBudgetError) as told:
-        fit_stack(_stack(nn.BatchNorm1d(WIDTH)), batch, "60%", noise=0)
-    assert told.value.budget_bytes == int(0.6 * told.value.least_bytes)
+class _Replacing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x * self.count
+
+
+class _Writing(_Replacing):
+    def forward(self, x):
+        # no version tells of it
+        self.count.data.add_(1)
+        return x * self.count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(nn.BatchNorm1d, WIDTH),
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        _Replacing,
+        _Writing,
+    ],
+)
+@pytest.mark.parametrize("is_short_of_memory", [False, True])
+def test_blocks_that_change_their_buffers_are_not_checkpointed(batch, times, monkeypatch, make, is_short_of_memory):
+    def loss_of(model, batch, loss_fn):
+        is_first = inspect.currentframe().f_back.f_code.co_name == "_find_blocks" and torch.is_grad_enabled()
+        if is_short_of_memory and is_first:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss_fn(model, batch)
+
+    monkeypatch.setattr(module_fitting, "loss_of", loss_of)
+    model = _stack()
+    model[0].append(make())
+    assert fit_stack(model, batch, "85%", noise=0, allow="recompute").chosen.checkpoints
+    assert "forward" not in vars(model[0])
+    assert "forward" in vars(model[1])
+    with pytest.raises(InfeasibleBudgetError, match="4 blocks are not checkpointed"):
+        fit_stack(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), make()) for _ in range(4))), batch, "60%", 0)
+
+
+def test_norms_without_averages_are_checkpointed(batch, times):
+    model = _stack(nn.BatchNorm1d(WIDTH, track_running_stats=False))
+    assert fit_stack(model, batch, "60%", noise=0).chosen.checkpoints
+
+
+def test_what_others_change_after_the_fit_stays(batch, times):
+    model = _stack()
+    found = fit_stack(model, batch, "60%", noise=0)
+    with pytest.raises(ValueError, match=r"call remove\(\)"):
+        fit_stack(model, batch, "60%", noise=0)
+    ours = model[1].forward
+    model.forward, model[0].forward = partial(model.forward), partial(model[0].forward)
+    others = model.forward, model[0].forward
+    assert "forward" in vars(model[1])
+    found.remove()
+    assert (model.forward, model[0].forward) == others
+    assert "forward" not in vars(model[1])
+    model[1].forward = ours
+    found.remove()
+    assert model[1].forward is ours
+    del model[1].forward, model.forward, model[0].forward
+    assert fit_stack(model, batch, noise=0).chosen.name == "as it is"
+
+
+def test_checkpoints_of_transformers_stay_where_the_user_enables_them_after_the_fit(times):
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256
+    )
+    model = transformers.BertForSequenceClassification(config).train()
+    batch = {"input_ids": torch.randint(0, 50, (64, 16)), "labels": torch.randint(0, 2, (64,))}
+    found = fit(model, batch, "80%", noise=0, executor=None)
+    assert found.chosen.checkpoints
+    model.gradient_checkpointing_enable()
+    found.remove()
+    assert all(layer.gradient_checkpointing for layer in model.bert.encoder.layer)
+
+
+def test_of_nested_blocks_the_inner_ones_are_checkpointed(batch, times):
+    class Stage(nn.Sequential):
+        pass
+
+    # neither its stages nor single modules or leaves are blocks
+    blocks = list(_stack(nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)))))[:4]
+    model = nn.Sequential(Stage(*blocks[:2]), Stage(*blocks[2:], blocks[0]), nn.Linear(WIDTH, 5)).train()
+    assert module_fitting._blocks(model) == blocks
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
+    )
+    blocks = module_fitting._blocks(transformers.SwinForImageClassification(config))
+    assert [type(block).__name__ for block in blocks] == ["SwinLayer"] * 4
+
+
+def test_noise_buys_more_time_than_measurements_vary_by(batch, times):
+    times.update({"ratio 0.1": 8.6, "ratio 0.25": 9.0, "ratio 0.5": 9.0})
+    assert fit_stack(_stack(), batch, noise=1e9).chosen.name == "as it is"
+    times["ratio 0.1"] = 8.5
+    assert fit_stack(_stack(), batch, noise=1e9).chosen.name == "ratio 0.1"
+
+
+def test_the_plain_step_need_not_run_where_noise_is_measured(batch, times):
+    def check(model, args):
+        if not isinstance(model[0][0], SketchedLayer) and len(args[0]) in rows:
+            raise torch.OutOfMemoryError("out of memory\nTraceback")
+
+    rows, model = [ROWS], _stack()
+    model.register_forward_pre_hook(check)
+    assert fit_stack(model, batch, "22MiB", noise=1e9, allow="code").remove() is model
+    model.register_forward_pre_hook(lambda model, args: check([[None]], args))
+    rows[0] = ROWS // 8
+    with pytest.raises(InfeasibleBudgetError, match="the noise can't be measured: out of memory; exact"):
+        fit_stack(model, batch, "22MiB", noise=1e9, allow="code")
+
+
+def test_errors_of_the_step_are_notes_or_the_users_own(batch, monkeypatch):
+    def fails(run, devices):
+        raise torch.OutOfMemoryError("out of memory\nTraceback")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module_fitting, "median_ms", fails)
+        with pytest.raises(ValueError, match="as it is: out of memory; .*[34] checkpoints: out of memory$"):
+            fit_stack(_stack(), batch, "16MiB", noise=0)
+
+    class Twice(nn.GELU):
+        def forward(self, x):
+            if torch._C._current_graph_task_id() >= 0:
+                raise ValueError("not twice")
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match="not twice"):
+        fit_stack(_stack(Twice()), batch, "60%", noise=0)
+    model = nn.Sequential(nn.Embedding(9, 8)).train()
+    tokens = torch.randint(0, 9, (ROWS,)), torch.randint(0, 8, (ROWS,))
+    with pytest.raises(InfeasibleBudgetError, match="has no linear layers"):
+        fit_stack(model, tokens, "50%")
+
+
+def test_caches_of_the_first_step_are_not_in_the_peak(batch):
+    class Caching(nn.Sequential):
+        cache = None
+
+        def forward(self, x):
+            if self.cache is None:
+                self.cache = torch.zeros(4 * 2**20)
+            return super().forward(x)
+
+    assert fit_stack(Caching(_stack()).train(), batch, noise=0).plain_bytes < 32 * 2**20
+
+
+def test_blocks_may_have_keywords_of_checkpoints(batch, times):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = _stack()[0]
+
+        def forward(self, x, debug=False, forward=1):
+            return self.inner(x) * (3 if debug else 1) * forward
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, debug=True, forward=2)
+            return x
+
+    model = Model().train()
+    expected = _gradients(model, lambda model: _loss(model, batch))
+    assert fit_stack(model, batch, "70%", noise=0).chosen.checkpoints
+    assert all(map(torch.equal, _gradients(model, lambda model: _loss(model, batch)), expected))
+
+
+@pytest.mark.parametrize("has_keywords", [False, True])
+def test_blocks_that_change_their_inputs_are_not_checkpointed(batch, times, has_keywords):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = _stack()[0]
+
+        def forward(self, x):
+            x += 1
+            return self.inner(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, x):
+            x = x.clone()
+            for block in self.blocks:
+                x = block(x=x) if has_keywords else block(x)
+            return x
+
+    with pytest.raises(InfeasibleBudgetError, match="modified by an inplace operation"):
+        fit_stack(Model().train(), batch, "70%", noise=0)
+
+
+def test_random_states_of_the_devices_of_all_arguments_are_kept(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module_fitting, "checkpoint", lambda function, *args, **_: (seen.extend(args), function(*args)))
+    module_fitting._checkpointed(lambda x, mask: x + mask, 1, mask=2)
+    assert seen == [1, 2]
+
+
+def test_the_table_has_measured_peaks_and_times_of_steps_that_do_not_fit(batch, times):
+    found = fit_stack(_stack(), batch, "60%", noise=0)
+    (line,) = (line for line in str(found).splitlines() if "does not fit" in line)
+    assert line.split() == ["as", "it", "is", f"{found.plain_bytes / 2**20:.2f}", "9.0", "does", "not", "fit"]
+
+
+def test_a_fit_looks_at_gradients_and_warns_once_of_layers_that_stay_exact(batch, times):
+    times["int8"] = 1.0
+    model = _stack()
+    nn.utils.parametrizations.weight_norm(model[4])
+    with torch.no_grad(), pytest.warns(UserWarning, match="parametrized") as told:
+        assert fit_stack(model, batch, "95%", noise=0.5, allow="code").chosen.name == "int8"
+    assert len(told) == 1
 
 
 def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
@@ -163,14 +385,14 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
     found = fit_stack(_stack(Once()), batch, "90%", noise=0.01, allow=["recompute", "code"])
     assert "\n4 checkpoints: torch.utils.checkpoint: A different number of tensors" in str(found)
     assert found.chosen.name == "int8"
-    found = fit_stack(convert_linears(_stack(), 0.5), batch, "90%")
-    assert "that are converted already stay as they are" in str(found)
+    found = fit_stack(convert_linears(_stack(), 0.5), batch, "90%", noise=0)
+    assert "that are converted already stay so, and their noise is not counted" in str(found)
     assert isinstance(found.remove()[0][0], SketchedLayer)
     measured = module_fitting.measure_peak_bytes
 
     def measure(run, device):
         peak = measured(run, device)
-        if peak > 20 * 2**20:
+        if peak > 26 * 2**20:
             raise torch.OutOfMemoryError("out of memory")
         return peak
 
@@ -178,6 +400,8 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
     found = fit_stack(_stack(), batch, "16MiB", noise=0)
     assert "as it is: out of memory" in str(found)
     assert found.chosen.least_bytes <= 16 * 2**20
+    with pytest.raises(InfeasibleBudgetError, match=r"noisier than .*, or a larger budget$"):
+        fit_stack(_stack(), batch, "22MiB", noise=1e-9, allow="code")
     with pytest.raises(ValueError, match="pass a budget in bytes"):
         fit_stack(_stack(), batch, "50%")
 
@@ -185,7 +409,8 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": _stack().to("meta")}, "executor=None measures steps"),
+        ({"model": _stack().to("meta")}, "executor=None measures steps on one device, .* are on meta: "),
+        ({"model": nn.Sequential(_stack(), nn.Linear(5, 5, device="meta"))}, "are on cpu, meta: "),
         ({"model": _stack().requires_grad_(False)}, "nothing that the step returns depends on a parameter"),
         ({"loss_fn": None, "sample": torch.randn(8, WIDTH)}, r"pass loss_fn\(model, batch\)"),
         ({"allow": ("recompute", "page"), "page_to": "host"}, "executor=None was given"),

@@ -11,12 +11,12 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Measure the most bytes that a run adds to a device's memory at any time.
 
     Returns:
-        Bytes. On a GPU it runs once before: libraries take their workspaces at the first call, and keep them.
+        Bytes. It runs once before: libraries take their workspaces at the first call, and models fill their caches.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-        run()
+    run()
     with profile(activities=activities, profile_memory=True) as log:
         run()
     assert log.profiler is not None

@@ -85,16 +85,8 @@ class Budget:
         return f"{self.amount:.12f}".rstrip("0").rstrip(".") + unit
 
 
-def refusal(
-    budget: Budget,
-    plain_peak_bytes: int,
-    least_bytes: int,
-    strategy: str,
-    *,
-    wanted: str = "schedule",
-    plain: str = "captured step takes without a plan",
-) -> str:
-    """Say in the user's unit that a budget can't be met by a `wanted` thing; `plain` is the whole of percentages.
+def refusal(budget: Budget, plain_peak_bytes: int, least_bytes: int, strategy: str) -> str:
+    """Say in the user's unit that a budget can't be met.
 
     Sizes read "20% = 312.00 MiB" where the budget is a part of the whole, or else they are in its unit alone. For a
     budget of a few bytes, another unit is suggested.
@@ -104,8 +96,8 @@ def refusal(
     if budget.is_relative:
         asked += f" = {readable(budget.in_bytes(plain_peak_bytes))}"
         found += f" = {readable(least_bytes)}"
-        end = f", of the {readable(plain_peak_bytes)} that the {plain}"
+        end = f", of the {readable(plain_peak_bytes)} that the captured step takes without a plan"
     elif UNITS[budget.unit] == 1 and budget.amount < _FEW_BYTES:
         meant = Budget(budget.amount, "%" if budget.amount <= 100 else "MB")
         end = f'; did you mean "{str(meant).replace(" ", "")}"?'
-    return f"{strategy} found no {wanted} within {asked}; the least that was found takes {found}{end}"
+    return f"{strategy} found no schedule within {asked}; the least that was found takes {found}{end}"
