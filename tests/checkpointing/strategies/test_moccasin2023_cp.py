@@ -94,10 +94,18 @@ def test_all_programs_of_a_plan_share_its_time(monkeypatch):
     assert asked == [10.0, 3.0]
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C is a KeyboardInterrupt, also in a background job, whose shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="signals, and where Linux tells of them")
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_search_and_python_keeps_its_signal(monkeypatch):
-    if threading.current_thread() is not threading.main_thread():
-        pytest.skip("Python interrupts the main thread alone")
     strategy, graph = get_strategy("moccasin2023_cp"), with_backward(chain([4, 2, 7, 1, 3] * 8))
     monkeypatch.setattr(type(strategy), "deterministic_limit", None)
     budget = _plain_peak(graph) * 6 // 10
