@@ -57,7 +57,7 @@ class _Kept(NamedTuple):
     config: RMMConfig
     features: int
     layout: Layout
-    # what the backward pass shows its gradient to
+    # functions to which the backward pass shows its gradient
     looks: tuple[Look, ...]
     shared: SharedSketch | None
     # rows that are not left out, the ones that are kept beside the sketch first; None for all rows

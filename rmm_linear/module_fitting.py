@@ -85,7 +85,7 @@ class ModuleFit:
     _means: "_Means" = field(repr=False)
 
     def remove(self) -> nn.Module:
-        """Undo what `fit` installed; what others changed since then stays.
+        """Undo the changes that `fit` made; later changes by others stay.
 
         Returns:
             The model.

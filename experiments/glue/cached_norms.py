@@ -4,7 +4,7 @@ A model is trained for an epoch with exact layers, and once more. One batch is t
 under other masks of dropout: x and g of each linear layer, padding left out. A layer's noise is
 E||estimate - g^T x||^2 / ||g^T x||^2 in closed form, of WTA-CRS that draws rows by the input alone, by the norms of g
 that the same samples had an epoch before (`rmm_linear.NormCache`; layers of one input by the root of the sum of their
-squares), and by those of the same step, which nothing can know; and of the default sketch.
+squares), and by the norms of the same step, which nothing can know; and of the default sketch.
 """
 
 import argparse

@@ -37,11 +37,11 @@ def search(
     """Solve a model until it is solved, a limit is reached, or Ctrl-C is pressed.
 
     Args:
-        programs: What `constraint_programs` returned.
+        programs: OR-tools' module, from `constraint_programs`.
         model: The model.
         time_limit_s: Seconds.
         deterministic_limit: The solver's own measure of work; unlike a time, it gives the same solution each time.
-        **parameters: Others of the solver's.
+        **parameters: More of the solver's parameters.
     """
     solver = programs.CpSolver()
     parameters["max_time_in_seconds"] = time_limit_s

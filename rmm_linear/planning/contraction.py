@@ -54,7 +54,7 @@ def _by_repetition(graph: Graph, ops: Sequence[int]) -> Parts:
 
 
 def contracted(graph: Graph, parts: Parts) -> Graph:
-    """Return the graph of which the parts are the ops, in their order, and the storages those that outlive a part."""
+    """Return the graph whose ops are the parts, in their order, and whose storages outlive a part."""
     part_of = {op: number for number, part in enumerate(parts) for op in part}
     stays = {*graph.outputs, *graph.results, *graph.gradients}
     shared = [

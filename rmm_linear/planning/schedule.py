@@ -39,7 +39,7 @@ class Schedule:
         steps: The steps, in order.
         graph: Fingerprint of the graph that they belong to.
         strategy: Name of the strategy that made it.
-        proof: A sentence on what the strategy's solver proved; empty for strategies without one.
+        proof: The bound that the strategy's solver proved, as a sentence; empty for strategies without a solver.
     """
 
     steps: tuple[Step, ...]

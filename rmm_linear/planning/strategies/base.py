@@ -94,7 +94,7 @@ def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strate
         frontier: What `Strategy.frontier` returned.
         budget_bytes: The most that may be in memory at any time.
         strategy: Name of the strategy that made the frontier.
-        proof: A sentence on what its solver proved.
+        proof: The bound that its solver proved, as a sentence.
 
     Returns:
         The schedule.

@@ -154,7 +154,7 @@ def test_a_large_graph_is_planned_in_parts(monkeypatch):
 
 
 def test_outputs_that_nothing_reads_take_memory_while_their_op_runs():
-    """A batch norm writes new statistics each time that it runs, and no op reads the second ones."""
+    """A batch norm writes new statistics each time that it runs, and no op reads the second statistics."""
     graph = with_backward(chain([4] * 6))
     ops, storages, results = list(graph.ops), list(graph.storages), list(graph.results)
     for number in range(1, 5):
