@@ -277,10 +277,9 @@ class Moccasin(Strategy):
         return choose(graph, proposals, budget_bytes, self.name, found.proof(graph.cost))
 
     def _leanest(self, graph: Graph) -> list[tuple[int, ...]]:
-        orders = [
-            tuple(range(len(graph.ops))),
-            Program(graph, 1, runs=_RUNS[-1]).leanest(self.time_limit_s, self.deterministic_limit),
-        ]
+        orders = [tuple(range(len(graph.ops)))]
+        if len(graph.ops) <= _MOST_OPS:
+            orders.append(Program(graph, 1, runs=_RUNS[-1]).leanest(self.time_limit_s, self.deterministic_limit))
         try:
             Auto().plan(graph, 1)
         except InfeasibleBudgetError as error:
