@@ -26,7 +26,7 @@ LEAST_NOISE_OF_SKETCHES = 0.05
 _EXACT = frozenset({"strategy", "page_to"})
 # Parts of the sample with which noise is measured; the fewest, where so many would leave more than a share of it out.
 _PARTS, _FEWEST_PARTS, _LEFT_OUT = 8, 4, 0.1
-# Draws of codes that differ are those of ranks that no process has.
+# Two draws of a code differ by the rank that seeds them, and no process has a rank so high.
 _OTHER_RANK = 1 << 20
 
 
@@ -44,7 +44,7 @@ class Candidate:
         name: Such as "8 bits".
         options: Options of the backend: "bits" and "sketch"; "strategy" and "page_to" of an exact step that pages; none
             for other exact ones. Without a compiler: "ratio" and "storage" of converted layers.
-        plan: What is kept and computed again within the budget; None if it can't be met, and without a compiler.
+        plan: The plan within the budget; None if no plan fits, and without a compiler.
         least_bytes: The least that was found where the budget can't be met; else the plan's peak. Without a compiler,
             the measured peak.
         time: Predicted time over that of the exact step without a budget, infinite where the budget is not met; without

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from experiments.blocks import table
-from experiments.command_line import Parser, exit_status
-from experiments.glue.sketch_noise import Captured, Subject
+from experiments.command_line import exit_status
+from experiments.glue.sketch_noise import Captured, Subject, subject_parser
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
 from rmm_linear import RMMConfig
@@ -85,11 +85,7 @@ def cached_norms_table(path: Path = FILE) -> str:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.glue.cached_norms", description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", required=True, help="a folder that from_pretrained reads, a hub name, or demo")
-    parser.add_argument("--data", required=True, help="a folder in the official GLUE layout, hub or demo")
-    parser.add_argument("--tasks", nargs="+", default=TASKS, help=f"whose batches (default: {' '.join(TASKS)})")
-    parser.add_argument("--output", type=Path, default=FILE, help="results file (default: the committed one)")
+    parser = subject_parser("python -m experiments.glue.cached_norms", __doc__, TASKS, FILE)
     options: argparse.Namespace = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     for task in options.tasks:

@@ -393,16 +393,22 @@ def sketches_table(path: Path = FILE) -> str:
     return f"{head}\n\n{table(['sketch', *(storage or 'bfloat16' for storage in storages)], lines)}"
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.glue.sketch_noise", description=__doc__.partition("\n")[0])
+def subject_parser(prog: str, about: str, tasks: Sequence[str], file: Path) -> Parser:
+    """Return a parser of the arguments that make a `Subject` for each task, and of the results file."""
+    parser = Parser(prog=prog, description=about.partition("\n")[0])
     parser.add_argument("--model", required=True, help="a folder that from_pretrained reads, a hub name, or demo")
     parser.add_argument("--data", required=True, help="a folder in the official GLUE layout, hub or demo")
-    parser.add_argument("--tasks", nargs="+", default=TASKS, help=f"whose batches (default: {' '.join(TASKS)})")
+    parser.add_argument("--tasks", nargs="+", default=tasks, help=f"whose batches (default: {' '.join(tasks)})")
+    parser.add_argument("--output", type=Path, default=file, help="results file (default: the committed one)")
+    return parser
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = subject_parser("python -m experiments.glue.sketch_noise", __doc__, TASKS, FILE)
     parser.add_argument("--steps", type=int, default=30, help="training steps before the measurement (default: 30)")
     parser.add_argument(
         "--draws", type=int, default=2500, help="real sketches of a row, over all layers (default: 2500)"
     )
-    parser.add_argument("--output", type=Path, default=FILE, help="results file (default: the committed one)")
     options: argparse.Namespace = parser.parse_args(arguments)
     found: list[dict[str, Any]] = []
     for task in options.tasks:

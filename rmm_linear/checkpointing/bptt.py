@@ -177,9 +177,9 @@ def _check_memory(memory: float | int) -> None:
 def step_bytes(
     cell: Cell, input: Tensor, state: State, *, parameters: Sequence[Tensor] = (), preserve_rng_state: bool = True
 ) -> StepBytes:
-    """Run one step, and measure what it leaves behind; the arguments are those of `bptt_checkpoint`.
+    """Run one step, and measure the bytes of its state and of the tensors that autograd keeps.
 
-    The random number generators are afterwards as they were.
+    `bptt_checkpoint` has the arguments. The states of the random number generators are restored.
 
     Raises:
         ValueError: If the cell returns no state, uses a tensor that needs a gradient and is none of its parameters,

@@ -34,7 +34,7 @@ def fuse(joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collecti
     """Compute elementwise results of the forward pass again where backward loops read them, and find what is inlined.
 
     The joint graph, a functional one, is changed in place. `tangents` are placeholders of the gradients of its results,
-    and `updated` those of the inputs that the step writes into after the forward pass.
+    and `updated` are placeholders of inputs that the step writes into after the forward pass.
 
     Returns:
         For each node that is inlined, the node in whose loop it is computed.

@@ -93,7 +93,7 @@ class Editor:
     def copy(
         self, node: fx.Node, made: dict[fx.Node, fx.Node], *, before: fx.Node, block_of: fx.Node, is_backward: bool
     ) -> fx.Node:
-        """Copy a node with other inputs, those that are `made` for them; the rest is as in `insert`."""
+        """Copy a node, with the inputs replaced that are keys of `made`; `insert` has the other arguments."""
         copy = self._copy(node, made, before, block_of, is_backward=is_backward)
         copy.meta["val"] = self._value(copy)
         return copy
