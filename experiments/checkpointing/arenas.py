@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from rmm_linear.checkpointing import Graph
 from rmm_linear.planning.constraint_solver import constraint_programs, search
 from rmm_linear.planning.schedule import frees_of_order
@@ -107,21 +109,18 @@ _KEYS = (
 
 def _best_fit(alive: Sequence[Lifetime], key: Callable[[Lifetime], tuple[int, int]]) -> Arena:
     """Place each lifetime into the smallest gap between the addresses of lifetimes that overlap it in time."""
-    placed: list[tuple[int, int, Lifetime]] = []
-    address_of: dict[int, int] = {}
+    first, end, size = np.array([each[1:] for each in alive], np.int64).reshape(-1, 3).T
+    address = np.zeros(len(alive), np.int64)
+    by_address = np.empty(0, np.int64)
     for number in sorted(range(len(alive)), key=lambda number: key(alive[number])):
-        own = alive[number]
-        taken = sorted((at, end) for at, end, other in placed if other.first < own.end and own.first < other.end)
-        best, smallest, high = None, None, 0
-        for at, end in taken:
-            gap = at - high
-            if gap >= own.size_bytes and (smallest is None or gap < smallest):
-                best, smallest = high, gap
-            high = max(high, end)
-        address_of[number] = high if best is None else best
-        placed.append((address_of[number], address_of[number] + own.size_bytes, own))
-    size = max((end for _, end, _ in placed), default=0)
-    return Arena(size, tuple(address_of[number] for number in range(len(alive))), is_optimal=False)
+        others = by_address[(first[by_address] < end[number]) & (end[by_address] > first[number])]
+        low, high = address[others], np.maximum.accumulate(np.append(0, address[others] + size[others]))
+        gaps = np.append(low, np.iinfo(np.int64).max) - high
+        fits = np.flatnonzero(gaps >= size[number])
+        address[number] = high[fits[gaps[fits].argmin()]]
+        place = np.searchsorted(address[by_address], address[number])
+        by_address = np.insert(by_address, place, number)
+    return Arena(int((address + size).max(initial=0)), tuple(address.tolist()), is_optimal=False)
 
 
 class DtrInArena(CoopRun):

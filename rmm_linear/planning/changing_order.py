@@ -157,20 +157,19 @@ class ChangingOrder:
     def _spans(self, index: int) -> dict[int, int]:
         """When a storage is in memory: after each of these keys, until the other one."""
         writer, events = self._graph.writer[index], self.events[index]
-        if not self.runs[writer]:
+        runs = self.runs[writer]
+        if not runs:
             return {}
-        first = self.runs[writer][0]
         if index in self._outputs:
-            return {first: self.keys[-1]}
+            return {runs[0]: self.keys[-1]}
         if index in self._graph.freed:
-            return {first: max(first, next((key for key in reversed(events) if self.op_at[key] != writer), first))}
-        found: dict[int, int] = {}
-        start = first
-        is_result = writer in self._result_writers and index in self._graph.results
-        for key in events:
-            if self.op_at[key] == writer:
-                start = key
-            found[start] = max(key, self.end) if is_result and start <= self.end else key
+            last = next((key for key in reversed(events) if self.op_at[key] != writer), runs[0])
+            return {runs[0]: max(runs[0], last)}
+        # each time until the last event before the storage is written anew
+        following = (*runs[1:], self.keys[-1])
+        found = {run: events[bisect_left(events, after) - 1] for run, after in zip(runs, following, strict=True)}
+        if writer in self._result_writers and index in self._graph.results:
+            found |= {run: max(last, self.end) for run, last in found.items() if run <= self.end}
         return found
 
     def _state_span(self, op: int) -> dict[int, int]:

@@ -265,7 +265,7 @@ class _Place:
 
     def _ops_from_there(self, writer: int, use: int, freed: Sequence[int]) -> list[int]:
         """The ops that compute an op's results from what is in memory at a later place; none if that can't be."""
-        ops = self._graph.ops
+        ops, is_freed = self._graph.ops, set(freed)
         again, waiting = set(), [writer]
         while waiting:
             number = waiting.pop()
@@ -276,7 +276,7 @@ class _Place:
             if (
                 len(again) > _MOST_AGAIN
                 or not ops[number].is_recomputable
-                or not set(freed).isdisjoint(ops[number].reads)
+                or not is_freed.isdisjoint(ops[number].reads)
             ):
                 return []
             waiting += (self._graph.writer[index] for index in ops[number].reads if not self._is_there(index, use))
@@ -307,16 +307,19 @@ class _Place:
         first = changing.keys[changing.place(made) + 1] if made else changing.keys[0]
         if first < key and self._may_move(changing.op_at[key], first):
             yield _Change(0.0, [changing.op_at[key]], first, key)
+        not_freed = self._stays | self._here
         for use in sorted(set(self._last_use.values())):
             op = ops[changing.op_at[use]]
+            freed = (i for i in op.reads if self._last_use.get(i) == use and i not in not_freed)
+            if sum(map(self._graph.sizes.__getitem__, freed)) <= sum(map(self._graph.sizes.__getitem__, op.writes)):
+                continue
             is_ready = all(
-                changing.last_run(self._graph.writer[i], use) == changing.last_run(self._graph.writer[i], key)
+                self._is_there(i, use)
+                and changing.last_run(self._graph.writer[i], use) == changing.last_run(self._graph.writer[i], key)
                 for i in op.reads
             )
-            if is_ready and all(self._is_there(i, use) for i in op.reads) and self._may_move(changing.op_at[use], key):
-                freed = (i for i in op.reads if self._last_use.get(i) == use and i not in self._stays | self._here)
-                if sum(map(self._graph.sizes.__getitem__, freed)) > sum(map(self._graph.sizes.__getitem__, op.writes)):
-                    yield _Change(0.0, [changing.op_at[use]], key, use)
+            if is_ready and self._may_move(changing.op_at[use], key):
+                yield _Change(0.0, [changing.op_at[use]], key, use)
 
     def _is_unread(self, writer: int) -> bool:
         """Tell whether no result of an op was read since it was computed, before this place."""

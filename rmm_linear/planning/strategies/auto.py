@@ -10,14 +10,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
-from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.base import Strategy, checked_budget, register
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal, register
 from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
 # For so few ops and storages, all orders are looked at, in less than a second.
@@ -59,7 +58,7 @@ class Auto(Strategy):
         if max(len(graph.ops), len(graph.storages)) <= _FEW and not graph.stateful:
             optimum = cheapest_order(graph, budget_bytes)
             if optimum is None:
-                raise self._refusal(budget_bytes, leanest_order(graph).peak_bytes)
+                raise refusal(self.name, budget_bytes, leanest_order(graph).peak_bytes)
             return Schedule.from_order(graph, optimum.order, strategy=self.name)
         bound, starts = _starts(graph, budget_bytes)
         search = LocalSearch(graph, budget_bytes)
@@ -75,14 +74,10 @@ class Auto(Strategy):
             found = [_leaner(graph, order) for order in dict.fromkeys(lean)]
             least_bytes, best = min((peak_and_cost(graph, order)[0], order) for order in found)
             if least_bytes > budget_bytes:
-                raise self._refusal(budget_bytes, least_bytes)
+                raise refusal(self.name, budget_bytes, least_bytes)
             best = search.reduced(best)
         best = search.searched(best, _most_work(graph), enough)
         return Schedule.from_order(graph, best, strategy=self.name)
-
-    def _refusal(self, budget_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
-        text = f"{self.name} found no schedule within {budget_bytes} bytes; the least that was found takes"
-        return InfeasibleBudgetError(f"{text} {least_bytes} bytes", budget_bytes=budget_bytes, least_bytes=least_bytes)
 
 
 def _most_work(graph: Graph) -> int:

@@ -106,14 +106,16 @@ def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strate
     checked_budget(budget_bytes)
     fitting = [proposal for proposal in frontier if proposal.peak_bytes <= budget_bytes]
     if not fitting:
-        least = min(proposal.peak_bytes for proposal in frontier)
-        raise InfeasibleBudgetError(
-            f"{strategy} found no schedule within {budget_bytes} bytes; the least that was found takes {least} bytes",
-            budget_bytes=budget_bytes,
-            least_bytes=least,
-        )
+        error = refusal(strategy, budget_bytes, min(proposal.peak_bytes for proposal in frontier))
+        raise error
     best = min(fitting, key=lambda proposal: (proposal.cost, proposal.peak_bytes))
     return Schedule.from_order(graph, best.order, strategy=strategy, proof=proof)
+
+
+def refusal(strategy: str, budget_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
+    """Return the error of a strategy that found no schedule within a budget."""
+    text = f"{strategy} found no schedule within {budget_bytes} bytes; the least that was found takes"
+    return InfeasibleBudgetError(f"{text} {least_bytes} bytes", budget_bytes=budget_bytes, least_bytes=least_bytes)
 
 
 def checked_budget(budget_bytes: int) -> int:

@@ -26,7 +26,6 @@ The paper's first phase looks for any plan that fits. Here `auto`'s plan is the 
 there is one; else the peak above the budget is minimised first.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -41,7 +40,7 @@ from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.auto import Auto
-from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, choose, register
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal, register
 from rmm_linear.planning.strategies.jain2020_checkmate import Solution
 
 # the solver's costs are whole numbers: so many parts of the plain step
@@ -263,7 +262,8 @@ class Moccasin(Strategy):
         """Propose the best plan for some parts of the plain peak."""
         plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
         for part in range(_BUDGETS - 1, 0, -1):
-            found = self._solution(graph, max(1, plain_bytes * part // _BUDGETS))
+            budget_bytes = max(1, plain_bytes * part // _BUDGETS)
+            found = self._solution(graph, budget_bytes, self._hint(graph, budget_bytes)[0])
             if found.order is not None:
                 yield found.order
             if found.order is None or found.is_interrupted:
@@ -271,26 +271,27 @@ class Moccasin(Strategy):
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
         """Return the cheapest schedule that the solver finds."""
-        found = self._solution(graph, checked_budget(budget_bytes))
-        orders = self._leanest(graph) if found.order is None else [found.order]
-        proposals = [Proposal(*peak_and_cost(graph, each), each) for each in orders]
-        return choose(graph, proposals, budget_bytes, self.name, found.proof(graph.cost))
+        hint, least_bytes = self._hint(graph, checked_budget(budget_bytes))
+        found = self._solution(graph, budget_bytes, hint)
+        order = found.order
+        if order is None and len(graph.ops) <= _MOST_OPS:
+            leanest = Program(graph, 1, runs=_RUNS[-1]).leanest(self.time_limit_s, self.deterministic_limit)
+            least_bytes = min(least_bytes, peak_and_cost(graph, leanest)[0])
+            order = leanest if least_bytes <= budget_bytes else None
+        if order is None:
+            raise refusal(self.name, budget_bytes, least_bytes)
+        return Schedule.from_order(graph, order, strategy=self.name, proof=found.proof(graph.cost))
 
-    def _leanest(self, graph: Graph) -> list[tuple[int, ...]]:
-        orders = [tuple(range(len(graph.ops)))]
-        if len(graph.ops) <= _MOST_OPS:
-            orders.append(Program(graph, 1, runs=_RUNS[-1]).leanest(self.time_limit_s, self.deterministic_limit))
+    def _hint(self, graph: Graph, budget_bytes: int) -> tuple[tuple[int, ...] | None, int]:
+        """The order of `auto`'s plan, and its peak; if there is none, the least peak that `auto` found."""
         try:
-            Auto().plan(graph, 1)
+            order = Auto().plan(graph, budget_bytes).order
         except InfeasibleBudgetError as error:
-            orders.append(Auto().plan(graph, error.least_bytes).order)
-        return orders
+            return None, error.least_bytes
+        return order, peak_and_cost(graph, order)[0]
 
-    def _solution(self, graph: Graph, budget_bytes: int) -> Solution:
+    def _solution(self, graph: Graph, budget_bytes: int, hint: tuple[int, ...] | None) -> Solution:
         """The cheapest plan of both programs, and the bound and status of the last, which allows the most."""
-        hint: tuple[int, ...] | None = None
-        with contextlib.suppress(InfeasibleBudgetError):
-            hint = Auto().plan(graph, budget_bytes).order
         if len(graph.ops) > _MOST_OPS:
             return self._solution_by_parts(graph, budget_bytes, hint)
         found: list[Solution] = []
