@@ -31,7 +31,7 @@ FRONTIERS_FILE, BOUNDS_FILE, GROWTH_FILE, ARENAS_FILE = "frontiers.csv", "bounds
 ENERGY_FILE = "energy.csv"
 # of steps.py
 EAGER_FILE, COMPILED_FILE, CODES_FILE, CODES_CUDA_FILE = "eager.csv", "compiled.csv", "codes.csv", "codes-cuda.csv"
-NOISE_FILE = "codes_noise.csv"
+NOISE_FILE, PLANNERS_FILE = "codes_noise.csv", "planners.csv"
 EAGER, BLOCKS, COMPILED, BUDGET = "eager", "torch checkpoint", "torch.compile", "torch budget"
 EXACT, INDUCTOR = "planned, exact", "planned, inductor"
 # settings of budgets that lie evenly between the plain peak and the least
@@ -39,6 +39,7 @@ SPREAD = "spread"
 BOUNDS_PERCENTS = (80, 60, 40, 25, 15)
 GROWTH_PERCENTS = (75, 50, 25)
 ENERGY_PERCENTS = (80, 60, 40)
+PLANNERS_PERCENTS = (80, 70, 60, 50, 40)
 Row = dict[str, Any]
 Rows = Sequence[Row]
 _GB = 1e9

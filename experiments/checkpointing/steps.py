@@ -1,4 +1,4 @@
-"""Run training steps in every way: `python -m experiments.checkpointing.steps {eager,compiled,codes} --help`.
+"""Run training steps in every way: `python -m experiments.checkpointing.steps KIND`.
 
 Each way of running a model's step has a copy of the model. All ways are compiled first, and kept; their peaks and
 gradients are taken; then their steps are timed by turns. The peak is that of torch's profiler over one step (on a GPU
@@ -6,6 +6,8 @@ of the allocator): it counts all that torch allocates beside the parameters and 
 
 - `eager`: what users have without a planner, op by op: torch.utils.checkpoint in each block, and torch's
   `activation_memory_budget` by the backend "aot_eager", which fuses nothing. FLOPs are counted, and nothing is timed.
+- `planners`: plans of every strategy within parts of the plain peak, each run op by op. POET is left out, for without
+  pages its program is Checkmate's. Planning is timed, and no step.
 - `compiled`: the same through Inductor, and the plain compiled step. Plans get as budgets the peaks that the rivals
   were measured to take, so that times compare at equal peaks; ten more budgets lie evenly between the peak of the
   step without a plan and the least that a plan can do.
@@ -34,7 +36,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
@@ -44,11 +46,12 @@ from experiments.glue.settings import BITS, RunSettings
 from experiments.provenance import origin
 from experiments.rows import write_rows
 from rmm_linear import RMMConfig, convert_linears, fit
-from rmm_linear.checkpointing import get_strategy
+from rmm_linear.checkpointing import apply_schedule, available_strategies, capture, get_strategy
 from rmm_linear.compiler.backend import Group, Options
 from rmm_linear.compiler.torch_private import dynamo_options
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.memory import measure_kept_bytes
+from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.variance import measure_step_noise
 
 from .instruments import allocator_peaks, flops_of, gpu_peak, interleaved, kernel_seconds
@@ -65,6 +68,8 @@ from .report import (
     EXACT,
     INDUCTOR,
     NOISE_FILE,
+    PLANNERS_FILE,
+    PLANNERS_PERCENTS,
     RESULTS,
     SPREAD,
     write_report,
@@ -374,6 +379,42 @@ def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, st
         comparison.add(Way(method, f"{SPREAD} {number + 1}", options={"budget": budget, "executor": executor}))
 
 
+def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
+    """Plan a step with every strategy but POET, and run each plan once."""
+    model, batch = workload.at(shape)
+    workload.step(model, **batch).backward()  # type: ignore[no-untyped-call]
+    exact = [parameter.grad for parameter in model.parameters()]
+    graph = capture(model, kwargs=batch, step=workload.step).graph
+    plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
+    for name in (name for name in available_strategies() if name != "patil2022_poet"):
+        for percent in PLANNERS_PERCENTS:
+            row = {"batch": shape.batch, "size": shape.size, "ops": len(graph.ops), "plain_peak_bytes": plain_bytes}
+            row |= {"strategy": name, "budget_percent": percent}
+            began = time.perf_counter()
+            try:
+                schedule = get_strategy(name).plan(graph, plain_bytes * percent // 100)
+            except InfeasibleBudgetError as error:
+                yield row | {"least_peak_bytes": error.least_bytes, "planning_s": round(time.perf_counter() - began, 2)}
+                break
+            row["planning_s"] = round(time.perf_counter() - began, 2)
+            simulated_bytes, cost = peak_and_cost(graph, schedule.order)
+            row |= {"extra_cost": round(cost / graph.cost - 1, 4), "simulated_peak_bytes": simulated_bytes}
+            own = copy.deepcopy(model)
+            planned = apply_schedule(own, workload.step, batch, schedule)
+
+            def step(own: nn.Module = own, planned: Callable[..., Tensor] = planned) -> None:
+                own.zero_grad(set_to_none=True)
+                planned(batch).backward()  # type: ignore[no-untyped-call]
+
+            step()
+            pairs = zip(exact, (parameter.grad for parameter in own.parameters()), strict=True)
+            row["same_gradients"] = all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
+            own.zero_grad(set_to_none=True)
+            row["tensors_peak_bytes"] = allocator_peaks(step)[1]
+            print(f"{workload.title}, {name} at {percent} %: {row}", flush=True)
+            yield row | {"proof": schedule.proof}
+
+
 def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str, Any]]:
     """Compare what codes add to a gradient with how much minibatches of MRPC differ, dropout off."""
     from experiments.glue.training import PreparedRun
@@ -393,7 +434,7 @@ def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str
 
 
 def _run(options: argparse.Namespace) -> int:
-    kind, key = options.kind, "small" if options.kind == "eager" else options.kind
+    kind, key = options.kind, "small" if options.kind in ("eager", "planners") else options.kind
     key += ", cuda" if options.device == "cuda" else ""
     transformers.logging.set_verbosity_error()
     # of names that are to change in transformers 6
@@ -405,6 +446,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.noise:
         write_rows(options.results / NOISE_FILE, list(noise_rows(options.noise, options.data)))
     for workload in chosen(workloads, options.models):
+        if kind == "planners":
+            order = [each.title for each in workloads]
+            rows = planner_rows(workload, workload.shapes[key])
+            found = [{"model": workload.title} | row | origin() for row in rows]
+            write_rows(options.results / PLANNERS_FILE, found, order=order)
+            continue
         with Comparison(workload, workload.shapes[key], options.device, counts_flops=kind == "eager") as comparison:
             if kind == "codes":
                 for way in (Way(EAGER), *CODE_WAYS, *MORE_WAYS):
@@ -428,7 +475,7 @@ def _run(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     parser = Parser(prog="python -m experiments.checkpointing.steps", description=__doc__.partition("\n")[0])
-    parser.add_argument("kind", choices=("eager", "compiled", "codes"))
+    parser.add_argument("kind", choices=("eager", "planners", "compiled", "codes"))
     add_models(parser, WORKLOADS)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way (default: 7)")
