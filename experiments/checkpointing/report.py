@@ -50,6 +50,8 @@ _SOLVERS = ("jain2020", "kirisame2021", "moccasin2023", "patil2022", "steiner202
 _STEADY = 1.15
 # of the plain step: a forward pass is about a third of it
 _ONE_FORWARD = 1 / 3
+# of a figure: DTR computes some ops many times near the least peak
+_MOST_EXTRA = 40
 # an unrolled loop has more: planning times of those stand in a line of their own
 _MANY_OPS = 10_000
 # peak memory in GB: Kusumoto et al. 2019, table 1: none, Chen's algorithm, theirs; with liveness analysis
@@ -116,6 +118,55 @@ def solvers_table(folder: Path) -> str:
             lines.append([model, str(rows[0]["ops"]), name, *times, least, f"{seconds:.1f}"])
     head = ["model", "ops", "strategy", *(f"time at {each} %" for each in _BUDGETS), "least peak"]
     return table([*head, "planning all budgets, s"], lines)
+
+
+def planners_block(folder: Path) -> str:
+    """Return the figure of plans that ran, a table with a line a model and strategy, and how many ran as planned."""
+    every = read_rows(folder / PLANNERS_FILE)
+    lines = []
+    for model, rows in by_model(every).items():
+        for name in dict.fromkeys(row["strategy"] for row in rows):
+            of = {row["budget_percent"]: row for row in rows if row["strategy"] == name}
+            cells = []
+            for budget in PLANNERS_PERCENTS:
+                row = of.get(budget)
+                is_planned = row is not None and row["extra_cost"] is not None
+                cells.append(f"{percent(row['extra_cost'], '+')}, {row['planning_s']:.1f} s" if is_planned else "-")
+            proofs = [row["proof"] for row in of.values() if row["proof"]]
+            lines.append([model, name, *cells, proofs[-1] if proofs else ""])
+    head = ["model", "strategy", *(f"at {each} %: time, planning" for each in PLANNERS_PERCENTS)]
+    ran = [row for row in every if row["extra_cost"] is not None]
+    as_simulated = sum(row["tensors_peak_bytes"] == row["simulated_peak_bytes"] for row in ran)
+    same = sum(row["same_gradients"] for row in ran)
+    claim = (
+        f"Each plan ran, op by op: the measured peak is the simulated one to the byte in {as_simulated} of {len(ran)},"
+        f" and all gradients are eager mode's bit for bit in {same}. The proof is of the least budget that has one."
+    )
+    return "\n\n".join(["![extra time against peak](results/planners.png)", table([*head, "proof"], lines), claim])
+
+
+def draw_planners(rows: Rows, path: Path) -> None:
+    """Draw a panel a model: what each strategy's plans cost against the peak that they were measured to take."""
+    models = by_model([row for row in rows if row["extra_cost"] is not None])
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    size = (4.4 * len(models), 4.6)
+    figure, grid = plt.subplots(1, len(models), figsize=size, squeeze=False, sharey=True, layout="constrained")
+    colours, markers = plt.get_cmap("tab20"), "osPX^vD*"
+    for axes, (model, own) in zip(grid.flat, models.items(), strict=True):
+        for number, name in enumerate(names):
+            of = sorted((row for row in own if row["strategy"] == name), key=lambda row: row["tensors_peak_bytes"])
+            xs = [100 * row["tensors_peak_bytes"] / row["plain_peak_bytes"] for row in of]
+            style = {"color": colours(number), "marker": markers[number % len(markers)], "markersize": 5}
+            axes.plot(xs, [100 * row["extra_cost"] for row in of], label=name, linewidth=1, alpha=0.8, **style)
+        axes.set_title(f"{model}, {own[0]['ops']} ops", fontsize=10)
+        axes.set_ylim(0, _MOST_EXTRA)
+        axes.grid(alpha=0.25)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.supxlabel("measured peak, % of the plain step's", fontsize=10)
+    figure.supylabel("extra time by roofline, %", fontsize=10)
+    figure.savefig(path, dpi=130, format="png")
+    plt.close(figure)
 
 
 def published_table(folder: Path) -> str:
@@ -386,7 +437,7 @@ def size_of(row: Row) -> tuple[int, int]:
 def origins(folder: Path) -> str:
     """Say which commits, versions and hardware the rows of this README.md are of."""
     lines = []
-    for name in (FRONTIERS_FILE, EAGER_FILE, ARENAS_FILE, ENERGY_FILE):
+    for name in (FRONTIERS_FILE, PLANNERS_FILE, EAGER_FILE, ARENAS_FILE, ENERGY_FILE):
         models: dict[tuple[Any, ...], list[str]] = {}
         for row in read_rows(folder / name):
             key = tuple(row[name] for name in ("rmm_linear", "commit", "torch", "hardware"))
@@ -403,6 +454,7 @@ def origins(folder: Path) -> str:
 MAKERS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "strategies": (FRONTIERS_FILE, strategies_table),
     "solvers": (FRONTIERS_FILE, solvers_table),
+    "planners": (PLANNERS_FILE, planners_block),
     "published": (FRONTIERS_FILE, published_table),
     "arenas": (ARENAS_FILE, arenas_table),
     "energy": (ENERGY_FILE, energy_table),
@@ -418,13 +470,15 @@ def blocks(folder: Path) -> dict[str, Callable[[], str]]:
 
 
 def write_report(folder: Path) -> str:
-    """Draw `compiled.png`, and fill this experiment's README.md if the folder is its own.
+    """Draw `compiled.png` and `planners.png`, and fill this experiment's README.md if the folder is its own.
 
     Returns:
         All tables whose files are there.
     """
     if (folder / COMPILED_FILE).exists():
         replace_file(folder / "compiled.png", lambda path: draw_compiled(read_compiled(folder), path))
+    if (folder / PLANNERS_FILE).exists():
+        replace_file(folder / "planners.png", lambda path: draw_planners(read_rows(folder / PLANNERS_FILE), path))
     if folder.resolve() == RESULTS.resolve():
         text = filled(README.read_text(encoding="utf-8"), blocks(folder))
         replace_file(README, lambda path: path.write_text(text, encoding="utf-8"))

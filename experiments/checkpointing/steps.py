@@ -404,7 +404,7 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
 
             def step(own: nn.Module = own, planned: Callable[..., Tensor] = planned) -> None:
                 own.zero_grad(set_to_none=True)
-                planned(batch).backward()  # type: ignore[no-untyped-call]
+                planned(**batch).backward()  # type: ignore[no-untyped-call]
 
             step()
             pairs = zip(exact, (parameter.grad for parameter in own.parameters()), strict=True)
