@@ -382,7 +382,9 @@ def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, st
 def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
     """Plan a step with every strategy but POET, and run each plan once."""
     model, batch = workload.at(shape)
-    workload.step(model, **batch).backward()  # type: ignore[no-untyped-call]
+    # given, and not made by `backward`: it would count
+    tangent = torch.ones(())
+    workload.step(model, **batch).backward(tangent)  # type: ignore[no-untyped-call]
     exact = [parameter.grad for parameter in model.parameters()]
     graph = capture(model, kwargs=batch, step=workload.step).graph
     plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
@@ -404,7 +406,7 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
 
             def step(own: nn.Module = own, planned: Callable[..., Tensor] = planned) -> None:
                 own.zero_grad(set_to_none=True)
-                planned(**batch).backward()  # type: ignore[no-untyped-call]
+                planned(**batch).backward(tangent)  # type: ignore[no-untyped-call]
 
             step()
             pairs = zip(exact, (parameter.grad for parameter in own.parameters()), strict=True)
