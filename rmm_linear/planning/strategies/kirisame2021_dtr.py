@@ -15,10 +15,10 @@ what must not be computed twice are never evicted.
 
 The paper decides while the program runs; here the policy runs once for each of many budgets, and the orders that it
 takes are proposals: the simulator frees what no later op reads, which the policy could not know. Whether a budget is
-met is not monotone in it, so that all are tried.
+met is not monotone in it, so that smaller budgets are tried until several in a row are missed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
@@ -29,6 +29,8 @@ from rmm_linear.planning.strategies.base import Strategy, register
 _BUDGETS = 40
 # a run that takes so many times the plain program's time has lost its way
 _MOST_COST = 8.0
+# budgets that are missed one after the other, until smaller ones are not tried
+_MOST_MISSED = 4
 
 
 class Neighbourhood:
@@ -37,6 +39,8 @@ class Neighbourhood:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._evicted: set[int] = set()
+        self._before = [frozenset(graph.ops[writer].reads) for writer in graph.writer]
+        self._after = [frozenset(other for op in ops for other in graph.ops[op].writes) for ops in graph.readers]
 
     def cost(self, index: int) -> float:
         """Return the cost of the evicted neighbourhood of a storage that is in memory."""
@@ -49,12 +53,6 @@ class Neighbourhood:
     def restore(self, index: int) -> None:
         """Note that a storage is computed; it need not be evicted."""
         self._evicted.discard(index)
-
-    def _before(self, index: int) -> tuple[int, ...]:
-        return self._graph.ops[self._graph.writer[index]].reads
-
-    def _after(self, index: int) -> list[int]:
-        return [other for op in self._graph.readers[index] for other in self._graph.ops[op].writes]
 
 
 class ExactNeighbourhood(Neighbourhood):
@@ -83,20 +81,20 @@ class ExactNeighbourhood(Neighbourhood):
             self._forget(index)
         super().restore(index)
 
-    def _reached(self, index: int, step: Callable[[int], Iterable[int]]) -> set[int]:
+    def _reached(self, index: int, near: Sequence[frozenset[int]]) -> set[int]:
         found: set[int] = set()
         waiting = [index]
         while waiting:
-            new = self._evicted.intersection(step(waiting.pop())) - found
+            new = (near[waiting.pop()] & self._evicted) - found
             found |= new
             waiting += new
         return found
 
     def _forget(self, index: int) -> None:
-        for step in (self._before, self._after):
-            for other in (index, *self._reached(index, step)):
-                for near in step(other):
-                    self._known.pop(near, None)
+        for near in (self._before, self._after):
+            for other in (index, *self._reached(index, near)):
+                for known in near[other]:
+                    self._known.pop(known, None)
         self._known.pop(index, None)
 
 
@@ -116,7 +114,7 @@ class UnionFind(Neighbourhood):
         return number
 
     def _roots_around(self, index: int) -> list[int]:
-        near = self._evicted.intersection((*self._before(index), *self._after(index)))
+        near = (self._before[index] | self._after[index]) & self._evicted
         return sorted({self._root(self._set_of[other]) for other in near})
 
     def cost(self, index: int) -> float:
@@ -257,10 +255,16 @@ class Dtr(Strategy):
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
         """Propose what the policy does at each of many budgets."""
+        missed = 0
         for budget_bytes in budgets_to_try(graph):
             run = OnlineRun(graph, budget_bytes, self.neighbourhood(graph))
             if run.run():
+                missed = 0
                 yield run.order
+            else:
+                missed += 1
+            if missed == _MOST_MISSED:
+                break
 
 
 @register
