@@ -128,10 +128,9 @@ class Fit:
         return json.dumps(self.options)
 
     def figure(self, path: str | Path) -> None:
-        """Draw what is in memory over the step, and the peaks and times of all that was tried, to a file.
+        """Draw what is in memory over the step, and the peaks and times of all that was tried.
 
-        Args:
-            path: File to write; its suffix says the format.
+        The file's suffix says the format.
 
         Raises:
             ImportError: If matplotlib is missing.
@@ -175,16 +174,10 @@ class Fit:
         return f"{self.plan.card()}\n- variance that estimates add to a gradient: {noise}"
 
     def measure(self, batch: Any, loss_fn: Loss | None = None) -> StepNoise:
-        """Measure the noise of the step with the weights that the model has now.
+        """Measure the noise of the step with the weights that the model has now; the arguments are as for `fit`.
 
-        It takes a capture, and as long as two steps op by op.
-
-        Args:
-            batch: As for `fit`.
-            loss_fn: As for `fit`.
-
-        Returns:
-            The noise. Its parts are smaller than the batch: `noise_ratio` is the same for any size.
+        It takes a capture, and as long as two steps op by op. Gradients are of parts of the batch: `noise_ratio` is the
+        same for any size.
 
         Raises:
             ValueError: If it can't be measured with the batch.
@@ -197,11 +190,7 @@ class Fit:
             self.model._compiled_call_impl = planned
 
     def remove(self) -> nn.Module:
-        """Let the model run as it was written.
-
-        Returns:
-            The model.
-        """
+        """Let the model run as it was written, and return it."""
         return remove_checkpointing(self.model)
 
     def __str__(self) -> str:

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from rmm_linear.compiler.exact_program import random_state, set_random_state
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.memory import SavedTensors
+from rmm_linear.memory.unchanged import buffers_of, changed_buffers, unchanged
 from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
@@ -187,8 +188,8 @@ def step_bytes(
         RuntimeError: What the cell itself raises.
     """
     leaves, structure = pytree.tree_flatten(state)
-    own = list(cell.parameters()) if isinstance(cell, nn.Module) else []
-    buffers = _Buffers(cell)
+    module = cell if isinstance(cell, nn.Module) else nn.Module()
+    own, buffers = list(module.parameters()), buffers_of(module)
     generator = _Generators(input.device)
     before = generator.get()
     # copies: what a cell writes into them is not written into the caller's
@@ -196,14 +197,17 @@ def step_bytes(
     states = [_leaf(leaf.detach().clone(), needs_gradient=True) for leaf in leaves]
     versions = [tensor._version for tensor in (step, *states)]
     try:
-        with torch.enable_grad(), SavedTensors(*own, *buffers.tensors, *parameters, step, *states) as kept:
-            outputs, following, _ = _split(cell(step, pytree.tree_unflatten(states, structure)), structure)
+        with unchanged(module), torch.enable_grad():
+            with SavedTensors(module, *parameters, step, *states) as kept:
+                outputs, following, _ = _split(cell(step, pytree.tree_unflatten(states, structure)), structure)
+            updated = changed_buffers(module, buffers)
+            drew = not all(torch.equal(one, other) for one, other in zip(before, generator.get(), strict=True))
     except RuntimeError as error:
         if "leaf Variable that requires grad" not in str(error):
             raise
         raise ValueError(f"{_WRITES_IN_PLACE} (torch says: {str(error).splitlines()[0]})") from error
     finally:
-        updated = buffers.put_back()
+        generator.set(before)
     if updated:
         raise ValueError(
             f"the cell updates {', '.join(map(repr, updated))}, among its buffers: steps run more than once, and each"
@@ -212,53 +216,12 @@ def step_bytes(
         )
     if versions != [tensor._version for tensor in (step, *states)]:
         raise ValueError(_WRITES_IN_PLACE)
-    drew = not all(torch.equal(one, other) for one, other in zip(before, generator.get(), strict=True))
-    generator.set(before)
     _check_leaves([*outputs, *following], {id(tensor) for tensor in (*own, *parameters, step, *states)}, parameters)
     after = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in following}
     seen = {tensor.untyped_storage().data_ptr(): tensor for tensor in following if kept.holds(tensor)}
     internal = kept.bytes - sum(after[pointer] for pointer in seen)
     generator_bytes = sum(part.nbytes for part in before) if drew and preserve_rng_state else 0
     return StepBytes(sum(after.values()) + generator_bytes, internal)
-
-
-class _Buffers:
-    """The buffers of a cell, and what is in them before it runs."""
-
-    def __init__(self, cell: Cell) -> None:
-        self._module = cell if isinstance(cell, nn.Module) else nn.Module()
-        self._before = {name: (t, t._version, t.detach().clone()) for name, t in self._now().items()}
-
-    def _now(self) -> dict[str, Tensor]:
-        return dict(self._module.named_buffers(remove_duplicate=False))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor, _, _ in self._before.values()]
-
-    def put_back(self) -> list[str]:
-        """Undo what the cell did to its buffers, and return the names of those that it changed."""
-        now = self._now()
-        changed = []
-        for name, (tensor, version, contents) in self._before.items():
-            # batch norm writes without raising the version; a write of equal contents raises nothing else
-            if now.get(name) is not tensor or tensor._version != version or not _same_bits(tensor, contents):
-                changed.append(name)
-                with torch.no_grad():
-                    tensor.copy_(contents)
-        changed += [name for name in now if name not in self._before]
-        for name in changed:
-            owner, _, last = name.rpartition(".")
-            buffers = self._module.get_submodule(owner)._buffers
-            buffers[last] = self._before[name][0] if name in self._before else None
-        return changed
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.is_meta:
-        return True
-    # as bytes, in which NaN equals itself
-    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 class _Generators:
@@ -572,13 +535,7 @@ class _Run:
 
 
 class _Gradients:
-    """Gradients on their way from the last step to the first.
-
-    Attributes:
-        of_inputs: Gradients of the inputs; None if they are not asked for.
-        of_state: Gradients of the state before the step that came last.
-        totals: Gradients of the parameters, summed so far.
-    """
+    """Gradients of inputs, of the state before the step that came last, and of parameters, summed so far."""
 
     def __init__(self, run: _Run, gradients: Sequence[Tensor | None], *, several: bool) -> None:
         count = len(gradients) - run.structure.num_leaves

@@ -183,11 +183,7 @@ class Group:
         return graph
 
     def variants(self) -> "list[Variant]":
-        """Return what was planned so far.
-
-        Returns:
-            A variant for each graph, in the order of compilation, and kind of arguments.
-        """
+        """Return a variant for each graph so far, in the order of compilation, and kind of arguments."""
         graphs = sorted(self.graphs, key=lambda graph: graph.number)
         return [variant for graph in graphs for variant in graph.variants.values()]
 

@@ -31,13 +31,11 @@ _LONGEST = 16
 
 
 def fuse(joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Compute elementwise results of the forward pass again where backward loops read them, and find what is inlined.
+    """Compute elementwise results of the forward pass again where backward loops read them.
 
     The joint graph, a functional one, is changed in place. `tangents` are placeholders of the gradients of its results,
-    and `updated` are placeholders of inputs that the step writes into after the forward pass.
-
-    Returns:
-        For each node that is inlined, the node in whose loop it is computed.
+    and `updated` are placeholders of inputs that the step writes into after the forward pass. Return, for each node
+    that is inlined, the node in whose loop it is computed.
     """
     backward = _Fusion(joint, tangents, updated).recompute()
     forward = _Fusion(joint, tangents, updated).inlined(are_backward=False)

@@ -50,13 +50,7 @@ class CheckpointPlan:
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
-        """Judge a schedule.
-
-        Args:
-            graph: The graph.
-            schedule: A schedule for it.
-            budget_bytes: The budget that it was made for; its own peak if None.
-        """
+        """Judge a schedule for a graph; without the budget that it was made for, its own peak is the budget."""
         planned = simulate(graph, schedule)
         plain = simulate(graph, Schedule.plain(graph))
         return cls(graph, schedule, planned, plain, planned.peak_bytes if budget_bytes is None else budget_bytes)
@@ -90,13 +84,10 @@ class CheckpointPlan:
         return CheckpointPlan.of(graph, schedule, self.budget_bytes)
 
     def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
-        """Say what each block keeps and computes again.
+        """Say what each block keeps and computes again: blocks by name, in the order in which they first run.
 
         Args:
             depth: How many parts of a module's path make a block's name; as many as give at most 40 blocks if None.
-
-        Returns:
-            Blocks by name, in the order in which they first run.
         """
         if depth is None:
             depth = 1
@@ -120,10 +111,7 @@ class CheckpointPlan:
         return blocks
 
     def figure(self, path: str | Path) -> None:
-        """Draw what is in memory over the step, without and with the plan, to a file.
-
-        Args:
-            path: File to write; its suffix says the format.
+        """Draw what is in memory over the step, without and with the plan, to a file whose suffix says the format.
 
         Raises:
             ImportError: If matplotlib is missing.

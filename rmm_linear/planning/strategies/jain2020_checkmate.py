@@ -416,14 +416,7 @@ def _until_interrupted(solve: Callable[[], Any]) -> Any:
 
 @register
 class Checkmate(Strategy):
-    """Jain et al. 2020: the integer program, solved anew for each budget.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([4] * 5))
-        >>> Program(graph).solve(20).cost / graph.cost
-        1.3
-    """
+    """Jain et al. 2020: the integer program, solved anew for each budget."""
 
     name: ClassVar[str] = "jain2020_checkmate"
     time_limit_s: ClassVar[float] = 20.0

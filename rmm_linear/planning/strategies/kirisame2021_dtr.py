@@ -243,14 +243,7 @@ def budgets_to_try(graph: Graph) -> Iterator[int]:
 
 @register
 class Dtr(Strategy):
-    """Kirisame et al. 2021 with the evicted neighbourhood.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([100] * 30))
-        >>> [(point.peak_bytes, point.cost) for point in Dtr().frontier(graph)][::9]
-        [(3200, 60.0), (2300, 69.0), (1400, 78.0), (500, 442.0)]
-    """
+    """Kirisame et al. 2021 with the evicted neighbourhood."""
 
     name: ClassVar[str] = "kirisame2021_dtr"
     neighbourhood: ClassVar[type[Neighbourhood]] = ExactNeighbourhood

@@ -247,12 +247,6 @@ class Moccasin(Strategy):
 
     A plan takes `time_limit_s` at most, beside `auto`'s and the time in which the programs are made.
     Beyond some 250 ops the solver seldom finds anything cheaper than that within its limits.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([4] * 5))
-        >>> [Program(graph, 20, runs=runs).solve().cost / graph.cost for runs in (2, 3)]
-        [inf, 1.3]
     """
 
     name: ClassVar[str] = "moccasin2023_cp"

@@ -100,15 +100,7 @@ class PagingProgram(Program):
 
 @register
 class Poet(Checkmate):
-    """Patil et al. 2022: the integer program, solved anew for each budget.
-
-    Examples:
-        >>> from dataclasses import replace
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = replace(with_backward(chain([4] * 5)), page_cost=0.01)
-        >>> round(PagingProgram(graph).solve(20).cost / graph.cost, 3)
-        1.016
-    """
+    """Patil et al. 2022: the integer program, solved anew for each budget."""
 
     name: ClassVar[str] = "patil2022_poet"
     pages: ClassVar[bool] = True

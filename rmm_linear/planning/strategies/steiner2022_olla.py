@@ -112,14 +112,7 @@ def _before(graph: Graph) -> list[int]:
 
 @register
 class Olla(Strategy):
-    """Steiner et al. 2022: the order of the least peak, nothing computed twice.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import random_layers
-        >>> graph = random_layers(12, seed=4)
-        >>> peak_and_cost(graph, range(12))[0], peak_and_cost(graph, least_peak_order(graph)[0])[0]
-        (63, 57)
-    """
+    """Steiner et al. 2022: the order of the least peak, nothing computed twice."""
 
     name: ClassVar[str] = "steiner2022_olla"
     time_limit_s: ClassVar[float] = 60.0

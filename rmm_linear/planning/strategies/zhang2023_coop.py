@@ -139,14 +139,7 @@ class CoopRun(OnlineRun):
 
 @register
 class Coop(Strategy):
-    """Zhang et al. 2023: what is evicted lies side by side.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([100] * 30))
-        >>> [(point.peak_bytes, point.cost) for point in Coop().frontier(graph)][::9]
-        [(3200, 60.0), (2300, 69.0), (1400, 78.0), (500, 443.0)]
-    """
+    """Zhang et al. 2023: what is evicted lies side by side."""
 
     name: ClassVar[str] = "zhang2023_coop"
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rmm_linear.planning.generators import chain, with_backward
+from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
 from rmm_linear.planning.strategies.hong2025_linear import fewest_kept_bytes, least_peak, least_sum

@@ -5,7 +5,7 @@ import random
 import pytest
 from strategy_contract import large_graphs
 
-from rmm_linear.planning.generators import chain, random_layers, with_backward
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from network_shapes import dense_blocks, residual_chain
 
-from rmm_linear.planning.generators import chain, random_layers, star, with_backward
+from experiments.checkpointing.generators import chain, random_layers, star, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
 from rmm_linear.planning.simulate import peak_and_cost

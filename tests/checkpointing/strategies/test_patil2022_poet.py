@@ -10,8 +10,8 @@ pytest.importorskip("scipy")
 from cheapest_of_stages import cheapest_of_stages
 from strategy_contract import large_graphs
 
+from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.schedule import validate
 from rmm_linear.planning.simulate import peak_and_cost, simulate
 from rmm_linear.planning.strategies import get_strategy
