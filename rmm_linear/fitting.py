@@ -46,12 +46,11 @@ from rmm_linear.module_fitting import ModuleFit, fit_modules
 from rmm_linear.paging import pager_for
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.coding import Bits, sketch_ratio
-from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.simulate import plain_peak_bytes
 from rmm_linear.planning.timeline import draw
 from rmm_linear.variance.step_noise import StepNoise
 
@@ -382,7 +381,7 @@ class _Trials:
     def add_pages(self, page_to: str | Path) -> None:
         """Plan the exact step with pages in place of some second computations."""
         count = len(self._exact.graph.ops)
-        if self._budget_bytes is None or _plain_bytes(self._exact.graph) <= self._budget_bytes:
+        if self._budget_bytes is None or plain_peak_bytes(self._exact.graph) <= self._budget_bytes:
             return
         if count > _MOST_OPS_OF_PAGER:
             warnings.warn(
@@ -396,7 +395,7 @@ class _Trials:
 
     def add_codes(self) -> None:
         """Plan the step with codes of fewer and fewer bits, until all codes together fit without recomputation."""
-        if self._budget_bytes is None or _plain_bytes(self._exact.graph) <= self._budget_bytes:
+        if self._budget_bytes is None or plain_peak_bytes(self._exact.graph) <= self._budget_bytes:
             # codes would add noise alone
             return
         tried: set[frozenset[tuple[str, int]]] = set()
@@ -412,7 +411,7 @@ class _Trials:
             if self._replanned_bytes is not None:
                 with contextlib.suppress(ImportError, TimeoutError):
                     self._add_partly_coded(name, PartialCoding(self._exact, coded, Bits.of(given), costs))
-            fits = _plain_bytes(coded.graph) <= self._budget_bytes
+            fits = plain_peak_bytes(coded.graph) <= self._budget_bytes
             if fits or coded.graph.cost < self._best_cost():
                 self.add(name, {"bits": given}, coded)
             if fits:
@@ -454,10 +453,6 @@ class _Trials:
             return Candidate(name, options, None, plan.peak_bytes, fits=False)
         plan = replace(plan, coding=capture.coding, eager_peak_bytes=self._exact.eager_peak_bytes)
         return Candidate(name, options, plan, plan.peak_bytes, plan.planned.cost / self._exact.graph.cost)
-
-
-def _plain_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.plain(graph)).peak_bytes
 
 
 def _checked_ways(

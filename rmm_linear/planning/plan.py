@@ -93,7 +93,7 @@ class CheckpointPlan:
             depth = 1
             while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
                 depth += 1
-        kept_plain, kept = self._held(Schedule.plain(self.graph)), self._held(self.schedule)
+        kept_plain, kept = self.plain.forward_live, self.planned.forward_live
         times = [0] * len(self.graph.runnable)
         for index in self.schedule.order:
             times[index] += 1
@@ -143,20 +143,6 @@ class CheckpointPlan:
 
     def _is_sketch(self, index: int) -> bool:
         return _is_sketch(self.graph.ops[self.graph.writer[index]])
-
-    def _held(self, schedule: Schedule) -> set[int]:
-        """Storages in memory when the forward pass has ended."""
-        missing = {self.graph.writer[index] for index in self.graph.results}
-        held: set[int] = set()
-        for step in schedule.steps:
-            if step.kind == "free":
-                held.discard(step.target)
-            elif not missing:
-                break
-            else:
-                missing.discard(step.target)
-                held.update(self.graph.runnable[step.target].writes)
-        return held
 
     def __str__(self) -> str:
         return "\n".join([*self._headlines(), "", *self._table()])
@@ -208,7 +194,7 @@ class CheckpointPlan:
         if any(_is_sketch(op) and not op.is_backward for op in self.graph.ops):
             sketches = [
                 sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
-                for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))
+                for held in (self.plain.forward_live, self.planned.forward_live)
             ]
             yield f"sketches in it: {self._sizes(*sketches)}"
         yield from self.coding.lines(self._unit)

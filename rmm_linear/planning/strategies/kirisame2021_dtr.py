@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import end_of_forward, hand_over_places
-from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.simulate import plain_peak_bytes
 from rmm_linear.planning.strategies.base import Strategy, register
 
 _BUDGETS = 40
@@ -234,7 +234,7 @@ class OnlineRun:
 
 def budgets_to_try(graph: Graph) -> Iterator[int]:
     """Give parts of the plain peak, from it down to what the largest op needs."""
-    plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
+    plain_bytes = plain_peak_bytes(graph)
     largest = max(graph.bytes_while_running)
     for part in range(_BUDGETS, 0, -1):
         if plain_bytes * part // _BUDGETS >= largest:

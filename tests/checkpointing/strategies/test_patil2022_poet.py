@@ -78,17 +78,6 @@ def test_energy_decides_between_paging_and_computing_again():
     assert cheap.cost == pytest.approx(of_ops + 0.1 * 0.3 * of_pages)
 
 
-def test_a_limit_of_time_costs_energy():
-    graph, budget = replace(_SIX, page_cost=2.0), _SIX_PEAK * 9 // 10
-    free = PagingProgram(graph, page_weight=0.01).solve(budget)
-    time = peak_and_cost(graph, free.order)[1]
-    limited = PagingProgram(graph, page_weight=0.01, most_cost=time - 1).solve(budget)
-    assert limited.status == "optimal"
-    assert peak_and_cost(graph, limited.order)[1] <= time - 1
-    assert limited.cost > free.cost
-    assert PagingProgram(graph, most_cost=graph.cost).solve(budget).status == "infeasible"
-
-
 def test_large_graphs_are_rounded_within_the_budget():
     graph = replace(dict(large_graphs())["chain of 53"], page_cost=0.001)
     plain = peak_and_cost(graph, range(len(graph.ops)))[0]
