@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -299,6 +299,13 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other
 
 
+class _State(NamedTuple):
+    """What a step starts from; without the states of the generators where they are not preserved."""
+
+    leaves: list[Tensor]
+    generators: tuple[Tensor, ...]
+
+
 @dataclass
 class _Step:
     """A step whose graph is there."""
@@ -327,8 +334,7 @@ class _Run:
         self.preserve_rng_state = preserve_rng_state
         # pairs (output, state) of places that hold the same tensor
         self.shared: list[tuple[int, int]] = []
-        self.states: dict[int, list[Tensor]] = {}
-        self.generator_states: dict[int, tuple[Tensor, ...]] = {}
+        self.states: dict[int, _State] = {}
         self.pins: dict[int, int] = {}
         self.stored: dict[int, _Step] = {}
         self.remaining: Iterator[Any] | None = None
@@ -336,7 +342,7 @@ class _Run:
         # states that lie with the pager, by their number
         self.paged: dict[int, Any] = {}
         # the state that was paged out last, for the steps after it
-        self.passing: tuple[int, list[Tensor]] | None = None
+        self.passing: tuple[int, _State] | None = None
         self.autocast: dict[str, Any] | None = None
 
     def plain(self, inputs: Tensor, leaves: list[Tensor]) -> tuple[Any, State]:
@@ -357,24 +363,23 @@ class _Run:
             self.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": enabled}
         self.bind(inputs, leaves, parameters)
         self.remaining = iter(self.plan.actions)
-        self.states[0], self.pins[0] = leaves, 1
-        self._keep_generators(0)
+        self._pin(0, leaves)
 
     def bind(self, inputs: Tensor, leaves: list[Tensor], parameters: tuple[Tensor, ...]) -> None:
         """Take what autograd saved: between the passes nothing here refers to it."""
         self.inputs, self.parameters = inputs, parameters
         if self.states:
-            self.states[0] = leaves
+            self.states[0] = self.states[0]._replace(leaves=leaves)
 
     def unbind(self) -> None:
-        self.states[0] = []
+        self.states[0] = self.states[0]._replace(leaves=[])
         del self.inputs, self.parameters
 
     def advance(self, target: int, outputs: Callable[[int, list[Tensor]], None] | None) -> list[Tensor]:
         """Run steps without a graph from the latest state that is there, and return the state before `target`."""
-        latest, leaves = self._latest(target)
+        latest, (leaves, generators) = self._latest(target)
         if outputs is None and self.preserve_rng_state:
-            self.generators.set(self.generator_states[latest])
+            self.generators.set(generators)
         with torch.no_grad(), self._as_in_forward():
             for number in range(latest, target):
                 found, leaves, _ = self._split(self.cell(self.inputs[number], self._state(leaves)))
@@ -383,7 +388,7 @@ class _Run:
                 del found
         return leaves
 
-    def _latest(self, target: int) -> tuple[int, list[Tensor]]:
+    def _latest(self, target: int) -> tuple[int, _State]:
         """Return the latest state that is there, up to the one before `target`, and its number."""
         if self.passing is not None:
             passing, self.passing = self.passing, None
@@ -418,7 +423,7 @@ class _Run:
             if kind == "page":
                 assert self.pager is not None
                 self.paged[stage] = self.pager.put([*leaves, *self.generators.get()])
-                self.passing = stage, leaves
+                self.passing = stage, _State(leaves, ())
                 continue
             if kind == "store":
                 self._pin(stage, leaves)
@@ -482,33 +487,24 @@ class _Run:
 
     def _pin(self, number: int, leaves: list[Tensor]) -> None:
         if number not in self.states:
-            self.states[number] = leaves
-            self._keep_generators(number)
+            now = self.generators.get() if self.preserve_rng_state else ()
+            # a cell that draws nothing leaves them as they are: one copy will do
+            other = next((state.generators for state in self.states.values()), now)
+            is_same = all(torch.equal(one, another) for one, another in zip(now, other, strict=True))
+            self.states[number] = _State(leaves, other if is_same else now)
         self.pins[number] = self.pins.get(number, 0) + 1
 
-    def _fetched(self, number: int) -> list[Tensor]:
+    def _fetched(self, number: int) -> _State:
         """Bring a state back, which the pager then has no more."""
         assert self.pager is not None
         found = self.pager.take(self.paged.pop(number))
         count = self.structure.num_leaves
-        self.generator_states[number] = tuple(found[count:])
-        return found[:count]
+        return _State(found[:count], tuple(found[count:]))
 
     def _unpin(self, number: int) -> None:
         self.pins[number] -= 1
         if not self.pins[number]:
             del self.pins[number], self.states[number]
-            self.generator_states.pop(number, None)
-
-    def _keep_generators(self, number: int) -> None:
-        if not self.preserve_rng_state:
-            return
-        now = self.generators.get()
-        # a cell that draws nothing leaves them as they are: one copy will do
-        other = next(iter(self.generator_states.values()), now)
-        if all(torch.equal(one, another) for one, another in zip(now, other, strict=True)):
-            now = other
-        self.generator_states[number] = now
 
     def _state(self, leaves: list[Tensor]) -> State:
         return pytree.tree_unflatten(leaves, self.structure)
