@@ -161,14 +161,11 @@ class HongLinear(Strategy):
 
 
 def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
-    prices, sizes = crossing_bytes(graph), written_bytes(graph)
-    count = graph.forward_count
-    layers = least_peak(prices[1:]).layers
-    yield tuple(layer + 1 for layer in layers if layer + 1 < count)
-    for cap in _caps(sizes):
-        # a chain's checkpoint is no part of a segment; here what crosses a cut may be anything, and is counted twice
-        layers = fewest_kept_bytes(sizes, prices[1:], cap).layers
-        yield tuple(layer + 1 for layer in layers if layer + 1 < count)
+    prices, sizes = crossing_bytes(graph)[1:], written_bytes(graph)
+    # a chain's checkpoint is no part of a segment; here what crosses a cut may be anything, and is counted twice
+    cheapest = (fewest_kept_bytes(sizes, prices, cap).layers for cap in _caps(sizes))
+    for layers in (least_peak(prices).layers, *cheapest):
+        yield tuple(layer + 1 for layer in layers if layer + 1 < graph.forward_count)
 
 
 def _caps(sizes: Sequence[int]) -> list[int]:

@@ -60,28 +60,11 @@ class Neighbourhood:
 class ExactNeighbourhood(Neighbourhood):
     """The evicted ancestors and descendants."""
 
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph)
-        self._known: dict[int, float] = {}
-
     def cost(self, index: int) -> float:
         """Return the cost of the ops that compute them."""
-        if index not in self._known:
-            found = self._reached(index, self._before) | self._reached(index, self._after)
-            ops = {self._graph.writer[other] for other in found} - {self._graph.writer[index]}
-            self._known[index] = sum(self._graph.ops[op].cost for op in sorted(ops))
-        return self._known[index]
-
-    def evict(self, index: int) -> None:
-        """Forget what is known of storages around it."""
-        super().evict(index)
-        self._forget(index)
-
-    def restore(self, index: int) -> None:
-        """Forget what is known of storages around it."""
-        if index in self._evicted:
-            self._forget(index)
-        super().restore(index)
+        found = self._reached(index, self._before) | self._reached(index, self._after)
+        ops = {self._graph.writer[other] for other in found} - {self._graph.writer[index]}
+        return sum(self._graph.ops[op].cost for op in sorted(ops))
 
     def _reached(self, index: int, step: Callable[[int], Iterable[int]]) -> set[int]:
         found: set[int] = set()
@@ -91,13 +74,6 @@ class ExactNeighbourhood(Neighbourhood):
             found |= new
             waiting += new
         return found
-
-    def _forget(self, index: int) -> None:
-        for step in (self._before, self._after):
-            for other in (index, *self._reached(index, step)):
-                for near in step(other):
-                    self._known.pop(near, None)
-        self._known.pop(index, None)
 
 
 class UnionFind(Neighbourhood):
