@@ -1,6 +1,5 @@
 """DTR: evicted neighbourhoods, the budget, and the paper's bound for chains."""
 
-
 import pytest
 from strategy_contract import large_graphs
 
