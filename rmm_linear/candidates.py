@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rmm_linear.byte_sizes import Unit, readable
 from rmm_linear.checkpointing.planned import arguments_of_sample
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.names import aligned
 from rmm_linear.ops import ranked_higher
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
@@ -80,15 +81,15 @@ class Candidate:
 
 def table(candidates: Sequence[Candidate], unit: Unit, time: str = "time", digits: int = 3) -> Iterator[str]:
     """Show peaks, times and noise, one candidate a line, and then why noise was not measured."""
-    width = max(24, *(len(each.name) for each in candidates))
-    yield f"{'':{width}}  {f'peak, {unit.name}':>11}  {time:>8}  {'noise over minibatch noise':>27}"
+    rows = [("", f"peak, {unit.name}", time, "noise over minibatch noise")]
     for each in candidates:
         peak, time_of_step = unit.of(each.least_bytes), f"{each.time:.{digits}f}"
         if each.time == math.inf:
             # no plan was found that fits
             peak, time_of_step = f"> {unit.of(each.least_bytes - 1)}", ""
         noise = f"{each.noise_ratio:.2g}" if each.noise or each.is_exact else "not measured"
-        yield f"{each.name:{width}}  {peak:>11}  {time_of_step:>8}  {noise if each.fits else 'does not fit':>27}"
+        rows.append((each.name, peak, time_of_step, noise if each.fits else "does not fit"))
+    yield from aligned(rows, numbers=(1, 2, 3), has_rule=False)
     yield from dict.fromkeys(each.obstacle for each in candidates if each.obstacle)
 
 

@@ -46,12 +46,11 @@ from rmm_linear.module_fitting import ModuleFit, fit_modules
 from rmm_linear.paging import pager_for
 from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.coding import Bits, sketch_ratio
-from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.simulate import plain_peak_bytes
 from rmm_linear.planning.timeline import draw
 from rmm_linear.variance.step_noise import StepNoise
 
@@ -128,10 +127,9 @@ class Fit:
         return json.dumps(self.options)
 
     def figure(self, path: str | Path) -> None:
-        """Draw what is in memory over the step, and the peaks and times of all that was tried, to a file.
+        """Draw what is in memory over the step, and the peaks and times of all that was tried.
 
-        Args:
-            path: File to write; its suffix says the format.
+        The file's suffix says the format.
 
         Raises:
             ImportError: If matplotlib is missing.
@@ -175,16 +173,10 @@ class Fit:
         return f"{self.plan.card()}\n- variance that estimates add to a gradient: {noise}"
 
     def measure(self, batch: Any, loss_fn: Loss | None = None) -> StepNoise:
-        """Measure the noise of the step with the weights that the model has now.
+        """Measure the noise of the step with the weights that the model has now; the arguments are as for `fit`.
 
-        It takes a capture, and as long as two steps op by op.
-
-        Args:
-            batch: As for `fit`.
-            loss_fn: As for `fit`.
-
-        Returns:
-            The noise. Its parts are smaller than the batch: `noise_ratio` is the same for any size.
+        It takes a capture, and as long as two steps op by op. Gradients are of parts of the batch: `noise_ratio` is the
+        same for any size.
 
         Raises:
             ValueError: If it can't be measured with the batch.
@@ -197,11 +189,7 @@ class Fit:
             self.model._compiled_call_impl = planned
 
     def remove(self) -> nn.Module:
-        """Let the model run as it was written.
-
-        Returns:
-            The model.
-        """
+        """Let the model run as it was written, and return it."""
         return remove_checkpointing(self.model)
 
     def __str__(self) -> str:
@@ -393,7 +381,7 @@ class _Trials:
     def add_pages(self, page_to: str | Path) -> None:
         """Plan the exact step with pages in place of some second computations."""
         count = len(self._exact.graph.ops)
-        if self._budget_bytes is None or _plain_bytes(self._exact.graph) <= self._budget_bytes:
+        if self._budget_bytes is None or plain_peak_bytes(self._exact.graph) <= self._budget_bytes:
             return
         if count > _MOST_OPS_OF_PAGER:
             warnings.warn(
@@ -407,7 +395,7 @@ class _Trials:
 
     def add_codes(self) -> None:
         """Plan the step with codes of fewer and fewer bits, until all codes together fit without recomputation."""
-        if self._budget_bytes is None or _plain_bytes(self._exact.graph) <= self._budget_bytes:
+        if self._budget_bytes is None or plain_peak_bytes(self._exact.graph) <= self._budget_bytes:
             # codes would add noise alone
             return
         tried: set[frozenset[tuple[str, int]]] = set()
@@ -423,7 +411,7 @@ class _Trials:
             if self._replanned_bytes is not None:
                 with contextlib.suppress(ImportError, TimeoutError):
                     self._add_partly_coded(name, PartialCoding(self._exact, coded, Bits.of(given), costs))
-            fits = _plain_bytes(coded.graph) <= self._budget_bytes
+            fits = plain_peak_bytes(coded.graph) <= self._budget_bytes
             if fits or coded.graph.cost < self._best_cost():
                 self.add(name, {"bits": given}, coded)
             if fits:
@@ -465,10 +453,6 @@ class _Trials:
             return Candidate(name, options, None, plan.peak_bytes, fits=False)
         plan = replace(plan, coding=capture.coding, eager_peak_bytes=self._exact.eager_peak_bytes)
         return Candidate(name, options, plan, plan.peak_bytes, plan.planned.cost / self._exact.graph.cost)
-
-
-def _plain_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.plain(graph)).peak_bytes
 
 
 def _checked_ways(

@@ -269,7 +269,7 @@ def _compressed(
     """The kept tensors of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
-    rest = x if x.dim() == 2 else _flat(x)
+    rest = _flat(x)
     if layout.kept or index is not None:
         kept, rest = split(rest, layout, index)
         if layout.kept:
@@ -289,9 +289,6 @@ def _flat(x: Tensor) -> Tensor:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that F.linear computes in: autocast lowers all floats but float64."""
-    # Fast path; not while compiling, where the question would enter the graph.
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return x.dtype
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
@@ -342,9 +339,7 @@ def _check(
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the output features")
     dtype = compute_dtype(x)
-    # equal ones are lowered alike
-    is_uniform = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
-    if not is_uniform and any(compute_dtype(other) != dtype for other in (weight, bias) if other is not None):
+    if any(compute_dtype(other) != dtype for other in (weight, bias) if other is not None):
         raise ValueError(
             f"x has dtype {x.dtype}, weight {weight.dtype}{'' if bias is None else f' and bias {bias.dtype}'}; cast"
             " them to one, or run under torch.autocast (which leaves float64 alone)"

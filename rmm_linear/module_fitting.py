@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.byte_sizes import readable, unit_for
@@ -42,7 +42,7 @@ from rmm_linear.errors import NothingToTrainError
 from rmm_linear.layer import SketchedLayer
 from rmm_linear.memory import profile
 from rmm_linear.memory.peak import measure_peak_bytes
-from rmm_linear.memory.unchanged import unchanged
+from rmm_linear.memory.unchanged import buffers_of, changed_buffers, unchanged
 from rmm_linear.planning.budget import Budget
 from rmm_linear.variance.step_noise import StepNoise, gradient_of
 
@@ -85,11 +85,7 @@ class ModuleFit:
     _means: "_Means" = field(repr=False)
 
     def remove(self) -> nn.Module:
-        """Undo the changes that `fit` made; later changes by others stay.
-
-        Returns:
-            The model.
-        """
+        """Undo the changes that `fit` made, and return the model; later changes by others stay."""
         self._means.remove()
         _FITTED.discard(self.model)
         return self.model
@@ -176,7 +172,7 @@ class _Trials:
     def _find_blocks(self) -> None:
         """Leave out the blocks that change their buffers in a forward pass, which checkpoints run twice."""
         blocks = _blocks(self._model)
-        states = [_state(block) for block in blocks]
+        states = [buffers_of(block) for block in blocks]
         # without a graph where memory does not suffice for it
         for has_graph in (True, False):
             try:
@@ -187,7 +183,9 @@ class _Trials:
                 continue
         else:
             return
-        self.means.blocks = [block for block, state in zip(blocks, states, strict=True) if _is_in(state, block)]
+        self.means.blocks = [
+            block for block, state in zip(blocks, states, strict=True) if not changed_buffers(block, state)
+        ]
         if count := len(blocks) - len(self.means.blocks):
             self.notes[f"{count} blocks are not checkpointed: they change their buffers, and would do so twice"] = None
 
@@ -211,7 +209,8 @@ class _Trials:
 
     def _add(self, options: Mapping[str, Any], checkpoints: int = 0) -> None:
         peak_bytes = self._peak(options, checkpoints)
-        time = None if peak_bytes is None else self._time(options, checkpoints)
+        timed = partial(median_ms, self._run, [self._device])
+        time = None if peak_bytes is None else self._tried(timed, options, checkpoints)
         if peak_bytes is not None and time is not None:
             name, fits = _name(options, checkpoints), self._fits(options, checkpoints)
             self.candidates.append(Candidate(name, options, None, peak_bytes, time, checkpoints=checkpoints, fits=fits))
@@ -226,9 +225,6 @@ class _Trials:
             measure = partial(measure_peak_bytes, self._run, self._device)
             self._peaks[name] = self._tried(measure, options, checkpoints)
         return self._peaks[name]
-
-    def _time(self, options: Mapping[str, Any], checkpoints: int) -> float | None:
-        return self._tried(partial(median_ms, self._run, [self._device]), options, checkpoints)
 
     def _tried(self, measure: Callable[[], T], options: Mapping[str, Any], checkpoints: int) -> T | None:
         """Measure a step; None if it can't be run."""
@@ -341,16 +337,6 @@ def _name(options: Mapping[str, Any], checkpoints: int) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-def _state(block: nn.Module) -> list[tuple[Tensor, int, Tensor]]:
-    return [(buffer, buffer._version, buffer.clone()) for buffer in block.buffers()]
-
-
-def _is_in(state: list[tuple[Tensor, int, Tensor]], block: nn.Module) -> bool:
-    return [id(buffer) for buffer in block.buffers()] == [id(buffer) for buffer, *_ in state] and all(
-        buffer._version == version and torch.equal(buffer, content) for buffer, version, content in state
-    )
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -101,8 +101,8 @@ class NormCache:
     processes that shuffle anew in each epoch, each knows an n-th of its samples in the second one.
 
     Rows are drawn by the input alone, and nothing is remembered, in checkpointed blocks, under `torch.compile`, and for
-    inputs whose first dimension is not the batch. `VarianceMonitor` and `AdaptiveRatios` do not know of a cache: their
-    closed forms are of ||x_i|| alone.
+    inputs whose first dimension is not the batch. `VarianceMonitor` does not know of a cache: its closed forms are of
+    ||x_i|| alone.
 
     Args:
         model: A model with converted layers.

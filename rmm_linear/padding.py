@@ -424,7 +424,11 @@ def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:
     modules the outermost: their layers take the mask as well.
     """
     takers = {name: module for name, module in model.named_modules() if _MASK_ARGUMENT in _parameters_of(module)}
-    models = {name: module for name, module in takers.items() if _is_pretrained_model(module)}
+    models = {
+        name: module
+        for name, module in takers.items()
+        if hasattr(module, "get_input_embeddings") and hasattr(module, "config")
+    }
     for name, module in (models or takers).items():
         others = (models or takers).keys() - {name}
         is_wanted = not any(_is_inside(other, name) if models else _is_inside(name, other) for other in others)
@@ -436,10 +440,6 @@ def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:
 
 def _is_inside(name: str, outer: str) -> bool:
     return outer == "" or name.startswith(outer + ".")
-
-
-def _is_pretrained_model(module: nn.Module) -> bool:
-    return hasattr(module, "get_input_embeddings") and hasattr(module, "config")
 
 
 def _parameters_of(module: nn.Module) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -112,17 +113,15 @@ class _Input(weakref.ref[Tensor]):
         else:
             # an input that stays may see many layers come and go
             readers[1:] = [reader for reader in readers[1:] if reader() is not None] + [own]
-        # most inputs have one reader, and no key is looked for
-        if self.groups:
-            found = self.groups.get(key)
-            shared, members = (None, []) if found is None else (found[0](), found[1])
-            if not (shared is None or shared.is_over or any(_are_one(member(), layer) for member in members)):
-                # as with the readers: layers may come and go while a graph keeps the sketch
-                members[:] = [member for member in members if member() is not None]
-                members.append(own)
-                return shared
-            # without the closed ones
-            self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
+        found = self.groups.get(key)
+        shared, members = (None, []) if found is None else (found[0](), found[1])
+        if _is_of_use(shared) and not any(_are_one(member(), layer) for member in members):
+            # as with the readers: layers may come and go while a graph keeps the sketch
+            members[:] = [member for member in members if member() is not None]
+            members.append(own)
+            return shared
+        # without the closed ones
+        self.groups = {other: group for other, group in self.groups.items() if _is_of_use(group[0]())}
         shared = SharedSketch()
         self.groups[key] = weakref.ref(shared), [own]
         return shared
@@ -133,7 +132,7 @@ def _are_one(member: nn.Module | None, layer: nn.Module) -> bool:
     return member is layer or (member is not None and getattr(member, "weight", None) is layer.weight)
 
 
-def _is_of_use(group: SharedSketch | None) -> bool:
+def _is_of_use(group: SharedSketch | None) -> TypeGuard[SharedSketch]:
     return group is not None and not group.is_over
 
 

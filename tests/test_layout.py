@@ -50,7 +50,7 @@ ALLOWED = {
     "paging": {"errors"},
     "compiler": {"planning", "memory", "config", "paging", "errors"},
     "checkpointing": {"compiler", "planning", "memory", "paging", "errors"},
-    "candidates": {"byte_sizes", "checkpointing", "errors", "ops", "planning", "variance"},
+    "candidates": {"byte_sizes", "checkpointing", "errors", "names", "ops", "planning", "variance"},
     "module_fitting": {
         *("byte_sizes", "candidates", "compiler", "config", "convert", "errors", "layer", "memory"),
         *("planning", "variance"),

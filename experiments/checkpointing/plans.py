@@ -23,12 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments.checkpointing.generators import chain, u_shape, with_backward
 from experiments.command_line import HarnessError, Parser, add_models, chosen, exit_status
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
 from rmm_linear.checkpointing import Graph, available_strategies, capture, get_strategy
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.generators import chain, u_shape, with_backward
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.jain2020_checkmate import Program

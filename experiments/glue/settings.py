@@ -37,7 +37,7 @@ _POSITIVE, _NOT_NEGATIVE, _SEED, _SHARE, _BELOW_1 = _BOUNDS
 # settings that leave every number of a result as it is
 IRRELEVANT = ("save_steps", "timing")
 # switches of a sketch that are off by default, and recorded only where they are on -> their word in a run's name
-VARIANTS = {"skip_padding": "unpadded", "keep_first": "first-token", "allocate": "allocated"}
+VARIANTS = {"skip_padding": "unpadded", "keep_first": "first-token"}
 # settings of methods
 KNOBS = ("ratio", "center", "storage", "bits", "budget", *VARIANTS)
 _RECORDED_WHERE_ON = (*VARIANTS, "group_lengths", "monitor", "bits", "budget", "executor", "pad_multiple")
@@ -66,7 +66,6 @@ class RunSettings:
     storage: str | None = _setting(None, "hold what is kept in int8, int4 or int2")
     skip_padding: bool = _setting(False, "leave out rows that the attention mask marks as padding")
     keep_first: bool = _setting(False, "keep the rows of each sequence's first token beside the sketch")
-    allocate: bool = _setting(False, "choose each layer's ratio by its variance, at the same bytes in sum")
     min_rows: int = _setting(128, "inputs with fewer rows stay exact", _NOT_NEGATIVE)
     exclude_modules: tuple[str, ...] = _setting((), "linear layers that stay exact, by name or end of a name")
     seed: int = _setting(0, "seed of the classification head, the order of the data, dropout and the sketches", _SEED)

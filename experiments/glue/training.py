@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import evaluate
 import numpy as np
@@ -47,7 +47,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from experiments import provenance
 from experiments.command_line import HarnessError
-from rmm_linear import RMMCallback, SketchedLayer, convert_linears, revert_linears
+from rmm_linear import RMMCallback, convert_linears, revert_linears
 from rmm_linear.integrations.hf_trainer import NOISE_KEY
 from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
@@ -322,11 +322,6 @@ class PreparedRun:
             if planned.reason is not None:
                 raise RuntimeError(f"a step did not run by plan: {planned.reason}")
         found: dict[str, Any] = {}
-        if settings.allocate:
-            # the ratios of most of the training, and of its end
-            kept_bytes = self._kept_bytes()
-            layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, SketchedLayer)}
-            found["ratios"] = {name: layer.rmm_config.ratio for name, layer in layers.items()}
         if settings.method == FIT:
             fitted = conversion[0].fitted
             assert fitted is not None
@@ -414,8 +409,7 @@ class PreparedRun:
             return (RMMCallback(**settings.plan_options),)
         if not settings.uses_sketch:
             return ()
-        budget: Literal["auto"] | None = "auto" if settings.allocate else None
-        return (RMMCallback(config=settings.rmm_config, budget=budget, monitor=settings.monitor, **self._exclusion()),)
+        return (RMMCallback(config=settings.rmm_config, monitor=settings.monitor, **self._exclusion()),)
 
     def _trainer(
         self,

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from rmm_linear.compiler.exact_program import random_state, set_random_state
 from rmm_linear.errors import DoubleBackwardError
 from rmm_linear.memory import SavedTensors
+from rmm_linear.memory.unchanged import buffers_of, changed_buffers, unchanged
 from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
@@ -187,8 +188,8 @@ def step_bytes(
         RuntimeError: What the cell itself raises.
     """
     leaves, structure = pytree.tree_flatten(state)
-    own = list(cell.parameters()) if isinstance(cell, nn.Module) else []
-    buffers = _Buffers(cell)
+    module = cell if isinstance(cell, nn.Module) else nn.Module()
+    own, buffers = list(module.parameters()), buffers_of(module)
     generator = _Generators(input.device)
     before = generator.get()
     # copies: what a cell writes into them is not written into the caller's
@@ -196,14 +197,17 @@ def step_bytes(
     states = [_leaf(leaf.detach().clone(), needs_gradient=True) for leaf in leaves]
     versions = [tensor._version for tensor in (step, *states)]
     try:
-        with torch.enable_grad(), SavedTensors(*own, *buffers.tensors, *parameters, step, *states) as kept:
-            outputs, following, _ = _split(cell(step, pytree.tree_unflatten(states, structure)), structure)
+        with unchanged(module), torch.enable_grad():
+            with SavedTensors(module, *parameters, step, *states) as kept:
+                outputs, following, _ = _split(cell(step, pytree.tree_unflatten(states, structure)), structure)
+            updated = changed_buffers(module, buffers)
+            drew = not all(torch.equal(one, other) for one, other in zip(before, generator.get(), strict=True))
     except RuntimeError as error:
         if "leaf Variable that requires grad" not in str(error):
             raise
         raise ValueError(f"{_WRITES_IN_PLACE} (torch says: {str(error).splitlines()[0]})") from error
     finally:
-        updated = buffers.put_back()
+        generator.set(before)
     if updated:
         raise ValueError(
             f"the cell updates {', '.join(map(repr, updated))}, among its buffers: steps run more than once, and each"
@@ -212,53 +216,12 @@ def step_bytes(
         )
     if versions != [tensor._version for tensor in (step, *states)]:
         raise ValueError(_WRITES_IN_PLACE)
-    drew = not all(torch.equal(one, other) for one, other in zip(before, generator.get(), strict=True))
-    generator.set(before)
     _check_leaves([*outputs, *following], {id(tensor) for tensor in (*own, *parameters, step, *states)}, parameters)
     after = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in following}
     seen = {tensor.untyped_storage().data_ptr(): tensor for tensor in following if kept.holds(tensor)}
     internal = kept.bytes - sum(after[pointer] for pointer in seen)
     generator_bytes = sum(part.nbytes for part in before) if drew and preserve_rng_state else 0
     return StepBytes(sum(after.values()) + generator_bytes, internal)
-
-
-class _Buffers:
-    """The buffers of a cell, and what is in them before it runs."""
-
-    def __init__(self, cell: Cell) -> None:
-        self._module = cell if isinstance(cell, nn.Module) else nn.Module()
-        self._before = {name: (t, t._version, t.detach().clone()) for name, t in self._now().items()}
-
-    def _now(self) -> dict[str, Tensor]:
-        return dict(self._module.named_buffers(remove_duplicate=False))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor, _, _ in self._before.values()]
-
-    def put_back(self) -> list[str]:
-        """Undo what the cell did to its buffers, and return the names of those that it changed."""
-        now = self._now()
-        changed = []
-        for name, (tensor, version, contents) in self._before.items():
-            # batch norm writes without raising the version; a write of equal contents raises nothing else
-            if now.get(name) is not tensor or tensor._version != version or not _same_bits(tensor, contents):
-                changed.append(name)
-                with torch.no_grad():
-                    tensor.copy_(contents)
-        changed += [name for name in now if name not in self._before]
-        for name in changed:
-            owner, _, last = name.rpartition(".")
-            buffers = self._module.get_submodule(owner)._buffers
-            buffers[last] = self._before[name][0] if name in self._before else None
-        return changed
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.is_meta:
-        return True
-    # as bytes, in which NaN equals itself
-    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 class _Generators:
@@ -336,6 +299,13 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other
 
 
+class _State(NamedTuple):
+    """What a step starts from; without the states of the generators where they are not preserved."""
+
+    leaves: list[Tensor]
+    generators: tuple[Tensor, ...]
+
+
 @dataclass
 class _Step:
     """A step whose graph is there."""
@@ -364,8 +334,7 @@ class _Run:
         self.preserve_rng_state = preserve_rng_state
         # pairs (output, state) of places that hold the same tensor
         self.shared: list[tuple[int, int]] = []
-        self.states: dict[int, list[Tensor]] = {}
-        self.generator_states: dict[int, tuple[Tensor, ...]] = {}
+        self.states: dict[int, _State] = {}
         self.pins: dict[int, int] = {}
         self.stored: dict[int, _Step] = {}
         self.remaining: Iterator[Any] | None = None
@@ -373,7 +342,7 @@ class _Run:
         # states that lie with the pager, by their number
         self.paged: dict[int, Any] = {}
         # the state that was paged out last, for the steps after it
-        self.passing: tuple[int, list[Tensor]] | None = None
+        self.passing: tuple[int, _State] | None = None
         self.autocast: dict[str, Any] | None = None
 
     def plain(self, inputs: Tensor, leaves: list[Tensor]) -> tuple[Any, State]:
@@ -394,24 +363,23 @@ class _Run:
             self.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": enabled}
         self.bind(inputs, leaves, parameters)
         self.remaining = iter(self.plan.actions)
-        self.states[0], self.pins[0] = leaves, 1
-        self._keep_generators(0)
+        self._pin(0, leaves)
 
     def bind(self, inputs: Tensor, leaves: list[Tensor], parameters: tuple[Tensor, ...]) -> None:
         """Take what autograd saved: between the passes nothing here refers to it."""
         self.inputs, self.parameters = inputs, parameters
         if self.states:
-            self.states[0] = leaves
+            self.states[0] = self.states[0]._replace(leaves=leaves)
 
     def unbind(self) -> None:
-        self.states[0] = []
+        self.states[0] = self.states[0]._replace(leaves=[])
         del self.inputs, self.parameters
 
     def advance(self, target: int, outputs: Callable[[int, list[Tensor]], None] | None) -> list[Tensor]:
         """Run steps without a graph from the latest state that is there, and return the state before `target`."""
-        latest, leaves = self._latest(target)
+        latest, (leaves, generators) = self._latest(target)
         if outputs is None and self.preserve_rng_state:
-            self.generators.set(self.generator_states[latest])
+            self.generators.set(generators)
         with torch.no_grad(), self._as_in_forward():
             for number in range(latest, target):
                 found, leaves, _ = self._split(self.cell(self.inputs[number], self._state(leaves)))
@@ -420,7 +388,7 @@ class _Run:
                 del found
         return leaves
 
-    def _latest(self, target: int) -> tuple[int, list[Tensor]]:
+    def _latest(self, target: int) -> tuple[int, _State]:
         """Return the latest state that is there, up to the one before `target`, and its number."""
         if self.passing is not None:
             passing, self.passing = self.passing, None
@@ -455,7 +423,7 @@ class _Run:
             if kind == "page":
                 assert self.pager is not None
                 self.paged[stage] = self.pager.put([*leaves, *self.generators.get()])
-                self.passing = stage, leaves
+                self.passing = stage, _State(leaves, ())
                 continue
             if kind == "store":
                 self._pin(stage, leaves)
@@ -519,33 +487,24 @@ class _Run:
 
     def _pin(self, number: int, leaves: list[Tensor]) -> None:
         if number not in self.states:
-            self.states[number] = leaves
-            self._keep_generators(number)
+            now = self.generators.get() if self.preserve_rng_state else ()
+            # a cell that draws nothing leaves them as they are: one copy will do
+            other = next((state.generators for state in self.states.values()), now)
+            is_same = all(torch.equal(one, another) for one, another in zip(now, other, strict=True))
+            self.states[number] = _State(leaves, other if is_same else now)
         self.pins[number] = self.pins.get(number, 0) + 1
 
-    def _fetched(self, number: int) -> list[Tensor]:
+    def _fetched(self, number: int) -> _State:
         """Bring a state back, which the pager then has no more."""
         assert self.pager is not None
         found = self.pager.take(self.paged.pop(number))
         count = self.structure.num_leaves
-        self.generator_states[number] = tuple(found[count:])
-        return found[:count]
+        return _State(found[:count], tuple(found[count:]))
 
     def _unpin(self, number: int) -> None:
         self.pins[number] -= 1
         if not self.pins[number]:
             del self.pins[number], self.states[number]
-            self.generator_states.pop(number, None)
-
-    def _keep_generators(self, number: int) -> None:
-        if not self.preserve_rng_state:
-            return
-        now = self.generators.get()
-        # a cell that draws nothing leaves them as they are: one copy will do
-        other = next(iter(self.generator_states.values()), now)
-        if all(torch.equal(one, another) for one, another in zip(now, other, strict=True)):
-            now = other
-        self.generator_states[number] = now
 
     def _state(self, leaves: list[Tensor]) -> State:
         return pytree.tree_unflatten(leaves, self.structure)
@@ -572,13 +531,7 @@ class _Run:
 
 
 class _Gradients:
-    """Gradients on their way from the last step to the first.
-
-    Attributes:
-        of_inputs: Gradients of the inputs; None if they are not asked for.
-        of_state: Gradients of the state before the step that came last.
-        totals: Gradients of the parameters, summed so far.
-    """
+    """Gradients of inputs, of the state before the step that came last, and of parameters, summed so far."""
 
     def __init__(self, run: _Run, gradients: Sequence[Tensor | None], *, several: bool) -> None:
         count = len(gradients) - run.structure.num_leaves

@@ -13,7 +13,7 @@ from rmm_linear.cli.models import add_model_options, build_model, check_model_op
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import summary
 from rmm_linear.memory import MemoryReport, profile
-from rmm_linear.names import pattern
+from rmm_linear.names import aligned, pattern
 from rmm_linear.sketches import STORAGES, available_sketches
 
 HELP = "show what a model keeps for its backward pass, and what sketches would leave of it"
@@ -108,7 +108,8 @@ def _compared(
 
 
 def _table(columns: Mapping[str, int]) -> str:
-    width, exact = max(map(len, columns)), max(1, columns["exact"])
+    exact = max(1, columns["exact"])
     unit = unit_for(exact)
-    rows = [f"{name.ljust(width)}  {unit.of(size):>10}  {100 * size / exact:6.1f} %" for name, size in columns.items()]
-    return "\n".join([f"{'kept for the backward pass'.ljust(width)}  {unit.name:>10}  {'of exact':>8}", *rows])
+    rows = [("kept for the backward pass", unit.name, "of exact")]
+    rows += [(name, unit.of(size), f"{100 * size / exact:.1f} %") for name, size in columns.items()]
+    return "\n".join(aligned(rows, numbers=(1, 2), has_rule=False))

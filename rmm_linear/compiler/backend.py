@@ -35,7 +35,7 @@ from rmm_linear.planning.coding import Bits, sketch_ratio
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.simulate import plain_peak_bytes
 from rmm_linear.planning.strategies import get_strategy
 
 _logger = logging.getLogger(__name__)
@@ -183,11 +183,7 @@ class Group:
         return graph
 
     def variants(self) -> "list[Variant]":
-        """Return what was planned so far.
-
-        Returns:
-            A variant for each graph, in the order of compilation, and kind of arguments.
-        """
+        """Return a variant for each graph so far, in the order of compilation, and kind of arguments."""
         graphs = sorted(self.graphs, key=lambda graph: graph.number)
         return [variant for graph in graphs for variant in graph.variants.values()]
 
@@ -467,9 +463,8 @@ class PlannedGraph:
             return CheckpointPlan.of(graph, options.schedule)
         if self._group.plans_nothing or options.budget is None:
             return CheckpointPlan.of(graph, Schedule.plain(graph))
-        plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
         try:
-            return plan_graph(graph, self._group.share_of(self, plain_bytes), options.strategy)
+            return plan_graph(graph, self._group.share_of(self, plain_peak_bytes(graph)), options.strategy)
         except InfeasibleBudgetError as error:
             # a frame that is compiled again, as for other shapes, has several
             count = len({graph.frame for graph in self._group.graphs})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from rmm_linear.compiler.fake_memory import tensors_of
+from rmm_linear.compiler.rewrites.step import Step
 from rmm_linear.compiler.torch_private import fake_mode_of
 
 # Elementwise, and without the tag.
@@ -31,13 +32,11 @@ _LONGEST = 16
 
 
 def fuse(joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Compute elementwise results of the forward pass again where backward loops read them, and find what is inlined.
+    """Compute elementwise results of the forward pass again where backward loops read them.
 
     The joint graph, a functional one, is changed in place. `tangents` are placeholders of the gradients of its results,
-    and `updated` are placeholders of inputs that the step writes into after the forward pass.
-
-    Returns:
-        For each node that is inlined, the node in whose loop it is computed.
+    and `updated` are placeholders of inputs that the step writes into after the forward pass. Return, for each node
+    that is inlined, the node in whose loop it is computed.
     """
     backward = _Fusion(joint, tangents, updated).recompute()
     forward = _Fusion(joint, tangents, updated).inlined(are_backward=False)
@@ -47,24 +46,18 @@ def fuse(joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collecti
 class _Fusion:
     def __init__(self, joint: fx.GraphModule, tangents: Collection[fx.Node], updated: Collection[fx.Node]) -> None:
         self._joint, self._updated = joint, set(updated)
-        # the node that writes the memory that each node's value lies in
-        self._base: dict[fx.Node, fx.Node] = {}
+        step = Step(joint, tangents, {})
+        # the node that writes the memory that a value lies in; each of several results is on its own
+        self._base = step.base
         self._readers: dict[fx.Node, list[fx.Node]] = {}
         self._ops: list[fx.Node] = []
         self._backward: set[fx.Node] = set()
-        writer: dict[int, fx.Node] = {}
-        after = set(tangents)
         for node in joint.graph.nodes:
-            value = node.meta.get("val")
-            # of an op with several results each is on its own
-            base = writer.setdefault(value.untyped_storage()._cdata, node) if isinstance(value, Tensor) else node
-            self._base[node] = base
-            after.update([node] if any(source in after for source in node.all_input_nodes) else [])
-            if base is not node or node.op not in ("call_function", "output"):
+            if self._base.get(node, node) is not node or node.op not in ("call_function", "output"):
                 continue
             self._ops.append(node)
             self._readers[node] = []
-            if self._backward or node in after or "is_backward" in node.meta:
+            if self._backward or node in step.gradients or "is_backward" in node.meta:
                 self._backward.add(node)
             for source in self._sources(node):
                 self._readers.setdefault(source, []).append(node)

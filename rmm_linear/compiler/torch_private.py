@@ -167,7 +167,9 @@ def reason_of(error: Exception) -> str:
 def line_of(stack: str) -> str:
     """Find the innermost line of a stack that is neither torch's nor the standard library's."""
     frames = _FRAME.findall(stack)
-    frames = [frame for frame in frames if not _is_library(frame[0])] or frames
+    users = [frame for frame in frames if not frame[0].startswith(_FOLDER)]
+    users = [frame for frame in users if not frame[0].startswith(_STANDARD_LIBRARY) or "site-packages" in frame[0]]
+    frames = users or frames
     return "{}:{}: {}".format(*frames[-1]) if frames else ""
 
 
@@ -329,7 +331,3 @@ def compile_by_inductor(
             'executor="inductor" needs a C++ compiler, and none was found: install one (g++ or clang++; the variable'
             ' CXX names it), or use executor="exact"'
         ) from error
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_FOLDER) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file)

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from rmm_linear.convert.conversion import config_for
 from rmm_linear.fitting import Fit
 from rmm_linear.integrations.fitted_loss import FittedLoss
 from rmm_linear.memory import MeasuredSaving
-from rmm_linear.variance import AdaptiveRatios, VarianceMonitor
+from rmm_linear.variance import VarianceMonitor
 from rmm_linear.variance.probe import is_compiled
 
 KEPT_KEY = "rmm/kept_mib"
@@ -44,11 +44,8 @@ VARIANCE_KEY = "rmm/relative_variance"
 NOISE_KEY = "rmm/noise_ratio"
 SNR_KEY = "rmm/snr"
 CLIP_KEY = "rmm/clip_fraction"
-ALLOCATED_KEY = "rmm/allocated_mib"
-RATIO_KEY = "rmm/mean_ratio"
-# Files in the trainer's output folder.
+# In the trainer's output folder.
 NOISE_FILE = "rmm_noise.jsonl"
-RATIO_FILE = "rmm_ratios.jsonl"
 # Where the state is kept in a checkpoint's trainer_state.json: no class's name, which the trainer would make anew.
 _STATE_KEY = "rmm_linear"
 _EVERY, _EVERY_FIT = 50, 1000
@@ -56,8 +53,6 @@ _EVERY, _EVERY_FIT = 50, 1000
 _CLIP_EVERY = 10
 # Clipping leaves a norm of max_norm * norm / (norm + 1e-6), rounded in the gradients' dtype.
 _CLIPPED = 1 - 1e-2
-_RECHECK_STEPS = 500
-_MEASURE_STEPS = 16
 _NOISE_LIMIT = 0.01
 # A log that has one of these is about training: a step's, or the run's at its end.
 _TRAINING_LOGS = {"loss", "train_loss"}
@@ -66,34 +61,31 @@ _EXPECTED_SHARE = 0.5
 
 
 class RMMCallback(TrainerCallback):
-    """Convert the trainer's model at the right moment, log what the sketches save and cost, and choose their ratios.
+    """Convert the trainer's model at the right moment, and log what the sketches save and cost.
 
     The model is converted when the trainer is made, before the optimizer and before any wrapping; a model that
     `model_init` makes anew is converted when its training begins. Each training run (a resumed one too) measures one
-    forward pass, another one after each change of the ratios, and logs, for all reporters:
+    forward pass and logs, for all reporters:
 
     - `rmm/kept_mib`: MiB that the model kept for the backward pass in that forward,
     - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers,
     - `rmm/freed`: the part of these that it did not keep, 1 - kept / exact; below 0 where sketches cost memory.
 
-    They come as a log of their own, straight after each training log, but for the one between a change of the ratios
-    and its measurement. Nothing of this is logged under `torch.compile`, which would compile the measurement, under
-    `DataParallel`, and in a planned model (`checkpoint_model`), whose plan says what it keeps. If less than half of the
-    saving that the layers promise one by one is measured, a warning tells the reasons.
+    They come as a log of their own, straight after each training log. Nothing of this is logged under `torch.compile`,
+    which would compile the measurement, under `DataParallel`, and in a planned model (`checkpoint_model`), whose plan
+    says what it keeps. If less than half of the saving that the layers promise one by one is measured, a warning tells
+    the reasons.
 
     With `monitor`, each layer's noise is sampled every so many steps (`rmm_linear.variance.VarianceMonitor`), records
-    go to `rmm_noise.jsonl` in the output folder, and the logs have, over all layers:
+    go to `rmm_noise.jsonl` in the output folder, the monitor's state is part of the trainer's checkpoints (and restored
+    whatever `restorecallback_states_from_checkpoint` says; if it is set, the trainer tells that it ignores
+    "rmm_linear"), and the logs have, over all layers:
 
     - `rmm/relative_variance`: the sketches' variance over the squared gradient,
     - `rmm/noise_ratio`: the sketches' variance over the minibatch's,
     - `rmm/snr`: the squared norm of the expected gradient over the variance of both,
     - `rmm/clip_fraction`: the part of the steps (every tenth is looked at) whose gradient was clipped to
       `max_grad_norm`. The sketches' noise inflates the norm, and a clipped gradient is not unbiased.
-
-    With `budget` or `noise_target`, the first steps measure and every layer gets a ratio of its own
-    (`rmm_linear.variance.AdaptiveRatios`). Changes go to `rmm_ratios.jsonl`, and the logs have `rmm/allocated_mib` and
-    `rmm/mean_ratio`. The state of both is part of the trainer's checkpoints, and restored from them whatever
-    `restorecallback_states_from_checkpoint` says (if it is set, the trainer tells that it ignores "rmm_linear").
 
     With `compile`, training steps run by plan, within a byte budget: `compile={"budget": "60%"}` does what
     `torch.compile(backend="rmm_linear", options=...)` does, a name that `TrainingArguments(torch_compile_backend=...)`
@@ -118,10 +110,6 @@ class RMMCallback(TrainerCallback):
         config: How to sketch.
         monitor: Whether to watch the noise: steps from one sample of a layer to the next, or True for 50; with `fit`,
             batches from one measurement to the next, or True for 1000.
-        budget: Bytes that the sketched layers may keep of one (micro-)batch, "auto" for what they keep at the
-            configured ratio, or None.
-        noise_target: Most that the sketches' variance may be of the minibatch's, or None.
-        recheck_steps: Steps after which the ratios are checked again.
         compile: Options of the backend (`rmm_linear.compiler.backend.Options`): `budget`, `strategy`, `executor` and so
             on. None for steps without a plan.
         fit: The byte budget of a step, as `rmm_linear.fit` takes it: bytes, "8GiB", or "60%" of the exact step's peak;
@@ -139,14 +127,13 @@ class RMMCallback(TrainerCallback):
         exact_bytes: What it would have kept with exact layers, or None before it.
         promised_bytes: The sum over the layers of what each saves of its own input, or None before it.
         monitor: The `VarianceMonitor` of the last training run, or None.
-        ratios: The `AdaptiveRatios` of the last training run, or None.
         planned: What ran the last training run by plan (its `plans` and `planned_runs` tell about it), or None.
         fitted: What `fit` chose in the last training run (print it), or None.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, or `fit` and an option of another way to save memory, or a
-            value is bad; when training begins, if `monitor`, `budget` or `noise_target` is asked for under
-            `torch.compile` or `DataParallel`, or of a planned model, or `compile` or `fit` under one of these.
+            value is bad; when training begins, if `monitor` is asked for under `torch.compile` or `DataParallel`, or of
+            a planned model, or `compile` or `fit` under one of these.
     """
 
     def __init__(
@@ -155,9 +142,6 @@ class RMMCallback(TrainerCallback):
         *,
         config: RMMConfig | None = None,
         monitor: bool | int = False,
-        budget: Literal["auto"] | float | None = None,
-        noise_target: float | None = None,
-        recheck_steps: int = _RECHECK_STEPS,
         compile: Mapping[str, Any] | None = None,
         fit: int | float | str | None = None,
         noise: float | None = _NOISE_LIMIT,
@@ -167,9 +151,7 @@ class RMMCallback(TrainerCallback):
     ) -> None:
         self._fit_options: dict[str, Any] | None = None
         if fit is not None:
-            others = {"ratio": ratio, "config": config, "budget": budget, "sample": sample}
-            others |= {"noise_target": noise_target, "compile": compile, **convert_kwargs}
-            others |= {"recheck_steps": recheck_steps if recheck_steps != _RECHECK_STEPS else None}
+            others = {"ratio": ratio, "config": config, "sample": sample, "compile": compile, **convert_kwargs}
             if given := [name for name, value in others.items() if value is not None]:
                 raise ValueError(f"fit chooses by itself how steps run: leave out {', '.join(given)}, or leave out fit")
             # for their checks
@@ -186,28 +168,15 @@ class RMMCallback(TrainerCallback):
         self._convert_kwargs = {"config": config, **convert_kwargs}
         self._sample = sample
         self._every = (_EVERY if fit is None else _EVERY_FIT) if monitor is True else int(monitor)
-        self._adapts = budget is not None or noise_target is not None
-        self._adaptive_kwargs: dict[str, Any] = {
-            "budget": budget,
-            "noise_target": noise_target,
-            "recheck_steps": recheck_steps,
-            "measure_steps": min(_MEASURE_STEPS, recheck_steps),
-        }
-        if self._adapts:
-            AdaptiveRatios.check(**self._adaptive_kwargs)
-        if self._options is not None and (self._every or self._adapts):
-            raise ValueError(
-                "monitor, budget and noise_target see nothing in a planned model; leave them out, or leave out compile"
-            )
+        if self._options is not None and self._every:
+            raise ValueError("monitor sees nothing in a planned model; leave it out, or leave out compile")
         self._converted: weakref.ref[nn.Module] | None = None
         self._measurement: _OneForward | None = None
         self._warned = False
-        self._ratio_file: Path | None = None
         self.kept_bytes: int | None = None
         self.exact_bytes: int | None = None
         self.promised_bytes: int | None = None
         self.monitor: VarianceMonitor | None = None
-        self.ratios: AdaptiveRatios | None = None
         self._planned: PlannedStep | None = None
         self._loss: FittedLoss | None = None
 
@@ -238,11 +207,10 @@ class RMMCallback(TrainerCallback):
             return
         is_in_plan = is_planned(model)
         is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1 or is_in_plan
-        if is_hidden and (self._every or self._adapts):
+        if is_hidden and self._every:
             raise ValueError(
-                "monitor, budget and noise_target see nothing under torch.compile, under DataParallel and in a planned"
-                " model; leave them out, or train in eager mode with one process a device and without"
-                " checkpoint_model"
+                "monitor sees nothing under torch.compile, under DataParallel and in a planned model; leave it out, or"
+                " train in eager mode with one process a device and without checkpoint_model"
             )
         if is_hidden:
             why = "not measured under torch.compile or DataParallel, and not logged"
@@ -250,8 +218,9 @@ class RMMCallback(TrainerCallback):
                 why = "not logged: a planned model keeps what its plan says, print(checkpoint_model(...))"
             warnings.warn(f"{KEPT_KEY} and {EXACT_KEY} are {why}", UserWarning, stacklevel=2)
             return
-        self._watch(model, args, state)
-        self._measure(model)
+        if self._every:
+            self._watch(model, args, state)
+        self._measurement = _OneForward(model, self._measured)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -274,13 +243,6 @@ class RMMCallback(TrainerCallback):
         """Count the step."""
         if self.monitor is not None:
             self.monitor.step()
-        if self.ratios is not None:
-            changes = [change.to_dict() for change in self.ratios.step()]
-            if changes:
-                self._measure(kwargs["model"])
-            if changes and self._ratio_file is not None:
-                with self._ratio_file.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(change) + "\n" for change in changes)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -315,8 +277,7 @@ class RMMCallback(TrainerCallback):
     def _values(self) -> dict[str, float]:
         """What there is to log now, in the order in which it is told above."""
         values: dict[str, float] = {}
-        is_pending = self._measurement is not None and self._measurement.is_pending
-        if self.kept_bytes is not None and self.exact_bytes is not None and not is_pending:
+        if self.kept_bytes is not None and self.exact_bytes is not None:
             values |= {KEPT_KEY: self.kept_bytes / 2**20, EXACT_KEY: self.exact_bytes / 2**20}
             if self.exact_bytes:
                 values[FREED_KEY] = 1 - self.kept_bytes / self.exact_bytes
@@ -327,42 +288,24 @@ class RMMCallback(TrainerCallback):
             values[NOISE_KEY] = self._loss.noise
         if self.monitor is not None and self.monitor.clip_fraction is not None:
             values[CLIP_KEY] = self.monitor.clip_fraction
-        if self.ratios is not None and self.ratios.allocation is not None:
-            ratios = [config.ratio for config in self.ratios.allocation.configs.values()]
-            allocated = self.ratios.allocation.saved_bytes / 2**20
-            values |= {ALLOCATED_KEY: allocated, RATIO_KEY: math.fsum(ratios) / len(ratios)}
         return {key: value for key, value in values.items() if math.isfinite(value)}
 
-    def _state(self) -> dict[str, Any]:
-        watchers = {"monitor": self.monitor, "ratios": self.ratios}
-        return {name: watcher.state_dict() for name, watcher in watchers.items() if watcher is not None}
-
     def _watch(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
-        """Start the monitor and the choice of ratios, where a resumed run was."""
-        self.monitor = self.ratios = None
-        saved = callback_states(state).get(_STATE_KEY, {}) if state.global_step else {}
-        folder = Path(args.output_dir or ".")
-        if self._every:
-            path = folder / NOISE_FILE
-            _begin_file(path, state.global_step, is_first=state.is_world_process_zero)
-            self.monitor = VarianceMonitor(model, every=self._every, path=path)
-        if self._adapts:
-            self._ratio_file = folder / RATIO_FILE if state.is_world_process_zero else None
-            _begin_file(folder / RATIO_FILE, state.global_step, is_first=state.is_world_process_zero)
-            self.ratios = AdaptiveRatios(model, **self._adaptive_kwargs)
-        watchers: dict[str, VarianceMonitor | AdaptiveRatios | None] = {"monitor": self.monitor, "ratios": self.ratios}
-        for name, watcher in watchers.items():
-            if watcher is not None and name in saved:
-                watcher.load_state_dict(saved[name])
-            elif watcher is not None and state.global_step:
-                warnings.warn(
-                    f"the checkpoint of step {state.global_step} holds nothing of {name}, which begins anew",
-                    UserWarning,
-                    stacklevel=3,
-                )
-        if self.monitor is not None or self.ratios is not None:
-            states = callback_states(state)[_STATE_KEY] = _MadeWhenSaved()
-            states.make = self._state
+        """Start the monitor, where a resumed run was."""
+        path = Path(args.output_dir or ".") / NOISE_FILE
+        _begin_file(path, state.global_step, is_first=state.is_world_process_zero)
+        self.monitor = monitor = VarianceMonitor(model, every=self._every, path=path)
+        saved = callback_states(state).get(_STATE_KEY, {})
+        if state.global_step and "monitor" in saved:
+            monitor.load_state_dict(saved["monitor"])
+        elif state.global_step:
+            warnings.warn(
+                f"the checkpoint of step {state.global_step} holds nothing of monitor, which begins anew",
+                UserWarning,
+                stacklevel=3,
+            )
+        states = callback_states(state)[_STATE_KEY] = _MadeWhenSaved()
+        states.make = lambda: {"monitor": monitor.state_dict()}
 
     def _plan(self, model: nn.Module, args: TrainingArguments) -> None:
         """Let the model's calls run by plan: with `fit`, by one that the trainer's first loss makes."""
@@ -409,18 +352,11 @@ class RMMCallback(TrainerCallback):
         self._converted = weakref.ref(model)
 
     def _stop_measuring(self) -> None:
-        watchers: tuple[_OneForward | VarianceMonitor | AdaptiveRatios | None, ...]
-        watchers = (self._measurement, self.monitor, self.ratios)
-        for watcher in watchers:
-            if watcher is not None:
-                watcher.close()
-        self._measurement = None
-
-    def _measure(self, model: nn.Module) -> None:
-        """Measure the next training forward, in place of one that is still to come."""
         if self._measurement is not None:
             self._measurement.close()
-        self._measurement = _OneForward(model, self._measured)
+            self._measurement = None
+        if self.monitor is not None:
+            self.monitor.close()
 
     def _measured(self, saving: MeasuredSaving) -> None:
         self.kept_bytes = saving.kept_bytes
@@ -445,7 +381,6 @@ class _OneForward:
 
     def __init__(self, model: nn.Module, report: Callable[[MeasuredSaving], None]) -> None:
         self._report = report
-        self.is_pending = True
         self._saving = MeasuredSaving(model)
         self._is_running = False
         self._handles = [
@@ -468,7 +403,6 @@ class _OneForward:
             self._report(self._saving)
 
     def close(self) -> None:
-        self.is_pending = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

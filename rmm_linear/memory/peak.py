@@ -8,14 +8,11 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Measure the most bytes that a run adds to a device's memory at any time.
-
-    Returns:
-        Bytes. It runs once before: libraries take their workspaces at the first call, and models fill their caches.
-    """
+    """Measure the most bytes that a run adds to a device's memory at any time."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
+    # once before: libraries take their workspaces at the first call, and models fill their caches
     run()
     with profile(activities=activities, profile_memory=True) as log:
         run()

@@ -1,10 +1,10 @@
-"""Look at a model without a trace: gradients, buffers and the random state as they were."""
+"""Run a model and leave gradients, buffers and the random state as they were; and tell which buffers it changes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # What every module has.
 _INTERNALS = frozenset(vars(nn.Module()))
@@ -31,6 +31,30 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for restore in restorers:
                 restore()
+
+
+def buffers_of(module: nn.Module) -> dict[str, tuple[Tensor, int, Tensor]]:
+    """Return the buffers of a module by name, with their versions and copies of their contents."""
+    named = module.named_buffers(remove_duplicate=False)
+    return {name: (buffer, buffer._version, buffer.detach().clone()) for name, buffer in named}
+
+
+def changed_buffers(module: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> list[str]:
+    """Name the buffers that were written into, replaced, removed or added since `buffers_of`."""
+    now = dict(module.named_buffers(remove_duplicate=False))
+    changed = [name for name in now if name not in before]
+    for name, (buffer, version, contents) in before.items():
+        # batch norm writes without raising the version; a write of equal contents raises nothing else
+        if now.get(name) is not buffer or buffer._version != version or not _same_bits(buffer, contents):
+            changed.append(name)
+    return changed
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta:
+        return True
+    # as bytes, in which NaN equals itself
+    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _restorer_of(module: nn.Module) -> Callable[[], None]:

@@ -36,12 +36,8 @@ def search(
 ) -> Search:
     """Solve a model until it is solved, a limit is reached, or Ctrl-C is pressed.
 
-    Args:
-        programs: OR-tools' module, from `constraint_programs`.
-        model: The model.
-        time_limit_s: Seconds.
-        deterministic_limit: The solver's own measure of work; unlike a time, it gives the same solution each time.
-        **parameters: More of the solver's parameters.
+    `programs` is OR-tools' module, and the parameters are the solver's. The deterministic limit is the solver's own
+    measure of work; unlike a time, it gives the same solution each time.
     """
     solver = programs.CpSolver()
     parameters["max_time_in_seconds"] = time_limit_s

@@ -82,7 +82,6 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
         [(flag[graph.writer[index]], 1 << index) for index in op.holds_back if index in graph.freed] for op in graph.ops
     ]
     goal = outputs | sum(flag.values())
-    everything = (1 << len(sizes)) - 1
 
     def may_run(position: int, state: int) -> bool:
         op = graph.ops[position]
@@ -115,7 +114,8 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
             for position in range(len(graph.ops))
             if may_run(position, state)
         ]
-        steps += [(-1, state & ~(1 << index), 0) for index in _bits(state & everything & ~outputs)]
+        may_go = state & ~outputs
+        steps += [(-1, state & ~(1 << index), 0) for index in range(len(sizes)) if may_go >> index & 1]
         for position, following, bytes_there in steps:
             if budget_bytes is not None and bytes_there > budget_bytes:
                 continue
@@ -131,10 +131,6 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
 
 def _mask(indices: tuple[int, ...]) -> int:
     return sum(1 << index for index in set(indices))
-
-
-def _bits(mask: int) -> list[int]:
-    return [index for index in range(mask.bit_length()) if mask >> index & 1]
 
 
 def _way(came_from: dict[int, tuple[int, int]], state: int) -> tuple[int, ...]:

@@ -50,13 +50,7 @@ class CheckpointPlan:
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> "CheckpointPlan":
-        """Judge a schedule.
-
-        Args:
-            graph: The graph.
-            schedule: A schedule for it.
-            budget_bytes: The budget that it was made for; its own peak if None.
-        """
+        """Judge a schedule for a graph; without the budget that it was made for, its own peak is the budget."""
         planned = simulate(graph, schedule)
         plain = simulate(graph, Schedule.plain(graph))
         return cls(graph, schedule, planned, plain, planned.peak_bytes if budget_bytes is None else budget_bytes)
@@ -90,19 +84,16 @@ class CheckpointPlan:
         return CheckpointPlan.of(graph, schedule, self.budget_bytes)
 
     def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
-        """Say what each block keeps and computes again.
+        """Say what each block keeps and computes again: blocks by name, in the order in which they first run.
 
         Args:
             depth: How many parts of a module's path make a block's name; as many as give at most 40 blocks if None.
-
-        Returns:
-            Blocks by name, in the order in which they first run.
         """
         if depth is None:
             depth = 1
             while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
                 depth += 1
-        kept_plain, kept = self._held(Schedule.plain(self.graph)), self._held(self.schedule)
+        kept_plain, kept = self.plain.forward_live, self.planned.forward_live
         times = [0] * len(self.graph.runnable)
         for index in self.schedule.order:
             times[index] += 1
@@ -120,10 +111,7 @@ class CheckpointPlan:
         return blocks
 
     def figure(self, path: str | Path) -> None:
-        """Draw what is in memory over the step, without and with the plan, to a file.
-
-        Args:
-            path: File to write; its suffix says the format.
+        """Draw what is in memory over the step, without and with the plan, to a file whose suffix says the format.
 
         Raises:
             ImportError: If matplotlib is missing.
@@ -155,20 +143,6 @@ class CheckpointPlan:
 
     def _is_sketch(self, index: int) -> bool:
         return _is_sketch(self.graph.ops[self.graph.writer[index]])
-
-    def _held(self, schedule: Schedule) -> set[int]:
-        """Storages in memory when the forward pass has ended."""
-        missing = {self.graph.writer[index] for index in self.graph.results}
-        held: set[int] = set()
-        for step in schedule.steps:
-            if step.kind == "free":
-                held.discard(step.target)
-            elif not missing:
-                break
-            else:
-                missing.discard(step.target)
-                held.update(self.graph.runnable[step.target].writes)
-        return held
 
     def __str__(self) -> str:
         return "\n".join([*self._headlines(), "", *self._table()])
@@ -220,7 +194,7 @@ class CheckpointPlan:
         if any(_is_sketch(op) and not op.is_backward for op in self.graph.ops):
             sketches = [
                 sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
-                for held in (self._held(Schedule.plain(self.graph)), self._held(self.schedule))
+                for held in (self.plain.forward_live, self.planned.forward_live)
             ]
             yield f"sketches in it: {self._sizes(*sketches)}"
         yield from self.coding.lines(self._unit)

@@ -7,8 +7,7 @@ from rmm_linear.planning.budget import Budget, refusal
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
-from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.simulate import plain_peak_bytes, simulate
 from rmm_linear.planning.stored_plans import store_plan, stored_plan
 from rmm_linear.planning.strategies import get_strategy
 
@@ -19,7 +18,7 @@ def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
     Raises:
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
     """
-    plain_bytes = simulate(graph, Schedule.plain(graph)).peak_bytes
+    plain_bytes = plain_peak_bytes(graph)
     budget_bytes = budget.in_bytes(plain_bytes)
     schedule, is_planned = stored_plan(graph, strategy, budget_bytes)
     if not is_planned:

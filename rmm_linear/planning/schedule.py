@@ -49,11 +49,7 @@ class Schedule:
 
     @classmethod
     def from_order(cls, graph: Graph, order: Iterable[int], *, strategy: str = "", proof: str = "") -> "Schedule":
-        """Make a schedule that frees each storage as early as the order of computations allows.
-
-        Returns:
-            The schedule; `validate` tells whether it can run.
-        """
+        """Make a schedule that frees each storage as early as the order of computations allows; see `validate`."""
         order = list(order)
         steps: list[Step] = []
         for op, freed in zip(order, frees_of_order(graph, order), strict=True):
@@ -76,11 +72,7 @@ class Schedule:
         return [target - len(graph.ops) for target in self.order if target >= len(graph.ops)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the schedule as plain data, for JSON.
-
-        Returns:
-            What `from_dict` takes.
-        """
+        """Return the schedule as plain data, for JSON and `from_dict`."""
         return {
             "version": _VERSION,
             "graph": self.graph,
@@ -112,29 +104,17 @@ class Schedule:
         return cls(steps, graph, strategy, proof)
 
     def to_json(self) -> str:
-        """Return the schedule as JSON.
-
-        Returns:
-            What `from_json` takes.
-        """
+        """Return the schedule as JSON, for `from_json`."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> "Schedule":
-        """Make a schedule of JSON.
-
-        Args:
-            text: What `to_json` returned.
-        """
+        """Make a schedule of what `to_json` returned."""
         return cls.from_dict(json.loads(text))
 
 
 def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return what can be freed after each computation.
-
-    Returns:
-        The storages that can go after each place of the order.
-    """
+    """Return the storages that can go after each place of the order."""
     # what stays from its computation on, whoever reads it; a gradient only until it is handed over
     stays = bytearray(len(graph.storages))
     for index in graph.outputs:
@@ -169,11 +149,7 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def hand_over_places(graph: Graph, order: Sequence[int], gradients: Collection[int]) -> dict[int, int]:
-    """Return where gradients are handed over: where the last op that reads one, or holds it back, has run.
-
-    Returns:
-        For each of the gradients that are computed, a place of the order.
-    """
+    """Return the place of the order at which each gradient is handed over: no later op reads it, or holds it back."""
     found: dict[int, int] = {}
     for position, op_index in enumerate(order):
         op = graph.runnable[op_index]
@@ -221,10 +197,6 @@ def end_of_forward(graph: Graph, order: Sequence[int]) -> int:
 
 def validate(graph: Graph, schedule: Schedule) -> None:
     """Check that a schedule can run, and that it computes what the plain program computes.
-
-    Args:
-        graph: The graph.
-        schedule: The schedule.
 
     Raises:
         ScheduleError: If it belongs to another graph, or a step is wrong: it says which one, and why.

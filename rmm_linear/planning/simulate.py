@@ -28,6 +28,7 @@ class Simulation:
         bytes_at_step: Bytes in memory during each step.
         forward_steps: Steps until the last result is there.
         forward_bytes: Bytes in memory when the forward pass has ended: what is kept for the backward pass, and results.
+        forward_live: Storages in memory then.
     """
 
     peak_bytes: int
@@ -38,6 +39,7 @@ class Simulation:
     bytes_at_step: tuple[int, ...]
     forward_steps: int
     forward_bytes: int
+    forward_live: frozenset[int]
 
     @property
     def overhead(self) -> float:
@@ -64,15 +66,16 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     computations = [number for number, step in enumerate(schedule.steps) if step.kind == "compute"]
     end = end_of_forward(graph, schedule.order)
     forward_steps = len(schedule.steps) if end < 0 else computations[end] + 1
-    forward_bytes: int | None = None
+    forward_bytes = 0
+    forward_live: frozenset[int] | None = None
     for number, step in enumerate(schedule.steps):
         if step.kind == "free":
             live.remove(step.target)
             held -= graph.storages[step.target].size_bytes
             bytes_at_step.append(held)
             continue
-        if forward_bytes is None and number >= forward_steps:
-            forward_bytes = held
+        if forward_live is None and number >= forward_steps:
+            forward_bytes, forward_live = held, frozenset(live)
         op = graph.runnable[step.target]
         is_load = step.target >= len(graph.ops)
         if times[step.target] > 1 and step.target not in computed:
@@ -99,7 +102,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         live_at_peak=live_at_peak,
         bytes_at_step=tuple(bytes_at_step),
         forward_steps=forward_steps,
-        forward_bytes=held if forward_bytes is None else forward_bytes,
+        forward_bytes=held if forward_live is None else forward_bytes,
+        forward_live=frozenset(live) if forward_live is None else forward_live,
     )
 
 
@@ -110,6 +114,11 @@ def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
     if graph.page_cost is not None:
         cost += sum(ops[index].cost for index in {*order} if index >= len(graph.ops))
     return max(bytes_of_order(graph, order), default=0), cost
+
+
+def plain_peak_bytes(graph: Graph) -> int:
+    """Return the peak of the plain program."""
+    return peak_and_cost(graph, range(len(graph.ops)))[0]
 
 
 def bytes_of_order(graph: Graph, order: Sequence[int]) -> list[int]:

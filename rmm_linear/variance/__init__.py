@@ -1,6 +1,5 @@
 """How noisy is a weight gradient: what a sketch adds, next to what minibatches have anyway, and what to do about it."""
 
-from rmm_linear.variance.adaptive import AdaptiveRatios, RatioChange
 from rmm_linear.variance.allocation import (
     Allocation,
     LayerProfile,
@@ -16,7 +15,6 @@ from rmm_linear.variance.profile import ProfileBuilder, layer_options, profile_n
 from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
 __all__ = [
-    "AdaptiveRatios",
     "Allocation",
     "GradientNoise",
     "LayerProfile",
@@ -27,7 +25,6 @@ __all__ = [
     "Option",
     "PaperQuantities",
     "ProfileBuilder",
-    "RatioChange",
     "StepNoise",
     "VarianceMonitor",
     "allocate_for_noise",

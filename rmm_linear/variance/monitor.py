@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rmm_linear import ops
 from rmm_linear.layer import SketchedLayer
 from rmm_linear.variance.gradient_noise import _ratio, gradient_noise
-from rmm_linear.variance.probe import LayerSampler, _read_as
+from rmm_linear.variance.probe import LayerProbe
 
 # Draws of S for what low-bit storage adds: good to a few percent of that, and of all layers together to less.
 DRAWS = 2
@@ -71,7 +71,7 @@ class NoiseSummary:
     snr: float
 
 
-class VarianceMonitor(LayerSampler):
+class VarianceMonitor:
     """Measures the noise of a model's weight gradients while it trains.
 
     Call `step()` after each optimizer step. Records come in during the backward passes: `latest` has each layer's last
@@ -96,15 +96,20 @@ class VarianceMonitor(LayerSampler):
     """
 
     def __init__(self, model: nn.Module, *, every: int = 50, path: str | os.PathLike[str] | None = None) -> None:
-        if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
-            raise ValueError(f"every={every!r} is not a positive int; pass the steps from one sample to the next")
-        self._every: int = int(every)
+        self._probe = LayerProbe(model, self._measure)
+        self._layers = tuple(self._probe.layers)
+        self._steps = 0
+        self._is_closed = False
         self.latest: dict[str, NoiseRecord] = {}
         # ints, or tensors where the norms are: counting must not wait for a device
         self._observed: int | Tensor = 0
         self._clipped: int | Tensor = 0
-        super().__init__(model)
-        self._file: TextIO | None = None if path is None else _appended(Path(path))
+        self._file: TextIO | None = None
+        if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
+            raise ValueError(f"every={every!r} is not a positive int; pass the steps from one sample to the next")
+        self._every: int = int(every)
+        if path is not None:
+            self._file = _appended(Path(path))
         self._begin_step()
 
     def step(self) -> None:
@@ -112,8 +117,10 @@ class VarianceMonitor(LayerSampler):
         self._steps += not self._is_closed
         self._begin_step()
 
-    def _due(self) -> Sequence[str]:
-        return self._spread(self._steps % self._every, self._every)
+    def _begin_step(self) -> None:
+        if not self._is_closed:
+            count, turn = len(self._layers), self._steps % self._every
+            self._probe.watch(self._layers[turn * count // self._every : (turn + 1) * count // self._every])
 
     def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
         noise = gradient_noise(x, g, layer.rmm_config, index=index, draws=DRAWS)
@@ -180,21 +187,39 @@ class VarianceMonitor(LayerSampler):
         Raises:
             ValueError: If the state is something else, or has records of layers that this model lacks.
         """
-        with _read_as(type(self)):
+        try:
             steps, observed, clipped = (int(state[name]) for name in ("steps", "observed", "clipped"))
             latest = [_restored(record) for record in state["latest"]]
-        for record in latest:
-            self._check_layer(record.layer, "record")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"this is no state of VarianceMonitor ({type(error).__name__}: {error}); pass what state_dict()"
+                " returned"
+            ) from None
+        if unknown := [record.layer for record in latest if record.layer not in self._layers]:
+            raise ValueError(
+                f"the state has a record of {unknown[0]!r}, which is no sketched layer of this model; convert the model"
+                " as it was when the state was saved"
+            )
         self._steps, self._observed, self._clipped = steps, observed, clipped
         self.latest = {record.layer: record for record in latest}
         self._begin_step()
 
     def close(self) -> None:
         """Leave the model, and close the file; the records stay here."""
-        super().close()
+        if not self._is_closed:
+            self._probe.close()
+            # which refers to the layers
+            del self._probe
+            self._is_closed = True
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def __enter__(self) -> "VarianceMonitor":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _sums(records: Sequence[NoiseRecord]) -> tuple[float, float, float]:

@@ -5,11 +5,9 @@ other, until it can hand both over.
 """
 
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,65 +137,3 @@ class LayerProbe:
             return
         with torch.no_grad():
             self._measure(name, self.layers[name], x, g.detach(), index)
-
-
-@contextmanager
-def _read_as(kind: type) -> Iterator[None]:
-    """Say of an error that a state is none of this class's."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"this is no state of {kind.__name__} ({type(error).__name__}: {error}); pass what state_dict() returned"
-        ) from None
-
-
-_S = TypeVar("_S", bound="LayerSampler")
-
-
-class LayerSampler(ABC):
-    """Measures the layers of a model by turns while it trains; a context manager that leaves the model at its end."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._steps = 0
-        self._is_closed = False
-        self._probe = LayerProbe(model, self._measure)
-        self._layers = tuple(self._probe.layers)
-
-    def _begin_step(self) -> None:
-        if not self._is_closed:
-            self._probe.watch(self._due())
-
-    @abstractmethod
-    def _measure(self, name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
-        """Take a measurement; see `LayerProbe`."""
-
-    @abstractmethod
-    def _due(self) -> Sequence[str]:
-        """The layers to be measured in the step that begins."""
-
-    def _spread(self, turn: int, turns: int) -> Sequence[str]:
-        """The layers of one turn, where all of them are spread evenly over so many."""
-        count = len(self._layers)
-        return self._layers[turn * count // turns : (turn + 1) * count // turns]
-
-    def _check_layer(self, name: str, what: str) -> None:
-        if name not in self._layers:
-            raise ValueError(
-                f"the state has a {what} of {name!r}, which is no sketched layer of this model; convert the model as it"
-                " was when the state was saved"
-            )
-
-    def close(self) -> None:
-        """Leave the model."""
-        if not self._is_closed:
-            self._probe.close()
-            # which refers to the layers
-            del self._probe
-            self._is_closed = True
-
-    def __enter__(self: _S) -> _S:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

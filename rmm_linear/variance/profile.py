@@ -5,10 +5,9 @@ its output and its grad_input are exact, so that no layer's noise reaches anothe
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from rmm_linear.rows import sequences_of
 from rmm_linear.sketches.low_bit import with_draws
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
 from rmm_linear.variance.gradient_noise import _rows, dealt_rows, gradient_noise
-from rmm_linear.variance.probe import LayerProbe, _read_as
+from rmm_linear.variance.probe import LayerProbe
 
 # Draws of S for what low-bit storage adds.
 _DRAWS = 2
@@ -137,26 +136,6 @@ class ProfileBuilder:
                 for name, sums in self._layers.items()
             )
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was measured so far."""
-        return {
-            name: {**vars(sums), "options": [[config.to_dict(), *each] for config, each in sums.options.items()]}
-            for name, sums in self._layers.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the builder was that returned this `state_dict`.
-
-        Raises:
-            ValueError: If the state is something else.
-        """
-        with _read_as(type(self)):
-            layers = {name: _Sums(**sums) for name, sums in state.items()}
-            for sums in layers.values():
-                pairs: Any = sums.options
-                sums.options = {RMMConfig.from_dict(config): each for config, *each in pairs}
-            self._layers = layers
 
 
 def profile_noise(

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from strategy_contract import large_graphs, tiny_graphs
 
+from experiments.checkpointing.generators import chain
 from rmm_linear.planning.changing_order import ChangingOrder
-from rmm_linear.planning.generators import chain
 from rmm_linear.planning.simulate import bytes_of_order
 
 GRAPHS = [graph for _, graph in (*tiny_graphs(), *large_graphs())]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.planning.contraction import contracted, divided
-from rmm_linear.planning.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
 from rmm_linear.planning.simulate import peak_and_cost

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.checkpointing import Graph, Op, Storage
-from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 
 GRAPHS = {
     "chain": chain([3, 1, 4, 1, 5]),

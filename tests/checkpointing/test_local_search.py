@@ -6,11 +6,11 @@ import sys
 import pytest
 from strategy_contract import large_graphs, tiny_graphs
 
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning import relaxation
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.coding import CodedTensor, Coding, FreedMemory
-from rmm_linear.planning.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.oracle import cheapest_order, leanest_order

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from experiments.checkpointing.generators import chain, random_layers, star, with_backward
 from rmm_linear.errors import ScheduleError
-from rmm_linear.planning.generators import chain, random_layers, star, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.checkpointing import (
     PlannedStep,
     Schedule,
@@ -25,7 +26,6 @@ from rmm_linear.checkpointing import (
 )
 from rmm_linear.compiler.backend import Options
 from rmm_linear.errors import PagingError, ScheduleError
-from rmm_linear.planning.generators import chain, with_backward
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import bytes_of_order, peak_and_cost
 from rmm_linear.planning.timeline import bytes_by_kind

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.checkpointing import Graph, Op, Schedule, Step, Storage, simulate, validate
 from rmm_linear.errors import ScheduleError
-from rmm_linear.planning.generators import chain, random_layers, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.segments import order_of_segments
 

@@ -25,8 +25,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 
+from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.errors import InfeasibleBudgetError, ScheduleError
-from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.graph import Graph, Storage
 from rmm_linear.planning.oracle import Optimum, cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule

@@ -143,9 +143,8 @@ def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path):
     ("options", "message"),
     [
         ({"ratio": 0.5}, "leave out ratio, or leave out fit"),
-        ({"recheck_steps": 100}, "leave out recheck_steps, or leave out fit"),
-        ({"config": RMMConfig(), "budget": "auto"}, "leave out config, budget, or"),
-        ({"compile": {"bits": 8}, "noise_target": 0.1}, "leave out noise_target, compile, or"),
+        ({"config": RMMConfig(), "min_rows": 1}, "leave out config, min_rows, or"),
+        ({"compile": {"bits": 8}, "ratio": 0.1}, "leave out ratio, compile, or"),
         ({"sample": {}, "target_modules": ["query"]}, "leave out sample, target_modules, or"),
         ({"fit": "7 apples"}, "is no budget"),
         ({"noise": -1}, "noise=-1 is no share"),

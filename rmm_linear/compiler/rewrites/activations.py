@@ -58,16 +58,18 @@ class Place(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Function:
     """A chain of elementwise ops of u, and perhaps of a gradient; equal to others of the same ops.
 
     Attributes:
         ops: The ops, in order, with their arguments; the last one computes the result. Those of the graph may change.
+        text: The same, as text.
         has_gradient: Whether it is of a gradient too.
     """
 
-    ops: tuple[tuple[Any, Any, Any], ...]
+    ops: tuple[tuple[Any, Any, Any], ...] = field(compare=False)
+    text: str
     has_gradient: bool
 
     @classmethod
@@ -79,16 +81,7 @@ class Function:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
             ops.append((None if _is_alias(node) else node.target, tuple(args), tuple(kwargs.items())))
             places[node] = Place(str(number))
-        return cls(tuple(ops), gradient is not None)
-
-    def __hash__(self) -> int:
-        return hash(repr(self.ops))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and (repr(self.ops), self.has_gradient) == (
-            repr(other.ops),
-            other.has_gradient,
-        )
+        return cls(tuple(ops), repr(ops), gradient is not None)
 
     def __call__(self, u: Tensor, gradient: Tensor | None = None) -> Tensor:
         made: dict[str, Any] = {"u": u, "gradient": gradient}

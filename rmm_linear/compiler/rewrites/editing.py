@@ -37,18 +37,9 @@ class Editor:
         is_backward: bool = False,
         **options: Any,
     ) -> Any:
-        """Put a function of tensors into the graph.
+        """Put a function of the tensors of some nodes, and of other hashable arguments, before a node of the graph.
 
-        Args:
-            function: The function; functions of one name and equal options are the same.
-            sources: The nodes of its tensors.
-            before: The node that it goes before.
-            block_of: A node of the module that it belongs to.
-            is_backward: Whether it belongs to the backward pass.
-            options: Its other arguments, hashable.
-
-        Returns:
-            The node of its result, or a list of nodes if the function returns a tuple.
+        It belongs to the module of the node `block_of`. Return the node of its result, or a list if it returns a tuple.
         """
         values = [node.meta["val"] for node in sources]
         shapes = tuple((value.shape, value.stride(), value.dtype, value.device) for value in values)

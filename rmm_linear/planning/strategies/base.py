@@ -48,13 +48,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def orders(self, graph: Graph) -> Iterable[Sequence[int]]:
-        """Propose orders of computation; the plain program need not be among them.
+        """Propose orders of computation: indices of ops, with repetitions. Each can run; the plain one may be missing.
 
-        Args:
-            graph: A graph, with backward ops or without.
-
-        Returns:
-            Sequences of op indices, with repetitions, each of which can run.
+        The graph may have backward ops or none.
         """
 
     def frontier(self, graph: Graph) -> tuple[Proposal, ...]:
@@ -71,14 +67,7 @@ class Strategy(ABC):
         return tuple(best)
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
-        """Return the cheapest schedule that this strategy knows for a budget.
-
-        Args:
-            graph: The graph.
-            budget_bytes: The most that may be in memory at any time.
-
-        Returns:
-            The schedule; its simulated peak is at most the budget.
+        """Return the cheapest schedule that this strategy knows whose simulated peak is at most the budget.
 
         Raises:
             InfeasibleBudgetError: If there is none; it names the least that this strategy found.
@@ -87,17 +76,9 @@ class Strategy(ABC):
 
 
 def choose(graph: Graph, frontier: Sequence[Proposal], budget_bytes: int, strategy: str, proof: str = "") -> Schedule:
-    """Return the cheapest proposal that fits a budget, as a schedule: for several budgets on one frontier.
+    """Return the cheapest proposal of a strategy's frontier that fits a budget, as a schedule.
 
-    Args:
-        graph: The graph.
-        frontier: What `Strategy.frontier` returned.
-        budget_bytes: The most that may be in memory at any time.
-        strategy: Name of the strategy that made the frontier.
-        proof: The bound that its solver proved, as a sentence.
-
-    Returns:
-        The schedule.
+    The strategy goes by its name, and the proof is the bound that its solver proved, as a sentence.
 
     Raises:
         ValueError: If the budget is no positive number of bytes.
@@ -133,13 +114,7 @@ _STRATEGIES: dict[str, type[Strategy]] = {}
 
 
 def register(strategy: type[Strategy]) -> type[Strategy]:
-    """Add a strategy to the registry, as a class decorator.
-
-    Args:
-        strategy: A class with a name of its own, made without arguments.
-
-    Returns:
-        The class.
+    """Add a strategy, a class that is made without arguments, to the registry: a class decorator.
 
     Raises:
         ValueError: If the name is taken.
@@ -151,22 +126,12 @@ def register(strategy: type[Strategy]) -> type[Strategy]:
 
 
 def available_strategies() -> tuple[str, ...]:
-    """Return the names of all strategies.
-
-    Returns:
-        Names, sorted.
-    """
+    """Return the names of all strategies, sorted."""
     return tuple(sorted(_STRATEGIES))
 
 
 def get_strategy(name: str) -> Strategy:
-    """Make a strategy by its name.
-
-    Args:
-        name: One of `available_strategies()`.
-
-    Returns:
-        The strategy.
+    """Make a strategy by its name, one of `available_strategies()`.
 
     Raises:
         ValueError: If there is none of this name.

@@ -103,16 +103,10 @@ def written_bytes(graph: Graph) -> list[int]:
 
 
 def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *, slack: float) -> tuple[int, ...]:
-    """Cut a sequence into parts of about equal weight, where cuts are cheap.
+    """Cut a sequence into parts of about equal weight, where cuts are cheap: return rising places, both ends left out.
 
-    Args:
-        weights: Weight of each op.
-        prices: Price of a cut before each op, and after the last.
-        parts: Number of parts.
-        slack: How far a cut may be moved to a cheaper place, in parts; 0 to leave it.
-
-    Returns:
-        Places of the cuts, rising, neither at the start nor at the end; fewer than parts - 1 if some coincide.
+    `prices` are those of a cut before each op, and after the last. A cut may be moved to a cheaper place by `slack`
+    parts. There are fewer than parts - 1 cuts if some coincide.
     """
     count = len(weights)
     before = list(accumulate(weights, initial=0.0))

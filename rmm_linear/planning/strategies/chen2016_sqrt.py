@@ -53,14 +53,7 @@ def greedy_cuts(weights: Sequence[int], prices: Sequence[int], cap: int) -> tupl
 
 @register
 class ChenSqrt(Strategy):
-    """Chen et al. 2016: about sqrt(n) segments, each computed again as one.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([100] * 100))
-        >>> min(proposal.peak_bytes for proposal in ChenSqrt().frontier(graph))
-        2100
-    """
+    """Chen et al. 2016: about sqrt(n) segments, each computed again as one."""
 
     name: ClassVar[str] = "chen2016_sqrt"
 

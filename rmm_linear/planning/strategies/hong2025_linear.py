@@ -3,9 +3,8 @@
 Layer l writes d_l bytes. Some layers are checkpoints; the others of a segment between two checkpoints are computed
 again when the backward pass reaches it. What is minimised is one of two models of the peak:
 
-1. The bytes of all checkpoints, and the largest segment's bytes beside them: `least_sum`, O(n^3). For each cap c on a
-   segment, f(j) = d_j + min f(i) over the checkpoints i whose segment up to j has at most c bytes; the answer is the
-   least f(n) + c, and c only needs to be tried at the O(n^2) sums of consecutive layers.
+1. The bytes of all checkpoints, and those of a segment beside them: for each cap c on a segment (`fewest_kept_bytes`),
+   f(j) = d_j + min f(i) over the checkpoints i whose segment up to j has at most c bytes.
 2. Checkpoints that the backward pass has left behind are gone, and gradients take room: `least_peak`, O(n). If the
    last checkpoint is at layer n - 1, and U(i, j) is what the backward pass takes between the checkpoints i and j,
 
@@ -17,27 +16,22 @@ The gradient's part of U, derived anew. Walking back over the segment, the gradi
 l + 1 and from the activations. At the step that makes the gradient of layer l - 1, memory holds the activations of
 i + 1, ..., l (later ones are gone by then), the gradient of l, and that of l - 1:
 
-       U(i, j) = max over i < l <= j of  d_(i+1) + ... + d_l + d_l + d_(l-1)         `gradients="both"`
+       U(i, j) = max over i < l <= j of  d_(i+1) + ... + d_l + d_l + d_(l-1)
 
-This is what the simulator measures on such a chain, to the byte. If a gradient is written over the one that it is made
-from, and no activation is freed before the segment is through, it is
-
-       U(i, j) = d_(i+1) + ... + d_j + max(d_i, ..., d_j)                             `gradients="one"`
-
-which is the paper's objective. Both grow as j grows and as i falls, and that is all that the O(n) algorithm needs.
+This is what the simulator measures on such a chain, to the byte. In the paper a gradient is written over the one that
+it is made from, and no activation is freed before the segment is through: d_(i+1) + ... + d_j + max(d_i, ..., d_j).
+Both grow as j grows and as i falls, and that is all that the O(n) algorithm needs.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.base import Strategy, register
 from rmm_linear.planning.strategies.chain_reversal import crossing_bytes, some_counts, written_bytes
 from rmm_linear.planning.strategies.chen2016_sqrt import orders_of_cuts
-
-Gradients = Literal["both", "one"]
 
 _ALL_UP_TO = 12
 _CAPS = 48
@@ -53,26 +47,6 @@ class Checkpoints(NamedTuple):
 
     bytes_needed: int
     layers: tuple[int, ...]
-
-
-def least_sum(sizes: Sequence[int]) -> Checkpoints:
-    """Minimise the bytes of all checkpoints plus the largest segment's, in O(n^3); the last layer is a checkpoint.
-
-    Raises:
-        ValueError: If there is no layer, or a size is negative.
-    """
-    _check(sizes)
-    before = list(accumulate(sizes, initial=0))
-    caps = sorted({high - low for place, high in enumerate(before) for low in before[: place + 1]})
-    best: Checkpoints | None = None
-    for cap in caps:
-        if best is not None and cap >= best.bytes_needed:
-            break
-        kept, layers = fewest_kept_bytes(sizes, sizes, cap)
-        if best is None or kept + cap < best.bytes_needed:
-            best = Checkpoints(kept + cap, layers)
-    assert best is not None
-    return best
 
 
 def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> Checkpoints:
@@ -109,7 +83,7 @@ def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> 
     return Checkpoints(total[-1], tuple(reversed(layers)))
 
 
-def least_peak(sizes: Sequence[int], *, gradients: Gradients = "both") -> Checkpoints:
+def least_peak(sizes: Sequence[int]) -> Checkpoints:
     """Minimise the peak of the backward pass over a chain, in O(n): return M(0), and checkpoints that reach it.
 
     Of two candidates j < j' for the checkpoint after i, j' is worth looking at only if M(j') < M(j), for U grows with
@@ -118,15 +92,13 @@ def least_peak(sizes: Sequence[int], *, gradients: Gradients = "both") -> Checkp
     The first and the last layer are checkpoints.
 
     Examples:
-        >>> [least_peak([1] * n, gradients="one").bytes_needed for n in (100, 400, 1600)]
-        [16, 30, 59]
+        >>> [least_peak([1] * n).bytes_needed for n in (100, 400, 1600)]
+        [17, 31, 60]
 
     Raises:
-        ValueError: If there is no layer, a size is negative, or `gradients` is neither of the module's two.
+        ValueError: If there is no layer, or a size is negative.
     """
     _check(sizes)
-    if gradients not in ("both", "one"):
-        raise ValueError(f"gradients={gradients!r} is neither 'both' nor 'one'")
     last = len(sizes) - 1
     before = list(accumulate(sizes, initial=0))
     peaks = [0] * len(sizes)
@@ -138,33 +110,21 @@ def least_peak(sizes: Sequence[int], *, gradients: Gradients = "both") -> Checkp
     # maximum of the window is at its right end
     highest: deque[tuple[int, int]] = deque()
 
-    def value(place: int) -> int:
-        if gradients == "one":
-            return sizes[place]
-        # what the step at layer l takes beyond the activations up to layer i
-        return before[place + 1] + sizes[place] + sizes[place - 1]
-
-    def push(place: int) -> None:
-        found = value(place)
-        while highest and highest[0][1] <= found:
-            highest.popleft()
-        highest.appendleft((place, found))
-
     def segment(i: int, j: int) -> int:
         while highest[-1][0] > j:
             highest.pop()
-        if gradients == "one":
-            return before[j + 1] - before[i + 1] + highest[-1][1]
         return highest[-1][1] - before[i + 1]
 
-    if gradients == "one":
-        push(last)
     for i in range(last - 1, -1, -1):
         near = i + 1
         while queue and peaks[queue[0]] >= peaks[near]:
             queue.popleft()
         queue.appendleft(near)
-        push(i if gradients == "one" else near)
+        # what the step at this layer takes, and the activations up to it
+        taken = before[near + 1] + sizes[near] + sizes[i]
+        while highest and highest[0][1] <= taken:
+            highest.popleft()
+        highest.appendleft((near, taken))
         while len(queue) > 1 and segment(i, queue[-1]) >= peaks[queue[-2]]:
             queue.pop()
         following[i] = queue[-1]
@@ -201,14 +161,11 @@ class HongLinear(Strategy):
 
 
 def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
-    prices, sizes = crossing_bytes(graph), written_bytes(graph)
-    count = graph.forward_count
-    layers = least_peak(prices[1:]).layers
-    yield tuple(layer + 1 for layer in layers if layer + 1 < count)
-    for cap in _caps(sizes):
-        # a chain's checkpoint is no part of a segment; here what crosses a cut may be anything, and is counted twice
-        layers = fewest_kept_bytes(sizes, prices[1:], cap).layers
-        yield tuple(layer + 1 for layer in layers if layer + 1 < count)
+    prices, sizes = crossing_bytes(graph)[1:], written_bytes(graph)
+    # a chain's checkpoint is no part of a segment; here what crosses a cut may be anything, and is counted twice
+    cheapest = (fewest_kept_bytes(sizes, prices, cap).layers for cap in _caps(sizes))
+    for layers in (least_peak(prices).layers, *cheapest):
+        yield tuple(layer + 1 for layer in layers if layer + 1 < graph.forward_count)
 
 
 def _caps(sizes: Sequence[int]) -> list[int]:

@@ -41,7 +41,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.simulate import peak_and_cost, plain_peak_bytes
 from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, choose, register
 
 # graphs of at most so many ops have one stage an op, others so many for the backward pass
@@ -110,7 +110,7 @@ class Program:
         self._graph = graph
         self._stages = _stages(graph)
         self._stage_of = {op: number for number, stage in enumerate(self._stages) for op in stage}
-        self._unit_bytes = max(1, peak_and_cost(graph, range(len(graph.ops)))[0])
+        self._unit_bytes = max(1, plain_peak_bytes(graph))
         self._lower: list[float] = []
         self._upper: list[float] = []
         self._is_integral: list[bool] = []
@@ -337,7 +337,7 @@ class Program:
         plain_cost, (bound, orders) = self._graph.cost, self.relaxed(budget_bytes, time_limit_s)
         for part in _SLACKS:
             priced = map(self._price, orders)
-            if bound == math.inf or any(peak <= budget_bytes and cost < math.inf for peak, cost in priced):
+            if bound == math.inf or any(peak <= budget_bytes for peak, _ in priced):
                 break
             orders += self.relaxed(part * budget_bytes, time_limit_s)[1]
         status = "infeasible" if bound == math.inf else "stopped"
@@ -359,7 +359,7 @@ class Program:
                 break
             allowed -= excess + _TOLERANCE * self._unit_bytes
         judged = [(*self._price(order), order) for order in orders]
-        fitting = [(cost, order) for peak, cost, order in judged if peak <= budget_bytes and cost < math.inf]
+        fitting = [(cost, order) for peak, cost, order in judged if peak <= budget_bytes]
         least, best = min(fitting, default=(math.inf, None))
         if best is not None and (status == "infeasible" or least < bound * (1 - _ROUNDING)):
             # the program does not contain this order
@@ -416,14 +416,7 @@ def _until_interrupted(solve: Callable[[], Any]) -> Any:
 
 @register
 class Checkmate(Strategy):
-    """Jain et al. 2020: the integer program, solved anew for each budget.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([4] * 5))
-        >>> Program(graph).solve(20).cost / graph.cost
-        1.3
-    """
+    """Jain et al. 2020: the integer program, solved anew for each budget."""
 
     name: ClassVar[str] = "jain2020_checkmate"
     time_limit_s: ClassVar[float] = 20.0
@@ -432,7 +425,7 @@ class Checkmate(Strategy):
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
         """Propose the best plan for some parts of the plain peak."""
         program = self.program(graph)
-        for budget_bytes in _ladder(graph, _BUDGETS):
+        for budget_bytes in ladder(graph, _BUDGETS):
             found = program.solve(budget_bytes, time_limit_s=self.time_limit_s)
             if found.order is None:
                 break
@@ -458,13 +451,14 @@ class CheckmateRounding(Strategy):
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
         """Propose what is rounded, for parts of the plain peak and several thresholds."""
         program = Program(graph)
-        for budget_bytes in _ladder(graph, _BUDGETS_ROUNDED):
+        for budget_bytes in ladder(graph, _BUDGETS_ROUNDED):
             bound, orders = program.relaxed(budget_bytes, self.time_limit_s)
             yield from orders
             if bound == math.inf:
                 break
 
 
-def _ladder(graph: Graph, steps: int) -> list[int]:
-    plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
+def ladder(graph: Graph, steps: int) -> list[int]:
+    """Return budgets below the plain peak, falling by equal steps."""
+    plain_bytes = plain_peak_bytes(graph)
     return [max(1, plain_bytes * part // steps) for part in range(steps - 1, 0, -1)]

@@ -18,12 +18,12 @@ takes are proposals: the simulator frees what no later op reads, which the polic
 met is not monotone in it, so that smaller budgets are tried until several in a row are missed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import end_of_forward, hand_over_places
-from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.simulate import plain_peak_bytes
 from rmm_linear.planning.strategies.base import Strategy, register
 
 _BUDGETS = 40
@@ -232,39 +232,35 @@ class OnlineRun:
 
 def budgets_to_try(graph: Graph) -> Iterator[int]:
     """Give parts of the plain peak, from it down to what the largest op needs."""
-    plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
+    plain_bytes = plain_peak_bytes(graph)
     largest = max(graph.bytes_while_running)
     for part in range(_BUDGETS, 0, -1):
         if plain_bytes * part // _BUDGETS >= largest:
             yield plain_bytes * part // _BUDGETS
 
 
+def orders_of_runs(graph: Graph, make: Callable[[int], OnlineRun]) -> Iterator[list[int]]:
+    """Yield what a policy does at each budget that it meets, until it misses several in a row."""
+    missed = 0
+    for budget_bytes in budgets_to_try(graph):
+        run = make(budget_bytes)
+        missed = 0 if run.run() else missed + 1
+        if missed == _MOST_MISSED:
+            break
+        if not missed:
+            yield run.order
+
+
 @register
 class Dtr(Strategy):
-    """Kirisame et al. 2021 with the evicted neighbourhood.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([100] * 30))
-        >>> [(point.peak_bytes, point.cost) for point in Dtr().frontier(graph)][::9]
-        [(3200, 60.0), (2300, 69.0), (1400, 78.0), (500, 442.0)]
-    """
+    """Kirisame et al. 2021 with the evicted neighbourhood."""
 
     name: ClassVar[str] = "kirisame2021_dtr"
     neighbourhood: ClassVar[type[Neighbourhood]] = ExactNeighbourhood
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
         """Propose what the policy does at each of many budgets."""
-        missed = 0
-        for budget_bytes in budgets_to_try(graph):
-            run = OnlineRun(graph, budget_bytes, self.neighbourhood(graph))
-            if run.run():
-                missed = 0
-                yield run.order
-            else:
-                missed += 1
-            if missed == _MOST_MISSED:
-                break
+        return orders_of_runs(graph, lambda budget_bytes: OnlineRun(graph, budget_bytes, self.neighbourhood(graph)))
 
 
 @register

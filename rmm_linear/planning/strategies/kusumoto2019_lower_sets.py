@@ -36,6 +36,9 @@ from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.base import Strategy, register
 from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
+# The nodes of each block of a chain, sorted.
+Blocks = tuple[tuple[int, ...], ...]
+
 _MOST_LOWER_SETS = 1500
 
 
@@ -116,21 +119,6 @@ class NodeGraph:
         return tuple(map(tuple, found))
 
 
-@dataclass(frozen=True)
-class Chain:
-    r"""A chain of lower sets, and what the paper's model says of it.
-
-    Attributes:
-        overhead: T, eq. 1, in the graph's unit of cost.
-        peak_bytes: M, eq. 2.
-        blocks: The nodes of each block V_i = L_i \ L_(i-1), sorted.
-    """
-
-    overhead: float
-    peak_bytes: int
-    blocks: tuple[tuple[int, ...], ...]
-
-
 def all_lower_sets(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return all lower sets of a graph: a row each, a column a node; the smaller ones first, the empty one too.
 
@@ -182,7 +170,7 @@ class LowerSetProgram:
 
     States are (L, t). The program goes by the time of what is kept, T(V) - t, which is the same thing. Where costs are
     no small multiples of one number, states whose times are close share a place: the one with the least memory stays,
-    with its own time. So what is reported is true of the chain that is returned, and at worst a better one is missed.
+    with its own time. So at worst a better chain is missed.
     """
 
     def __init__(self, nodes: NodeGraph, lower_sets: NDArray[np.bool_]) -> None:
@@ -240,8 +228,8 @@ class LowerSetProgram:
                     least[place] = (kept[fits] + self._kept_bytes[place, smaller[fits]]).min()
         return bool(np.isfinite(least[-1]))
 
-    def centric_plans(self, cap: int) -> tuple[Chain, ...]:
-        """Return the time-centric and the memory-centric plan for which eq. 2 gives `cap` bytes at most.
+    def centric_plans(self, cap: int) -> tuple[Blocks, ...]:
+        """Return the time-centric and the memory-centric plan for which eq. 2 gives `cap` bytes at most, as blocks.
 
         There is one if they are the same, and none if the cap is below `least_cap`.
         """
@@ -256,7 +244,7 @@ class LowerSetProgram:
                 place, at = divmod(int(before[place, at]), before.shape[1])
                 places.append(place)
             found.append(tuple(reversed(places)))
-        return tuple(self._chain(places) for places in dict.fromkeys(found))
+        return tuple(map(self._blocks, dict.fromkeys(found)))
 
     def _states(self, cap: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Least M(U) of each (lower set, level of the kept time), and the state before it, as one number."""
@@ -287,16 +275,10 @@ class LowerSetProgram:
             least[place] = memory[place].min()
         return memory, before
 
-    def _chain(self, places: Sequence[int]) -> Chain:
-        pairs = list(itertools.pairwise(places))
-        kept = peak = 0.0
-        for smaller, larger in pairs:
-            peak = max(peak, kept + self._block[larger, smaller])
-            kept += self._kept_bytes[larger, smaller]
-        spared = sum(self._kept_time[larger, smaller] for smaller, larger in pairs)
+    def _blocks(self, places: Sequence[int]) -> Blocks:
+        pairs = itertools.pairwise(places)
         new = (self.lower_sets[larger] & ~self.lower_sets[smaller] for smaller, larger in pairs)
-        blocks = tuple(tuple(np.flatnonzero(nodes).tolist()) for nodes in new)
-        return Chain(float(sum(self.nodes.costs) - spared), int(peak), blocks)
+        return tuple(tuple(np.flatnonzero(nodes).tolist()) for nodes in new)
 
 
 def _quantum(costs: NDArray[np.float64], levels: int) -> float:
@@ -329,7 +311,7 @@ class _LowerSets(Strategy):
         program = LowerSetProgram(nodes, self.family(nodes))
         least, largest = max(1, program.least_cap), program.largest_cap
         caps = [math.ceil(least * (largest / least) ** (number / (self.caps - 1))) for number in range(self.caps)]
-        for blocks in dict.fromkeys(chain.blocks for cap in caps for chain in program.centric_plans(cap)):
+        for blocks in dict.fromkeys(blocks for cap in caps for blocks in program.centric_plans(cap)):
             segments = [sorted(op for node in block for op in nodes.ops[node]) for block in blocks]
             kept = crossing_storages(graph, segments)
             yield order_of_segments(graph, segments, kept)

@@ -38,10 +38,10 @@ from rmm_linear.planning.contraction import contracted, divided
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost
+from rmm_linear.planning.simulate import peak_and_cost, plain_peak_bytes
 from rmm_linear.planning.strategies.auto import Auto
 from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal, register
-from rmm_linear.planning.strategies.jain2020_checkmate import Solution
+from rmm_linear.planning.strategies.jain2020_checkmate import Solution, ladder
 
 # the solver's costs are whole numbers: so many parts of the plain step
 _PARTS_OF_COST = 1_000_000
@@ -93,15 +93,12 @@ class Program:
             self._add_runs(op)
         for op in range(len(graph.ops)):
             self._add_reads(op)
-        self._excess = self._model.new_int_var(0, max(0, self._plain_bytes() - budget_bytes), "excess")
+        self._excess = self._model.new_int_var(0, max(0, plain_peak_bytes(graph) - budget_bytes), "excess")
         self._model.add_cumulative(self._intervals, self._heights, budget_bytes + self._excess)
         unit = graph.cost / _PARTS_OF_COST
         self._cost = sum(
             int(graph.ops[op].cost / unit) * active for op, several in enumerate(self._active) for active in several[1:]
         )
-
-    def _plain_bytes(self) -> int:
-        return peak_and_cost(self._graph, range(len(self._graph.ops)))[0]
 
     def _add_runs(self, op: int) -> None:
         model, graph = self._model, self._graph
@@ -246,12 +243,6 @@ class Moccasin(Strategy):
 
     A plan takes `time_limit_s` at most, beside `auto`'s and the time in which the programs are made.
     Beyond some 250 ops the solver seldom finds anything cheaper than that within its limits.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([4] * 5))
-        >>> [Program(graph, 20, runs=runs).solve().cost / graph.cost for runs in (2, 3)]
-        [inf, 1.3]
     """
 
     name: ClassVar[str] = "moccasin2023_cp"
@@ -260,9 +251,7 @@ class Moccasin(Strategy):
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
         """Propose the best plan for some parts of the plain peak."""
-        plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
-        for part in range(_BUDGETS - 1, 0, -1):
-            budget_bytes = max(1, plain_bytes * part // _BUDGETS)
+        for budget_bytes in ladder(graph, _BUDGETS):
             found = self._solution(graph, budget_bytes, self._hint(graph, budget_bytes)[0])
             if found.order is not None:
                 yield found.order

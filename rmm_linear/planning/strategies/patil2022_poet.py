@@ -10,10 +10,10 @@ and S(t, i) + L(t, i), which is at most 1, takes the place of S(t, i) where that
 
 **How the paper's model is mapped.** The paper minimises energy under a limit of the step's time, in a budget of bytes.
 Here an op's energy is its time times a power, and that of paging is its time times another: `page_weight` is the second
-power over the first, `most_cost` the limit. With a weight of 1 and no limit the least time is sought, as all strategies
-do. Paging takes time: `Graph.page_cost` a byte and direction. The paper's program leaves it out of the step's time;
-here nothing runs while a tensor is paged, so that a device that overlaps both takes less. The paper chooses the stage
-in which a tensor is paged out; a tensor that was paged out at once is loaded as well as one that was paged out later.
+power over the first. The time has no limit here; with a weight of 1 the least time is sought, as all strategies do.
+Paging takes time: `Graph.page_cost` a byte and direction. The paper's program leaves it out of the step's time; here
+nothing runs while a tensor is paged, so that a device that overlaps both takes less. The paper chooses the stage in
+which a tensor is paged out; a tensor that was paged out at once is loaded as well as one that was paged out later.
 Tensors of the forward pass are paged, but for results, which belong to the caller.
 
 Loads of a stage of several ops (graphs of more than 80) all come at its beginning in the program. In one of the orders
@@ -40,19 +40,16 @@ class PagingProgram(Program):
     Args:
         graph: The graph.
         page_weight: What a unit of time costs in which something is paged, over one in which an op runs.
-        most_cost: The most that ops and paging may take, in the graph's unit of time.
 
     Raises:
         ImportError: If scipy, which solves it, is not installed.
         ValueError: If the graph has more than 2500 ops.
     """
 
-    def __init__(self, graph: Graph, *, page_weight: float = 1.0, most_cost: float = math.inf) -> None:
-        self._page_weight, self._most_cost = page_weight, most_cost
+    def __init__(self, graph: Graph, *, page_weight: float = 1.0) -> None:
+        self._page_weight = page_weight
         self._paged: dict[int, int] = {}
         super().__init__(graph)
-        if most_cost < math.inf:
-            self._add(list(self._times()), -math.inf, most_cost / graph.cost)
 
     def _load_variables(self, number: int) -> dict[int, int]:
         graph, loaded = self._graph, {}
@@ -78,37 +75,22 @@ class PagingProgram(Program):
     def _without_paging(self) -> Program:
         return Program(self._graph)
 
-    def _times(self, page_weight: float = 1.0) -> Iterator[tuple[int, float]]:
+    def _costs(self) -> Iterator[tuple[int, float]]:
         yield from super()._costs()
+        ops, loads = len(self._graph.ops), self._graph.runnable
         for variables in (*self._loaded, self._paged):
             for index, variable in variables.items():
-                yield variable, page_weight * self._page_time(index) / self._graph.cost
-
-    def _costs(self) -> Iterator[tuple[int, float]]:
-        return self._times(self._page_weight)
-
-    def _page_time(self, index: int) -> float:
-        return self._graph.runnable[len(self._graph.ops) + index].cost
+                yield variable, self._page_weight * loads[ops + index].cost / self._graph.cost
 
     def _price(self, order: Sequence[int]) -> tuple[int, float]:
         peak_bytes, cost = peak_and_cost(self._graph, order)
         of_ops = sum(self._graph.ops[op].cost for op in order if op < len(self._graph.ops))
-        # the limit is in the solver's program with its tolerance
-        is_late = cost > self._most_cost * (1 + 1e-6)
-        return peak_bytes, math.inf if is_late else of_ops + self._page_weight * (cost - of_ops)
+        return peak_bytes, of_ops + self._page_weight * (cost - of_ops)
 
 
 @register
 class Poet(Checkmate):
-    """Patil et al. 2022: the integer program, solved anew for each budget.
-
-    Examples:
-        >>> from dataclasses import replace
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = replace(with_backward(chain([4] * 5)), page_cost=0.01)
-        >>> round(PagingProgram(graph).solve(20).cost / graph.cost, 3)
-        1.016
-    """
+    """Patil et al. 2022: the integer program, solved anew for each budget."""
 
     name: ClassVar[str] = "patil2022_poet"
     pages: ClassVar[bool] = True

@@ -12,23 +12,14 @@ from rmm_linear.planning.graph import Graph
 
 def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[int]:
     """Return the storages that a forward op of another segment reads, outputs, and what must not be computed twice."""
-    # -1 for an op that is in none: backward ones above all
-    segment_of = [-1] * len(graph.ops)
-    for number, segment in enumerate(segments):
-        for position in segment:
-            segment_of[position] = number
+    segment_of = {op: number for number, segment in enumerate(segments) for op in segment}
     kept = set(graph.outputs)
-    for position in range(graph.forward_count):
-        op = graph.ops[position]
-        if not op.is_recomputable:
-            kept.update(op.writes)
-            continue
-        own = segment_of[position]
+    for position, op in enumerate(graph.ops[: graph.forward_count]):
+        # backward ops are in no segment
+        own = segment_of.get(position)
         for index in op.writes:
-            for reader in graph.readers[index]:
-                if segment_of[reader] not in (-1, own):
-                    kept.add(index)
-                    break
+            if not op.is_recomputable or any(segment_of.get(reader, own) != own for reader in graph.readers[index]):
+                kept.add(index)
     return kept
 
 

@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.base import Strategy, register
-from rmm_linear.planning.strategies.kirisame2021_dtr import OnlineRun, UnionFind, budgets_to_try
+from rmm_linear.planning.strategies.kirisame2021_dtr import OnlineRun, UnionFind, orders_of_runs
 
 # the owner of what an op holds only while it runs
 _TEMPORARY = -1
@@ -139,20 +139,10 @@ class CoopRun(OnlineRun):
 
 @register
 class Coop(Strategy):
-    """Zhang et al. 2023: what is evicted lies side by side.
-
-    Examples:
-        >>> from rmm_linear.planning.generators import chain, with_backward
-        >>> graph = with_backward(chain([100] * 30))
-        >>> [(point.peak_bytes, point.cost) for point in Coop().frontier(graph)][::9]
-        [(3200, 60.0), (2300, 69.0), (1400, 78.0), (500, 443.0)]
-    """
+    """Zhang et al. 2023: what is evicted lies side by side."""
 
     name: ClassVar[str] = "zhang2023_coop"
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
         """Propose what the policy does in arenas of many sizes."""
-        for arena_bytes in budgets_to_try(graph):
-            run = CoopRun(graph, arena_bytes)
-            if run.run():
-                yield run.order
+        return orders_of_runs(graph, lambda arena_bytes: CoopRun(graph, arena_bytes))

@@ -6,8 +6,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from experiments.checkpointing.generators import with_backward
 from rmm_linear.checkpointing import capture
-from rmm_linear.planning.generators import with_backward
 from rmm_linear.planning.graph import Graph
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.checkpointing import checkpoint_step, get_strategy
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.generators import chain, with_backward
 
 
 def _step(model, x):

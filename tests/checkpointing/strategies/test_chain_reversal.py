@@ -1,6 +1,6 @@
 """A training graph as a chain of stages."""
 
-from rmm_linear.planning.generators import chain, random_layers, u_shape, with_backward
+from experiments.checkpointing.generators import chain, random_layers, u_shape, with_backward
 from rmm_linear.planning.strategies.chain_reversal import (
     ChainView,
     balanced_cuts,

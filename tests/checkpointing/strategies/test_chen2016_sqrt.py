@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rmm_linear.planning.generators import chain, random_layers, with_backward
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
 from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts, orders_of_cuts
 

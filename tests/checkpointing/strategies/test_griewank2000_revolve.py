@@ -3,7 +3,7 @@
 import pytest
 from empty_chain import run_actions
 
-from rmm_linear.planning.generators import chain, with_backward
+from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.chain_reversal import ChainView, order_of_actions, segments_of_cuts
 from rmm_linear.planning.strategies.griewank2000_revolve import forward_steps, repetitions, revolve, split

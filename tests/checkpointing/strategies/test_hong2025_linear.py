@@ -5,28 +5,23 @@ import random
 
 import pytest
 
-from rmm_linear.planning.generators import chain, with_backward
+from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
-from rmm_linear.planning.strategies.hong2025_linear import fewest_kept_bytes, least_peak, least_sum
+from rmm_linear.planning.strategies.hong2025_linear import fewest_kept_bytes, least_peak
 from rmm_linear.planning.strategies.segments import order_of_segments
 
 
-def segment(sizes, i, j, gradients):
-    if gradients == "one":
-        return sum(sizes[i + 1 : j + 1]) + max(sizes[i : j + 1])
+def segment(sizes, i, j):
     return max(sum(sizes[i + 1 : layer + 1]) + sizes[layer] + sizes[layer - 1] for layer in range(i + 1, j + 1))
 
 
-def peak_of(sizes, layers, gradients):
+def peak_of(sizes, layers):
     """The largest sum at any time of the backward pass: checkpoints so far, and the segment that it goes through."""
     if len(sizes) == 1:
         return sizes[0]
     kept = list(itertools.accumulate(sizes[layer] for layer in layers))
-    parts = [
-        before + segment(sizes, i, j, gradients)
-        for before, (i, j) in zip(kept, itertools.pairwise(layers), strict=False)
-    ]
+    parts = [before + segment(sizes, i, j) for before, (i, j) in zip(kept, itertools.pairwise(layers), strict=False)]
     return max(*parts, kept[-1])
 
 
@@ -42,22 +37,18 @@ def choices(inner):
     return (chosen for count in range(len(inner) + 1) for chosen in itertools.combinations(inner, count))
 
 
-@pytest.mark.parametrize("gradients", ["both", "one"])
-def test_least_peak_equals_brute_force_on_300_chains(gradients):
+def test_least_peak_equals_brute_force_on_300_chains():
     for sizes in chains(300, 9, seed=1):
         last = len(sizes) - 1
         ends = (0,) if last == 0 else None
-        best = min(peak_of(sizes, ends or (0, *chosen, last), gradients) for chosen in choices(range(1, last)))
-        found = least_peak(sizes, gradients=gradients)
-        assert found.bytes_needed == best == peak_of(sizes, found.layers, gradients), sizes
+        best = min(peak_of(sizes, ends or (0, *chosen, last)) for chosen in choices(range(1, last)))
+        found = least_peak(sizes)
+        assert found.bytes_needed == best == peak_of(sizes, found.layers), sizes
 
 
-def test_uniform_chains_take_what_is_published():
-    """2 sqrt(n) = 20, 40, 80 is what Chen's segments take by the first objective."""
-    assert [least_peak([1] * n, gradients="one").bytes_needed for n in (100, 400, 1600)] == [16, 30, 59]
-    # a second gradient is one layer more
+def test_uniform_chains_take_a_layer_more_than_is_published():
+    """The paper's 16, 30 and 59 have one gradient less in memory."""
     assert [least_peak([1] * n).bytes_needed for n in (100, 400, 1600)] == [17, 31, 60]
-    assert [least_sum([1] * n).bytes_needed for n in (100, 400)] == [19, 39]
 
 
 def test_least_peak_is_what_the_simulator_measures():
@@ -69,19 +60,6 @@ def test_least_peak_is_what_the_simulator_measures():
         cuts = [layer + 1 for layer in found.layers if layer + 1 < len(sizes)]
         order = order_of_segments(graph, segments_of_cuts(len(sizes), cuts))
         assert peak_and_cost(graph, order)[0] == found.bytes_needed, sizes
-
-
-def sum_of(sizes, layers):
-    edges = [-1, *layers]
-    return sum(sizes[layer] for layer in layers) + max(sum(sizes[i + 1 : j]) for i, j in itertools.pairwise(edges))
-
-
-def test_least_sum_equals_brute_force():
-    for sizes in chains(300, 9, seed=4):
-        last = len(sizes) - 1
-        found = least_sum(sizes)
-        assert found.bytes_needed == min(sum_of(sizes, (*chosen, last)) for chosen in choices(range(last))), sizes
-        assert found.bytes_needed == sum_of(sizes, found.layers)
 
 
 def test_fewest_kept_bytes_equals_brute_force_with_prices_of_their_own():
@@ -103,8 +81,7 @@ def test_fewest_kept_bytes_equals_brute_force_with_prices_of_their_own():
 def test_wrong_arguments_are_named():
     for wrong, message in (
         (lambda: least_peak([]), "no layers"),
-        (lambda: least_sum([3, -1]), "at least 0"),
-        (lambda: least_peak([1, 2], gradients="none"), "neither"),
+        (lambda: least_peak([3, -1]), "at least 0"),
         (lambda: fewest_kept_bytes([1, 2], [1], 3), "as many of each"),
     ):
         with pytest.raises(ValueError, match=message):

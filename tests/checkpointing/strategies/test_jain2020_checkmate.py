@@ -14,7 +14,7 @@ pytest.importorskip("scipy")
 from cheapest_of_stages import cheapest_of_stages
 from strategy_contract import large_graphs, tiny_graphs
 
-from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
+from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, simulate

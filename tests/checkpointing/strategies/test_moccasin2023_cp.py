@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("ortools")
 pytest.importorskip("scipy")
 
+from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.graph import Storage
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy, moccasin2023_cp

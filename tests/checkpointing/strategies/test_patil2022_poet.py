@@ -10,8 +10,8 @@ pytest.importorskip("scipy")
 from cheapest_of_stages import cheapest_of_stages
 from strategy_contract import large_graphs
 
+from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.schedule import validate
 from rmm_linear.planning.simulate import peak_and_cost, simulate
 from rmm_linear.planning.strategies import get_strategy
@@ -76,17 +76,6 @@ def test_energy_decides_between_paging_and_computing_again():
     of_ops = sum(graph.ops[number].cost for number in cheap.order if number < len(graph.ops))
     of_pages = sum(graph.sizes[index] for index in (*paged[0], *set(paged[0])))
     assert cheap.cost == pytest.approx(of_ops + 0.1 * 0.3 * of_pages)
-
-
-def test_a_limit_of_time_costs_energy():
-    graph, budget = replace(_SIX, page_cost=2.0), _SIX_PEAK * 9 // 10
-    free = PagingProgram(graph, page_weight=0.01).solve(budget)
-    time = peak_and_cost(graph, free.order)[1]
-    limited = PagingProgram(graph, page_weight=0.01, most_cost=time - 1).solve(budget)
-    assert limited.status == "optimal"
-    assert peak_and_cost(graph, limited.order)[1] <= time - 1
-    assert limited.cost > free.cost
-    assert PagingProgram(graph, most_cost=graph.cost).solve(budget).status == "infeasible"
 
 
 def test_large_graphs_are_rounded_within_the_budget():

@@ -8,7 +8,7 @@ from network_shapes import residual_chain, transformer
 pytest.importorskip("ortools")
 
 from experiments.checkpointing.arenas import Lifetime, arena_for, lifetimes
-from rmm_linear.planning.generators import random_layers, star, u_shape, with_backward
+from experiments.checkpointing.generators import random_layers, star, u_shape, with_backward
 from rmm_linear.planning.schedule import Schedule, validate
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy

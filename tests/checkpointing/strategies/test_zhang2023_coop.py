@@ -8,7 +8,7 @@ import pytest
 from strategy_contract import large_graphs
 
 from experiments.checkpointing.arenas import DtrInArena, least_arena
-from rmm_linear.planning.generators import chain, random_layers, with_backward
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Storage
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate

@@ -40,7 +40,7 @@ WRONG = {
     "unknown method 'magic'; choose one of exact, checkpointing": {"method": "magic"},
     "ratio=0": {"method": "hadamard", "ratio": 0.0},
     "storage='int5' is unknown": {"method": "hadamard", "storage": "int5"},
-    "leave out --ratio, --skip-padding, --allocate": {"ratio": 0.5, "skip_padding": True, "allocate": True},
+    "leave out --ratio, --skip-padding": {"ratio": 0.5, "skip_padding": True},
     "ratio=nan": {"method": "hadamard", "ratio": float("nan")},
     "'checkpointing' keeps no sketch": {"method": CHECKPOINTING, "center": True},
     "the method 'exact' has no plan: leave out --executor": {"executor": "exact"},
