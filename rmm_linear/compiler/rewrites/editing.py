@@ -126,13 +126,8 @@ class Editor:
         with autocast_as((), self._devices), self._mode, torch.no_grad():
             inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
             record = _Record(inputs)
-            # no function that is inserted has an op of several results that share a new memory
-            self._mode.cache_enabled = True
-            try:
-                with record:
-                    results = function(*inputs, **options)
-            finally:
-                self._mode.cache_enabled = False
+            with record:
+                results = function(*inputs, **options)
         return record.graph, pytree.tree_map_only(Tensor, record.node_of, results)
 
 
