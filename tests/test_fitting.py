@@ -45,6 +45,13 @@ def _model(dropout=0.0):
     return Classifier(dropout).train()
 
 
+def _small_model():
+    """One block, whose 26 ops are planned in seconds, also by a solver, to the end."""
+    model = _model(0.1)
+    del model.blocks[1:]
+    return model
+
+
 @pytest.fixture
 def batch():
     return torch.randn(ROWS, WIDTH), torch.randint(0, 5, (ROWS,))
@@ -376,21 +383,21 @@ def test_a_model_in_eval_mode_is_refused(batch):
 
 
 def test_a_planned_model_is_refused(batch):
-    model = _model()
+    model = _small_model()
     checkpoint_model(model, batch, budget="100%")
     with pytest.raises(ValueError, match="checkpointed already"):
         fit(model, batch, "50%")
 
 
 def test_noise_buys_time_without_a_budget(batch):
-    found = fit(_model(), batch, noise=100.0)
+    found = fit(_small_model(), batch, noise=100.0)
     assert found.chosen.name == "sketches"
     assert found.chosen.time < 1
     assert found.chosen.noise_ratio > 0.05
     assert found.budget_bytes is None
     assert "no budget" in str(found)
     # the default limit leaves no room for sketches
-    assert fit(_model(), batch).chosen.name == "exact"
+    assert fit(_small_model(), batch).chosen.name == "exact"
 
 
 @pytest.fixture
@@ -398,13 +405,6 @@ def page_time(monkeypatch):
     """Sets the time in which a byte is paged."""
     pytest.importorskip("scipy")
     return lambda rate: monkeypatch.setattr(backend, "page_cost", lambda *_: rate)
-
-
-def _small_model():
-    """The solver plans its 26 ops in seconds, to the end."""
-    model = _model(0.1)
-    del model.blocks[1:]
-    return model
 
 
 def _gradients_after_seed(model, batch):

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -228,26 +227,3 @@ def test_public_names_exist():
 
     assert [name for name in rmm_linear.__all__ if not hasattr(rmm_linear, name)] == []
     assert len(set(rmm_linear.__all__)) == len(rmm_linear.__all__)
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_both_packages_and_nothing_else(tmp_path):
-    pytest.importorskip("setuptools")
-    # what the build backend makes, without pip: no download, no isolation, and no build folder left in the repository
-    code = (
-        "import os, shutil, sys\n"
-        "source, target = sys.argv[1:]\n"
-        "names = shutil.ignore_patterns('.git', '.venv', '*_cache', '__pycache__', '*.egg-info', 'results', 'runs')\n"
-        "copy = os.path.join(target, 'source')\n"
-        "shutil.copytree(source, copy, ignore=names)\n"
-        "os.chdir(copy)\n"
-        "from setuptools import build_meta\n"
-        "print(build_meta.build_wheel(target))\n"
-    )
-    done = run_python(code, str(ROOT), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
-    assert tops == {"rmm_linear", "rmm_linear_kernels"}
-    assert {"rmm_linear/py.typed", "rmm_linear/__init__.py", "rmm_linear_kernels/__init__.py"} <= names

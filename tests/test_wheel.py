@@ -28,6 +28,7 @@ def test_the_wheel_has_every_module_and_can_be_imported_alone(tmp_path):
     found = {str(path.relative_to(tmp_path / "alone")) for path in (tmp_path / "alone").rglob("*.py")}
     assert found == expected
     assert (tmp_path / "alone" / "rmm_linear" / "py.typed").exists()
+    assert {path.name for path in (tmp_path / "alone").iterdir() if path.suffix != ".dist-info"} == set(SOURCES)
     code = "import rmm_linear, rmm_linear.compiler; print(rmm_linear.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -117,9 +117,7 @@ def trace(
     Raises:
         CaptureError: If it can't be traced; the error names the line, and what can be done.
     """
-    # without its cache: results that it returns a second time no longer share memory as the op's results do
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
+    mode = _FakeMode(allow_non_fake_inputs=True)
     inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
     function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=loss_alone)
     try:
@@ -166,8 +164,7 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
 
 def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
     """Tell the most bytes that a graph has in memory at any time in eager mode; None if that can't be found out."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
+    mode = _FakeMode(allow_non_fake_inputs=True)
     inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
     function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=True)
     function.interpreter = _Checkpointing
@@ -341,6 +338,18 @@ def _joint_graph(
         joint.recompile()
         renew_values(joint)
     return joint
+
+
+class _FakeMode(FakeTensorMode):
+    """Remembers the properties of the results of pointwise ops and views, which takes a third off a capture with codes.
+
+    Of other ops, results that are returned a second time would no longer share memory as the op's results do.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = isinstance(func, torch._ops.OpOverload) and func.is_view
+        self.cache_enabled = is_view or torch.Tag.pointwise in getattr(func, "tags", ())
+        return super().dispatch(func, types, args, kwargs)
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -149,8 +149,15 @@ def squared_errors(model, x, draws, name):
     return torch.stack([(gradients(model, run, x)[name] - exact).square().sum() for _ in range(draws)])
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-@pytest.mark.parametrize("rows", SIZES)
+# each size and each kind, and the other pairs on demand
+@pytest.mark.parametrize(
+    ("rows", "is_kept"),
+    [
+        pytest.param(rows, is_kept, marks=() if (place % 2 == 0) == is_kept else pytest.mark.grid)
+        for place, rows in enumerate(SIZES)
+        for is_kept in (True, False)
+    ],
+)
 def test_a_weight_gradient_has_the_variance_of_the_closed_form(rows, is_kept):
     layer, x = nn.Linear(WIDTH, WIDTH), batch(rows)
     model = Weighted(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sin() if is_kept else nn.Tanh(), layer), rows)
@@ -209,7 +216,7 @@ def test_layers_of_one_input_share_a_sketch_and_others_do_not(monkeypatch):
 
 
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_one_draw_in_the_forward_pass_governs_all_sketches(executor):
+def test_one_draw_in_the_forward_pass_governs_all_sketches_and_codes(executor):
     model, x = Net(Queries()), batch()
     run = compiled(model, executor, bits=8)
     found = []
@@ -223,6 +230,7 @@ def test_one_draw_in_the_forward_pass_governs_all_sketches(executor):
     (draw,) = (op for op in plans(model)[-1].graph.ops if op.is_random)
     assert "draw_seed" in draw.kind
     assert not draw.is_backward
+    assert not draw.is_recomputable
 
 
 def test_kept_inputs_shrink_by_the_ratio():
@@ -397,12 +405,10 @@ def test_converted_layers_keep_their_own_sketches():
     assert "sketches in it" in str(plan)
 
 
-@pytest.mark.parametrize("is_converted", [False, True])
-def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss(is_converted):
+def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
     model, x = Net(Queries()), batch()
-    if is_converted:
-        # two of the seeds that it draws are not used
-        convert_linears(model.body, ratio=0.5)
+    # two of the seeds that it draws are not used
+    convert_linears(model.body, ratio=0.5)
 
     def features(x):
         return model.body(model.first(x).sin())

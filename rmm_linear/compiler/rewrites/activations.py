@@ -169,7 +169,7 @@ class Activation(Rewrite):
 def candidates(step: Step, bits: int) -> Iterator[Activation]:
     """Find elementwise functions whose input can be coded in so many bits."""
     # a function that 4 bits would bias is read from 8
-    limits = [_Limits(each) for each in (4, 8) if each >= bits]
+    widths = [each for each in (4, 8) if each >= bits]
     members: dict[fx.Node, list[fx.Node]] = {}
     roots: dict[fx.Node, fx.Node] = {}
     for node in step.joint.graph.nodes:
@@ -187,22 +187,19 @@ def candidates(step: Step, bits: int) -> Iterator[Activation]:
             continue
         shape = Shape.of(root.meta["val"])
         if shape is not None:
-            for each in limits:
+            for each in widths:
                 found = _activation(step, root, functions, shape, each)
                 if found is not None:
                     yield found
                     break
 
 
-def _activation(
-    step: Step, u: fx.Node, members: Sequence[fx.Node], shape: Shape, limits: "_Limits"
-) -> Activation | None:
+def _activation(step: Step, u: fx.Node, members: Sequence[fx.Node], shape: Shape, bits: int) -> Activation | None:
     regions = _regions(step, u, members)
     needed = [function for region in regions for _, function in region.functions]
     if not needed:
         return None
-    bits = limits.bits
-    ways = ((way, max(limits.of(function, way).bias for function in needed)) for way in _WAYS[bits])
+    ways = ((way, max(_limits(function, bits, *way).bias for function in needed)) for way in _WAYS[bits])
     way, bias = next(((way, bias) for way, bias in ways if bias <= _MOST_BIASED), (None, math.inf))
     if way is None:
         return None
@@ -210,11 +207,11 @@ def _activation(
     outputs = []
     for node in members:
         function = _function(u, None, node, {u, *members})
-        found = limits.of(function, way)
+        found = _limits(function, bits, *way)
         if step.is_float(node) and found.bias <= _MOST_BIASED:
             outputs.append((node, function, found.slope))
             bias = max(bias, found.bias)
-    slopes = {function: limits.of(function, way).slope for function in needed}
+    slopes = {function: _limits(function, bits, *way).slope for function in needed}
     serves = [read for region in regions for read in region.reads]
     code = Code(u, "activation", bits, shape, tail, _CUBE[bits])
     return Activation(code, serves, bias, regions=regions, outputs=outputs, slopes=slopes, terms=terms)
@@ -294,46 +291,43 @@ def _function(u: fx.Node, gradient: fx.Node | None, end: fx.Node, inside: set[fx
     return Function.of(u, gradient, sorted(found, key=order.__getitem__))
 
 
-class _Limits:
-    """Compares the means of readings with functions, on a grid of their input."""
+# fit() rewrites a step several times
+@functools.lru_cache(maxsize=1024)
+def _limits(function: Function, bits: int, terms: int, tail: float) -> Limits:
+    """Tell how well a function is read in a way: compare the mean of readings with it, on a grid of its input."""
+    try:
+        return _compared(function, bits, terms, tail)
+    except (RuntimeError, TypeError, KeyError):
+        # an op of other tensors, or one that double precision does not have
+        return Limits(math.inf, 0.0)
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
-        self._known: dict[tuple[Function, tuple[int, float]], Limits] = {}
 
-    def of(self, function: Function, way: tuple[int, float]) -> Limits:
-        """Tell how well a function is read in a way."""
-        if (function, way) not in self._known:
-            try:
-                self._known[function, way] = self._found(function, *way)
-            except (RuntimeError, TypeError, KeyError):
-                # an op of other tensors, or one that double precision does not have
-                self._known[function, way] = Limits(math.inf, 0.0)
-        return self._known[function, way]
-
-    def _found(self, function: Function, terms: int, tail: float) -> Limits:
-        near = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
-        far = torch.logspace(math.log10(_RANGE), math.log10(_FAR), _POINTS, dtype=torch.float64)
-        u = torch.cat([near, far, -far])
-        cube = _CUBE[self.bits]
-        step = codes.largest_step(self.bits, tail, cube)
-        draws = (torch.arange(_DRAWS, dtype=torch.float64) + 0.5) / _DRAWS - 0.5
-        within = (codes.curved(u.clamp(-tail, tail), cube) + step * draws[:, None]).flatten()
-        ends = torch.tensor([tail, _RANGE], dtype=torch.float64)
-        ones = [torch.ones_like(each) if function.has_gradient else None for each in (u, within, ends)]
-        exact = function(u, ones[0])
-        if ones[0] is not None and not torch.allclose(function(u, -2 * ones[0]), -2 * exact):
-            return Limits(math.inf, 0.0)
-        slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
-        slope = next((each for each in (0.0, 1.0) if abs(slope - each) < _LEAST), slope)
-        side = torch.full_like(within, step)
-        sides = (_unsmoothed(function, within, each, ones[1], terms, cube) for each in (side, -side))
-        read = torch.stack(list(sides)).view(2 * _DRAWS, -1).mean(0) + slope * (u - tail).clamp_min(0)
-        error, scale = (read - exact).abs(), exact[u.abs() <= 1].abs().max()
-        if (error[_POINTS:] > _FAR_ERROR * exact[_POINTS:].abs().clamp_min(scale.item())).any():
-            return Limits(math.inf, 0.0)
-        bias = ((error * (1 + u * u))[:_POINTS].max() / scale).item()
-        return Limits(bias if math.isfinite(bias) else math.inf, slope)
+def _compared(function: Function, bits: int, terms: int, tail: float) -> Limits:
+    near = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
+    far = torch.logspace(math.log10(_RANGE), math.log10(_FAR), _POINTS, dtype=torch.float64)
+    u = torch.cat([near, far, -far])
+    cube = _CUBE[bits]
+    step = codes.largest_step(bits, tail, cube)
+    draws = (torch.arange(_DRAWS, dtype=torch.float64) + 0.5) / _DRAWS - 0.5
+    # most of the grid is cut to one of two values
+    cut, place = u.clamp(-tail, tail).unique(return_inverse=True)
+    within = (codes.curved(cut, cube) + step * draws[:, None]).flatten()
+    ends = torch.tensor([tail, _RANGE], dtype=torch.float64)
+    ones = [torch.ones_like(each) if function.has_gradient else None for each in (u, within, ends)]
+    exact = function(u, ones[0])
+    if ones[0] is not None and not torch.allclose(function(u, -2 * ones[0]), -2 * exact):
+        return Limits(math.inf, 0.0)
+    slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
+    slope = next((each for each in (0.0, 1.0) if abs(slope - each) < _LEAST), slope)
+    side = torch.full_like(within, step)
+    sides = (_unsmoothed(function, within, each, ones[1], terms, cube) for each in (side, -side))
+    means = torch.stack(list(sides)).view(2 * _DRAWS, -1).mean(0)
+    read = means[place] + slope * (u - tail).clamp_min(0)
+    error, scale = (read - exact).abs(), exact[u.abs() <= 1].abs().max()
+    if (error[_POINTS:] > _FAR_ERROR * exact[_POINTS:].abs().clamp_min(scale.item())).any():
+        return Limits(math.inf, 0.0)
+    bias = ((error * (1 + u * u))[:_POINTS].max() / scale).item()
+    return Limits(bias if math.isfinite(bias) else math.inf, slope)
 
 
 def _unsmoothed(

@@ -72,14 +72,14 @@ def test_codes_steps_and_offsets_are_the_reference_s(kind, dtype, device):
 
 
 @pytest.mark.parametrize(("rows", "features"), [(1, 1), (1, 7), (17, 11), (5, 65)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_any_shape_centred(kind, rows, features, device):
     y = uneven(rows, features).to(device, torch.bfloat16)
     check_quantize(y, torch.randn(features).to(device), kind=kind, seed=-(1 << 62))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_nothing_to_round(kind, shape, device):
     check_quantize(torch.randn(shape, device=device), None, kind=kind)
     codes = reference.quantize(
