@@ -292,7 +292,8 @@ def _settings(options: argparse.Namespace, task: str, seed: int, pad_multiple: i
 
 def run_all(options: argparse.Namespace) -> None:
     """Do the runs that have no row, seed by seed."""
-    path = options.results / FILE
+    # asked for before the runs, for later the files may differ from the code that runs
+    path, made_by = options.results / FILE, origin()
     for seed in options.seeds:
         for task in options.tasks:
             for peer in peers(options):
@@ -305,7 +306,7 @@ def run_all(options: argparse.Namespace) -> None:
                 names = {"peer": peer.name, "peer_commit": None if peer.folder is None else commit_of(peer.folder)}
                 found = outcome(peer, _settings(options, task, seed, peer.pad_multiple))
                 rows = read_rows(path) if path.exists() else []
-                write_rows(path, [*rows, {**names, "task": task, "seed": seed, **found, **origin()}])
+                write_rows(path, [*rows, {**names, "task": task, "seed": seed, **found, **made_by}])
                 print({**names, "task": task, "seed": seed, **found}, flush=True)
 
 
