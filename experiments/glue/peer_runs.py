@@ -153,9 +153,11 @@ def _held(loss: Tensor) -> list[Tensor]:
 
 
 def peers(options: argparse.Namespace) -> list[Peer]:
-    """All that is run, in the order of a seed's runs."""
+    """All that is run, in the order of a seed's runs: first those that end soon with an error."""
     few, wta = options.fewbit, options.wtacrs
     return [
+        Peer("WTA-CRS at 0.1, unchanged", functools.partial(_with_samples, ratio=0.1, is_patched=False), wta, 128),
+        Peer("GACT", lambda run: _package(options.gact / "gact", "gact"), options.gact),
         Peer("exact, once more", lambda run: None, is_run_once=True),
         Peer("fewbit: gaussian at 0.1", functools.partial(_with_linear, kind="gaussian"), few),
         Peer("WTA-CRS at 0.1", functools.partial(_with_samples, ratio=0.1), wta, 128),
@@ -164,8 +166,6 @@ def peers(options: argparse.Namespace) -> list[Peer]:
         Peer("WTA-CRS at 0.3", functools.partial(_with_samples, ratio=0.3), wta, 128),
         Peer("fewbit: dct at 0.1", functools.partial(_with_linear, kind="dct"), few, is_run_once=True),
         Peer("fewbit: GELU in 3 bits", _with_gelu, few, is_run_once=True),
-        Peer("WTA-CRS at 0.1, unchanged", functools.partial(_with_samples, ratio=0.1, is_patched=False), wta, 128),
-        Peer("GACT", lambda run: _package(options.gact / "gact", "gact"), options.gact),
         Peer("torch.compile, activations in FP8", functools.partial(_compiled, quantization=_PASS), pad_multiple=64),
         Peer("torch.compile", _compiled, pad_multiple=64, is_run_once=True),
     ]
