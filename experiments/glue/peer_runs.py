@@ -105,7 +105,7 @@ class PeerRun(PreparedRun):
         return trainer
 
     def timed_step(self) -> Callable[[], float]:
-        """Convert the model, and return a function that does a step on the first batch and returns its seconds."""
+        """Convert the model, and return a function that does a step on the first batch and returns its CPU seconds."""
         self._install(self)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.settings.learning_rate)
         with self.first_batch() as batch:
@@ -113,12 +113,12 @@ class PeerRun(PreparedRun):
         self.model.train()
 
         def step() -> float:
-            began = time.perf_counter()
+            began = time.process_time()
             self.model(**batch).loss.backward()
             self.end()
             optimizer.step()
             optimizer.zero_grad()
-            return time.perf_counter() - began
+            return time.process_time() - began
 
         return step
 
